@@ -1,1 +1,1 @@
-"""Canvases of noise: every token of a block changes at every step, until the block closes as a whole."""
+"""Canvases of noise: every token of a block may change at every step, until the block closes as a whole."""

@@ -1,8 +1,8 @@
-"""The renoising family: a block starts as random tokens, and every step decides all of it anew.
+"""The renoising family: a block (canvas) starts as random tokens, and every step decides all its positions anew.
 
-A step reads each open canvas, keeps the positions that a rule (a masked sampler's `select`) is confident of, and
-replaces all others by noise. When its best tokens no longer change, or at its last step, a canvas closes with its best
-tokens, is encoded, and the next one opens. Rows are independent. The step is transformers'
+A step evaluates each open canvas. A rule (a masked sampler's `select`) chooses the positions that keep their tokens;
+all others become noise. A canvas closes with its best tokens when these no longer change, or at its last step. Then it
+is encoded, and the next canvas opens. Rows are independent. The step is transformers'
 (`DiffusionGemmaGenerationMixin.generate`).
 """
 
@@ -36,35 +36,36 @@ from paradec.samplers.renoising.state import NOISE_STREAM, DenoisingState
 from paradec.samplers.statistics import top_by_rank
 
 PIECE = 2**22
-"""Logits that statistics are read from at a time."""
+"""Number of logits per piece when statistics are computed."""
 
 
 @dataclass(kw_only=True)
 class CanvasProposal(Proposal):
-    """A proposal of this family: `values` are the best tokens, which closing now would write, or the prompt's, which
-    are not `available`. `R` rows whose canvas was denoised, `C` positions, `V` tokens."""
+    """A proposal of this family. `values` are the best tokens, which closing writes; at prompt positions, which are not
+    `available`, the prompt's. `R` rows with a denoised canvas, `C` positions, `V` tokens."""
 
     logits: Tensor
-    """[R, C, V]: the model's, before the temperature. Held until the commit, which draws from them and softens them."""
+    """[R, C, V]: the model's logits, before the temperature. The commit draws from them and softens them."""
     soften: Callable[[Tensor], Tensor]
-    """The model's embeddings [..., D] of logits [..., V] for the next step."""
+    """The model's function from logits [..., V] to embeddings [..., D] for the next step."""
     encoded: np.ndarray
-    """[E] int64, on the host: rows whose final tokens were encoded before."""
+    """[E] int64, on the host: rows whose final tokens were encoded in this step."""
 
 
 @dataclass(frozen=True)
 class CanvasSampler(Sampler):
-    """Base of the family. A subclass says which rule keeps tokens (`rule_for`).
+    """Base of the family. A subclass chooses the rule that keeps tokens (`rule_for`).
 
     Args:
-        max_denoising_steps: N, steps that close a canvas at the latest. A request's `steps`, for all canvases of a row
+        max_denoising_steps: N, maximum number of steps of a canvas. A request's `steps`, for all canvases of a row
             together, replaces it.
         t_min, t_max: the temperature falls from t_max, in N equal parts, towards t_min, which it does not reach.
-        stability_threshold: steps whose best tokens must equal this one's for a canvas to close before its N-th.
-        confidence_threshold: bound on the mean entropy of the canvas, in nats, for that.
+        stability_threshold: number of earlier steps that must have the same best tokens as this one before a canvas may
+            close early (before its N-th step).
+        confidence_threshold: the mean entropy of the canvas, in nats, must be below this to close early.
         early_stop: False closes no canvas before its N-th step.
-        encode_wait: steps that a row which has closed a canvas may wait for others to be encoded with, in one call. It
-            changes no row's result. 0 evaluates fewest positions, more makes fewer calls.
+        encode_wait: number of steps that a row with a closed canvas may wait to be encoded together with other rows. It
+            changes no row's result. 0 evaluates the fewest positions; higher values make fewer calls.
 
     None follows the model's generation_config.json, or transformers' defaults: 48, 0.4, 0.8, 1, 0.005.
     """
@@ -93,11 +94,11 @@ class CanvasSampler(Sampler):
         check_int("encode_wait", self.encode_wait, low=0)
 
     def rule_for(self, defaults: Mapping[str, Any]) -> Any:
-        """The masked sampler whose `select` keeps positions; `defaults` are the model's."""
+        """Return the masked sampler whose `select` keeps positions. defaults: the model's settings."""
         raise NotImplementedError
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Tensors of the open canvas between steps: "window" is C, "hidden" D."""
+        """Declare the tensors of the open canvas between steps: "window" is C, "hidden" D."""
         return {
             "noisy": MemorySpec(("window",), torch.int64),
             "soft": MemorySpec(("window", "hidden"), None),
@@ -106,7 +107,7 @@ class CanvasSampler(Sampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.inference_mode(False)  # else the state would only work in inference mode
     @torch.no_grad()
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
@@ -117,10 +118,10 @@ class CanvasSampler(Sampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: DenoisingState) -> list[CanvasQuery]:
-        """The final tokens to encode, unless rows wait with them; then all open canvases, in one call."""
+        """Build the calls: final tokens to encode, if any, then all open canvases that do not wait for others."""
         late, rows = state.waiting()
         queries = [_encoding(state, late)] if len(late) else []
-        # what this step encodes is there when its canvases are denoised
+        # the step's canvases also see the tokens that it encodes
         visible = np.where(np.isin(np.arange(state.batch), late), state.block_start, state.encoded)
         positions = state.positions(rows)
         is_first = not state.canvas_step[rows].any()
@@ -138,13 +139,13 @@ class CanvasSampler(Sampler):
         return [*queries, canvas]
 
     def propose(self, state: DenoisingState, outputs: list[Tensor], queries: list[CanvasQuery]) -> CanvasProposal:
-        """The best token of every position of the open canvases, with statistics. outputs: logits [R, C, V] last."""
+        """Propose the best token of every position of open canvases, with statistics. outputs[-1]: logits [R, C, V]."""
         logits, rows, soften = outputs[-1], queries[-1].rows, queries[-1].soften
         if soften is None:
-            raise ValueError("the query of the canvases was not answered by a model with canvases: it has no soften")
+            raise ValueError("the model has set no `soften` in the query of the canvases: it is no model with canvases")
         positions = state.positions(rows)
         if state.suppressed is not None:
-            logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: they are this step's own, and large
+            logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: large, only for this step
         if state.request.holes_eos_inf and len(state.ends):
             exclude_ends(state, logits, positions < state.index(state.answer_start[rows]).unsqueeze(1))
         if (controls := state.features.get("controls")) is not None:
@@ -189,7 +190,7 @@ class CanvasSampler(Sampler):
         return filter_logits(logits / temperature.unsqueeze(-1), *request.filters)
 
     def _tempered_pieces(self, state: DenoisingState, rows: np.ndarray, logits: Tensor, count: int) -> Iterator[Tensor]:
-        """Tempered and filtered logits of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
+        """Yield tempered and filtered logits of the rows' canvases [R, C, V], in pieces [n, V] of `count` positions."""
         temperature = state.temperature(rows).unsqueeze(1).expand(logits.shape[:2]).flatten()
         for piece, piece_temperature in zip(logits.flatten(0, 1).split(count), temperature.split(count), strict=True):
             yield self._tempered_logits(state, piece, piece_temperature)
@@ -207,8 +208,8 @@ class CanvasSampler(Sampler):
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: DenoisingState, proposal: CanvasProposal) -> Commit:
-        """Keep, replace by noise, soften; close canvases that are stable or at their last step. Raises
-        FloatingPointError for NaN or infinite logits; nothing is written then."""
+        """Keep tokens or replace them by noise, soften; close canvases that are stable or at their last step. Raises
+        FloatingPointError for NaN or infinite logits; then nothing is written."""
         state.check_current(proposal)
         rows, undecided = proposal.rows, proposal.available
         previous = state.read(state.canvas, rows, proposal.positions)
@@ -220,7 +221,7 @@ class CanvasSampler(Sampler):
             broken = rows[~np.isfinite(entropy)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
 
-        # the step may fail: it draws from a copy
+        # a copy, since the step may still fail
         generator = None if state.generator is None else state.generator.clone_state()
         selected = self._select(state, proposal)
         sampled = self._draw_tokens(state, proposal, selected, generator)
@@ -232,12 +233,12 @@ class CanvasSampler(Sampler):
         is_stable = np.zeros(len(rows), bool)
         if state.stability_rule is not None:
             is_stable = state.stability_rule.is_stable(unchanged, entropy)
-        waits = state.converged[rows]  # lock step: it settled earlier
+        waits = state.converged[rows]  # lock step: it converged earlier
         is_last_step = state.canvas_step[rows] + 1 >= state.steps
         closes = is_stable | waits
         closes = is_last_step | (closes.all() if state.lock_step else closes)
         stays = ~closes & ~waits
-        soft = self._soft(state, proposal, stays)  # nothing has changed until here
+        soft = self._soft(state, proposal, stays)  # the state is unchanged so far
 
         if generator is not None and state.generator is not None:
             state.generator.set_state(generator.get_state())
@@ -286,7 +287,7 @@ class CanvasSampler(Sampler):
     def _draw_tokens(
         self, state: DenoisingState, proposal: CanvasProposal, selected: Tensor, generator: torch.Generator | None
     ) -> Tensor:
-        """[R, C] int64: draws where `selected`, undefined elsewhere. A generator draws as transformers does."""
+        """Draw tokens [R, C] int64 where `selected` (undefined elsewhere). A generator draws as transformers does."""
         rows, sampled = proposal.rows, proposal.values.clone()
         if generator is not None:
             (logits,) = self._tempered_pieces(state, rows, proposal.logits, selected.numel())
@@ -299,20 +300,20 @@ class CanvasSampler(Sampler):
         count = max(1, PIECE // proposal.logits.shape[-1])
         for index in zip(row.split(count), column.split(count), strict=True):
             logits = self._tempered_logits(state, proposal.logits[index], temperature[index])
-            p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # as transformers has them
+            p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))  # as in transformers
             sampled[index] = draw(p, uniform[index])
         return sampled if state.constraint is None else state.constraint.draw(state, proposal.positions, sampled)
 
     def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
-        """Embeddings [N, C, D] for the next step of the rows whose canvas `stays` open [R] bool."""
+        """Compute embeddings [N, C, D] for the next step of rows whose canvas `stays` open [R] bool."""
         if not stays.any():
             return None
         rows, index = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
         logits = proposal.logits if stays.all() else proposal.logits[index]
-        # a row at a time: the product reads all embeddings
+        # row by row: a product reads all embeddings
         embeddings = [proposal.soften(piece) for piece in self._tempered_pieces(state, rows, logits, logits.shape[1])]
         soft = torch.stack(embeddings).to(state.canvas.device)
-        if state.pinned:  # else the model's own guess leaks into what was given
+        if state.pinned:  # otherwise the model's guess leaks into prompt positions
             soft = soft.masked_fill(~proposal.available[index.to(soft.device)].unsqueeze(-1), 0)
         return soft
 

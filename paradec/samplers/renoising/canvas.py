@@ -1,4 +1,4 @@
-"""Any rule on canvases of noise: selected positions are kept, the rest becomes noise."""
+"""Any rule on canvases of noise: selected positions are kept, the others become noise."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Canvas(CanvasSampler):
     """At every step, keep the positions that the rule selects among all positions.
 
     Args:
-        rule: a masked sampler or its name. Its scores are those of the best tokens under the tempered distribution;
-            selected tokens are drawn from it. A schedule (`low_confidence`) keeps the most confident ceil(C k / N)
-            positions at the k-th of N steps. Rules that remember, draft, revise or cut blocks are refused. A model with
-            canvases uses a masked sampler in this way wherever one is named.
+        rule: a masked sampler or its name. Scores are of the best tokens under the tempered distribution; selected
+            tokens are drawn from this distribution. A schedule (`low_confidence`) keeps the most confident ceil(C k /
+            N) positions at the k-th of N steps. Rules with memory, drafts, revisions or blocks are not supported. A
+            request that names a masked sampler on a model with canvases uses it as this rule.
     """
 
     rule: Any = "threshold"

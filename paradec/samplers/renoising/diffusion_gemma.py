@@ -13,14 +13,14 @@ from paradec.samplers.renoising.base import CanvasSampler
 
 @dataclass(frozen=True)
 class DiffusionGemma(CanvasSampler):
-    """Keep the positions of lowest entropy, as long as their sum without the largest is within the bound.
+    """Keep the positions of lowest entropy whose sum of entropies, without the largest, is within the bound.
 
     With `rng="reference"` rows advance in lock step, and draw from one generator as transformers' `generate` does after
     `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded, the
     answer is cut to `max_new_tokens`, and a row that has ended is not evaluated.
 
     Args:
-        entropy_bound: in nats; None takes that of the model's generation_config.json, or 0.1 if it has none.
+        entropy_bound: in nats; None uses the value in the model's generation_config.json, or 0.1.
         max_denoising_steps, t_min, t_max, stability_threshold, confidence_threshold: as in transformers, see
             `CanvasSampler`. early_stop=False turns early stops off, as None in transformers' `generate`.
     """

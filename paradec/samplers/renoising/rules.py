@@ -1,4 +1,4 @@
-"""Which masked samplers can say what a canvas keeps, and their schedules there."""
+"""Masked samplers that can select the kept positions of a canvas, and their schedules there."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ STAGES = ("query", "propose", "commit", "ranking_scores", "read_candidates", "dr
 
 
 def why_unsupported(rule: MaskedSampler) -> str | None:
-    """Why a sampler cannot say what a canvas keeps, as a clause; None where it can."""
+    """Return why a sampler cannot select the kept positions of a canvas, as a clause; None if it can."""
     if isinstance(rule, Combination):
         why_member = next((why for member in rule.members if (why := why_unsupported(member))), None)
         return why_member or ("its stages change logits from step to step" if rule.needs.processes_logits else None)
     if "text" not in rule.models:
         return "it is made for pictures"
     if rule.needs.multi_step or rule.needs.mask_probes:
-        return "it evaluates drafts or mask probes, which a canvas has none of"
+        return "it evaluates drafts or mask probes, which a canvas does not have"
     if rule.needs.extra_quantities and not rule.needs.revises:
         return "it was trained on masks"
     if rule.needs.revises or rule.needs.decided_logits:
-        return "it takes back what it decided, and in a canvas nothing is decided before it closes"
+        return "it reads or takes back decided tokens, and a canvas has none before it closes"
     memory = rule.memory()
     if any("vocab" in spec.dims for spec in memory.values()):
-        return "it remembers a number for every token of every position: 256 MiB for a row of DiffusionGemma"
+        return "it stores a number for every token of every position: 256 MiB for a row of DiffusionGemma"
     if memory or rule.needs.processes_logits:
-        return "it remembers what earlier steps decided, and on a canvas every step decides all anew"
+        return "it remembers earlier steps, and on a canvas every step decides all positions anew"
     if any(getattr(type(rule), name) is not getattr(MaskedSampler, name) for name in STAGES):
-        return "its scores, or its draws, are made in a step of its own"
+        return "it overrides how scores or draws are made"
     if rule.blocks(None) is not None:
-        return "it cuts blocks of its own, and a canvas has the model's length"
+        return "it has a block policy, and a canvas has the model's length"
     if isinstance(rule, Origin):
-        return "its schedule is a probability for masks that are left"
+        return "its schedule is a probability for the remaining masks"
     if isinstance(rule, Random) and rule.order == "block":
         return "order='block' is drawn once for a block of masks; use order='step'"
     return None
 
 
 def check_rule(rule: MaskedSampler, user: str) -> MaskedSampler:
-    """The rule, or ValueError with the reason."""
+    """Return the rule, or raise ValueError with the reason. user: the sampler that needs the rule."""
     why = why_unsupported(rule)
     if why is not None:
-        raise ValueError(f"sampler {rule.name!r} cannot say what sampler {user!r} keeps of a canvas: {why}")
+        raise ValueError(f"sampler {rule.name!r} cannot be the rule of sampler {user!r} on a canvas: {why}")
     return rule
 
 
 def quota(rule: MaskedSampler, num_undecided: Tensor, step: np.ndarray, steps: int) -> Any:
-    """`view.quota` of rules with a schedule: ceil(num_undecided [R] * step [R] / steps); a tuple for combinations."""
+    """Compute `view.quota` of rules with a schedule: ceil(num_undecided [R] * step [R] / steps), tuples if combined."""
     if isinstance(rule, Combination):
         return tuple(quota(member, num_undecided, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:

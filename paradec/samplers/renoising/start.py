@@ -1,4 +1,4 @@
-"""Start of a decoding of canvases."""
+"""Start of a request on canvases."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded
 
 _CANVAS = "a canvas has the length that the model was trained with"
 REFUSED = {
-    "cache": "keys and values of final tokens are always kept, and those of an open canvas change at every step",
-    "share_prefix": "every row encodes its own prompt; prefix=... takes over what an earlier request encoded",
+    "cache": "keys and values of final tokens are always stored, and those of an open canvas change at every step",
+    "share_prefix": "every row encodes its own prompt; prefix=... reuses the keys and values of an earlier request",
     "attention": "sparse attention makes its lists of keys for one block of masks",
-    "suffix": "a canvas is evaluated whole, and nothing comes after it",
+    "suffix": "a canvas is evaluated whole, and no position follows it",
     "blocks": _CANVAS,
     "block_length": _CANVAS,
     "temperature": "the temperature falls over the steps: t_max and t_min are settings of the sampler",
     "guidance_scale": "without a mask token there is no unconditional form of the prompt",
     "confidence_eos_eot_inf": "a canvas closes as a whole, so that no token comes after the others",
-    "compile": "the host decides when canvases have settled, and then opens and encodes others",
+    "compile": "the host decides when canvases have converged, and then opens and encodes others",
     "rollout": "a canvas closes with its likeliest tokens, which no step has drawn",
 }
-"""Fields of a request that mean nothing on canvases, and why."""
+"""Fields of a request that are not supported on canvases, and why."""
 MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
-"""Settings of a sampler that are the model's where they are None."""
+"""Settings of a sampler for which None is the model's value."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check a request, and make its state: each prompt, then canvases, or over its holes. Raises ValueError,
-    TypeError."""
+    """Check a request, and make its state: prompts, and canvases after or over them. Raises ValueError, TypeError."""
     sampler.check_model(model)
     for name, why in REFUSED.items():
         value = getattr(request, name)
@@ -65,13 +64,13 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
             )
     defaults = model.denoising
     rule = rules.check_rule(sampler.rule_for(defaults), sampler.name)
-    # noise may hold them
+    # noise may still have these ids
     suppressed = suppressed_ids(request, facts, facts.eos_token_ids if request.holes_eos_inf else ())
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     is_reference = request.rng == "reference"
     if is_reference and holes:
         raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
-    # transformers draws for rows of unequal prompts as for others
+    # first tokens: `randomness` rejects rows of unequal lengths, transformers does not
     generator, seeds = randomness(request, [row[:1] for row in rows] if is_reference else rows)
     token_rules, early = split_stop_rules(request.stop)
     if early:
@@ -84,7 +83,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     reuse = _reuse(request, model, rows, images)
 
     width = facts.block_length
-    assert width is not None  # what models with canvases state
+    assert width is not None  # models with canvases set it
     lengths = np.array([len(row) for row in rows], np.int64)
     requested_length = lengths + num_new
     starts = [_starts(row, int(end), width) for row, end in zip(rows, requested_length, strict=True)]
@@ -133,7 +132,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if (controls := TokenControls.from_request(sampler, model, request, in_order=False)) is not None:
         state.features["controls"] = controls
     if request.constraint is not None:
-        from paradec.samplers.features.constraints import CanvasConstraint  # for few requests
+        from paradec.samplers.features.constraints import CanvasConstraint  # few requests need it
 
         state.features["constraint"] = CanvasConstraint.from_request(model, state, canvas)
     if reuse is not None:
@@ -148,7 +147,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
 
 
 def _starts(row: list[int], end: int, width: int) -> np.ndarray:
-    """Where canvases begin in a row of length `end`: each at the first position to fill that none covers."""
+    """Find the starts of canvases in a row of length `end`: the first position to fill after the previous canvas."""
     holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
     starts: list[int] = []
     for position in holes:
@@ -160,17 +159,17 @@ def _starts(row: list[int], end: int, width: int) -> np.ndarray:
 def _reuse(
     request: Request, model: Any, rows: list[list[int]], images: list[Any]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which rows of the request's prefix each row takes over, and how many of its tokens: both [B] int64. Any number is
-    exact: the encoder is causal. Raises ValueError for a prefix of another model, or with images."""
+    """Find the row of the request's prefix that each row reuses, and the number of reused tokens, both [B] int64. Any
+    number is exact: the encoder is causal. Raises ValueError for a prefix of another model, or with images."""
     prefix, pictured = request.prefix, any(image is not None for image in images)
     if request.keep_prefix and pictured:
-        raise ValueError("keep_prefix=True keeps tokens alone, and the prompt has images: leave it out")
+        raise ValueError("keep_prefix=True keeps only tokens, and the prompt has images: leave it out")
     if prefix is None:
         return None
     if not isinstance(prefix, KeptPrefix):
         raise ValueError(f"prefix={shown(prefix)} must be the `prefix` of an output made with keep_prefix=True")
     if pictured:
-        raise ValueError("prefix=... is looked up by tokens, and the prompt has images: leave it out")
+        raise ValueError("prefix=... is matched by tokens, and the prompt has images: leave it out")
     prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]
     source, counts = prefix.match_rows(rows)
     num_leading = [row.index(HOLE) if HOLE in row else len(row) for row in rows]

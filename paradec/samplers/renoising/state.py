@@ -1,4 +1,4 @@
-"""State of a decoding of canvases: each row's open canvas, the encoded tokens, the counters."""
+"""State of a request on canvases: each row's open canvas, its encoded tokens and counters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paradec.samplers.masked.state import Window
 
 @dataclass
 class DenoisingState(State):
-    """`B` rows of up to `L` positions; row r has canvases of `C` positions from `starts[r]` on, one of them open.
+    """`B` rows of up to `L` positions; row r has canvases of `C` positions at `starts[r]`, one of them open.
 
-    Memory, of the open canvas: "noisy" [B, C], the ids that the model is shown; "soft" [B, C, D], the embeddings that
-    the last step expected, zeros before the first and at pinned positions; "unchanged" [B], steps in a row with
-    unchanged best tokens.
+    Memory of the open canvas: "noisy" [B, C], the ids that the model reads; "soft" [B, C, D], the expected embeddings
+    from the last step, zeros before the first step and at prompt positions; "unchanged" [B], number of consecutive
+    steps with unchanged best tokens.
     """
 
     facts: ModelFacts
@@ -40,13 +40,13 @@ class DenoisingState(State):
     stability_rule: StabilityRule | None
     encode_wait: int
     canvas: Tensor
-    """[B, L] int64 ids: final tokens, and in open canvases the draft, which closing now would write."""
+    """[B, L] int64 ids: final tokens; in open canvases the draft, which a canvas that closes now would write."""
     given: Tensor
     """[B, L] bool: prompt tokens."""
     starts: list[np.ndarray]
-    """Where each row's canvases begin, ascending."""
+    """Starts of each row's canvases, ascending."""
     prompt_length: np.ndarray
-    """[B] int64: where the first canvas begins."""
+    """[B] int64: start of the first canvas."""
     answer_start: np.ndarray
     """[B] int64: the position after the last prompt token."""
     length: np.ndarray
@@ -57,7 +57,7 @@ class DenoisingState(State):
     keys: Tensor
     """[B, 2] int64 random keys."""
     generator: torch.Generator | None
-    """The caller's, for `rng="reference"`: then rows go in lock step, as transformers draws them."""
+    """The caller's generator, for `rng="reference"`: rows advance in lock step, as transformers draws them."""
     suppressed: Tensor | None
     """[S] int64 ids that are never proposed, or None."""
     ends: Tensor
@@ -76,20 +76,20 @@ class DenoisingState(State):
         super().__post_init__()
         batch = self.batch
         self.block_start = np.array([row[0] for row in self.starts], np.int64)
-        """[B] int64: where each row's open canvas begins."""
+        """[B] int64: start of each row's open canvas."""
         self.opened = np.zeros(batch, np.int64)
         """[B] int64: the index of the open canvas."""
         self.encoded = np.zeros(batch, np.int64)
         """[B] int64: leading positions whose keys and values are in the store."""
         self.waited = np.zeros(batch, np.int64)
-        """[B] int64: steps that a row has waited for others to be encoded with."""
+        """[B] int64: steps that a row has waited to be encoded together with other rows."""
         self.canvas_step = np.zeros(batch, np.int64)
-        """[B] int64: steps taken in the open canvas."""
+        """[B] int64: completed steps of the open canvas."""
         self.row_step = np.zeros(batch, np.int64)
-        """[B] int64: steps taken by the row, in all canvases."""
+        """[B] int64: completed steps of the row, in all canvases."""
         self.running = np.ones(batch, bool)
         self.converged = np.zeros(batch, bool)
-        """[B] bool: rows whose canvas has settled, and waits for all others (lock step)."""
+        """[B] bool: rows whose canvas has converged, and waits for all others (lock step)."""
         self.decided = np.zeros(batch, np.int64)
         self.end = self.requested_end.copy()
         """[B] int64: the position after each row's last token; before `requested_end` where a stop rule ended it."""
@@ -98,7 +98,7 @@ class DenoisingState(State):
         """[B] int64: leading positions whose keys and values came from a prefix."""
         self.encoder_calls = np.zeros(batch, np.int64)
         self.denoising_calls = np.zeros(batch, np.int64)
-        """[B] int64 each: encodings and denoising steps of a row, without those in which it only rode along."""
+        """[B] int64 each: encodings and denoising steps of a row, except steps in which it only waited in lock step."""
         column = np.arange(self.canvas.shape[1])
         covered = np.zeros(self.canvas.shape, bool)
         for row, starts in enumerate(self.starts):
@@ -111,13 +111,13 @@ class DenoisingState(State):
         """Whether a canvas has prompt tokens."""
         self._open_noise(np.arange(batch))
 
-    # ---- what is read ---------------------------------------------------------------------------------------------
+    # ---- values ---------------------------------------------------------------------------------------------------
 
     @property
     def width(self) -> int:
         """C: positions of a canvas."""
         width = self.facts.block_length
-        assert width is not None  # what models with canvases state
+        assert width is not None  # models with canvases set it
         return width
 
     @property
@@ -132,7 +132,7 @@ class DenoisingState(State):
 
     @property
     def rows(self) -> np.ndarray:  # type: ignore[override]
-        """As for all; in lock step ended rows go on being denoised with the others."""
+        """[R] int64: rows of the next step; in lock step, ended rows are denoised too while any row runs."""
         return np.arange(self.batch) if self.lock_step and self.running.any() else self.running.nonzero()[0]
 
     @property
@@ -145,25 +145,25 @@ class DenoisingState(State):
 
     @property
     def block_end(self) -> np.ndarray:
-        """[B] int64: where each row's open canvas ends."""
+        """[B] int64: end of each row's open canvas."""
         return self.block_start + self.width
 
     def cache_advice(self) -> None:
-        """None: encoded tokens are always stored."""
+        """Return None: encoded tokens are always stored."""
 
     def draft_end(self) -> np.ndarray:
-        """[B] int64: the end of what may be shown of a row: its open canvas once a step has read it, or the row."""
-        shown = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.requested_end), self.block_start)
-        return np.where(self.running, shown, self.end)
+        """[B] int64: end of each row's displayable tokens, with the draft of the open canvas after its first step."""
+        draft_end = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.requested_end), self.block_start)
+        return np.where(self.running, draft_end, self.end)
 
     def to_fill(self, row: int) -> list[int]:
-        """The positions of a row that decoding makes final."""
+        """List the positions of a row that decoding makes final."""
         covered = [position for start in self.starts[row] for position in range(int(start), int(start) + self.width)]
         is_given = self.given[row].cpu().numpy()
         return [position for position in covered if not is_given[position]]
 
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
-        """[R] rows to encode at this step, and [R] rows whose canvas a step denoises, those among them."""
+        """Return the rows to encode at this step, and the rows whose canvas it denoises, which include the former."""
         rows = self.rows
         late = self.encoded[rows] < self.block_start[rows]
         ready = late & (late.all() or self.waited[rows].max(initial=0) >= self.encode_wait)
@@ -177,15 +177,15 @@ class DenoisingState(State):
         return torch.as_tensor(rows, device=self.canvas.device)
 
     def noisy(self, rows: np.ndarray) -> Tensor:
-        """[R, C] int64: the ids that the model is shown of the rows' open canvases."""
+        """[R, C] int64: the ids that the model reads in the rows' open canvases."""
         return self.memory["noisy"].index_select(0, self.index(rows))
 
     def read(self, tensor: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """[R, C] of a canvas-shaped tensor [B, L]."""
+        """Read [R, C] of a canvas-shaped tensor [B, L]."""
         return tensor[self.index(rows).unsqueeze(1), positions]
 
     def temperature(self, rows: np.ndarray) -> Tensor:
-        """[R] float32: the temperatures of the rows' steps, which are counted down from N."""
+        """[R] float32: the temperatures of the rows' steps."""
         fraction_left = torch.as_tensor(
             self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device
         )
@@ -203,10 +203,10 @@ class DenoisingState(State):
     def stores(self) -> tuple[Any, ...]:
         return (self.store,)
 
-    # ---- what commits change --------------------------------------------------------------------------------------
+    # ---- changes by commits ---------------------------------------------------------------------------------------
 
     def draw_noise(self, rows: np.ndarray, positions: Tensor, generator: torch.Generator | None, stream: int) -> Tensor:
-        """[R, C] int64: random tokens, from the generator where there is one."""
+        """Draw random tokens [R, C] int64, from the generator if there is one."""
         vocab = self.facts.vocab_size
         if generator is not None:
             shape = (len(rows), self.width)
@@ -231,7 +231,7 @@ class DenoisingState(State):
         self.decided[rows] += np.where(alive, (~self._final[rows[:, None], positions]).sum(1), 0)
         self._final[rows[:, None], positions] = True
         self._stop(rows[alive], positions[alive], tokens[alive])
-        if self.facts.pad_token_id is not None:  # without an id to pad with, transformers pads nothing
+        if self.facts.pad_token_id is not None:  # without a padding id, transformers does not pad
             self._fill_after_end(rows[~alive])
         more = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
         self.running[rows[~more]] = False
@@ -249,7 +249,7 @@ class DenoisingState(State):
         """Apply the stop rules to running rows [R] that have closed canvases at `positions` [R, C]."""
         if not len(rows) or not self.stop_rules:
             return
-        self.window = Window(  # the closed canvases as stop rules read them
+        self.window = Window(  # stop rules read closed canvases as a window
             rows=rows,
             host_positions=positions,
             host_valid=None,
@@ -283,7 +283,7 @@ Share = TypeVar("Share", float, Tensor)
 
 
 def anneal_temperature(fraction_left: Share, t_min: float, t_max: float) -> Share:
-    """The temperature where `fraction_left` of the steps is to be done, this one included: t_max at the first step."""
+    """Compute the temperature when `fraction_left` of the steps remain, including this one: t_max at the first step."""
     return t_min + (t_max - t_min) * fraction_left
 
 
@@ -292,16 +292,15 @@ FIRST_STREAM, NOISE_STREAM = 4, 5
 
 
 def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
-    """[R, C] int64: a uniform token for each position. keys [R, 2], step [R], positions [R, C]: as in `rng.uniform`."""
+    """Draw a uniform token per position: [R, C] int64. keys [R, 2], step [R], positions [R, C]: see `rng.uniform`."""
     uniform = rng.uniform(keys, step, positions, 1, stream).squeeze(-1)
     return (uniform * vocab).long()
 
 
 @dataclass(frozen=True)
 class StabilityRule:
-    """A canvas closes once its best tokens have been unchanged for `stability` earlier steps (0: any), and the mean
-    `entropy` of its distributions of draws, in nats, is below a bound (transformers'
-    `StableAndConfidentStoppingCriteria`)."""
+    """Rule that closes a canvas early (transformers' `StableAndConfidentStoppingCriteria`): its best tokens equal those
+    of the last `stability` steps, and the mean entropy of its distributions, in nats, is below `entropy`."""
 
     stability: int = 1
     entropy: float = 0.005
@@ -311,6 +310,5 @@ class StabilityRule:
         check_number("confidence_threshold", self.entropy, low=0, open_low=True)
 
     def is_stable(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-        """[R] bool: the rows whose canvas closes. unchanged: [R], steps with unchanged best tokens. entropy: [R]
-        means."""
+        """[R] bool: rows whose canvas closes. unchanged: [R], steps with unchanged best tokens. entropy: [R], means."""
         return (unchanged >= self.stability) & (entropy < self.entropy)

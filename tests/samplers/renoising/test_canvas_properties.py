@@ -53,7 +53,7 @@ def test_the_rules_that_mean_something_here_are_known() -> None:
     assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*KEEPS}
     for name in {*MASKED} - {*KEEPS}:
         with pytest.raises(
-            ValueError, match=f"sampler '{name}' cannot say what sampler 'canvas' keeps of a canvas: .+"
+            ValueError, match=f"sampler '{name}' cannot be the rule of sampler 'canvas' on a canvas: .+"
         ):
             samplers.create("canvas", rule=name)
     with pytest.raises(ValueError, match="'klass'.*256 MiB for a row"):
