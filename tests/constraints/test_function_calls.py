@@ -129,12 +129,12 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 }
 """Parameters of functions, as the `tools` of a chat have them."""
 REFUSED = {
-    **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces what it has decided"),
+    **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces decided tokens"),
     **dict.fromkeys(("freedave", "lopa"), "drafts steps ahead"),
     **dict.fromkeys(("gsd", "lantern", "lantern++"), "accepts tokens that its distribution excludes"),
-    "recap": "counts the positions of several steps ahead",
+    "recap": "chooses the positions of several steps ahead",
 }
-DRAWN = dict.fromkeys(("maskgit", "halton"), "draws every token once more")
+DRAWN = dict.fromkeys(("maskgit", "halton"), "draws every token a second time")
 """Refused above temperature 0."""
 FAMILIES = ("masked", "draft_verify", "renoising")
 SAMPLERS = [

@@ -78,7 +78,7 @@ def test_weights_that_change_on_the_way_are_named() -> None:
             model.module.lm_head.weight.mul_(1.01)
 
     found = paradec.generate(model, ROWS, rollout=True, callback=step, **GIVEN).rollout
-    assert found.approximation == "weights that changed on the way" and found.version == 0
+    assert found.approximation == "weights that changed while decoding" and found.version == 0
 
 
 @pytest.mark.parametrize("made", ["as ever", "in inference mode"])

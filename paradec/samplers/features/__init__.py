@@ -1,1 +1,1 @@
-"""Optional features of a request, a file each, which the loops of the families call (`Feature`)."""
+"""Optional features of a request, one file each, as callbacks of the decode loops (`Feature`)."""

@@ -21,14 +21,14 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks
 
 @dataclass
 class Opening:
-    """`R` rows that open a block, for a policy with `reads_logits`. `W` positions from the start of each block."""
+    """`R` rows that open a block, and `W` positions from its start, for a policy with `reads_logits`."""
 
     tokens: Tensor
     """[R, W] int64: candidate tokens."""
     confidence: Tensor
     """[R, W] float64: their probabilities."""
     available: Tensor
-    """[R, W] bool: undecided, evaluated this step, and no padding."""
+    """[R, W] bool: undecided positions that were evaluated this step, without padding."""
     start: np.ndarray
     prompt_length: np.ndarray
     length: np.ndarray
@@ -39,24 +39,23 @@ class Opening:
 class AdaptiveBlocks(BlockPolicy):
     """Blocks that end with a semantic step, where the model predicts a delimiter.
 
-    Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, the candidates of the coming window are
-    read. Of those that are delimiters the most confident one (the leftmost on ties) ends the block if its probability
-    is at least `delimiter_threshold`; without one the block has the default length. Prompt tokens among the positions
-    read are no delimiters.
+    Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, its candidates are read within a window. If
+    the most confident delimiter among them (the leftmost on ties) has at least probability `delimiter_threshold`, it
+    ends the block. Otherwise the block has the default length. Prompt tokens in the window are not delimiters.
 
     Args:
         length: B_0, the default block length (16, 32 or 64 in the paper).
         delimiter_threshold: tau_D, in [0, 1]; 0.3 for LLaDA and 0.5 for Dream in the paper.
-        delimiters: texts, looked up in the model's tokenizer, or token ids. A text that is no token of the vocabulary
-            is no delimiter; when none is left, a warning says that blocks stay fixed.
-        delimiter_match: "exact" takes tokens that read as one of the texts (LLaDA: its newline), "ends" all tokens that
-            end with one (";\\n" too: the public code for Dream lists 24 tokens of this kind, this finds all).
-        window: share of the answer's length that is read ahead, truncated to whole positions. A block may be that long,
-            beyond `length`.
-        min_length: shortest block, at least 1, the paper's. Caches evaluate a full forward for every new block.
+        delimiters: token ids, or texts of tokens. Texts without a token are ignored; if no delimiter remains, blocks
+            stay fixed, with a warning.
+        delimiter_match: "exact" accepts tokens whose text is one of the texts (LLaDA: its newline), "ends" all tokens
+            whose text ends with one (";\\n" too: the public code for Dream lists 24 such tokens, this finds all).
+        window: share of the answer's length that is read ahead, truncated to whole positions. A block may be as long as
+            the window, also beyond `length`.
+        min_length: shortest block, at least 1 (the paper's value). Caches evaluate a full forward for every new block.
 
-    `steps` cannot be spread over a number of blocks that is not known before. A method with a time grid (Dream's) plans
-    the first step of a block for the positions read, the others for the block.
+    A request with these blocks cannot have `steps`, since the number of blocks is unknown. A method with a time grid
+    (Dream's) plans the first step of a block for all positions that are read, later steps for the block.
     """
 
     length: int = 32
@@ -94,7 +93,7 @@ class AdaptiveBlocks(BlockPolicy):
     def cut(self, opening: Opening) -> Tensor:
         device = opening.tokens.device
         num_read = self.open(opening.start, opening.prompt_length, opening.length) - opening.start
-        # one transfer for what is known on the host
+        # one transfer to the device
         host_sizes = np.stack((self._window(opening.prompt_length, opening.length), num_read))
         window, max_size = torch.as_tensor(host_sizes, device=device)
         ids = torch.tensor([i for i in self.delimiters if isinstance(i, int)], dtype=torch.int64, device=device)
@@ -110,7 +109,7 @@ class AdaptiveBlocks(BlockPolicy):
         return (self.window * (length - prompt_length)).astype(np.int64)
 
     def for_model(self, model: Any) -> AdaptiveBlocks | FixedBlocks:
-        """The policy with token ids; fixed blocks where no text is a token. Raises ValueError for an unknown id."""
+        """Return the policy with token ids; fixed blocks if no text is a token. Raises ValueError for an unknown id."""
         facts = model.facts
         texts = tuple(d for d in self.delimiters if isinstance(d, str))
         ids = {d for d in self.delimiters if isinstance(d, int)}
@@ -135,7 +134,7 @@ class AdaptiveBlocks(BlockPolicy):
 
 
 def check_delimiters(value: Any) -> tuple[str | int, ...]:
-    """A sequence of texts and token ids as a tuple; raise ValueError for anything else."""
+    """Turn a sequence of texts and token ids into a tuple; raise ValueError for anything else."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not len(value) or "" in value:
         raise ValueError(
             f"delimiters={shown(value)} must be a sequence of token ids and texts that are not empty; without "
@@ -151,7 +150,7 @@ _TOKEN_TEXTS: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDiction
 
 
 def _decode_vocabulary(tokenizer: Any) -> list[str]:
-    """The text of each id. Decoding a vocabulary takes seconds: the result is kept with the tokenizer."""
+    """Decode each id of a vocabulary. This takes seconds: the texts are cached per tokenizer."""
     if tokenizer not in _TOKEN_TEXTS:
         _TOKEN_TEXTS[tokenizer] = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     return _TOKEN_TEXTS[tokenizer]
@@ -159,12 +158,12 @@ def _decode_vocabulary(tokenizer: Any) -> list[str]:
 
 @dataclass
 class AdaptiveBlockEnds(Feature):
-    """The rows that have opened a block whose end is not read yet."""
+    """Rows that have opened a block whose end is still unknown."""
 
     opening: np.ndarray = field(metadata=ROWS)
-    """[B] bool. Until the end is read, a block reaches as far as its policy reads."""
+    """[B] bool. Until its end is known, a block covers all positions that its policy reads."""
 
-    host_only = "blocks={state.blocks} end where the host reads it from the logits"
+    host_only = "the host reads the ends of blocks={state.blocks} from the logits"
 
     def reads_window(self, state: Any) -> bool:
         return bool(self.opening.any())
@@ -189,7 +188,7 @@ class AdaptiveBlockEnds(Feature):
             prompt_length=state.prompt_length[opened_rows],
             length=state.length[opened_rows],
         )
-        # the block reaches what can be committed, where given text comes first
+        # a block that begins with prompt tokens includes the first position that can be committed
         size = state.blocks.cut(opening).maximum(opening.available.int().argmax(1) + 1)
         proposal.block_end = end.index_copy(0, device_index, start[device_index] + size)
         proposal.available = proposal.available & (proposal.positions < proposal.block_end.unsqueeze(1))
@@ -202,9 +201,9 @@ class AdaptiveBlockEnds(Feature):
 
 
 def cut_blocks(state: Any, rows: np.ndarray, end: np.ndarray) -> None:
-    """End the just opened blocks of `rows` [R] at `end` [R]. Raises RuntimeError for an end after the block's."""
+    """End the newly opened blocks of `rows` [R] at `end` [R]. Raises RuntimeError for an end after the block's."""
     if (end > state.block_end[rows]).any():
-        raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than what it read")
+        raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than the range that it read")
     shorter = end < state.block_end[rows]
     rows, end = rows[shorter], end[shorter]
     state.block_end[rows] = end

@@ -1,12 +1,12 @@
 """Constraints (`constraint`): every answer, or hole, is a text of a language.
 
 Masked models and canvases of noise: a step conditions the product of its marginals on the language
-(`paradec.constraints.passes`). The candidates form one text, the likeliest or a joint draw: any selection
-fits. Scores are those of the conditioned marginals.
+(`paradec.constraints.passes`). The candidates form one text, the likeliest or a joint draw, so that any selection of
+them fits. Scores are those of the conditioned marginals.
 
-Causal models: the distribution of a slot is the model's over the tokens that keep a text possible, given the final
-tokens, the drafts before the slot and the number of tokens left. Drafts are drawn from these distributions and verified
-against them: lossless samplers keep the distribution of token-by-token decoding with the constraint.
+Causal models: a slot's distribution is the model's, limited to tokens that keep a text possible, given the final
+tokens, the drafts before the slot and the number of remaining tokens. Drafts are drawn from these distributions and
+verified against them: lossless samplers have the distribution of token-by-token decoding with the constraint.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError for the first reason that holds, of these and the common ones."""
+    """Raise ValueError for the first true reason, of these and the common ones."""
     name, request = model.facts.name, state.request
     common = {
-        f"it says what texts read, and {name} has no tokenizer": getattr(model, "tokenizer", None) is None,
+        f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
         "rng='reference' draws every token by itself": request.rng == "reference",
-        "stop_strings may end a row before its text is whole": request.stop_strings is not None,
-        f"stop={shown(request.stop)} may end a row before its text is whole": (
+        "stop_strings may end a row before its text is complete": request.stop_strings is not None,
+        f"stop={shown(request.stop)} may end a row before its text is complete": (
             any(not isinstance(rule, (EndOfText, StopStrings)) for rule in getattr(state, "stop_rules", ()))
         ),
     }
@@ -60,19 +60,19 @@ class SpanConstraint(Feature):
 
     spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
 
-    host_only = "a constraint is asked on the host"
+    host_only = "constraints run on the host"
     stream: ClassVar[int]
     """Random stream of the draws."""
 
     def uniform(self, state: Any, part: Part) -> np.ndarray:
-        """Numbers [m] in (0, 1) to draw a text; they depend on row, step and position only."""
+        """Return random numbers [m] in (0, 1) to draw a text; they depend only on row, step and position."""
         step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
         key = state.keys[part.row : part.row + 1]
         draws = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
         return draws[0, :, 0].cpu().numpy()
 
     def _marginals(self, state: Any, part: Part, logits: Tensor) -> Marginals | None:
-        """The marginals of a part; None for NaN or infinite logits, which `commit` reports."""
+        """Compute the marginals of a part; None for NaN or infinite logits, which `commit` reports."""
         marginals = Marginals(part.span.automaton, logits, part.tokens, part.state, part.last)
         if marginals.broken:
             return None
@@ -102,8 +102,8 @@ class SpanConstraint(Feature):
 class MaskedConstraint(SpanConstraint):
     """Spans, and the weight of each row's draws.
 
-    Positions of the open block that only one token fits are written with every commit. At temperature 0 they are also
-    written when the block opens, without a forward; above 0 the block's first step counts them in the weight.
+    Every commit also writes positions of the open block that only one token fits. At temperature 0 they are also
+    written when the block opens, without a forward. Above 0 the block's first step counts them in the weight.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)
@@ -113,7 +113,7 @@ class MaskedConstraint(SpanConstraint):
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> MaskedConstraint:
-        """Make the constraint of a request. Raises ValueError where it does not work, or no text fits a row."""
+        """Make the constraint of a request. Raises ValueError if it is unsupported, or if no text fits a row."""
         raise_unsupported(model, state, _masked_reasons(sampler, state))
         canvas = state.canvas.cpu().numpy()
         # early stop rules read logits up to the row's end
@@ -130,7 +130,7 @@ class MaskedConstraint(SpanConstraint):
     def read_candidates(
         self, sampler: Any, state: Any, logits: Tensor, query: Any, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidate tokens and quantities, in place of the sampler's."""
+        """Compute candidate tokens and quantities, instead of the sampler."""
         positions = state.window.query_positions(query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id
@@ -164,7 +164,7 @@ class MaskedConstraint(SpanConstraint):
         return tokens.flatten().index_copy(0, flat, sampled).view_as(current), quantities
 
     def _open_parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
-        """The undecided parts of the row's window, up to `stop`."""
+        """List the undecided parts of the row's window, up to `stop`."""
         if stop is None:
             stop = int((state.length if "early_stops" in state.features else state.block_end)[row])
         return find_parts(self.spans[row], row, canvas, canvas == state.mask_id, int(state.block_start[row]), stop)
@@ -172,7 +172,7 @@ class MaskedConstraint(SpanConstraint):
     def _draw_text(
         self, sampler: Any, state: Any, raw: Tensor, part: Part, part_index: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidates [m] of a part's undecided positions from raw logits [m, V], and their quantities [m]."""
+        """Choose candidates [m] for a part's undecided positions from raw logits [m, V]; also return quantities [m]."""
         needs, temperature = sampler.needs, state.request.temperature
         marginals = self._marginals(state, part, raw)
         if marginals is None:
@@ -208,7 +208,7 @@ class MaskedConstraint(SpanConstraint):
             state.canvas[row, positions] = tokens
             if "rollout" in state.features:
                 state.features["rollout"].record_forced(state, row, positions, tokens)
-            if state.trace is not None:  # its canvas precedes the first step
+            if state.trace is not None:  # its canvas is the one before the first step
                 for position, token in certain.items():
                     state.trace.canvas[row][position] = token
             state.masks_at_open[row] -= len(certain)
@@ -220,7 +220,7 @@ class MaskedConstraint(SpanConstraint):
             open_blocks(state, np.array(full_rows))
 
     def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
-        """Undecided positions of the open block that only one token fits, with that token."""
+        """Find the undecided positions of the open block that only one token fits, with this token."""
         certain = {}
         for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
             automaton = part.span.automaton
@@ -273,13 +273,13 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
     is_partial = state.cache.facts.evaluates not in ("block", "undecided")
     return {
         f"sampler {name!r} drafts steps ahead of the text": needs.multi_step,
-        f"sampler {name!r} replaces what it has decided": needs.revises or needs.mask_probes,
-        f"sampler {name!r} counts the positions of several steps ahead": hasattr(sampler, "targets"),
-        f"sampler {name!r} draws every token once more, by itself": redraws,
+        f"sampler {name!r} replaces decided tokens": needs.revises or needs.mask_probes,
+        f"sampler {name!r} chooses the positions of several steps ahead": hasattr(sampler, "targets"),
+        f"sampler {name!r} draws every token a second time, by itself": redraws,
         f"sampler {name!r} cuts rows off before their end; give eos_early_stop=False": trims,
         f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": is_partial,
         f"blocks={shown(blocks)} have several blocks of a row open at once": isinstance(blocks, PipelinedBlocks),
-        f"blocks={shown(blocks)} end where single candidates say so": getattr(blocks, "reads_logits", False),
+        f"blocks={shown(blocks)} end at single candidates": getattr(blocks, "reads_logits", False),
     }
 
 
@@ -290,8 +290,8 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
 class CanvasConstraint(SpanConstraint):
     """Spans, and the parts of this step.
 
-    A canvas closes with the likeliest text, not with the best token of each position. It begins in the state after the
-    previous canvas and ends where the rest can be filled. Entropies are those of the conditioned marginals.
+    A canvas closes with the likeliest text, not with the best token of each position. Its text begins in the state
+    after the previous canvas and must leave the rest of the span fillable. Entropies are of the conditioned marginals.
     """
 
     stream = rng.TOKEN_STREAM
@@ -331,7 +331,7 @@ class CanvasConstraint(SpanConstraint):
         return logits, best_tokens
 
     def draw(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Draws [R, C] of the last step: texts where constrained, `tokens` elsewhere."""
+        """Draw tokens [R, C] for the last step: texts where constrained, `tokens` elsewhere."""
         samples = tokens.clone()
         for index, part, columns, marginals in self._parts:
             samples[index, columns] = marginals.sample(self.uniform(state, part))
@@ -343,13 +343,13 @@ class CanvasConstraint(SpanConstraint):
 
 @dataclass(frozen=True)
 class SpanTexts:
-    """Texts of an automaton that fit the remaining positions, token by token. States are ints; `begin` is the first."""
+    """Texts of an automaton that fit the remaining positions, token by token. `begin` is the first state, an int."""
 
     span: Span
     begin: int = 0
 
     def after(self, state: int, token: int) -> int | None:
-        """The state after a token; None where no text continues with it."""
+        """Return the state after a token; None if no text continues with this token."""
         next_state = self.span.automaton.step(state, token)
         return None if next_state < 0 else next_state
 
@@ -359,7 +359,7 @@ class SpanTexts:
         return np.asarray(classes[self.span.after(num_read + 1)[next_states]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
-        """[V] bool: tokens with which no text can be completed, after `num_read` tokens; None where none can at all."""
+        """[V] bool: tokens that no text can have next, after `num_read` tokens; None if no token is possible."""
         span = self.span
         if span.stop - span.first <= num_read or not span.after(num_read)[state]:
             return None
@@ -369,7 +369,7 @@ class SpanTexts:
         return torch.as_tensor(is_excluded, device=device)[class_of.long()]
 
     def certain(self, state: int, num_read: int) -> int | None:
-        """The only token with which a text can be completed, or None."""
+        """Return the token if a text can be completed with only one, else None."""
         fits = self._fitting(state, num_read)
         is_certain = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
         return int(self.span.automaton.members[fits[0]][0]) if is_certain else None
@@ -382,7 +382,7 @@ class CausalConstraint:
     texts: list[Any] = field(metadata=ROWS)
     """[B] `SpanTexts` or `GrammarTexts`."""
     answer_start: np.ndarray = field(metadata=ROWS)
-    """[B] int64: where each answer begins."""
+    """[B] int64: start of each answer."""
     num_read: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens of each answer that `text_states` has read."""
     text_states: list[Any] = field(metadata=ROWS)
@@ -393,7 +393,7 @@ class CausalConstraint:
         value, facts = state.request.constraint, model.facts
         reasons = {
             f"{facts.name} is a model of any order": bool(getattr(model, "any_order", False)),
-            "it is a list for holes, and causal models fill none": not isinstance(value, Constraint),
+            "it is a list for holes, which causal models do not fill": not isinstance(value, Constraint),
             f"sampler {sampler.name!r} accepts tokens that its distribution excludes": not sampler.lossless,
             "early_exit='published' commits tokens that were not verified": (
                 getattr(sampler, "group", None) is not None and getattr(sampler, "early_exit", "") == "published"
@@ -427,8 +427,8 @@ class CausalConstraint:
     ) -> Tensor:
         """Mask tokens that fit no text in logits [R, K, V] after nodes of the rows' trees.
 
-        parents: [R or 1, N] int64, -1 for the root, which is node 0 and the last final token; parents come first.
-        tokens: [R, N] int64, -1 where a node has none. nodes: [K], of all N by default."""
+        parents: [R or 1, N] int64, parents before children; -1 for the root, node 0, which is the last final token.
+        tokens: [R, N] int64, -1 for nodes without a token. nodes: [K], by default all N."""
         parent_lists, token_lists = parents.tolist(), tokens.tolist()
         wanted_nodes = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
         masked = logits.clone()
@@ -452,7 +452,7 @@ class CausalConstraint:
         return self.text_states[row]
 
     def draft_certain(self, state: Any, rows: np.ndarray) -> None:
-        """Draft the tokens of positions that only one token fits; they are always accepted."""
+        """Draft the token of each position that only one token fits; such drafts are always accepted."""
         drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
         draft_lists, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):

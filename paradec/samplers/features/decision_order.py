@@ -1,4 +1,4 @@
-"""When each position was decided, for models whose answers depend on it (`Model.reads_order`)."""
+"""Step at which each position was decided, for models that read this order (`Model.reads_order`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class DecisionOrder(Feature):
-    """The row's step after which each position took its token."""
+    """The row's step that wrote each position's token."""
 
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64; -1 at prompt tokens and undecided positions."""

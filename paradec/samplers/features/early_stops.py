@@ -16,36 +16,36 @@ WATCHED = "watched "
 
 
 class EarlyRule(Protocol):
-    """A reason to end a row now: its undecided positions take the model's predictions.
+    """Rule that ends a row now: its undecided positions get the model's predictions.
 
-    A rule is an immutable value that requests may share. With one in a request the window reaches to the end of every
-    row; a row ends only at a step that evaluates all its undecided positions (a cache's partial steps may not).
+    A rule is an immutable value that requests may share. If a request has one, the window extends to the end of every
+    row. A row ends only at a step that evaluates all its undecided positions (a cache's partial steps may not).
     """
 
     reads: tuple[str, ...]
-    """Quantities of the model's logits (`paradec.kernels.token_stats.QUANTITIES`), each [R, W] float64;
-    `proposal.updates` has them under `WATCHED` and their names."""
+    """Quantities of the model's logits (`paradec.kernels.token_stats.QUANTITIES`), each [R, W] float64, stored in
+    `proposal.updates` under `WATCHED` + name."""
 
     def satisfied(self, state: Any, proposal: Any) -> Any:
-        """[R] bool tensor: the rows to end. Changes nothing. state: the `MaskedState` before the write."""
+        """Choose the rows to end: [R] bool tensor. Changes nothing. state: the `MaskedState` before the write."""
         ...
 
 
 @dataclass
 class EarlyStops(Feature):
-    """The early rules of a request, with a window up to the end of every row."""
+    """The early rules of a request; the window extends to the end of every row."""
 
     rules: tuple[EarlyRule, ...]
     reads: tuple[str, ...]
     """Quantities of the model's logits that the rules read."""
 
-    host_only = "stop rules other than the end token are asked on the host"
+    host_only = "stop rules other than the end token run on the host"
 
     def reads_window(self, state: Any) -> bool:
         return True
 
     def on_propose(self, state: Any, proposal: Any) -> None:
-        """Set the rows that end now."""
+        """Set `proposal.early`, the rows that end now."""
         satisfied = [rule.satisfied(state, proposal) for rule in self.rules]
         proposal.early = torch.stack(satisfied).any(0)
         undecided = state.window.undecided(proposal.current, state.mask_id)
@@ -55,7 +55,7 @@ class EarlyStops(Feature):
                 proposal.early[index] &= ~(undecided[index] & ~query.window.available).any(1)
 
     def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
-        """Take the candidates of all undecided positions in rows that end now."""
+        """Commit the candidates of all undecided positions in rows that end now."""
         early = proposal.early.unsqueeze(1)
         undecided = state.window.undecided(proposal.current, state.mask_id)
         decision.values = torch.where(early, proposal.values, decision.values)
@@ -65,7 +65,7 @@ class EarlyStops(Feature):
             decision.hold_block = decision.hold_block & ~proposal.early
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Make the open block the last one of rows with nothing undecided."""
+        """Extend the open block to the end of rows without undecided positions."""
         window = state.window
         masks = tokens == state.mask_id
         if window.host_valid is not None:
@@ -76,7 +76,7 @@ class EarlyStops(Feature):
 
 
 def split_stop_rules(value: Any, sampler: Any = None) -> tuple[tuple[Any, ...], tuple[EarlyRule, ...]]:
-    """Split stop rules into those that end a row at a token, and early ones. Raises TypeError for other values,
+    """Split stop rules into rules that end a row at a token, and early rules. Raises TypeError for other values,
     ValueError for an early rule with a sampler that drafts."""
     rules = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     early = tuple(rule for rule in rules if hasattr(rule, "satisfied") and not isinstance(rule, type))

@@ -1,4 +1,4 @@
-"""The base of optional features of a request: at most five callbacks of the decode loop."""
+"""Base of optional features of a request: callbacks of the decode loop."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 Ends: TypeAlias = np.ndarray | None
-"""Where stop rules end rows: [R] int64 positions, or None where no row ends."""
+"""Ends of rows by stop rules: [R] int64 positions (see `StopRule`), or None if no row ends."""
 
 
 class Feature:
-    """An optional feature of a request, kept in `state.features[name]`.
+    """An optional feature of a request, stored in `state.features[name]`.
 
-    The loop calls the features of a request in the order of the dict; these callbacks do nothing. `R` are the running
-    rows, `W` the positions of the window. Fields with rows say so in their metadata (`paradec.core.rows`).
+    The loop calls the features in the order of the dict. The callbacks of this base do nothing. `R` are the running
+    rows, `W` the positions of the window. Fields with rows declare them in their metadata (`paradec.core.rows`).
 
     Class attributes:
-        why_rows_stay: why rows of a state with it cannot be replaced; None where they can.
-        host_only: why the device step cannot serve it; `{state}` is filled in. None where it can.
+        why_rows_stay: why rows of a state with this feature cannot be replaced; None if they can.
+        host_only: why the device step cannot serve the feature, with `{state}` filled in; None if it can.
     """
 
     why_rows_stay: ClassVar[str | None] = None
     host_only: ClassVar[str | None] = None
 
     def reads_window(self, state: Any) -> bool:
-        """Whether this step needs the logits of decided positions as well."""
+        """Whether this step also needs the logits of decided positions."""
         return False
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """Called when `rows` [N], which run, have opened a block; first when the request starts, then in commits."""
+        """Called when the running `rows` [N] have opened a block: at the start of the request, and in commits."""
 
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         """Complete the model call of one part of the cache's plan. The state does not change."""
@@ -42,10 +42,10 @@ class Feature:
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         """Called after the write and the count of a step, before full blocks and ended rows close. Returns whether any
-        block's end has changed. tokens: [R, W] int64, the window after the write. ends: where stop rules end rows."""
+        block's end has changed. tokens: [R, W] int64, the window after the write. ends: from the stop rules."""
         return False
 
 
 def overrides(sampler: Any, method: str) -> bool:
-    """Whether a masked sampler overrides a method. (The base imports modules that import this.)"""
+    """Whether a masked sampler overrides a method. (An import of `MaskedSampler` here would be circular.)"""
     return bool(getattr(type(sampler), method).__qualname__ != f"MaskedSampler.{method}")

@@ -21,7 +21,7 @@ class RecordedLogProbs(Feature):
 
     logprobs: LogProbs = field(metadata=ROWS)
 
-    host_only = "logprobs are kept step by step"
+    host_only = "logprobs are recorded step by step"
 
     def reads_window(self, state: Any) -> bool:
         return True
@@ -37,8 +37,8 @@ class RecordedLogProbs(Feature):
 def step_logprobs(
     request: Any, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None = None
 ) -> StepLogProbs:
-    """Log-probabilities of tokens [N, W] under softmax(logits [N, W, V]), and of the `count` likeliest; for rollouts
-    also at the request's temperature. known: as from `known_probabilities`."""
+    """Compute log-probabilities of tokens [N, W] under softmax(logits [N, W, V]), and of the `count` likeliest; for
+    rollouts also at the request's temperature. known: from `known_probabilities`."""
     values = StepLogProbs.from_logits(logits, tokens, count, known)
     if request.rollout and request.temperature > 0:
         values.at_temperature = values.chosen
@@ -49,8 +49,8 @@ def step_logprobs(
 
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
-    """A masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W, V]);
-    else, and in small vocabularies, None (these are cheap to read again)."""
+    """Return a masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W,
+    V]), else None. Also None for small vocabularies, where computing them again is cheap."""
     is_changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
     if is_changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None

@@ -1,7 +1,6 @@
 """Several open blocks in one window (`paradec.PipelinedBlocks`): which must make progress, and how the window moves.
 
-A row's window reaches from the start of its first block with undecided positions to the end of the last block that was
-added. Which of these blocks are fully active follows from the canvas.
+A row's window extends from the start of its first block with undecided positions to the end of the last added block.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, NEVER, EndOfText, Fixe
 
 @dataclass(frozen=True)
 class PipelinedBlocks(FixedBlocks):
-    """Fixed blocks of which several are open at once: the next one is added before the last one is full.
+    """Fixed blocks, several of them open at once: the next block is added before the last one is full.
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
-    positions of all open blocks. Before a step the next block is added where at least `add` of the last one's positions
-    are decided: at most one a step, none after an end of the text. The sampler's rule sees all open blocks together;
-    the token that it always commits is the best one of the first block that is not full.
+    positions of all open blocks. Before a step the next block is added if at least a share `add` of the last block's
+    positions is decided: at most one block per step, none after an end token. The sampler's rule sees all open blocks
+    together; the token that it always commits is the best one of the first block that is not full.
 
-    Works with samplers that need no schedule over steps and take nothing back, on all models, with the usual block
-    caches, and with `delayed`, which is made for it. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
+    Works with samplers that need no schedule over steps and take no tokens back, on all models, with the usual block
+    caches and with `delayed`, the cache made for these blocks. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
 
     Args:
         length: positions per block, as for `FixedBlocks`.
-        align: "model" counts blocks from where the model's begin: position 0 for block-causal models, else the end of
+        align: "model" counts blocks as the model does: from position 0 for block-causal models, else from the end of
             the prompt. "prompt" and "absolute" as for `FixedBlocks`.
         add: share of the last open block's positions that must be decided for the next block, in [0, 1]. The published
             scripts have 0.1 (d3LLM) and 0.1 to 0.7 (D2F); their code's default is 0.5.
-        full: share of a block's positions, in [0, 1], from which on the block after it is fully active; the first open
-            block always is. 0.95 in the published scripts. With `forced="first"` nothing depends on it.
-        forced: which blocks commit at least one token in every step: "first" the first open one (d3LLM), "active" every
-            fully active one that is not full (D2F). Other blocks commit only what the rule selects.
+        full: share of a block's positions that must be decided for the next block to be fully active, in [0, 1]; the
+            first open block always is. 0.95 in the published scripts. No effect with `forced="first"`.
+        forced: blocks that commit at least one token in every step: "first" only the first open block (d3LLM), "active"
+            every fully active block that is not full (D2F). Other blocks commit only tokens that the rule selects.
 
     Prompt tokens within a block (around holes) count neither as decided nor as undecided. d3LLM's code for LLaDA also
-    commits the most confident position of all open blocks whatever its score; here no rule does that across blocks.
+    commits the most confident position of all open blocks at any score; here no rule does that across blocks.
     """
 
     align: str = "model"
@@ -58,20 +57,20 @@ class PipelinedBlocks(FixedBlocks):
         check_choice("forced", self.forced, ("first", "active"))
 
     def for_model(self, model: Any) -> PipelinedBlocks:
-        """The policy with its blocks counted from where the model's are."""
+        """Return the policy with the model's alignment of blocks."""
         align = model.facts.block_align if model.facts.topology == "block_causal" else "prompt"
         return replace(self, align=align) if self.align == "model" else self
 
 
 @dataclass
 class OpenBlocks(Feature):
-    """The hooks of `PipelinedBlocks`."""
+    """Callbacks of `PipelinedBlocks`."""
 
     host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Move the windows [R, W]: full blocks in front leave, and the next block is added where the last one is
-        decided far enough. Windows of ended rows stay."""
+        """Move the windows [R, W]: remove full blocks at the front, and add the next block where enough of the last one
+        is decided. Windows of ended rows stay."""
         if proposal.early is not None:
             return False
         window = state.window
@@ -116,14 +115,14 @@ class OpenBlocks(Feature):
 
 
 def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
-    """Raise ValueError where a sampler, or a request with these `steps`, cannot work in several blocks at once."""
+    """Raise ValueError if a sampler, or a request with these `steps`, does not work with several open blocks."""
     why = None
     if sampler.needs.revises:
-        why = "it takes back what it decided in one open block"
+        why = "it takes tokens of a single open block back"
     elif sampler.needs.extra_quantities or sampler.needs.mask_probes:
-        why = "it judges one block at a time"
+        why = "it evaluates one block at a time"
     elif sampler.uses_steps and not sampler.needs.least_by_steps:
-        why = "its schedule is of one block after the other"
+        why = "its schedule is for one block at a time"
     if why is not None:
         raise ValueError(
             f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: {why}; use paradec.FixedBlocks, or a "
@@ -134,24 +133,24 @@ def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = N
 
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
-    """[R, W] int64: the blocks of positions, counted from the one that begins at `block_start` [R, 1]."""
+    """[R, W] int64: number of each position's block; the block that begins at `block_start` [R, 1] is number 0."""
     first = 0 if policy.align == "absolute" else prompt_length
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
 
 def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
-    """Where the open blocks begin in a row whose window is [start, end)."""
+    """List the starts of the open blocks in a row whose window is [start, end)."""
     first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
     length = state.blocks.length
     return [start, *range(start + length - (start - first) % length, end, length)]
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """[R, W] int64: the numbers of blocks that must make progress, else -1. current: [R, W]: the window's tokens."""
+    """[R, W] int64: numbers of the blocks that must make progress; else -1. current: [R, W], the window's tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
-        # look-ahead may have filled the window's first block
+        # the window's first block may be full already
         first = torch.where(undecided, blocks, blocks.shape[1]).amin(1, keepdim=True)
         return torch.where(blocks == first, blocks, -1)
     num_undecided = torch.zeros_like(totals).scatter_add_(1, blocks.clamp(min=0), undecided.long())
@@ -163,7 +162,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
 
 
 def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
-    """[R, W] int64: each position's block, -1 outside the open ones; [R, K] int64: each block's initial masks."""
+    """Return each position's block [R, W] int64 (-1 outside open blocks), and each block's initial masks [R, K]."""
     window, policy = state.window, state.blocks
     rows, positions = window.rows, window.host_positions
     start, end = state.block_start[rows, None], state.block_end[rows, None]
@@ -182,7 +181,7 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
 
 
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
-    """[R, W] bool: the best candidate of each block that `leading` [R, W] numbers (-1: none), the lowest on ties."""
+    """Select the best candidate of each block in `leading` [R, W] (-1: no block), the lowest on ties: [R, W] bool."""
     is_candidate = candidates & (leading >= 0)
     width = scores.shape[1]
     block = leading.clamp(min=0)
@@ -195,7 +194,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def with_progress(selected: Tensor, view: Any) -> Tensor:
-    """Add to a selection [R, W] bool the best candidate of each block that must make progress and has none."""
+    """Add to a selection [R, W] bool the best candidate of each block that must progress and has no selection."""
     leading = view.leading
     block = leading.clamp(min=0)
     is_selected = (selected & (leading >= 0)).long()
@@ -204,7 +203,7 @@ def with_progress(selected: Tensor, view: Any) -> Tensor:
 
 
 def _has_ended(state: Any, tokens: np.ndarray) -> np.ndarray:
-    """[R] bool: rows whose window [R, W] holds an end of the text."""
+    """[R] bool: rows whose window [R, W] has an end token."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)
     if rule is None:

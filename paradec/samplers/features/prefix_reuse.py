@@ -1,4 +1,4 @@
-"""Keys and values of a prefix: taken over from an earlier request, or kept for the next one."""
+"""Keys and values of a prefix: reused from an earlier request, or kept for the next one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class PrefixReuse(Feature):
-    """The prefix that a request takes over, and how much the next one can take over; one of the two may be None."""
+    """The prefix that a request reuses, and the positions that the next one can reuse; one of the two may be None."""
 
     reuse: Reuse | None
     num_reusable: np.ndarray | None
-    """[B] int64: on block-causal models, all before it was evaluated after its blocks were full."""
+    """[B] int64. On block-causal models, these positions were evaluated after their blocks were full."""
 
-    why_rows_stay = "a prefix that is taken over or kept is laid out for all rows"
-    host_only = "a prefix that is taken over or kept is laid out on the host"
+    why_rows_stay = "a reused or kept prefix is stored for all rows"
+    host_only = "a reused or kept prefix is arranged on the host"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if self.num_reusable is not None:
@@ -32,8 +32,7 @@ class PrefixReuse(Feature):
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:
-        """Copy or evaluate the prefix into the store; an evaluation counts as a forward of the first row's
-        positions."""
+        """Copy or evaluate the prefix into the store; an evaluation counts as a forward of the first row's prefix."""
         reuse = self.reuse
         if reuse is None:
             return

@@ -20,25 +20,26 @@ from paradec.samplers.features.logprobs import step_logprobs
 
 @dataclass
 class RecordedRollout(Feature):
-    """All writes of a request with their log-probabilities, whatever is cut off at a row's end."""
+    """All writes of a request with their log-probabilities, also after a row's end."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1))
     steps: Tensor = field(metadata=row_layout(columns=1, fill=GIVEN))
     logp: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     writes: list[list[Tensor]] | None = field(metadata=row_layout(fill=[]))
-    """Of samplers that take back: each row's writes, [n, 5] float64: step, position, token, two log-probabilities."""
+    """[n, 5] float64, each row's writes: step, position, token, two log-probabilities; None unless tokens are taken
+    back."""
     settings: dict[str, Any]
     version: int
-    """Of the weights when it began."""
+    """Version of the weights at the start."""
     approximation: str | None
-    """The argument that makes calls evaluate something else than whole rows."""
+    """The argument that makes logits differ from those of whole rows, or None."""
 
     host_only = "rollouts are recorded step by step"
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> Self:
-        """Make a request's empty record. Raises ValueError where log-probabilities would be of a state not stored."""
+        """Make a request's empty record. Raises ValueError if a replay could not compute the log-probabilities."""
         masked = sampler.family == "masked"
         reasons = _masked_reasons(sampler, model, state) if masked else _causal_reasons(sampler, model, state)
         if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
@@ -62,7 +63,7 @@ class RecordedRollout(Feature):
         )
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        # what was moved or taken back has no probability of its own
+        # moved tokens and tokens that were taken back have no probability
         logprobs = proposal.logprobs.fill(decision.values != proposal.values)
         self._write(state, proposal, decision.values, decision.selected, logprobs, state.row_step[proposal.rows] - 1)
         return False
@@ -108,7 +109,7 @@ class RecordedRollout(Feature):
             writes = torch.cat([torch.empty(0, 6, dtype=torch.float64), *padded])
         approximation = self.approximation or _approximation(state)
         if getattr(model, "weights_version", 0) != self.version:
-            approximation = "weights that changed on the way"
+            approximation = "weights that changed while decoding"
         return Rollout(
             tokens=self.tokens[:, :width].cpu().clone(),
             step_map=self.steps[:, :width].cpu().clone(),
@@ -132,19 +133,19 @@ def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
     trims = request.eos_early_stop and any(overrides(rule, "trim") for rule in rules)
     reads_order = getattr(model, "reads_order", False)
     return {
-        f"sampler {name!r}, which takes several steps in one call": sampler.needs.multi_step,
-        f"sampler {name!r}, whose steps are its own": overrides(sampler, "commit") or overrides(sampler, "propose"),
+        f"sampler {name!r}, which runs several steps in one call": sampler.needs.multi_step,
+        f"sampler {name!r}, which overrides the step": overrides(sampler, "commit") or overrides(sampler, "propose"),
         f"sampler {name!r}, whose guidance changes from step to step": any(overrides(r, "guidance") for r in rules),
-        f"sampler {name!r}, whose distribution has the mask in it": any(overrides(r, "weighs_mask") for r in rules),
-        f"sampler {name!r}, which cuts rows off on the way; give eos_early_stop=False": trims,
-        "rng='reference', whose distributions have the mask in them": request.rng == "reference",
-        f"{model.facts.name}, whose answers depend on the order of what is decided as well": reads_order,
+        f"sampler {name!r}, whose distributions include the mask": any(overrides(r, "weighs_mask") for r in rules),
+        f"sampler {name!r}, which cuts rows off while decoding; give eos_early_stop=False": trims,
+        "rng='reference', whose distributions include the mask": request.rng == "reference",
+        f"{model.facts.name}, whose logits also depend on the order of decisions": reads_order,
         "holes without end tokens; give holes_eos_inf=False": has_holes and bool(model.facts.eos_token_ids),
     }
 
 
 def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
-    """Why tokens are not drawn from the model's distribution given the tokens before, and whether it is so."""
+    """List reasons why tokens are not drawn from the model's distribution given earlier tokens; True if they hold."""
     name, topology, other_prompt = model.facts.name, model.facts.topology, False
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
@@ -155,13 +156,13 @@ def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
     return {
         f"pictures ({name}), whose layouts prescribe tokens": state.grid is not None,
         f"{name}, a model of any order": getattr(model, "any_order", False),
-        f"sampler {sampler.name!r} on {name}, which is {kind}: it decodes another distribution than replays": (
+        f"sampler {sampler.name!r} on {name}, which is {kind}: a replay has another distribution": (
             topology != "causal"
         ),
         f"sampler {sampler.name!r}, which is not lossless: it draws from another distribution than the model's": (
             not sampler.lossless
         ),
-        "negative_prompt, which a rollout does not hold": other_prompt,
+        "negative_prompt, which a rollout does not store": other_prompt,
     }
 
 
@@ -177,7 +178,7 @@ def _suppressed(state: Any) -> Tensor:
 
 
 def _approximation(state: Any) -> str | None:
-    """The feature, besides the cache, that makes calls evaluate something else than whole rows, or None."""
+    """Name the feature, other than the cache, that makes logits differ from those of whole rows, or None."""
     if "suffix_window" in state.features:
         return f"suffix={shown(state.request.suffix)}"
     if "sparse_attention" in state.features:

@@ -1,4 +1,4 @@
-"""Spans of positions that hold one text of a constraint."""
+"""Spans: positions of a row that form one text of a constraint."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LENGTHS = 4096
 
 
 class Span(NamedTuple):
-    """Positions of a row that hold one text."""
+    """Positions of a row that form one text."""
 
     automaton: TokenAutomaton
     first: int
     stop: int
     table: np.ndarray | None
-    """[stop - first + 1, S] bool: from which states the rest can be filled; None where only its length matters."""
+    """[stop - first + 1, S] bool: states from which the rest can be filled; None if only the rest's length matters."""
     budget: int | None = None
-    """Tokens of free text at most."""
+    """Maximum number of tokens of free text."""
 
     def after(self, slot: int) -> np.ndarray:
-        """[S] bool: states from which the slots from `slot` on can be filled."""
+        """[S] bool: states from which `slot` and all later slots can be filled."""
         if self.table is not None:
             return self.table[slot]
         states = self.automaton.reach(self.stop - self.first - slot)
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     state: int
     """State of the automaton before the first position."""
     last: np.ndarray
-    """[S] bool: allowed final states; or, of n tokens, [n + 1, S] before each and at the end."""
+    """[S] bool: allowed final states; or [n + 1, S]: allowed states before each of n tokens, and at the end."""
 
     @property
     def open(self) -> list[int]:
@@ -57,8 +57,8 @@ class Part(NamedTuple):
 def find_parts(
     spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
 ) -> list[Part]:
-    """The undecided parts of a row's spans from `begin`, before which all is decided, to `stop`. tokens, undecided:
-    [L]."""
+    """List the undecided parts of a row's spans from `begin` to `stop`; positions before `begin` are decided. tokens,
+    undecided: [L]."""
     parts = []
     for span in spans:
         first, end = max(span.first, begin), min(span.stop, stop)
@@ -79,12 +79,12 @@ def find_parts(
 
 
 def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[Span, ...]]:
-    """The spans of each row of a request with a constraint: one from its first hole to the end of the answer; or one
-    for each hole that has its own constraint.
+    """List the spans of each row of a request with a constraint: one from its first hole to the end of the answer; or
+    one for each hole with its own constraint.
 
-    state: with `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
-        `hole` where something is to be filled. width: positions of a step, at most.
-    Raises ValueError: no text fits a row, the number of holes is another, or a step's tables are too large."""
+    state: has `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
+        `hole` at positions to fill. width: maximum number of positions of a step.
+    Raises ValueError: no text fits a row, the number of holes differs, or a step's tables are too large."""
     value: Any = state.request.constraint
     suppressed, spans, rows = suppressed_ids(state), dict[Any, Span](), list[tuple[Span, ...]]()
     for row, tokens in enumerate(canvas):
@@ -111,7 +111,7 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
 
 
 def suppressed_ids(state: Any) -> tuple[int, ...]:
-    """The ids that a request never proposes."""
+    """List the ids that a request never proposes."""
     if (allowed := getattr(state, "allowed", None)) is not None:  # of causal models
         return tuple(np.flatnonzero(~allowed.cpu().numpy()).tolist())
     suppressed = getattr(state, "suppressed", None)
@@ -127,8 +127,8 @@ def _make_span(
     first: int,
     may_end: bool,
 ) -> Span:
-    """Make a constraint's span from position `first` on. fixed: tokens or None. Raises ValueError where no text
-    fits."""
+    """Make a constraint's span from position `first` on. fixed: tokens, None at positions to fill. Raises ValueError if
+    no text fits."""
     end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if may_end else ()
     reserved = reserved_tokens(model.facts, may_end or state.request.holes_eos_inf)
     automaton, table = automaton_of(model, value, end_ids, suppressed, reserved), None
@@ -146,7 +146,7 @@ def _make_span(
 
 
 def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
-    """Raise ConstraintSizeError for a table of states times slots, of `entry` bytes each, that is too large."""
+    """Raise ConstraintSizeError if a table of states times slots, with entries of `entry` bytes, is too large."""
     if (size := states * slots * entry) > MAX_TABLE_BYTES:
         raise ConstraintSizeError(
             f"constraint={shown(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
@@ -155,7 +155,7 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
 
 
 def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
-    """Ids that cannot be part of a text, and their roles."""
+    """Name the roles of ids that cannot be part of a text."""
     roles = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
     return roles | dict.fromkeys(facts.eos_token_ids if keeps_ends_out else (), "an end token of the model")
 
@@ -163,8 +163,8 @@ def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
 def automaton_of(
     model: Any, value: Constraint, end_ids: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
 ) -> TokenAutomaton:
-    """A constraint's automaton over a model's tokens. end_ids: ids that may follow a text. Raises ValueError where the
-    model can write no text, or not all of a choice."""
+    """Make a constraint's automaton over a model's tokens. end_ids: ids that may follow a text. Raises ValueError if
+    the model cannot write any text, or not every text of a choice."""
     tokenizer, size = model.tokenizer, model.facts.vocab_size
     texts = token_automaton(value, tokenizer, size, (), ())
     used_ids = [token for token in reserved if token < size and texts.class_of[token] >= 0]
@@ -202,7 +202,7 @@ def _explain_misfit(
             fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LENGTHS}"
             return f"the hole at {first} has {size} masks; the constraint {fills}"
         shortest = f"{lengths[0]}" if len(lengths) else f"more than {LENGTHS}"
-        name = f"max_new_tokens={size}" if size == max_new_tokens else f"and {size} positions are left"
+        name = f"max_new_tokens={size}" if size == max_new_tokens else f"and {size} positions remain"
         return f"the shortest text takes {shortest} tokens, {name}"
     for slot, token in enumerate(fixed):
         slots = [*fixed[: slot + 1], *[None] * (size - slot - 1)]

@@ -21,8 +21,8 @@ class SparseAttention(Feature):
     attention_state: Any
     """The attention method's state of one request: has `plan`, `on_commit`, `report` and `release`."""
 
-    why_rows_stay = "sparse attention keeps a pattern of all rows"
-    host_only = "sparse attention keeps its pattern on the host"
+    why_rows_stay = "sparse attention has one pattern for all rows"
+    host_only = "sparse attention stores its pattern on the host"
 
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         query.attention = self.attention_state.plan(state, part)
@@ -33,8 +33,8 @@ class SparseAttention(Feature):
 
 
 def find_attention(request: Request, sampler: Any, model: Any) -> Any:
-    """Find the attention method of the request, else the model's; None is dense attention. If the method does not work
-    with the sampler and model, raises ValueError for the request's, and warns about the model's."""
+    """Find the attention method of the request, else of the model; None is dense attention. If the method does not work
+    with the sampler and model: raises ValueError for the request's method, warns about the model's."""
     requested = request.attention
     if isinstance(requested, str) and requested != "dense":
         requested = attentions.create(requested)
@@ -48,9 +48,9 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
         )
     why = method.why_unsupported(sampler, model)
     if why is None and (request.prefix is not None or request.share_prefix):
-        why = "it chooses its blocks in calls that evaluate whole rows, and a shared prefix is not evaluated again"
+        why = "it chooses its blocks in calls over whole rows, and a shared prefix is not evaluated again"
     if why is None and request.suffix is not None:
-        why = "it chooses its blocks in whole rows, and with suffix=... most of a row does not exist yet"
+        why = "it chooses its blocks in calls over whole rows, and suffix=... omits most of a row"
     if why is None:
         return method
     text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"

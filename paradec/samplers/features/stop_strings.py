@@ -14,31 +14,31 @@ from paradec.request import Request
 from paradec.samplers.masked.blocks import NEVER
 
 CONTEXT = 8
-"""Minimum number of known tokens decoded again before new ones: a token's text may depend on its neighbours."""
+"""Minimum number of old tokens that are decoded again with new ones: a token's text may depend on its neighbours."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Text of an incomplete character."""
 
 
 @dataclass(init=False, eq=False)
 class StopStrings:
-    """End a row at the token that completes one of some texts, once nothing before it is undecided.
+    """End a row at the token that completes a stop string, once everything before it is decided.
 
-    A text may lie across tokens, and special tokens count with their names. The token that completes it stays whole, as
-    in transformers' `StopStringCriteria`; unlike there, the prompt's text is not part of a match. Answers are decoded
-    incrementally.
+    A stop string may span several tokens; special tokens count with their names. The token that completes it is kept
+    whole, as in transformers' `StopStringCriteria`; unlike there, the prompt's text is not part of a match. Answers are
+    decoded incrementally.
 
-    texts, tokenizer: the stop strings; the model's tokenizer. first: [B] int64: the position from which on text counts.
-    mask: the id of undecided positions, in windows that have them."""
+    texts, tokenizer: the stop strings; the model's tokenizer. first: [B] int64: first position whose text counts. mask:
+    the id of undecided positions, in windows that have them."""
 
     texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
     """The stop strings of each row."""
     first: np.ndarray = field(metadata=ROWS)
     answers: list[list[int]] = field(metadata=row_layout(fill=[]))
-    """The tokens of each answer that were read."""
+    """The tokens that were read of each answer."""
     decoded: list[str] = field(metadata=row_layout(fill=""))
-    """Their text; valid up to the last of `marks`."""
+    """Text of these tokens; valid up to the last of `marks`."""
     marks: list[list[tuple[int, int]]] = field(metadata=row_layout(fill=[]))
-    """Numbers of tokens, ascending, with the number of characters they decode to; never within a character."""
+    """Pairs (number of tokens, number of characters that these decode to), ascending, only at complete characters."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, first: np.ndarray, mask: int | None = None):
         self.texts, self.tokenizer, self.first, self.mask = [tuple(texts)] * len(first), tokenizer, first.copy(), mask
@@ -54,7 +54,7 @@ class StopStrings:
         return cls(texts, model.tokenizer, first, mask)
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        """As a stop rule (`paradec.samplers.masked.blocks.StopRule`): read windows [R, W], up to the first mask."""
+        """Read windows [R, W] up to the first mask, as a stop rule (`paradec.samplers.masked.blocks.StopRule`)."""
         window = state.window
         undecided = tokens == self.mask
         if window.host_valid is not None:
@@ -65,8 +65,8 @@ class StopStrings:
         return positions if (positions < NEVER).any() else None
 
     def find_ends(self, rows: np.ndarray, begin: np.ndarray, tokens: np.ndarray, final: np.ndarray) -> np.ndarray:
-        """Read tokens [R, W] of `rows` [R] from position `begin` [R] up to `final` [R]; those read before may have
-        changed. Returns [R] int64: the position after the token that completes a text, `NEVER` where none does."""
+        """Read tokens [R, W] of `rows` [R] from position `begin` [R] up to `final` [R]; tokens read earlier may have
+        changed. Returns [R] int64: the position after the token that completes a stop string, else `NEVER`."""
         positions = np.full(len(rows), NEVER)
         for index, row in enumerate(rows.tolist()):
             if self.texts[row]:
@@ -77,7 +77,7 @@ class StopStrings:
         return positions
 
     def _read(self, row: int, begin: int, new_tokens: list[int]) -> int | None:
-        """Write tokens into a row's answer from its token `begin` on; return how many complete a text, or None."""
+        """Write tokens into a row's answer from token `begin` on; return the length up to a stop string, or None."""
         answer, marks = self.answers[row], self.marks[row]
         old_tokens = answer[begin:]
         num_equal = len(old_tokens)
@@ -102,7 +102,7 @@ class StopStrings:
         return None
 
     def _decode(self, row: int, count: int) -> tuple[str, bool]:
-        """The text of the first `count` tokens of an answer, and whether its new part contains a stop string."""
+        """Decode the first `count` tokens of an answer: the text, and whether its new part contains a stop string."""
         ids, marks = self.answers[row][:count], self.marks[row]
         text, num_known = "", 0
         while marks:
@@ -112,7 +112,7 @@ class StopStrings:
             if prefix and suffix.startswith(prefix):
                 text = self.decoded[row][:num_known] + suffix[len(prefix) :]
                 break
-            marks.pop()  # what follows changed what these tokens read
+            marks.pop()  # later tokens have changed the text of these
         else:
             text, num_known = self._text(ids), 0
         texts = self.texts[row]

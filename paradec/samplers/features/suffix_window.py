@@ -20,13 +20,13 @@ from paradec.samplers.masked.blocks import WholeCanvas
 
 @dataclass
 class SuffixWindow(Feature):
-    """The positions that exist of each row while its block is open."""
+    """The positions of each row that are present while its block is open."""
 
     suffix: Suffix
     present: np.ndarray = field(metadata=row_layout(columns=1))
     """[B, L] bool: other positions are neither evaluated nor seen."""
 
-    host_only = "what exists of a suffix changes with the blocks, on the host"
+    host_only = "the host chooses a suffix for each block"
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
         """Choose the positions of `rows` [N] for the blocks that they have opened."""
@@ -46,15 +46,15 @@ class SuffixWindow(Feature):
 def check_suffix(
     request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool, early: bool
 ) -> None:
-    """Raise ValueError where the request's suffix does not work; the message says why."""
+    """Raise ValueError with the reason if the request's suffix does not work."""
     suffix = Suffix.from_value(request.suffix)
-    assert suffix is not None  # asked for where there is one
+    assert suffix is not None  # callers have checked `request.suffix`
     why = suffix.why_unsupported(sampler, model, cache, gaps)
     if why is None and isinstance(blocks, WholeCanvas):
-        why = "one block holds the whole answer, and nothing comes after it; give block_length"
+        why = "one block is the whole answer, and no position follows it; give block_length"
     if why is None and early:
         why = f"stop={shown(request.stop)} reads everything after the block; leave it out"
     if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
-        why = f"rng='reference' draws it for one row, and here are {rows}; use rng='counter'"
+        why = f"rng='reference' draws it for one row, not for {rows}; use rng='counter'"
     if why is not None:
         raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")

@@ -1,4 +1,4 @@
-"""Biases, excluded words, least lengths and penalties: what a request adds to the logits of single tokens."""
+"""Biases, excluded words, minimum lengths and penalties: changes of the logits of single tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paradec.core.checks import check_int, shown
 from paradec.samplers.features.feature import Feature
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Fields of a request that depend on the final tokens, and what turns them off."""
+"""Fields of a request that depend on the final tokens, and the values that turn them off."""
 CONTROLS = ("logit_bias", "bad_words", "min_new_tokens", "ignore_eos", *PENALTIES)
 
 
@@ -24,15 +24,15 @@ class TokenControls(Feature):
     """Controls of a request, in vLLM's order and with its formulas.
 
     A `bad_words` token is excluded where it would complete the word; `logit_bias` is added; end tokens are excluded
-    before `min_new_tokens`. Then for a token that is final c times in prompt and answer, and a times in the answer:
-    logit > 0 is divided by `repetition_penalty`, another multiplied by it, if c > 0; and `frequency_penalty` * a is
-    subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section 4.1; OpenAI's formulas).
-    In a masked model the tokens count that are final when the step begins; given tokens around holes are the prompt.
+    before `min_new_tokens`. Let a token be final c times in prompt and answer, and a times in the answer. If c > 0, its
+    logit is divided by `repetition_penalty` if positive, else multiplied by it. Then `frequency_penalty` * a is
+    subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section 4.1; OpenAI's formulas). In a
+    masked model, tokens that are final when the step begins count; prompt tokens around holes belong to the prompt.
     """
 
     request: Any
     bias: tuple[Tensor, Tensor]
-    """Ids [N] int64 and what is added to their logits [N]."""
+    """Ids [N] int64, and the values [N] that are added to their logits."""
     excluded: Tensor
     """Ids [N] int64 that are never proposed."""
     words: list[list[int]]
@@ -43,8 +43,8 @@ class TokenControls(Feature):
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, request: Any, in_order: bool) -> Self | None:
-        """The controls of a request, None without any. Raises ValueError for ids out of their range, words without a
-        tokenizer, and controls that the sampler or the rest of the request cannot take.
+        """Make the controls of a request, None without any. Raises ValueError for ids out of their range, words without
+        a tokenizer, and controls that do not work with the sampler or with other fields.
 
         in_order: whether tokens become final from left to right."""
         active = [name for name in CONTROLS if request.changes().get(name)]
@@ -60,9 +60,7 @@ class TokenControls(Feature):
             raise ValueError(f"{counting}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
         if sampler.family == "draft_verify" and not in_order:
             value = shown(getattr(request, active[0]))
-            raise ValueError(
-                f"{active[0]}={value} needs an answer written from left to right; this order is another one"
-            )
+            raise ValueError(f"{active[0]}={value} needs an answer written from left to right; this order is not")
         size = model.facts.vocab_size
         bias = dict(request.logit_bias or ())
         for token in bias:
@@ -72,7 +70,7 @@ class TokenControls(Feature):
         if long_words and not in_order:
             raise ValueError(
                 f"bad_words={shown(request.bad_words)}: sampler {sampler.name!r} decides positions in any order and "
-                f"takes words of one token; one has {len(long_words[0])}"
+                f"supports only words of one token; one has {len(long_words[0])}"
             )
         facts, singles = model.facts, [word[0] for word in words if len(word) == 1]
         ends = facts.eos_token_ids if request.ignore_eos or request.min_new_tokens else ()
@@ -87,8 +85,8 @@ class TokenControls(Feature):
     def adjust(self, logits: Tensor, prompt: Sequence[int], answer: Sequence[int], offsets: Tensor) -> None:
         """Adjust logits [W, V] in place after the final tokens `prompt` and `answer`.
 
-        offsets: [W] int64: places in the answer that the logits are for; below 0 in the prompt, where no end is
-        excluded."""
+        offsets: [W] int64: positions of the logits, counted from the start of the answer; below 0 in the prompt, where
+        end tokens are not excluded."""
         logits[:, self.excluded] = -torch.inf
         for word in self.words:
             if list(answer[1 - len(word) :]) == word[:-1]:
@@ -108,9 +106,9 @@ class TokenControls(Feature):
             logits[:, ids] = values
 
     def adjust_rows(self, state: Any, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Adjust logits [R, W, V] of positions [R, W] of a masked model's rows, or of canvases of noise: a copy.
+        """Return adjusted logits [R, W, V], as a copy, of positions [R, W] of a masked model or of canvases of noise.
 
-        Logits [R, 2 W, V] are followed by those of the same positions as masks (`Needs.mask_probes`)."""
+        The second half of logits [R, 2 W, V] is of mask probes (`Needs.mask_probes`)."""
         positions = positions.repeat(1, logits.shape[1] // positions.shape[1])
         adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for index, row in enumerate(rows.tolist()):
@@ -121,7 +119,8 @@ class TokenControls(Feature):
         return adjusted
 
     def adjust_nodes(self, state: Any, logits: Tensor, rows: np.ndarray, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Adjust logits [R, N, V] after the nodes of rows' trees, as `CausalConstraint.mask_nodes`: a copy."""
+        """Return adjusted logits [R, N, V] after the nodes of rows' trees, as a copy; see
+        `CausalConstraint.mask_nodes`."""
         adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         parent_lists, token_lists = parents.tolist(), tokens.tolist()
         for index, row in enumerate(rows.tolist()):
@@ -137,7 +136,7 @@ class TokenControls(Feature):
         return adjusted
 
     def adjust_slots(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
-        """Adjust logits [R, W, V] of slots, each after the drafts [R, W] before it: a copy."""
+        """Return adjusted logits [R, W, V] of slots, each after the drafts [R, W] before it, as a copy."""
         parents = torch.arange(-1, logits.shape[1] - 1).unsqueeze(0)
         return self.adjust_nodes(
             state, logits, rows, parents, torch.nn.functional.pad(drafts, (1, 0))[:, : len(parents[0])]
@@ -145,7 +144,7 @@ class TokenControls(Feature):
 
 
 def _read_words(words: Sequence[Any], model: Any) -> list[list[int]]:
-    """Token ids of `bad_words`; a text also with a space before it, as it stands within an answer."""
+    """Encode `bad_words` as token ids; a text also with a space before it, as within an answer."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str):

@@ -177,7 +177,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
         ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both say the form of an answer"),
         ({"guided_regex": "a{50}", "max_tokens": 4}, 400, "max_tokens=4 is too few"),
         ({"guided_regex": "a+", "stop": ["b"], "stream": True}, 400, "stop may end an answer"),
-        ({"guided_regex": "a+", "paradec": {"sampler": "saber"}}, 400, "replaces what it has decided"),
+        ({"guided_regex": "a+", "paradec": {"sampler": "saber"}}, 400, "replaces decided tokens"),
         ({"tool_choice": "required"}, 422, "needs tools"),
         (
             {

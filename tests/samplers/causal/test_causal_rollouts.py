@@ -133,7 +133,7 @@ def test_older_weights_and_rows_that_fail() -> None:
 
     assert (
         paradec.generate(model, ROWS, callback=change, **DRAWN).rollout.approximation
-        == "weights that changed on the way"
+        == "weights that changed while decoding"
     )
     with torch.no_grad():
         model.module.model.embed_tokens.weight[20] = torch.nan

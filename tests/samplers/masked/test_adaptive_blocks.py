@@ -191,5 +191,5 @@ def test_a_policy_of_ones_own(llada64: Model) -> None:
 def test_a_wrong_policy_is_named(llada64: Model) -> None:
     policy = FirstDoubt()
     policy.off = 24
-    with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.* cut a block that is longer than what it read"):
+    with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.* cut a block that is longer than the range"):
         paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24)

@@ -448,10 +448,10 @@ def test_the_likeliest_free_text_marker_and_answer(after: str, budget: int | Non
 
 
 NAMED_REFUSALS = {
-    **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces what it has decided"),
+    **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces decided tokens"),
     **dict.fromkeys(("freedave", "lopa"), "drafts steps ahead"),
-    **dict.fromkeys(("maskgit", "halton"), "draws every token once more"),
-    "recap": "counts the positions of several steps ahead",
+    **dict.fromkeys(("maskgit", "halton"), "draws every token a second time"),
+    "recap": "chooses the positions of several steps ahead",
 }
 """Of samplers, and a part of the reason; those in the middle serve temperature 0."""
 POLICIES: dict[str, dict[str, Any]] = {
@@ -460,7 +460,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "adaptive": {"blocks": AdaptiveBlocks(4, delimiters=(",", "1"))},
     "pipelined": {"blocks": PipelinedBlocks(4)},
 }
-REFUSED_POLICIES = {"adaptive": "single candidates say so", "pipelined": "several blocks of a row open at once"}
+REFUSED_POLICIES = {"adaptive": "end at single candidates", "pipelined": "several blocks of a row open at once"}
 WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_prefill", "hierarchical")
 
 

@@ -300,7 +300,7 @@ def test_constraints_of_all_prompts_and_of_a_line_s_own(packaged: Model, tmp_pat
     assert found.setup["constraint"] == {"regex": every.pattern}
     with pytest.raises(ValueError, match="constraint="):
         evaluation.compare(packaged, names="threshold", resume=found, **asked | {"constraint": None})
-    with pytest.warns(UserWarning, match="wino is left out: .*replaces what it has decided"):
+    with pytest.warns(UserWarning, match="wino is left out: .*replaces decided tokens"):
         evaluation.compare(packaged, questions=questions[:1], defaults=True, max_new_tokens=4, constraint=every)
 
 
