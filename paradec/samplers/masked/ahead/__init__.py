@@ -1,1 +1,1 @@
-"""Methods that take the steps of another one, on several continuations at once."""
+"""Methods that run the steps of another sampler from several drafts of a row in one call."""

@@ -18,7 +18,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class DraftState(MaskedState):
-    """A read-only state after `steps` more steps if a draft is right; only step counters move. tokens: [R, W] int64."""
+    """Read-only state after `steps` more steps: the draft's window `tokens` [R, W] int64, and later step counters."""
 
     def __init__(self, state: MaskedState, steps: int, tokens: Tensor):
         self.__dict__.update(state.__dict__)
@@ -33,7 +33,7 @@ class DraftState(MaskedState):
 
     @property
     def remaining(self) -> np.ndarray:  # type: ignore[override]
-        """[B] int64: undecided positions of the block. Waits for the device: only schedules that count them ask."""
+        """[B] int64: undecided positions of the block. Waits for the device, so only schedules that need it read it."""
         if self.steps and not self._is_counted:
             self._remaining, self._is_counted = self._remaining.copy(), True
             self._remaining[self.window.rows] = self.undecided_window.sum(1).cpu().numpy()
@@ -42,7 +42,7 @@ class DraftState(MaskedState):
 
 @dataclass(kw_only=True)
 class DraftLogits(WindowLogits):
-    """The logits of a call that evaluates several drafts of its rows. `drafts[j]` is the base's state j steps on."""
+    """Logits of a call that evaluates several drafts of its rows. `drafts[j]` is the state after j more steps."""
 
     drafts: list[DraftState]
     tree: bool = False
@@ -50,12 +50,12 @@ class DraftLogits(WindowLogits):
 
 
 def build_queries(state: MaskedState, drafts: list[DraftState], copies: np.ndarray, tree: bool) -> list[WindowQuery]:
-    """One query per part of the cache's plan, two where only some rows have further drafts. copies: [R] int64, the
-    drafts of each row. tree: whether they are in one row of the call."""
+    """Build one query per part of the cache's plan, or two if only some of its rows have several drafts. copies: [R]
+    int64, drafts of each row. tree: whether a row's drafts are in one row of the call."""
     queries: list[WindowQuery] = []
     for part in state.cache.plan(state):
         has_drafts = copies[part.index] > 1
-        # what is evaluated once is written to the store as the base would write it; drafts are not
+        # rows without drafts are written to the store as by the base; drafts are not written
         in_one_call = state.store is None and not tree and has_drafts.any()
         for chosen in [has_drafts | True] if in_one_call else [~has_drafts, has_drafts]:
             if not chosen.any():
@@ -74,7 +74,7 @@ def build_queries(state: MaskedState, drafts: list[DraftState], copies: np.ndarr
 def logits_by_draft(
     state: MaskedState, base: Any, outputs: list[Tensor], queries: list[WindowQuery], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """All logits [N, W, V], each draft's indices in them [K, R] int64 (missing: the row's last), drafts per row [R]."""
+    """Collect logits [N, W, V], indices of drafts in them [K, R] (missing: the row's last), and drafts per row [R]."""
     running = len(state.window.rows)
     pieces, indices, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
     total = 0
@@ -85,11 +85,11 @@ def logits_by_draft(
         copies[window.index] = num_drafts
         max_copies = num_drafts.max()
         if isinstance(window, DraftLogits) and window.tree:
-            logits = logits.unflatten(1, (max_copies, -1)).flatten(0, 1)  # a row's drafts one after the other
+            logits = logits.unflatten(1, (max_copies, -1)).flatten(0, 1)  # row by row
             offsets = np.arange(max_copies)[:, None] + max_copies * np.arange(len(num_drafts))
         else:
             present = np.arange(max_copies)[:, None] < num_drafts
-            offsets = present.cumsum().reshape(present.shape) - 1  # a draft of all rows after the other
+            offsets = present.cumsum().reshape(present.shape) - 1  # draft by draft
         steps = np.minimum(np.arange(count)[:, None], num_drafts - 1)
         indices[:, window.index] = total + np.take_along_axis(offsets, steps, 0)
         pieces.append(logits)
@@ -98,7 +98,7 @@ def logits_by_draft(
 
 
 def select_part_rows(part: Part, chosen: np.ndarray) -> Part:
-    """The part with only the `chosen` [N] bool of its rows."""
+    """Restrict a part to its `chosen` [N] bool rows."""
     if chosen.all():
         return part
     valid = None if part.valid is None else part.valid[chosen]
@@ -106,8 +106,8 @@ def select_part_rows(part: Part, chosen: np.ndarray) -> Part:
 
 
 def to_batch_query(state: MaskedState, query: WindowQuery, drafts: list[DraftState], copies: np.ndarray) -> WindowQuery:
-    """A call in which every draft has a row: the first of all rows, then the second of those that have one, ..."""
-    assert query.wanted is not None and query.forwarded is not None  # as `build_query` makes it
+    """Give each draft its own row of the call: the first drafts of all rows, then the second drafts, ..."""
+    assert query.wanted is not None and query.forwarded is not None  # `build_query` sets both
     draft_index, query_row = (np.arange(copies.max())[:, None] < copies).nonzero()
     index = np.concatenate([query_row + branch * len(copies) for branch in range(query.branches)])
     call_rows = torch.as_tensor(index, device=state.canvas.device)
@@ -131,7 +131,7 @@ def to_batch_query(state: MaskedState, query: WindowQuery, drafts: list[DraftSta
 def _decided_steps(
     state: MaskedState, query: WindowQuery, drafts: list[DraftState], draft_index: np.ndarray, query_row: np.ndarray
 ) -> Tensor:
-    """[branches * D, Q] int64: `WindowQuery.decided_at` of D drafts."""
+    """Compute `WindowQuery.decided_at` of D drafts: [branches * D, Q] int64."""
     order: Any = state.features["decision_order"]
     window, steps_by_draft = state.window, []
     decided_at = window.read(order.decided_at)
@@ -150,7 +150,7 @@ def _decided_steps(
 
 
 def to_tree_query(state: MaskedState, query: WindowQuery, drafts: list[DraftState], copies: np.ndarray) -> WindowQuery:
-    """A call in which the drafts of a row are one after the other in its row, each seeing itself alone."""
+    """Put the drafts of a row next to each other in one row of the call; each attends only to itself."""
     assert query.wanted is not None and query.forwarded is not None
     (count, width), device = query.positions.shape, state.canvas.device
     max_copies = int(copies.max())
@@ -184,7 +184,7 @@ def to_tree_query(state: MaskedState, query: WindowQuery, drafts: list[DraftStat
 def _draft_tokens(
     state: MaskedState, query: WindowQuery, drafts: list[DraftState], draft_index: np.ndarray, query_row: np.ndarray
 ) -> Tensor:
-    """[branches * D, Q] int64: tokens of D drafts, of rows `query_row` [D], at a query's positions."""
+    """Gather the tokens of D drafts, of rows `query_row` [D], at a query's positions: [branches * D, Q] int64."""
     device, window = state.canvas.device, state.window
     running = torch.as_tensor(query.window.index[query_row], device=device)
     rows = torch.as_tensor(query.rows[query_row], device=device)

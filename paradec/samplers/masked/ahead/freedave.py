@@ -1,7 +1,7 @@
 """FreeDave ("Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py).
 
-The public code keeps a forward's drafts until the next one has verified them; here its first step is committed at once.
-Tokens and forwards are the same, but none is spent on rows without masks.
+The public code writes a forward's tokens only once the next forward has verified them; here its first step is committed
+at once. Tokens and forwards are the same, except that rows without masks need no forward here.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedState, to_
 from paradec.samplers.masked.view import Decision
 
 CARRIED = "carried_"
-"""Prefix of memories that hold a forward's readings for the next drafts."""
+"""Prefix of memory names: candidates and quantities of the last forward, from which the next drafts are made."""
 
 
 def accept_drafts(
     drafts: np.ndarray, written: np.ndarray, num_drafts: np.ndarray, mask: int, subset: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Count the drafts that are accepted beyond the first one, which is the row itself.
+    """Count the accepted drafts after the first one, which is the row itself.
 
-    drafts: [K, R, W] int64 windows, each an extension of the one before.
+    drafts: [K, R, W] int64 windows, each an extension of the previous one.
     written: [K, R, W] int64: the windows after the base's step from each draft.
     num_drafts: [R] int64: how many of a row's drafts were evaluated. mask: the mask id.
-    subset: False accepts a draft that equals the base's step from the accepted one before it; True the furthest one
-        whose tokens are all among those of an accepted one's step.
-    Returns the number accepted [R] int64, and per draft the accepted one that judged its successor [K, R] int64."""
+    subset: False accepts a draft that equals the base's step from the previous accepted draft; True accepts the
+        furthest draft whose tokens are all in the base's step from an accepted draft.
+    Returns the number accepted [R] int64, and for each draft the accepted draft that judged its successor [K, R]."""
     count = len(drafts)
     depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
     judge_of_draft = np.broadcast_to(depth, (count, len(rows)))
@@ -61,38 +61,37 @@ def accept_drafts(
 
 @dataclass(frozen=True)
 class FreeDave(DraftingSampler):
-    """Take several steps of another sampler, `base`, per forward, as long as they equal their drafts.
+    """Run several steps of another sampler, `base`, per forward, as long as they equal their drafts.
 
-    The logits of a forward give the base's decision in this step. Read again with these tokens written, they also draft
-    the steps after it. The next forward evaluates the row and those drafts together, and the base decides from the
-    logits of each. While its decision turns one draft into the next, the next draft's logits are those that the base
-    would have seen. The first step in a block has no drafts.
+    The base decides a step from the logits of a forward. The same logits, read again with these tokens written, draft
+    the later steps. The next forward evaluates the row and its drafts together, and the base decides from the logits of
+    each. While a decision yields exactly the next draft, the base would have seen the next draft's logits too. The
+    first step in a block has no drafts.
 
-    Lossless: tokens equal those of the base with the same cache, at every temperature, because random numbers belong to
-    a step and a draft uses those of its own step (the public code is exact in distribution there). Rows end and blocks
-    open at the same steps as with the base. Outside float64, near-ties may be decided differently, as in any other
-    batch.
+    Lossless: tokens equal those of the base with the same cache. This also holds at temperature > 0, because a draft
+    uses the random numbers of its step (the public code is exact in distribution there). Rows end and blocks open at
+    the same steps as with the base. Outside float64, near-ties may be decided differently, as with any change of batch.
 
     Args:
-        base: the sampler whose steps are taken: a name, a masked sampler, or its `to_dict`. The default is one token
+        base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`. The default commits one token
             per step, as in the paper.
-        draft_steps: K, the number of steps that a forward evaluates, the row's own included: from 1 (the base alone) to
-            64. The public code has 4 for LLaDA, 8 for Dream and TraDo.
-        draft_mode: "batch" evaluates drafts as rows of their own, each reading a copy of the stored keys and values.
-            "tree" puts a row's drafts into one row that reads the store once, each seeing itself alone (the public
-            code's default); only for models whose attention takes such a mask. The result is the same.
-        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if all its
-            tokens are among those that an accepted one's step would commit. This takes fewer forwards, and gives other
-            tokens than the base. Preset "freedave++" uses it with 0.95, the threshold of the paper's code.
+        draft_steps: K, the number of steps that a forward evaluates, including the row's current step: from 1 (only the
+            base) to 64. The public code has 4 for LLaDA, 8 for Dream and TraDo.
+        draft_mode: "batch" evaluates each draft as a row, which reads a copy of the stored keys and values. "tree" (the
+            public code's default) puts a row's drafts into one row, which reads the store once; each draft attends only
+            to itself, so the model's attention must accept a mask. The result is the same.
+        agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if the step from
+            an accepted draft would commit all its tokens. This needs fewer forwards, and tokens differ from the base's.
+            Preset "freedave++" uses it with 0.95, the threshold of the paper's code.
 
-    The method pays with few rows and short windows, where K times the positions cost hardly more. Forwarded tokens
-    count every draft. Refused are caches whose plan depends on the number of steps, blocks and early stops that the
-    logits decide, and `rng="reference"`. The public code's eager mode, which drafts into the next block, is not
+    The method is faster with few rows and short windows, where K times the positions cost hardly more. Forwarded tokens
+    count every draft. Not supported: caches whose plan depends on the number of steps, blocks and early stops that
+    depend on logits, and `rng="reference"`. The public code's eager mode, which drafts into the next block, is not
     implemented.
 
     Raises:
-        ValueError: a setting out of its range, or a base whose steps cannot be drafted: one that takes tokens back,
-            drafts by itself, or ends its blocks by the logits; for "subset", one with a memory or a schedule.
+        ValueError: a setting out of its range, or a base whose steps cannot be drafted: it takes tokens back, drafts by
+            itself, or has blocks that depend on logits; for "subset", it has a memory or a schedule.
     """
 
     base: Any = "low_confidence"
@@ -138,7 +137,7 @@ class FreeDave(DraftingSampler):
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
         rows = state.window.rows
-        # as many steps as a block may still take: nearly all methods fill something in each, and end with their plan
+        # at most the block's remaining steps: most methods commit a token in each step, and end with their plan
         copies = np.full(len(rows), self.draft_steps)
         if not self.needs.may_wait:
             copies = np.minimum(copies, state.remaining[rows])
@@ -170,7 +169,7 @@ class FreeDave(DraftingSampler):
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-        """Accept drafts, and write the base's steps up to and including that from the last accepted one."""
+        """Accept drafts, and write the base's steps, up to the step from the last accepted draft."""
         assert isinstance(proposal, DraftProposal)
         window, rows, steps = state.window, proposal.rows, proposal.base_steps
         state.check_current(proposal)
@@ -184,7 +183,7 @@ class FreeDave(DraftingSampler):
         drafts, written = arrays["drafts"], arrays["written"]
         subset = self.agreement == "subset"
         num_accepted, judge_of_draft = accept_drafts(drafts, written, proposal.copies, state.facts.mask_id, subset)
-        # the base's windows one by one: the accepted drafts, then what it made of the last of them
+        # the window after each step: the accepted drafts, then the base's step from the last of them
         depth = np.arange(len(steps))[:, None]
         windows = np.where((depth < num_accepted)[..., None], np.roll(drafts, -1, 0), written)
         changed = windows != np.concatenate((drafts[:1], windows[:-1]))
@@ -192,7 +191,7 @@ class FreeDave(DraftingSampler):
         full = counts.cumsum(0) == state.remaining[rows]
         num_steps = np.minimum(num_accepted, np.where(full.any(0), full.argmax(0), num_accepted)) + 1
         cuts_by_step = arrays["cut"] if cuts else np.full(counts.shape, UNCUT)
-        shorter = cuts_by_step < state.length[rows]  # drafts beyond were evaluated with the longer row
+        shorter = cuts_by_step < state.length[rows]  # later drafts were evaluated with the longer row
         num_steps = np.minimum(num_steps, np.where(shorter.any(0), shorter.argmax(0) + 1, num_steps))
         self._check_steps(state, rows, np.isfinite(arrays["confidence"]).all(-1), counts, depth < num_steps)
 
@@ -204,7 +203,7 @@ class FreeDave(DraftingSampler):
             state.memory.write(name, rows, pick_step([step.memory[name] for step in steps], last_step))
         if self.draft_steps > 1:
             self._remember_readings(state, rows, steps, last_step)
-        # each token with the score that it had when the base took it
+        # each token has the score from the step that committed it
         step_of_token = (changed & (depth < num_steps)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
         judging_draft, values, selected = (
@@ -251,12 +250,12 @@ class FreeDave(DraftingSampler):
     def _write_steps(
         self, state: MaskedState, windows: np.ndarray, num_committed: np.ndarray, num_steps: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Write windows [K, R, W] of `num_steps` [R] steps until a stop rule ends a row; return the steps written, and
-        ends."""
+        """Write windows [K, R, W] of `num_steps` [R] steps until a stop rule ends a row; return the number of written
+        steps [R], and the ends [R]."""
         window, rows, index = state.window, state.window.rows, np.arange(len(num_steps))
         ends = np.full(len(num_steps), NEVER)
         last_step = int(num_steps.max()) - 1
-        # a rule may read what is counted: it sees it as the base's commit would leave it
+        # stop rules may read counters: they see them as after the base's commit
         counters = state.decided.copy(), state.remaining.copy(), state.row_step.copy(), state.block_step.copy()
         for step in range(last_step + 1) if state.stop_rules else [last_step]:
             tokens = windows[np.minimum(step, num_steps - 1), index]
@@ -286,7 +285,7 @@ class FreeDave(DraftingSampler):
             values.update({name: value for name, value in step.proposal.updates.items() if name not in remembered})
         for name in readings[0]:
             value = pick_step([values[name] for values in readings], last_step)
-            if CARRIED + name not in memory:  # what a logits stage finds is known once it has run
+            if CARRIED + name not in memory:  # the first run of a logits stage shows its updates
                 shape = list(value.shape[1:])
                 is_wide = shape[:1] == [steps[0].written.shape[1]]
                 dims: tuple[str | int, ...] = ("window", *shape[1:]) if is_wide else tuple(shape)

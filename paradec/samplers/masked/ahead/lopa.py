@@ -20,7 +20,7 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedState, finish_ste
 from paradec.samplers.masked.view import Decision
 
 TOKENS, CONFIDENCE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
-"""Memories, each [B, window]: the last winner's candidates, their confidence, and which positions were open."""
+"""Memories, each [B, window]: the last best branch's candidates, their confidence, and its undecided positions."""
 
 
 @dataclass(kw_only=True)
@@ -31,34 +31,34 @@ class BranchProposal(DraftProposal):
 
 @dataclass(frozen=True)
 class LoPA(DraftingSampler):
-    """Take the steps of another sampler, `base`, in the order of positions that makes the rest most confident. Tokens
-    may differ from the base's.
+    """Run the steps of another sampler, `base`, in the order of positions that keeps the confidence of the undecided
+    positions highest. Tokens may differ from the base's.
 
     A step evaluates the row and, as separate rows with the same keys and values, `branches` copies of it with one more
-    token each: the last step's candidate at the first, second, ... most confident position that this step left
+    token each: the last step's candidate at the first, second, ... most confident position that the last step left
     undecided in the open blocks. A branch's score is alpha * (the confidence of its token; 1 for the row itself) + (1 -
-    alpha) * (mean confidence of the least confident share `tail` of what it leaves undecided; 1 if nothing is left).
-    The branch with the highest score replaces the row, and the base decides from its logits. Ties go to the branch with
-    the most confident token, and to the row itself last, as in the public code. A block's first step has no branches;
-    with a cache, neither has the first step after the first open block was filled.
+    alpha) * (mean confidence of the least confident share `tail` of its undecided positions; 1 if it has none). The
+    branch with the highest score replaces the row, and the base decides from its logits. Ties go to the branch with the
+    most confident token, and to the row itself last, as in the public code. A block's first step has no branches. With
+    a cache, the first step after the first open block was filled has none either.
 
     Args:
-        base: the sampler whose steps are taken: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,
+        base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,
             `threshold` in `paradec.PipelinedBlocks(32, forced="active")`.
-        branches: k, branches besides the row itself, from 0 (the base alone) to 64. Published scripts have 2 to 4.
-        alpha: weight of the added token's own confidence, in [0, 1]. 0 as in the published scripts; with the public
-            code's default, 0.5, the row itself is nearly always taken.
+        branches: k, branches besides the row itself, from 0 (only the base) to 64. Published scripts have 2 to 4.
+        alpha: weight of the added token's confidence, in [0, 1]; 0 as in the published scripts. With the public code's
+            default, 0.5, the row itself nearly always has the highest score.
         tail: share of the undecided positions that are averaged, in (0, 1], at least one position; 1 as in the scripts
             (the code's default is 0.5).
         confidence: the quantity that is averaged and ranks positions: "minus_entropy" (the scripts'), "confidence" (the
             code's default) or "margin".
 
-    A step costs one call and up to 1 + k rows; `row_forwards` and forwarded tokens count all rows. Refused are caches
-    whose plan depends on the number of steps, stops that the logits decide, `logprobs` and `rng="reference"`.
+    A step costs one call and up to 1 + k rows; `row_forwards` and forwarded tokens count all rows. Not supported:
+    caches whose plan depends on the number of steps, stops that depend on logits, `logprobs` and `rng="reference"`.
 
     Raises:
-        ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a step of
-            its own, or ends its blocks by the logits.
+        ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a custom
+            step, or has blocks that depend on logits.
     """
 
     base: Any = "threshold"
@@ -111,7 +111,7 @@ class LoPA(DraftingSampler):
         memory = state.memory.read(rows, current.shape[1])
         is_open = memory[OPEN] & state.window.undecided(current, state.mask_id)
         max_added = is_open.sum(1).clamp(max=self.branches).cpu().numpy()
-        if state.store is not None:  # drafts are not kept, and what a block begins with is
+        if state.store is not None:  # a block's first call is stored, drafts are not
             max_added = np.where(state.block_step[rows] == 0, 0, max_added)
         order = memory[CONFIDENCE].masked_fill(~is_open, -torch.inf).argsort(dim=1, descending=True, stable=True)
         for rank in range(int(max_added.max())):
@@ -135,7 +135,7 @@ class LoPA(DraftingSampler):
         return BranchProposal(**vars(base_steps[0].proposal), **fields)  # type: ignore[arg-type]
 
     def _future_confidence(self, branch: DraftState, confidence: Tensor) -> Tensor:
-        """[R] float64: mean of the lowest share `tail` of `confidence` [R, W] where undecided; 1 without such."""
+        """Average the lowest share `tail` of `confidence` [R, W] of undecided positions: [R] float64; 1 if none is."""
         undecided = branch.undecided_window
         count = undecided.sum(1, keepdim=True)
         lowest = (count.double() * self.tail).long().clamp(min=1)
@@ -147,14 +147,14 @@ class LoPA(DraftingSampler):
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-        """Replace each row by its best branch, and write the base's step from it."""
+        """Replace each row by its best branch, and write the base's step from this branch."""
         assert isinstance(proposal, BranchProposal)
         state.check_current(proposal)
         window, rows, steps = state.window, proposal.rows, proposal.base_steps
-        # the row itself is last among equals
+        # the row itself, branch 0, loses ties
         best = (proposal.branch_scores.roll(-1, 0).argmax(0) + 1) % len(steps)
         written = pick_step([step.written for step in steps], best)
-        # of branches that a row does not have, those of its last one
+        # missing branches repeat the values of the row's last one
         confidence = torch.stack([step.proposal.quantities["confidence"] for step in steps])
         cuts = [step.cut for step in steps if step.cut is not None]
         cut = pick_step(cuts, best) if cuts else None
@@ -169,7 +169,7 @@ class LoPA(DraftingSampler):
         for name in self.base.memory():
             state.memory.write(name, rows, pick_step([step.memory[name] for step in steps], best))
         if self.branches:
-            for name, values in (  # the next branches are made of them
+            for name, values in (  # the next branches read them
                 (TOKENS, [step.proposal.values for step in steps]),
                 (CONFIDENCE, [step.proposal.quantities[self.confidence] for step in steps]),
                 (OPEN, [state.window.undecided(written, state.mask_id)]),

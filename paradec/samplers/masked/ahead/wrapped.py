@@ -1,4 +1,4 @@
-"""Samplers that take the steps of another one, their base, from drafts."""
+"""Samplers that run the steps of another sampler, their base, from drafts."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from paradec.samplers.masked.view import MaskedProposal, Needs, Stage, run_selec
 
 @dataclass
 class BaseStep:
-    """One step of the base, taken from one draft. Shapes: `R` rows, `W` positions."""
+    """One step of the base from one draft. Shapes: `R` rows, `W` positions."""
 
     proposal: MaskedProposal
-    """The base's proposal; its cost is that of all drafts."""
+    """The base's proposal; its cost covers all drafts."""
     written: Tensor
-    """[R, W] int64: the window after it."""
+    """[R, W] int64: the window after the step."""
     memory: Mapping[str, Tensor]
-    """The base's memory after it, each [R, ...]."""
+    """The base's memory after the step, each [R, ...]."""
     quantities: Mapping[str, Tensor]
     cut: Tensor | None = None
-    """[R] int64, as of `MaskedSampler.trim`."""
+    """[R] int64, from `MaskedSampler.trim`."""
 
 
 @dataclass(kw_only=True)
@@ -49,21 +49,21 @@ class DraftProposal(MaskedProposal):
     drafts: list[DraftState]
     base_steps: list[BaseStep]
     copies: np.ndarray
-    """[R] int64 on the host: how many drafts of each row were evaluated, the row itself included."""
+    """[R] int64 on the host: number of evaluated drafts of each row, the row itself included."""
 
 
 @dataclass(frozen=True)
 class DraftingSampler(MaskedSampler):
-    """Base of the methods that take the steps of another sampler, `base`, from several drafts of a row in one call."""
+    """Base of the methods that run the steps of another sampler, `base`, from several drafts of a row in one call."""
 
     base: Any = "threshold"
 
     needs = Needs(multi_step=True)
-    # one stream has no numbers for drafts next to each other; final tokens differ between drafts
+    # "rng": one stream has no numbers for several drafts; controls read final tokens, which differ between drafts
     unsupported = (*MaskedSampler.unsupported, "rng", *CONTROLS)
 
     def _adopt(self, base: MaskedSampler, why: str | None, **changes: Any) -> None:
-        """Set the base, and its needs with `changes`. Raises ValueError for a base that cannot be drafted, or `why`."""
+        """Set the base, and its needs with `changes`. Raises ValueError for an unfit base, or if `why` is a reason."""
         if (why := why_not_a_base(base) or why) is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler {self.name!r}: {why}")
         names = ("reads", "score", "score_from", "decided_logits")
@@ -79,10 +79,10 @@ class DraftingSampler(MaskedSampler):
     def take_steps(
         self, reader: MaskedSampler, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery], chain: bool
     ) -> tuple[list[DraftState], list[BaseStep], np.ndarray]:
-        """The drafts of a call, the base's step from each, and how many drafts of each row were evaluated [R] int64.
+        """Run the base's step from each draft of a call: the drafts, the steps, and the evaluated drafts per row [R].
 
         reader: the sampler that reads candidates and quantities from logits. outputs: logits [R, W, V], one per query.
-        chain: whether a step's memory comes from the step from the draft before it, or from the state."""
+        chain: whether a step's memory comes from the previous draft's step (or from the state)."""
         window, base = state.window, self.base
         draft_windows = [query.window for query in queries if isinstance(query.window, DraftLogits)]
         drafts = draft_windows[0].drafts if draft_windows else [DraftState(state, 0, window.read(state.canvas))]
@@ -120,7 +120,7 @@ class DraftingSampler(MaskedSampler):
         memory: Mapping[str, Tensor],
         queries: list[WindowQuery],
     ) -> BaseStep:
-        """The base's step from one draft with candidates `tokens` and quantities, each [R, W]."""
+        """Run the base's step from one draft with candidates `tokens` and quantities, each [R, W]."""
         base, window = self.base, draft.window
         proposal = MaskedProposal(
             rows=window.rows,
@@ -160,16 +160,16 @@ class DraftingSampler(MaskedSampler):
 
 
 def why_not_a_base(base: MaskedSampler) -> str | None:
-    """Why the steps of a sampler cannot be taken from drafts; None where they can."""
+    """Return why the steps of a sampler cannot be run from drafts; None if they can."""
     if base.needs.multi_step:
         return "it drafts by itself"
     if base.needs.revises:
-        return "it takes back what it decided"
+        return "it takes tokens back"
     if getattr(base.blocks(None), "reads_logits", False):
-        return "the logits say where its blocks end, and drafts are made before"
+        return "its blocks depend on logits, which drafts do not have yet"
     for part in LOOP_METHODS:
         if overrides(base, part):
-            return f"it has a `{part}` of its own, so that `select` does not say what a step does"
+            return f"it overrides `{part}`, so that `select` alone does not define its step"
     return None
 
 
@@ -189,7 +189,7 @@ def base_sampler(base: Any) -> MaskedSampler:
 
 
 def pick_step(tensors: list[Tensor], which: Tensor) -> Tensor:
-    """Select for each row the entry of tensor `which` [R] of tensors [R, ...]."""
+    """Select for each row the entry of the tensor with index `which` [R] among tensors [R, ...]."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.stack(tensors)[which, torch.arange(len(which), device=which.device)]

@@ -1,1 +1,1 @@
-"""A file a method: which undecided positions become final."""
+"""Rules that select the undecided positions that become final, one file per method."""

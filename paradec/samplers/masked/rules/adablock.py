@@ -14,11 +14,10 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 @dataclass(frozen=True)
 class AdaBlock(MaskedSampler):
-    """Commit as `threshold` does, in the blocks of `paradec.AdaptiveBlocks`, the paper's contribution, which this
-    sampler sets.
+    """Commit as `threshold` does, in blocks of `paradec.AdaptiveBlocks`, the paper's contribution.
 
-    A request's `block_length` is their default length; its `blocks` replace them. Each row of a batch has its own
-    blocks (the public code decodes one row).
+    A request's `block_length` is their default length; a request's `blocks` replaces them. Each row of a batch has its
+    own blocks (the public code decodes one row).
 
     Args:
         threshold: probability that a token must reach, in [0, 1]; 1 commits one token per step.

@@ -18,31 +18,31 @@ from paradec.samplers.statistics import best_with_probability
 
 MAX_HISTORY = 64
 MAX_DISTRIBUTIONS = 256
-"""Distributions kept per row: 130 MB at 126,464 tokens."""
+"""Limit of stored distributions per row: 130 MB at 126,464 tokens."""
 
 
 @dataclass(frozen=True)
 class CCD(LowConfidence):
     """Per row, commit the masked positions whose averaged distribution has the lowest entropy.
 
-    Every step keeps the distributions of its `buffer` most confident positions. A position's average is over this
-    step's distribution and those of the previous `history - 1` steps that had the position in their buffer. If these
-    steps disagree, the average is flat: its entropy is the mean entropy plus the disagreement. Tokens are chosen from
-    the average, too.
+    Every step stores the distributions of its `buffer` most confident positions. A position's distribution is averaged
+    over this step and those of the previous `history - 1` steps that had the position in their buffer. If these steps
+    disagree, the average is flat: its entropy is the mean entropy plus the disagreement. Tokens are chosen from the
+    average, too.
 
     The schedule gives the number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
     (CCD-DS), positions in this step's buffer whose entropy is at most this threshold are committed too.
 
     Args:
-        history: d, steps averaged over, this one included, at most 64; 1 is the entropy rule. 3 for Dream and 2 for
-            LLaDA in the paper: the presets.
-        buffer: V, positions kept per step, at least 1; (history - 1) * buffer is at most 256.
-        entropy_threshold: nats, at least 0; None commits by the schedule alone (CCD). The paper gives no number; 0.3 is
+        history: d, number of averaged steps, including this one, at most 64; 1 is the entropy rule. The paper has 3 for
+            Dream and 2 for LLaDA: the presets.
+        buffer: V, positions stored per step, at least 1; (history - 1) * buffer is at most 256.
+        entropy_threshold: nats, at least 0; None commits only by the schedule (CCD). The paper gives no number; 0.3 is
             ours, about the entropy of a token at 0.9 with one alternative.
 
     Confidence is the probability of the best token. Positions that a cache leaves out of a step are not in its buffer;
-    distributions of earlier steps still age. Keeps (history - 1) * buffer distributions in float32: 4 MB a row at the
-    defaults and 126,464 tokens.
+    distributions of earlier steps still age. (history - 1) * buffer distributions are stored in float32: 4 MB a row at
+    the defaults and 126,464 tokens.
     """
 
     history: int = 3
@@ -68,7 +68,7 @@ class CCD(LowConfidence):
             return {}
         shape = (self.history - 1, self.buffer)
         return {
-            "columns": MemorySpec(shape, torch.int64, fill=-1),  # of the window; -1 where there was no position left
+            "columns": MemorySpec(shape, torch.int64, fill=-1),  # of the window; -1 for an empty entry
             **{name: MemorySpec((self.buffer, "vocab")) for name in self._ages},
         }
 
@@ -96,7 +96,7 @@ class CCD(LowConfidence):
         return self._average(logits, stage), updates
 
     def _average(self, logits: Tensor, stage: Stage) -> Tensor:
-        """The logits [R, W, V], with those of the average at undecided positions that earlier steps buffered."""
+        """Replace logits [R, W, V] at undecided positions that earlier steps buffered by those of the average."""
         earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
@@ -123,5 +123,5 @@ class CCD(LowConfidence):
 
 
 def select_columns(logits: Tensor, columns: Tensor) -> Tensor:
-    """[R, W, V] at columns [R, U] -> [R, U, V]."""
+    """Select columns [R, U] of logits [R, W, V]: [R, U, V]."""
     return logits[torch.arange(len(columns), device=logits.device).unsqueeze(1), columns]

@@ -1,4 +1,4 @@
-"""Coherent contextual decoding as released (CCD, arXiv 2512.02044): the public code for Dream looks back one step."""
+"""Coherent contextual decoding as released (CCD, arXiv 2512.02044): the public code for Dream compares two steps."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class CCDAgree(LowConfidence):
-    """Per row, order the masked positions by entropy. Let T be the first b of them (b is the number that the linear
-    schedule gives; one, without `steps`), V the first n, and B the buffer of the step before.
+    """Per row, order the masked positions by entropy. T is the first b of them (b: the linear schedule's number; 1
+    without `steps`), V the first n, and B the buffer of the previous step.
 
-    If T and B have a common position, let Q be the positions of V and B whose best token is that of the step before. If
-    Q has at least b positions, it is committed; in all other cases T is. Then the n positions of lowest entropy that
-    are still masked are the new B. n is 1 at first. From the last warmup step on it grows by one per step, up to b * (1
-    + expand_ratio), and it is 2 once at most `tail` of the block's positions are masked. The first `warmup` steps
-    commit T.
+    Q is the set of positions in both V and B whose best token is that of the previous step. A step commits Q if T and B
+    share a position and Q has at least b positions. In all other cases, and in the first `warmup` steps, it commits T.
+    Then the n positions of lowest entropy that are still masked become the new B. n is 1 at first. From the last warmup
+    step on it grows by one per step, up to b * (1 + expand_ratio). It is 2 once at most `tail` of the block's positions
+    are masked.
 
     Args:
         warmup: steps of a block before agreement is used, at least 0.
-        expand_ratio: how far n grows, at least 0.
+        expand_ratio: limit of n's growth, at least 0.
         tail: share of the block's positions, in [0, 1].
-        adaptive: whether all of Q is committed (CCD-DS, the code's `seek_mode`) or its first b only.
+        adaptive: whether all of Q is committed (CCD-DS, the code's `seek_mode`) or only its first b positions.
 
-    Best tokens are those of the model's distribution, whatever is drawn at temperature > 0. The public code decodes one
-    row, over the whole canvas and without a cache; here steps, buffer and shares are counted per row and block. A
-    position that a cache leaves out of a step keeps its last best token.
+    Best tokens are the model's, whatever is drawn at temperature > 0. The public code decodes one row, over the whole
+    canvas and without a cache; here steps, buffer and shares are counted per row and block. A position that a cache
+    leaves out of a step keeps its last best token.
     """
 
     warmup: int = 5
@@ -60,7 +60,7 @@ class CCDAgree(LowConfidence):
             "best": MemorySpec(("window",), torch.int64, fill=-1),
             "buffer": MemorySpec(("window",), torch.bool),
             "step": MemorySpec((), torch.int64),
-            "masks": MemorySpec((), torch.int64),  # of the block's first step
+            "masks": MemorySpec((), torch.int64),  # at the block's first step
         }
 
     def select(self, view: View) -> Tensor:
@@ -88,7 +88,7 @@ class CCDAgree(LowConfidence):
         return torch.where(view.memory["step"] == 0, view.candidates.sum(1), view.memory["masks"])
 
     def buffer_size(self, view: View) -> Tensor:
-        """[R] int64: n."""
+        """[R] int64: n, the size of the buffer."""
         b = torch.as_tensor(view.quota, device=view.scores.device)
         n = (view.memory["step"] - max(self.warmup, 1) + 3).clamp(min=1).minimum((b * (1 + self.expand_ratio)).long())
         return torch.where(view.candidates.sum(1) <= self.tail * self.initial_masks(view), 2, n)

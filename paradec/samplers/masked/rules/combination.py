@@ -33,13 +33,13 @@ class Combination(MaskedSampler):
 
     Args:
         rules: at least one masked sampler: names, samplers, or their `to_dict`. Combinations can be rules as well.
-        stages: samplers of which only the logits stage (`process_logits`) is used, not the rule: `credit`, say.
+        stages: samplers that only run their logits stage (`process_logits`), not their rule: `credit`, for example.
 
     The logits stages of `stages` and of the rules run first, one after the other; every rule then reads the final
-    logits. Each rule has its own score, quota and memory. It remembers as its selection what became final. A commit's
-    confidence is the first rule's score. Where rules cut a row off (Learn2PD's end-of-text prediction), the first cut
-    counts. Rules of different `score_from`, with a step of their own (drafts), or that take back what they decided are
-    refused.
+    logits. Each rule has its own score, quota and memory. `remember` of each rule gets the positions that became final
+    as the selection. A commit's confidence is the first rule's score. Where rules cut a row off (Learn2PD's end-of-text
+    prediction), the first cut counts. Not supported: rules that differ in `score_from`, that override a step (drafts),
+    or that take tokens back.
     """
 
     rules: tuple[Any, ...] = ()
@@ -81,13 +81,13 @@ class Combination(MaskedSampler):
             entry = Sampler.from_dict(entry)
         if not isinstance(entry, MaskedSampler):
             raise ValueError(f"{name}: {shown(entry)} must be a masked sampler, its name or its to_dict")
-        has_own_step = any(overrides(entry, method) for method in LOOP_METHODS)
-        has_own_order = overrides(entry, "position_noise") and entry.memory()
+        overrides_step = any(overrides(entry, method) for method in LOOP_METHODS)
+        has_block_order = overrides(entry, "position_noise") and entry.memory()
         for cause, why in {
             "it drafts steps ahead": entry.needs.multi_step,
-            "it takes back what it decided": entry.needs.revises,
-            "its step is its own": has_own_step,
-            "its order is drawn once per block": has_own_order,
+            "it takes tokens back": entry.needs.revises,
+            "it overrides the step": overrides_step,
+            "its order is drawn once per block": has_block_order,
         }.items():
             if why:
                 raise ValueError(f"{name}: sampler {entry.name!r} cannot be joined with others: {cause}")
@@ -152,7 +152,7 @@ class Combination(MaskedSampler):
         return notes
 
     def rule_labels(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
-        """Labels in a trace for choices of several rules, by (row, column)."""
+        """Label the positions that rules chose, by (row, column), for a trace."""
         return {place: " and ".join(names) for place, names in chosen.items()}
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
@@ -161,7 +161,7 @@ class Combination(MaskedSampler):
         )
 
     def rule_views(self, view: View) -> list[tuple[int, MaskedSampler, View]]:
-        """(index among the members, rule, its view) of every rule."""
+        """List (index among the members, rule, view for this rule) for every rule."""
         entries = []
         is_fixed = (view.scores == -torch.inf) | (view.scores == LAST)  # may not be committed, or only after all others
         for index, rule in enumerate(self.rules, len(self.stages)):
@@ -179,8 +179,8 @@ class Combination(MaskedSampler):
 
 @dataclass(frozen=True)
 class Union(Combination):
-    """Commit positions that at least one of the rules would commit. As a name: "credit+localleap". Rules may wait
-    (Dream's time grid): another rule makes progress, or all wait within their schedule."""
+    """Commit positions that at least one of the rules would commit. As a name: "credit+localleap". Rules may commit
+    nothing in a step (Dream's time grid): another rule makes progress, or all wait within their schedule."""
 
     rules: tuple[Any, ...] = ("credit", "localleap")
 
@@ -195,8 +195,8 @@ class Union(Combination):
 
 @dataclass(frozen=True)
 class Intersection(Combination):
-    """Commit positions that all rules would commit, or, if there are none, the first rule's best one. Rules that may
-    wait are refused: this would break their schedule."""
+    """Commit positions that all rules would commit, or, if there are none, the first rule's best position. Rules whose
+    steps may commit nothing are not supported: an intersection would break their schedule."""
 
     rules: tuple[Any, ...] = ("threshold", "entropy_threshold")
 
@@ -208,7 +208,7 @@ class Intersection(Combination):
     def __post_init__(self) -> None:
         super().__post_init__()
         if waiting := [rule.name for rule in self.rules if rule.needs.may_wait]:
-            raise ValueError(f"rules: sampler {waiting[0]!r} may wait, which an intersection does not")
+            raise ValueError(f"rules: steps of sampler {waiting[0]!r} may commit nothing; an intersection's must not")
 
     def select(self, view: View) -> Tensor:
         agreed = functools.reduce(operator.and_, (run_select(rule, seen) for _, rule, seen in self.rule_views(view)))
@@ -222,11 +222,11 @@ class Intersection(Combination):
 
 
 def _prefix_names(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Entries of several members, with the member's index before each name."""
+    """Merge the entries of several members, with the member's index before each name."""
     return {f"{index}.{name}": value for index, part in parts.items() for name, value in part.items()}
 
 
 def _member_entries(joined: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """The entries of one member, without its index."""
+    """Select the entries of one member, and remove its index from the names."""
     prefix = f"{index}."
     return {name.removeprefix(prefix): value for name, value in joined.items() if name.startswith(prefix)}

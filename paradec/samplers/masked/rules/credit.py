@@ -25,8 +25,8 @@ class Credit(MaskedSampler):
             z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     where p = softmax(z). It commits the masked positions whose best token has probability >= threshold under
-    softmax(z~), and always the most confident one. A step adds its credit before it uses it, also the first. Credit is
-    bounded: at constant p it tends to p ** exponent / (1 - decay).
+    softmax(z~), and always the most confident one. Every step, also the first, adds its credit before it reads it.
+    Credit is bounded: at constant p it tends to p ** exponent / (1 - decay).
 
     Args:
         threshold: tau, in [0, 1].
@@ -41,9 +41,9 @@ class Credit(MaskedSampler):
     Each row's credit starts at 0 in every block. The best token gets it, even if another is drawn at temperature > 0.
     For a position that a cache leaves out of a step, credit neither grows nor decays.
 
-    Defaults are those that third parties report of the paper's final version, but for its threshold, 0.95. Presets
-    "dinfer" and "sglang" are those projects' settings. SGLang's code also takes the larger of the raw and the fused
-    probability, and a token inherits the credit of the one that it replaces in a slot; neither is implemented here.
+    Defaults are those that third parties report for the paper's final version, except its threshold, 0.95. Presets
+    "dinfer" and "sglang" are those projects' settings. SGLang's code also uses the larger of the raw and the fused
+    probability, and a new token in a slot inherits the old token's credit; neither is implemented here.
     """
 
     threshold: float = 0.9
@@ -82,7 +82,7 @@ class Credit(MaskedSampler):
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         best_token, p = best_with_probability(logits)  # [R, W]
         best_index, gain = best_token.unsqueeze(-1), (p**self.exponent).float().unsqueeze(-1)
-        # a copy, in float32 at least: bfloat16 would round the credit away
+        # a copy, at least float32: bfloat16 would lose small credit
         fused = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         is_evaluated = stage.undecided.unsqueeze(-1)
         credit = stage.memory["credit"]

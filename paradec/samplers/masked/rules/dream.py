@@ -22,7 +22,7 @@ class DreamSampler(MaskedSampler):
 
     Args:
         alg_temp: above 0 (at least 1e-6), positions are drawn without replacement with probabilities softmax(score /
-            alg_temp) instead of taken from the top; None or 0 takes the top.
+            alg_temp); None or 0 commits the highest scores.
         eps: end of the time grid t = linspace(1, eps, steps + 1).
 
     Unlike in the reference, the number of tokens is counted per row, not from the batch's mean. Early steps may commit
@@ -47,7 +47,7 @@ class DreamSampler(MaskedSampler):
         remaining, step, planned = state.remaining[rows], state.block_step[rows], state.planned_steps(rows)
         if not isinstance(step, Tensor):
             return time_grid(remaining, step, planned, self.eps)
-        # in the device step a table has the shares, to the last bit
+        # the device step reads the same shares from a table
         engine: Any = state
         shares = engine.tables.get(self.eps)
         if shares is None:

@@ -18,23 +18,23 @@ from paradec.samplers.masked.rules.threshold import select_at_least
 
 @dataclass(frozen=True)
 class Editing(MaskedSampler):
-    """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always;
-    and replace each decided token (not those of the prompt) by the candidate if that is another token with confidence >
-    editing_threshold. When no mask is left, steps continue in the block until one edits nothing.
+    """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always.
+    Also replace each decided token (except prompt tokens) by the candidate, if that is another token with confidence >
+    editing_threshold. When no mask is left, steps continue in the block until a step edits nothing.
 
     Args:
         threshold: confidence that fills a mask (mask to token), in [0, 1].
-        editing_threshold: confidence that replaces a token (token to token), in [0, 1]; 1 edits nothing and takes no
+        editing_threshold: confidence that replaces a token (token to token), in [0, 1]; 1 edits nothing and needs no
             extra step. (diffusers turns editing off with 0; here 0 replaces every token that is not the model's best.)
-        max_post_steps: most steps of a block without masks.
-        least: masks that a step fills at least, the best ones, at least 1 (`num_to_transfer` of the published code).
+        max_post_steps: maximum number of steps of a block without masks.
+        least: minimum number of masks that a step fills, the best ones; at least 1 (the code's `num_to_transfer`).
         end: when an end token ends a row: "step" (once a step has left everything before it unchanged) or "block" (once
-            its block is closed, as in the model's own code). Until then later steps may replace the end token.
+            its block is closed, as in the model's code). Until then later steps may replace the end token.
 
-    n masks take at most n + max_post_steps steps. Defaults are diffusers'. Preset "llada2.1" has the settings of the
-    model's own code for blocks of 32, "dllm" the same with `end` as here, "sglang" that engine's thresholds. diffusers
-    takes one step more than max_post_steps, and ends a row at an end token as soon as everything before it is filled.
-    Only for models that were trained to edit.
+    n masks need at most n + max_post_steps steps. Defaults are those of diffusers. Preset "llada2.1" has the settings
+    of the model's code for blocks of 32; "dllm" is the same with end="step"; "sglang" has that engine's thresholds.
+    diffusers runs one step more than max_post_steps, and ends a row at an end token as soon as everything before it is
+    filled. Only for models that were trained to edit.
     """
 
     threshold: float = 0.7
@@ -74,7 +74,7 @@ class Editing(MaskedSampler):
     def revise(self, view: View, selected: Tensor) -> Revision:
         confident = view.quantities["confidence"] > self.editing_threshold
         edit = view.editable & confident & (view.tokens != view.current)
-        # the step that fills the last mask is looked at once more, the others as long as they change something
+        # a block stays open after the step that fills its last mask, and after later steps that change a token
         changed = view.candidates.any(1) | edit.any(1)
         return Revision(edit=edit, hold_block=changed & (self.post_steps(view) < self.max_post_steps))
 
@@ -85,5 +85,5 @@ class Editing(MaskedSampler):
         return masks_at_open + self.max_post_steps
 
     def post_steps(self, view: View) -> Tensor:
-        """[R] int64: steps of the block without masks, this one included."""
+        """[R] int64: steps of the block without masks, including this one."""
         return view.memory["post_steps"] + ~view.candidates.any(1)

@@ -10,8 +10,8 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 @dataclass(frozen=True)
 class Entropy(DreamSampler):
     """Score a position by the negative entropy of the distribution that its token is drawn from. The public code adds
-    1e-10 within the logarithm; this class does so for small vocabularies. Large ones are read in float32 with the plain
-    entropy, which differs by at most 1e-10 per token."""
+    1e-10 within the logarithm, and so does this class for small vocabularies. For large ones it computes the plain
+    entropy in float32, which differs by at most 1e-10 per token."""
 
     name = "entropy"
     summary = "the most confident tokens by entropy, on Dream's time grid"

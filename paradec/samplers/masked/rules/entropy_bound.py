@@ -14,14 +14,13 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
 @dataclass(frozen=True)
 class EntropyBound(MaskedSampler):
     """Per row, sort entropies H_(1) <= H_(2) <= ...; commit the longest prefix with H_(1) + ... + H_(k-1) <= gamma, at
-    least one position. The left side, the prefix's sum without its maximum, bounds the mutual information of tokens
-    that are drawn independently, and so the error of such a draw.
+    least one position. The left side, the prefix's sum without its maximum, bounds the mutual information of its
+    tokens, and so the error of drawing them independently.
 
     Args:
-        gamma: the bound in nats, at least 0. Between 0.001 and 0.1 is in use for text.
+        gamma: the bound in nats, at least 0. Usual for text: 0.001 to 0.1.
 
-    Entropies are those of the distribution that tokens are drawn from (tempered and filtered; at temperature 0 the
-    model's own).
+    Entropies are of the distribution that tokens are drawn from (tempered and filtered; at temperature 0 the model's).
     """
 
     gamma: float = 0.1
@@ -41,6 +40,6 @@ class EntropyBound(MaskedSampler):
         ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)
         before = torch.zeros_like(ordered)
         before[:, 1:] = -ordered[:, :-1].cumsum(-1)
-        # an end token that is to come last, or a position that may not be committed, ends the prefix
+        # the prefix ends before positions that may not be committed, and before end tokens that must come last
         fits = (before <= self.gamma) & (ordered > LAST)
         return torch.zeros_like(fits).scatter(-1, order, fits) | view.best()

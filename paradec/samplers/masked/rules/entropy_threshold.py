@@ -15,8 +15,8 @@ class EntropyThreshold(MaskedSampler):
     """Per row, commit every masked position of the block with entropy <= threshold, and the lowest one always.
 
     Args:
-        threshold: entropy in nats of softmax(logits), whatever the temperature; at least 0. The paper's models, which
-            are trained for the rule, use 0.5, and 0.45 for code.
+        threshold: entropy of softmax(logits) in nats, at any temperature; at least 0. The paper's models, which are
+            trained for the rule, use 0.5, and 0.45 for code.
 
     The public code adds 1e-12 within the logarithm; here the entropy is exact.
     """

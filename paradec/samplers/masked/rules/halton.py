@@ -16,16 +16,16 @@ from paradec.samplers.masked.state import MaskedState
 class Halton(InOrder, MaskGIT):
     """Per row and step, commit the next `quota` positions of the Halton order, whatever their confidence.
 
-    The answer is read as an image, row by row. Point n of the two-dimensional Halton sequence (bases 2 and 3, from n =
-    1) falls into a cell, with the row by base 2. Cells are decided in the order of the first point in them.
+    The answer is an image, row by row. Point n of the two-dimensional Halton sequence (n = 1, 2, ...; base 2 gives the
+    row, base 3 the column) falls into a cell. Cells are decided in the order of their first points.
 
     Args:
-        height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
+        height, width: cells of the image; both or neither. The default is the squarest image that fits the answer.
         schedule: as `maskgit`; the paper's is "arccos".
         choice_temperature: no effect, since there is no confidence.
         final_temperature, guidance_start: as `maskgit`.
 
-    The public code's warm-up of the temperature and its random shift of the order per image are left out.
+    The public code's warm-up of the temperature and its random shift of the order per image are not implemented.
     """
 
     schedule: str = "arccos"

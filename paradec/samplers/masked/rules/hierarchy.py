@@ -13,12 +13,12 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, View
 
 @dataclass(frozen=True)
 class Hierarchy(MaskedSampler):
-    """Per row, commit the best position of each contiguous run of masked positions if it is confident enough, every
-    position that is more confident than `threshold`, and the row's best one always.
+    """Per row, commit the best position of each contiguous run of masked positions if its confidence is above
+    `low_threshold`, every position with confidence above `threshold`, and the row's best one always.
 
     Args:
         threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best.
-        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None requires none.
+        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None has no lower limit.
 
     A run ends at the block's edges. Both comparisons are strict, and equal maxima of a run are all committed, as in the
     public code, whose threshold is None by default; 0.9 is Fast-dLLM's.
@@ -40,8 +40,7 @@ class Hierarchy(MaskedSampler):
 
     def select(self, view: View) -> Tensor:
         scores = view.scores
-        # positions of one run have equally many decided positions before them; those share the run's number but have
-        # a score of -inf
+        # number of decided positions up to each position: equal within a run; decided positions have a score of -inf
         run = (~view.candidates).cumsum(-1)
         peaks = torch.full_like(run, -torch.inf, dtype=scores.dtype)
         peaks = torch.cat((peaks, peaks[:, :1]), -1).scatter_reduce(-1, run, scores, "amax")

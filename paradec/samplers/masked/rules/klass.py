@@ -24,17 +24,17 @@ class KLASS(LowConfidence):
     Args:
         confidence_threshold: in [0, 1].
         kl_threshold: in nats, above 0; infinity makes every position stable.
-        history: h, steps in a row that must have been stable, at least 1.
+        history: h, number of consecutive stable steps that are required, at least 1.
 
-    The first step of a block has no predecessor: the public code compares it with zeros, so that no position is stable
-    at thresholds below about 20, and none is ready before step h + 1. A position that a cache leaves out of a step
-    keeps its last distribution and its count. With pipelined blocks, which take no `steps`, a block that must make
+    The first step of a block has no predecessor. As in the public code it is compared with zeros, so that no position
+    is stable at thresholds below about 20, and none is ready before step h + 1. A position that a cache leaves out of a
+    step keeps its last distribution and its count. With pipelined blocks (without `steps`), a block that must make
     progress and has no ready position commits its most confident one.
 
     Presets: "llada" (GSM8K; the paper uses blocks of 64) and "dream". `steps` plans the schedule and does not bound the
-    forwards: a step with one ready position commits only that one, as in the public code. Stores the last distribution
-    in float32, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and 126,464 tokens; the
-    public code that of the whole canvas in float64).
+    forwards: a step with one ready position commits only this position, as in the public code. The last distribution is
+    stored in float32, 4 bytes * vocabulary per position of the block: 16 MB a row at 32 positions and 126,464 tokens.
+    (The public code stores that of the whole canvas in float64.)
     """
 
     confidence_threshold: float = 0.9
@@ -68,11 +68,11 @@ class KLASS(LowConfidence):
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         is_evaluated, previous = stage.undecided, stage.memory["previous"]
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
-        if is_evaluated.is_cpu:  # masks as indices wait for the device
+        if is_evaluated.is_cpu:  # on an accelerator, indexing by masks would wait
             p[~is_evaluated] = previous[~is_evaluated]
         else:
             p = torch.where(is_evaluated.unsqueeze(-1), p, previous)
-        stable_before = stage.memory["stable"]  # [R, W] int64: for how many steps in a row
+        stable_before = stage.memory["stable"]  # [R, W] int64: number of consecutive stable steps
         stable = torch.where(is_evaluated, torch.where(kl < self.kl_threshold, stable_before + 1, 0), stable_before)
         return logits, {"previous": p, "stable": stable}
 

@@ -24,21 +24,21 @@ class Learn2PD(MaskedSampler):
     """Per row, commit every masked position of the block that the filter accepts, and the most confident one always.
 
     Args:
-        filter: a file that `paradec learn2pd train` wrote; None takes the packaged filter for the packaged model, and
-            for another model the filter that `register_filter` named.
+        filter: a file written by `paradec learn2pd train`; None uses the packaged filter for the packaged model, and
+            the filter of `register_filter` for other models.
         filter_threshold: probability of being final above which a position is accepted, in [0, 1].
-        eot: what ends the canvas early ("EoTP"). "committed" is the paper's rule: once an end token is final,
-            everything after it is dropped; the row continues until everything before it is decided. "greedy" is the
-            public code's: without such a token, a predicted end token is enough (of several masked positions, the most
-            confident). It does not become final by this. "none", or a request with `eos_early_stop=False`, drops
+        eot: which end token ends the canvas early ("EoTP"). "committed" is the paper's rule: once an end token is
+            final, everything after it is dropped; the row continues until everything before it is decided. "greedy" is
+            the public code's rule: if no end token is final, a predicted one (the most confident) also drops what
+            follows it, but does not become final by this. "none", or a request with `eos_early_stop=False`, drops
             nothing.
-        eot_confidence: least confidence of an end token that drops the positions after it, in [0, 1].
+        eot_confidence: lowest confidence of an end token that drops the positions after it, in [0, 1].
         allow_mismatch: use a filter that was trained for another model, block length or cache.
 
-    The public code's "greedy" also looks for end tokens in later blocks that the step evaluates; this class looks in
-    the open block only, as the code's cached variants do. Next to accepted positions, the public code commits the top n
-    of LLaDA's schedule; here n is 1, as in its runs with one token per step. Filters run in float64, the public one in
-    float32.
+    The public code's "greedy" also reads end tokens in later blocks that the step evaluates; this class reads only the
+    open block, as the code's cached variants do. In addition to accepted positions, the public code commits the top n
+    of LLaDA's schedule; here n is 1, as in its runs with one token per step. Filters run in float64, in the public code
+    in float32.
     """
 
     filter: str | None = None
@@ -87,16 +87,16 @@ class Learn2PD(MaskedSampler):
             )
         if trained.kind == "block" and (length is None or length > trained.block_length):
             raise ValueError(
-                f"filter={str(path)!r} takes blocks of up to {trained.block_length} positions, not {shown(blocks)}; "
+                f"filter={str(path)!r} reads blocks of up to {trained.block_length} positions, not {shown(blocks)}; "
                 f"give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """The filter's probabilities ("acceptance"), and where the text may end ("is_end")."""
+        """Compute the filter's probabilities ("acceptance"), and where the text may end ("is_end")."""
         path = self.filter or DEFAULT_FILTERS[state.facts.name, state.facts.vocab_size]
         filter_ = load_filter(path, state.canvas.device)
         is_end = torch.isin(proposal.values, state.ends)
-        if (state.answer_start > state.prompt_length).any():  # nothing ends inside a hole
+        if (state.answer_start > state.prompt_length).any():  # a text does not end inside a hole
             answer_start = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
             is_end = is_end & (proposal.positions >= answer_start)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}
@@ -112,7 +112,7 @@ class Learn2PD(MaskedSampler):
         ends = selected & is_end
         cut = torch.where(ends.any(1, keepdim=True), ends.int().argmax(1, keepdim=True), -1)
         if self.eot == "greedy":
-            # by confidence: scores may put all ends last
+            # by confidence, since scores may rank all end tokens last
             predicted = view.quantities["confidence"].where(is_end & view.candidates, -torch.inf)
             best = predicted.argmax(1, keepdim=True)
             is_predicted = (cut < 0) & (predicted.gather(1, best) > -torch.inf)

@@ -26,14 +26,14 @@ from paradec.samplers.masked.state import MaskedState
 FORMAT = "paradec-learn2pd/1"
 FEATURES = ("confidence", "entropy", "margin", "mask_ratio", "position")
 QUANTITIES = {"confidence": "confidence", "entropy": "minus_entropy", "margin": "margin"}
-"""Features computed from the logits -> the quantity that a sampler reads for them."""
+"""Features that are computed from logits, and the quantity of each."""
 
 
 class BlockFilter(nn.Module):
-    """The paper's filter: the confidences of a whole block -> one logit per position, by two linear layers.
+    """The paper's filter: two linear layers from the confidences of a block to one logit per position.
 
-    Position j of the block has its own weights; a shorter block is padded with confidence 1. 2112 parameters for blocks
-    of 32.
+    Each position of the block has its own weights; a shorter block is padded with confidence 1. 2112 parameters for
+    blocks of 32.
     """
 
     reads = ("confidence",)
@@ -46,7 +46,7 @@ class BlockFilter(nn.Module):
         )
 
     def forward(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """Features [R, W] by name and valid [R, W] (False outside the block) -> logits [R, W]."""
+        """Compute logits [R, W] from features [R, W] by name. valid: [R, W] bool, False outside the block."""
         width, size = valid.shape[1], self.block_length
         confidence = torch.where(valid, features["confidence"], 1)[:, :size]
         confidence = nn.functional.pad(confidence, (0, size - confidence.shape[1]), value=1.0)
@@ -55,7 +55,7 @@ class BlockFilter(nn.Module):
 
 
 class FeatureFilter(nn.Module):
-    """Features of each position -> one logit per position, by a transformer over a block of any length (as LPS)."""
+    """Transformer from the features of each position to one logit per position, for blocks of any length (as LPS)."""
 
     reads = FEATURES
 
@@ -67,7 +67,7 @@ class FeatureFilter(nn.Module):
         self.leave = nn.Linear(width, 1)
 
     def forward(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """As `BlockFilter.forward`; every row needs a valid position."""
+        """Compute logits as `BlockFilter.forward`; every row needs a valid position."""
         x = torch.stack([torch.where(valid, features[name], 0) for name in FEATURES], -1)
         return self.leave(self.context(self.enter(x), src_key_padding_mask=~valid)).squeeze(-1)
 
@@ -77,8 +77,8 @@ KINDS = {"block": BlockFilter, "features": FeatureFilter}
 
 @dataclass(frozen=True)
 class FilterFacts:
-    """What a filter was trained on, and how well it did. kind: "block" or "features". caches: those whose steps were
-    recorded. held_out: measures on held-out prompts at `threshold`. paradec: the version that trained it."""
+    """Training data and quality of a filter. kind: "block" or "features". caches: caches whose steps were recorded.
+    held_out: measures on held-out prompts at `threshold`. paradec: the version that trained it."""
 
     kind: str
     model: str
@@ -94,13 +94,13 @@ class FilterFacts:
         return BlockFilter(self.block_length) if self.kind == "block" else FeatureFilter()
 
     def mismatches(self, model: str, vocab_size: int, block_length: int | None, cache: str) -> list[str]:
-        """What differs from a request, in words. block_length: None where its blocks vary in length."""
+        """List the differences from a request, in words. block_length: None for blocks of various lengths."""
         differences = []
         if (self.model, self.vocab_size) != (model, vocab_size):
             trained, requested = f"{self.model!r} ({self.vocab_size} tokens)", f"{model!r} ({vocab_size} tokens)"
             differences.append(f"model {trained}, here {requested}")
         if self.kind == "block" and self.block_length != block_length:
-            differences.append(f"block_length {self.block_length}, here {block_length or 'blocks of no one length'}")
+            differences.append(f"block_length {self.block_length}, here {block_length or 'blocks of various lengths'}")
         if cache not in self.caches:
             differences.append(f"cache {' or '.join(map(repr, self.caches))}, here {cache!r}")
         return differences
@@ -108,23 +108,23 @@ class FilterFacts:
 
 @dataclass(frozen=True)
 class Filter:
-    """A network in float64, and what it was trained on."""
+    """A network in float64, with the facts about its training."""
 
     facts: FilterFacts
     network: BlockFilter | FeatureFilter
 
     def accept(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """[R, W] float64: the probability that a position's candidate is final; undefined where not valid."""
+        """Compute the probability that a position's candidate is final: [R, W] float64, undefined where not valid."""
         with torch.no_grad():
             return self.network({name: features[name] for name in self.network.reads}, valid).sigmoid()
 
 
 def block_features(state: MaskedState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Features of a proposal, each [R, W] float64 in [0, 1], and which columns belong to the block [R, W] bool.
+    """Compute the features of a proposal, each [R, W] float64 in [0, 1]; also which columns are in the block [R, W].
 
-    "confidence" is p(candidate), also at decided positions; "entropy" is divided by that of the uniform distribution;
-    "margin" is p(1st) - p(2nd); "mask_ratio" is the undecided share of the block, and "position" the relative position
-    in it. Features whose quantity was not read are left out.
+    "confidence" is p(candidate), also at decided positions. "entropy" is divided by that of the uniform distribution.
+    "margin" is p(1st) - p(2nd). "mask_ratio" is the undecided share of the block, and "position" the relative position
+    in the block. Features whose quantity was not read are missing.
     """
     window, start = state.window, proposal.positions[:, :1]
     end = state.block_ends if proposal.block_end is None else proposal.block_end.unsqueeze(1)
@@ -143,7 +143,7 @@ def block_features(state: MaskedState, proposal: Any) -> tuple[dict[str, Tensor]
 
 _PACKAGED = Path(str(importlib.resources.files("paradec"))) / "assets" / "tiny-llada" / "learn2pd.safetensors"
 DEFAULT_FILTERS: dict[tuple[str, int], str] = {("tiny-llada", 123): str(_PACKAGED)}
-"""Name and vocabulary size of a model -> the file that serves requests without a `filter`."""
+"""Default filter file for the name and vocabulary size of a model."""
 
 
 def register_filter(path: str | os.PathLike[str]) -> None:
@@ -157,13 +157,13 @@ def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Mo
     weights = {name: tensor.detach().float().contiguous() for name, tensor in network.state_dict().items()}
     with replace_file(path) as draft:
         save_file(weights, draft, metadata={"learn2pd": json.dumps(dataclasses.asdict(facts))})
-    _load.cache_clear()  # a clock's tick is long: the file may be as old as the one that it replaces
+    _load.cache_clear()  # the new file may have the same modification time
 
 
 def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
     """Read what a filter was trained on; raises as `load_filter`."""
     if not os.path.isfile(path):
-        raise ValueError(f"filter={shown(os.fspath(path))} is no file")
+        raise ValueError(f"filter={shown(os.fspath(path))} is not a file")
     try:
         with safe_open(path, framework="pt") as file:
             facts = FilterFacts(**json.loads((file.metadata() or {})["learn2pd"]))
@@ -171,12 +171,12 @@ def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
             raise ValueError(f"format {facts.format!r}, kind {facts.kind!r}")
         return dataclasses.replace(facts, caches=tuple(facts.caches))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"filter={os.fspath(path)!r} is no filter of format {FORMAT!r} ({error})") from None
+        raise ValueError(f"filter={os.fspath(path)!r} is not a filter of format {FORMAT!r} ({error})") from None
 
 
 def load_filter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Filter:
-    """Read a filter; an unchanged file is read once per device. Raises ValueError for a missing file or one that is no
-    filter of this format, OSError for one that cannot be read."""
+    """Read a filter; an unchanged file is read once per device. Raises ValueError for a missing file or another format,
+    OSError for an unreadable file."""
     modified = os.stat(path).st_mtime_ns if os.path.isfile(path) else 0
     return _load(os.fspath(path), modified, str(device))
 
@@ -192,6 +192,6 @@ def _load(path: str, modified: int, device: str) -> Filter:
             network.load_state_dict({name: file.get_tensor(name) for name in codes})
     except RuntimeError as error:
         reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
-        wrong = f"holds other weights than a {facts.kind!r} filter: {reason}"
+        wrong = f"has other weights than a {facts.kind!r} filter: {reason}"
         raise ValueError(f"filter={os.fspath(path)!r} {wrong}") from None
     return Filter(facts, network.eval().requires_grad_(False).to(device))

@@ -22,22 +22,23 @@ from paradec.samplers.statistics import top_by_rank
 
 @dataclass(frozen=True)
 class Levenshtein(MaskedSampler):
-    """Every step fills masks with confidence > threshold, at least one more than there are new masks, and replaces each
-    decided token (not those of the prompt) by the best one with confidence > editing_threshold. The model may also
-    predict that a position is deleted, or that a mask is inserted before it (split): then text moves, between the
-    positions of the prompt. A block keeps its length: new masks fill it up at its end, and text pushed over its end is
-    lost. It closes when a step would write nothing, or after `max_post_steps` steps without its initial masks.
+    """Every step fills masks with confidence > threshold, at least one more than there are inserted masks. It also
+    replaces each decided token (except prompt tokens) by the best token, if that has confidence > editing_threshold.
+    The model may also predict that a position is deleted, or that a mask is inserted before it (split). Then the text
+    after it moves, up to the next prompt position. A block keeps its length: deletions add masks at its end, and
+    insertions push text over its end, which is lost. The block closes when a step would write nothing, or after
+    `max_post_steps` steps without its initial masks.
 
-    When a text repeats, the least confident change takes a token that its position has not had. A block of B positions
-    takes at most B + max_post_steps + 1 steps.
+    When a text repeats, the least confident change writes a token that its position has not had. A block of B positions
+    needs at most B + max_post_steps + 1 steps.
 
     Args:
         threshold: confidence that fills a mask, in [0, 1].
         editing_threshold: confidence that replaces a token, in [0, 1].
-        max_post_steps: most steps of a block after its initial masks are filled; 0 closes it at once.
-        delete_token_id, split_token_id: ids of these predictions; None takes the model's.
+        max_post_steps: maximum number of steps of a block after its initial masks are filled; 0 closes it at once.
+        delete_token_id, split_token_id: ids of these predictions; None uses the model's.
 
-    Defaults are SGLang's. The model's own loop differs: it fills by a schedule, and escapes at random.
+    Defaults are SGLang's. The model's own loop fills by a schedule, and leaves repetitions at a random position.
     """
 
     threshold: float = 0.5
@@ -93,7 +94,7 @@ class Levenshtein(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The best tokens [R, W]; the "text" after the step, whether the block stays "open", and the memory."""
+        """Compute the best tokens [R, W]; quantities: "text" after the step, whether the block stays "open", memory."""
         window, index, mask_id = state.window, torch.as_tensor(query.window.index), state.mask_id
         delete, split = self.control_ids(state.facts)
         current = window.read(state.canvas)
@@ -103,7 +104,7 @@ class Levenshtein(MaskedSampler):
         masks, is_first_step = free & (current == mask_id), memory["step"] == 0
         original = torch.where(is_first_step.unsqueeze(1), masks, memory["original"])
         precise = logits if logits.dtype == torch.float64 else logits.float()
-        # more tokens are never left out at once than the mask and both control ids
+        # at most three tokens are excluded: the mask and both control ids
         top = precise.topk(min(4, precise.shape[-1]), -1)
         tokens = top.indices[..., 0]
         p = precise.softmax(-1).gather(-1, top.indices)
@@ -134,7 +135,7 @@ class Levenshtein(MaskedSampler):
         is_past = torch.arange(memory["seen"].shape[1]) < memory["step"].unsqueeze(1)
         is_repeated = ((memory["seen"] == text.unsqueeze(1)).all(2) & is_past).any(1) & ~is_last
         changes = writes & (tokens != current)
-        if is_repeated.any():  # the least confident change takes a token that its position has not had
+        if is_repeated.any():  # the least confident change writes a token that is new at its position
             changes &= is_repeated.unsqueeze(1)
             rows = changes.any(1).nonzero()[:, 0]
             column = torch.where(changes, confidence.double(), torch.inf).argmin(1)[rows]
@@ -168,7 +169,7 @@ class Levenshtein(MaskedSampler):
 
 
 def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Of tokens [R, W, K] in descending order the first not excluded ones [R, W], and their p."""
+    """Select from tokens [R, W, K] in descending order the first that is not excluded [R, W], and its p."""
     allowed = torch.stack([tokens != token for token in excluded]).all(0)
     index = allowed.long().argmax(-1, keepdim=True)
     return tokens.gather(-1, index).squeeze(-1), p.gather(-1, index).squeeze(-1)
@@ -177,8 +178,8 @@ def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple
 def _move_text(
     text: Tensor, current: Tensor, original: Tensor, free: Tensor, writes: Tensor, delete: int, split: int, mask_id: int
 ) -> tuple[Tensor, Tensor]:
-    """[R, W] both: the text after deletions and splits, and which of its masks are initial ones. Every run of free
-    positions keeps its length; a deleted position leaves it, a split one becomes a new mask and its old token."""
+    """Apply deletions and splits: the new text, and which positions hold initial masks, both [R, W]. Every run of free
+    positions keeps its length. A deleted position is removed; a split one becomes a new mask and its old token."""
     is_deleted, is_split = writes & (text == delete), writes & (text == split)
     column = torch.arange(text.shape[1]).expand_as(text)
     begin = torch.where(free, -1, column).cummax(1).values + 1

@@ -13,16 +13,15 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 @dataclass(frozen=True)
 class LocalLeap(MaskedSampler):
-    """Per row, masked positions with confidence >= anchor_threshold are anchors and are committed; so is every masked
-    position within `radius` of an anchor with confidence >= relaxed_threshold, and the best one always.
+    """Per row, commit the anchors (masked positions with confidence >= anchor_threshold), every masked position within
+    `radius` of an anchor with confidence >= relaxed_threshold, and the best one always.
 
     Args:
         anchor_threshold: tau, in [0, 1]; without an anchor the rule is `threshold`.
         relaxed_threshold: tau_r, in [0, anchor_threshold].
         radius: W, positions to each side of an anchor, at least 0.
 
-    Anchors become final in the same step; positions that are already final are none. Neighbourhoods end at the block's
-    edges.
+    Positions that are already final are not anchors. Neighbourhoods end at the block's edges.
     """
 
     anchor_threshold: float = 0.9

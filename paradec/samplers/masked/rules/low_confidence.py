@@ -18,8 +18,8 @@ class LowConfidence(MaskedSampler):
     """Per row and step, commit the `quota` most confident positions of the block; the rest stay masked.
 
     With s steps for a block of n masks the quota is n // s, and one more in the first n % s steps; without `steps` it
-    is 1. Confidence is the probability of the chosen token under softmax(logits), whatever the temperature. Unlike in
-    generate.py, a full block ends at once, and of equal confidences the lower position is taken.
+    is 1. Confidence is the probability of the chosen token under softmax(logits), at any temperature. Unlike in
+    generate.py, a full block ends at once, and ties go to the lower position.
     """
 
     name = "low_confidence"
@@ -30,7 +30,7 @@ class LowConfidence(MaskedSampler):
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
     outlasts_steps: ClassVar[bool] = False
-    """Whether a block may take more steps than planned; then each grants at least one token."""
+    """Whether a block may need more steps than planned; then each step grants at least one token."""
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:

@@ -20,22 +20,21 @@ from paradec.samplers.masked.state import MaskedState
 @dataclass(frozen=True)
 class LPD(InOrder):
     """Per row and step, commit the next group of LPD's order (`paradec.core.orders.lpd_order`), which is drawn per row.
-    It needs no training; the paper's own models are decoded by the sampler `groups`.
+    It needs no training; the sampler `groups` decodes the paper's own models.
 
-    The answer is read as an image, row by row. Given parts of an image are decided from the start, and the first group
-    is chosen near them.
+    The answer is an image, row by row. Cells of the prompt are decided from the start; the first group is chosen near
+    them.
 
     Args:
-        groups: how many groups, or their sizes; None is the request's `steps`; without `steps`, the published 20 for
+        groups: number of groups, or their sizes. None is the request's `steps`; without `steps`, the published 20 for
             256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published ones where these
-            fit, others are stretched (`paradec.core.orders.group_sizes`), and so is a list where a part of the image
-            was given.
-        repulsion: of two cells of a group; None is the published 2 below 1024 cells and 4 from there on.
-        proximity: the least nearness of a cell that counts as near.
-        height, width: cells of the image; both or neither. Left out, the squarest image that holds the answer.
+            fit, else stretched ones (`paradec.core.orders.group_sizes`). A list is stretched if the prompt has cells.
+        repulsion: between two cells of a group; None is the published 2 below 1024 cells, else 4.
+        proximity: the lowest nearness of a cell that counts as near.
+        height, width: cells of the image; both or neither. The default is the squarest image that fits the answer.
 
-    LPD was published with guidance that grows with the number of decided tokens. Only the sampler of the LPD models has
-    it; here guidance is constant.
+    LPD was published with guidance that grows with the number of decided tokens. Only the sampler `groups` has it; here
+    guidance is constant.
     """
 
     groups: int | Sequence[int] | None = None
@@ -63,7 +62,7 @@ class LPD(InOrder):
             raise ValueError(f"groups={shown(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells")
 
     def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
-        """Group sizes for a row with `masks` masks."""
+        """Compute the group sizes of a row with `masks` masks."""
         if isinstance(self.groups, tuple):
             return self.groups if sum(self.groups) == masks else scale_sizes(self.groups, masks)
         groups = self.groups if isinstance(self.groups, int) else None
@@ -72,7 +71,7 @@ class LPD(InOrder):
         return group_sizes(masks, None if groups is None else min(groups, masks))
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: the next group's size; after the last group, all that remains."""
+        """[R] int64: the next group's size; for the last group, all remaining positions."""
         num_granted = state.remaining[rows].copy()
         for index, row in enumerate(rows):
             step, masks = int(state.block_step[row]), int(state.masks_at_open[row])

@@ -30,18 +30,18 @@ class MaskGIT(MaskedSampler):
 
             ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
 
-    at step t = 0 ... T - 1. Give `steps` (T; 8 to 12 in the paper) and the paper's `temperature=1`; the defaults of
-    `paradec.generate` are one token per step, without a draw.
+    at step t = 0 ... T - 1. Set `steps` (T; 8 to 12 in the paper) and the paper's `temperature=1`; the defaults of
+    `paradec.generate` commit one token per step, without a draw.
 
     Args:
-        schedule: how many of n masks are left after step t. With r = (t + 1) / T: "cosine" n cos(pi r / 2), the
+        schedule: number of masks, of n, that remain after step t. With r = (t + 1) / T: "cosine" n cos(pi r / 2), the
             paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r ** 2.5),
-            MaskGIT-r's. Rounded down; every step commits at least one.
+            MaskGIT-r's. Rounded down; every step commits at least one token.
         choice_temperature: weight of the noise; 4.5 in the paper's code.
         final_temperature: None writes the drawn token. A number s in (0, 1] (MaskGIT-r: 0.65 to 0.75) writes a second
-            draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). It is off where `temperature` is 0.
-        guidance_start: guidance scale at the first step; it grows evenly to the request's `guidance_scale` at the last
-            one. None uses the request's scale throughout.
+            draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). There is none at `temperature` 0.
+        guidance_start: guidance scale at the first step; it grows linearly to the request's `guidance_scale` at the
+            last step. None uses the request's scale throughout.
 
     A commit's confidence is the probability of the first draw. The noise ends at 0 in the last step, as in the paper's
     code; diffusers' AmusedScheduler counts it from 1 - t / (T - 1), with 2 in place of 4.5.
@@ -72,7 +72,7 @@ class MaskGIT(MaskedSampler):
         return self.quota_at(state, rows, *self.block_progress(state, rows))
 
     def quota_at(self, state: MaskedState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] int64: the schedule's grant at `step` of `steps`, both [R], at most the rest; the last step takes all."""
+        """[R] int64: the schedule's quota at `step` of `steps`, both [R]; the last step commits all that remain."""
         remaining = state.remaining[rows]
         quota = remaining.copy()
         plans, which = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
@@ -82,7 +82,7 @@ class MaskGIT(MaskedSampler):
         return np.minimum(quota, remaining)
 
     def block_progress(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[R] int64: the open block's step t, and its steps T."""
+        """Return the open block's step t and number of steps T, both [R] int64."""
         planned = np.minimum(state.planned_steps(rows), np.maximum(state.masks_at_open[rows], 1))
         return np.minimum(state.block_step[rows], planned - 1), planned
 
@@ -116,7 +116,7 @@ class MaskGIT(MaskedSampler):
         return torch.as_tensor(scale, device=state.canvas.device).view(-1, 1, 1)
 
     def weighs_mask(self, state: MaskedState) -> bool:
-        return False  # the public code cuts the mask's logit off
+        return False  # the public code has no logit of the mask
 
     def read_candidates(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
@@ -146,7 +146,7 @@ class MaskGIT(MaskedSampler):
 
 def noisy_scores(view: View) -> Tensor:
     """[R, W] float64: ln p + noise of candidates, -inf elsewhere."""
-    # end tokens that are to come last have a score that is no probability
+    # scores below 0 are not probabilities: they rank end tokens last
     log_p = torch.where(view.scores > 0, view.scores, 1.0).log()
     log_p = torch.where(view.scores == 0, -1e4, log_p)
     log_p = torch.where(view.scores < 0, LAST, log_p + view.quantities["noise_scale"] * rng.gumbel(view.draw()))
@@ -155,9 +155,9 @@ def noisy_scores(view: View) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
-    """How many of `masks` positions each of `steps` <= masks steps commits, at least 1 each. After a forced 1,
-    "cosine", "arccos" and "linear" return to the masks that should be left; "power" lets the last step have fewer, as
-    its public code does, and where that would leave it none (a negative count in that code), the largest ones give."""
+    """Count how many of `masks` positions each of `steps` <= masks steps commits, at least 1. After a step that commits
+    1 where the schedule has 0, "cosine", "arccos" and "linear" return to the schedule. With "power" the last step
+    commits less, as in its public code; if nothing remains for it (code: a negative count), the largest counts fall."""
     ratio = (np.arange(steps) + 1) / steps
     masks_left = {
         "cosine": np.cos(math.pi / 2 * ratio),

@@ -20,8 +20,8 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 
 @dataclass(frozen=True)
 class InOrder(MaskedSampler):
-    """Per row and step, commit the next `quota` positions of an order of the image (the answer, row by row), which is
-    known before the model is called. A subclass implements `ranks` and `quota`."""
+    """Per row and step, commit the next `quota` positions in an order that is known before the model is called. The
+    answer is an image, row by row. A subclass implements `ranks` and `quota`."""
 
     height: int | None = None
     width: int | None = None
@@ -53,7 +53,7 @@ class InOrder(MaskedSampler):
 
 
 def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
-    """Raise ValueError unless both or neither are given, and `longest` positions fit."""
+    """Raise ValueError unless height and width are both set or both None, and `longest` positions fit."""
     check_int("height", height, low=1, high=2**16, none=True)
     check_int("width", width, low=1, high=2**16, none=True)
     if (height is None) != (width is None):
@@ -65,9 +65,9 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
 def group_by_size(
     state: MaskedState, height: int | None, width: int | None
 ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
-    """The images of the running rows, by size: indices [N] of the window's rows; height and width in cells; the
+    """Group the images of the running rows by size: indices [N] of the window's rows; height and width in cells; the
     position [N] of the first cell. An image is the last part of a row: `height` x `width` cells, or the squarest image
-    that holds the row's answer, whose last cells may lie beyond the end."""
+    that fits the row's answer; the last cells of such an image may lie beyond the row."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]
     if height is not None and width is not None:

@@ -65,7 +65,7 @@ class Origin(MaskedSampler):
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
-            generator = state.generator.clone_state()  # as it was before this step's tokens were drawn
+            generator = state.generator.clone_state()  # its state before this step's tokens were drawn
         return super().position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:

@@ -16,18 +16,18 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class Persistence(LowConfidence):
-    """Per row, commit what `low_confidence` does, and every masked position with confidence >= threshold whose best
-    token has been the same for `persist` steps, this one included.
+    """Per row, commit as `low_confidence` does, and also every masked position with confidence >= threshold whose best
+    token has been the same for `persist` steps, including this one.
 
     Args:
-        threshold: confidence of a token beyond those of the schedule, in [0, 1].
+        threshold: confidence of a token that the schedule does not commit, in [0, 1].
         persist: consecutive steps with the same best token, at least 1.
-        end_threshold: confidence that an end token needs, in [0, 1]; if nothing else can be committed, the best
+        end_threshold: confidence that an end token needs, in [0, 1]. If nothing else can be committed, the best
             position becomes final anyway.
 
     The model's best token counts, whatever is drawn at temperature > 0. A position that a cache leaves out of a step
-    keeps its count. `steps` bounds the forwards only with end_threshold=0: no other token replaces an end token that
-    waits. Pipelined blocks take no `steps`: there, each block that must make progress commits its most confident token.
+    keeps its count. `steps` bounds the forwards only with end_threshold=0: waiting end tokens may leave a step too few
+    candidates. With pipelined blocks (without `steps`), each block that must progress commits its most confident token.
     """
 
     threshold: float = 0.97
@@ -62,6 +62,6 @@ class Persistence(LowConfidence):
         return {"best": best, "run": self.run_lengths(view)}
 
     def run_lengths(self, view: View) -> Tensor:
-        """[R, W] int64: for how many steps, this one included, each position has had its best token."""
+        """[R, W] int64: number of steps, including this one, that each position has had its best token."""
         is_same = view.quantities["best_token"] == view.memory["best"]
         return torch.where(view.candidates, torch.where(is_same, view.memory["run"] + 1, 1), view.memory["run"])

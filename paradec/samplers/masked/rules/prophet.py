@@ -19,20 +19,20 @@ Span = Sequence[int] | Callable[[np.ndarray, int], Sequence[int] | None]
 
 @dataclass(frozen=True)
 class Prophet:
-    """A stop rule: once the mean gap between the two best logits over the answer reaches a bar that falls as decoding
-    goes on, every undecided position takes its candidate (the likeliest token; at a temperature, the drawn one).
+    """Stop rule: once the mean gap between the two best logits over the answer reaches a threshold, which falls during
+    decoding, every undecided position gets its candidate (the likeliest token; at a temperature, the drawn one).
 
     Args:
-        gaps: bars, in logits, for the beginning, the middle and the end of the decoding; at least 0.
+        gaps: thresholds, in logits, for the beginning, the middle and the end of the decoding; at least 0.
         stages: where the middle and the end begin: shares of the row's positions that are final, in [0, 1].
-        answer: which positions the mean is over, counted from the first position to fill: a sequence, e.g. `range(40,
-            45)`, or a function of a row's ids so far [N] int64 (mask ids where undecided) and of that first position,
-            which returns a sequence, or None while it is unknown. None takes all undecided positions.
+        answer: positions of the mean, counted from the first position to fill: a sequence, e.g. `range(40, 45)`, or a
+            function that returns a sequence, or None while it is unknown. Its arguments are a row's current ids [N]
+            int64 (mask ids where undecided) and the first position to fill. None is all undecided positions.
 
-    The paper's span is a few tokens after a known prefix of the answer ("The answer is"), which takes knowledge of the
-    task. By default, end tokens that pad long answers weigh in. Positions of the span that were decided in an earlier
-    block count as certain. The paper measures progress in steps of a fixed schedule; shares of positions are the same
-    there.
+    The paper's span is a few tokens after a known prefix of the answer ("The answer is"), which needs knowledge of the
+    task. By default, end tokens that pad long answers count too. Positions of the span that were decided in an earlier
+    block count as certain. The paper measures progress in steps of a fixed schedule, where it equals our share of
+    positions.
     """
 
     gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
@@ -62,7 +62,7 @@ class Prophet:
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
         threshold = torch.as_tensor(np.array(self.gaps)[stage], device=gap.device)
         if self.answer is None:
-            # a method that revises may stay in a block with nothing undecided; there is nothing to judge then
+            # a method that revises may stay in a block without undecided positions: then there is no gap
             span, is_known = undecided, undecided.any(1)
         else:
             span, is_known = (torch.as_tensor(array, device=gap.device) for array in self._span(state))
@@ -71,7 +71,7 @@ class Prophet:
         return is_known & ((mean >= threshold) | (count == 0))
 
     def _span(self, state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
-        """[R, W] bool: the window's positions that belong to the answer; [R] bool: whether it is known."""
+        """Find the window's positions in the answer [R, W] bool, and whether the answer is known [R] bool."""
         window = state.window
         start = state.prompt_length[window.rows]
         answers: list[Any] = [self.answer] * len(window.rows)

@@ -19,11 +19,11 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Random(LowConfidence):
-    """As `low_confidence`, with uniform random numbers in place of the confidence when positions are ranked.
+    """Commit as `low_confidence` does, but rank positions by uniform random numbers instead of confidence.
 
     Args:
         order: when the order is drawn: at every "step" (LLaDA's generate.py) or once per "block" (the code of
-            dKV-Cache-Greedy, which must know what comes next). The distribution is the same.
+            dKV-Cache-Greedy, which must know the next positions). The distribution is the same.
     """
 
     order: str = "step"
@@ -41,7 +41,7 @@ class Random(LowConfidence):
 
     def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
-        # the numbers that the commit will draw: no draw comes in between
+        # the commit draws the same numbers: no other draw precedes it
         generator = None if state.generator is None else state.generator.clone_state()
         candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
         scores = self.position_noise(state, generator).masked_fill(~candidates, -torch.inf)

@@ -24,25 +24,25 @@ from paradec.samplers.masked.rules.ordered import check_grid
 @dataclass(frozen=True)
 class Recap(MaskGIT):
     """`maskgit` in groups of steps. A group's first step evaluates everything and ranks the undecided positions as
-    `maskgit` does; the best of them, as many as all steps of the group commit, are its targets. It commits the first
-    ones, and each of the group's `local_steps` further steps the next ones, in that order. Their tokens are drawn from
-    logits that depend on what the group has decided.
+    `maskgit` does. The best of them, as many as all steps of the group commit, are the group's targets. The first step
+    commits the first targets; each of the `local_steps` further steps commits the next ones, in this order. The tokens
+    of local steps are drawn from logits that depend on the group's earlier tokens.
 
     With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With another
     cache, or none, the decisions are the same and the logits of local steps exact.
 
     Args:
         local_steps: l, at least 0; 0 is `maskgit`. 1 in the paper's experiments.
-        full_groups: how many groups at the start have no local steps; at least 0. Local steps pay once many tokens are
-            decided. The public scripts have 10 of 20 steps, and 12 of 32.
+        full_groups: number of first groups without local steps; at least 0. Local steps are worthwhile once many tokens
+            are decided. The public scripts have 10 of 20 steps, and 12 of 32.
         order: "confidence", or "halton": targets are the next positions in Halton order.
-        height, width: as `halton`, for that order.
+        height, width: as in `halton`, for order="halton".
         schedule, choice_temperature, final_temperature, guidance_start: as `maskgit`, with MaskGIT-r's defaults. The
-            noise counts groups, and temperatures steps. A local step's guidance is that of the step before, as in the
-            public code.
+            noise decreases per group, temperatures per step. A local step has the guidance scale of the previous step,
+            as in the public code.
 
-    Give `steps` (16 to 32) and `temperature=1`. The public code's grouping for l > 1 loses or repeats tokens (it
-    advances twice), and its last counts can be negative; here groups follow the plain rule and counts are at least 1.
+    Set `steps` (16 to 32) and `temperature=1`. The public code's grouping for l > 1 loses or repeats tokens (it
+    advances twice), and its last counts can be negative; here groups are as described and counts are at least 1.
     """
 
     schedule: str = "power"
@@ -74,7 +74,7 @@ class Recap(MaskGIT):
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def index_in_group(self, step: np.ndarray) -> np.ndarray:
-        """[R] int64: each step's index in its group; 0 evaluates everything."""
+        """[R] int64: each step's index in its group; step 0 evaluates everything."""
         return np.where(step < self.full_groups, 0, (step - self.full_groups) % (self.local_steps + 1))
 
     def group_index(self, step: np.ndarray) -> np.ndarray:
@@ -103,13 +103,13 @@ class Recap(MaskGIT):
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets, -1 elsewhere
+        return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets; -1 for others
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
         return self.targets(state) if state.cache.facts.evaluates == "targets" else None
 
     def targets(self, state: MaskedState) -> np.ndarray:
-        """[R, K] int64: the targets of a local step, decided ones included; -1 elsewhere, and in a full step."""
+        """[R, K] int64: the targets of a local step, including decided ones, padded with -1; only -1 in a full step."""
         window = state.window
         rank = state.memory["rank"][window.row_index[:, 0], : window.positions.shape[1]].cpu().numpy()
         step, _ = self.block_progress(state, window.rows)

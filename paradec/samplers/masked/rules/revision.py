@@ -1,4 +1,4 @@
-"""Methods that take tokens back (`Needs.revises`): what is written, and when their blocks close."""
+"""Methods that take tokens back (`Needs.revises`): their writes, and when their blocks close."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paradec.samplers.masked.view import Decision, MaskedProposal, View
 
 @dataclass
 class Revision:
-    """What a method takes back in one step; None takes back nothing. Shapes: `R` rows, `W` positions."""
+    """Changes of decided tokens in one step; None is no change. Shapes: `R` rows, `W` positions."""
 
     remask: Tensor | None = None
     """[R, W] bool: editable positions that become undecided again."""
     edit: Tensor | None = None
-    """[R, W] bool: editable positions that take this step's candidate token."""
+    """[R, W] bool: editable positions that get this step's candidate token."""
     text: Tensor | None = None
     """[R, W] int64: all positions after the step, for methods that declare `Needs.moves`; prompt positions stay."""
     hold_block: Tensor | None = None
@@ -30,7 +30,7 @@ class Revision:
 
 
 def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
-    """[R, W] bool: decided by the method in the open block."""
+    """[R, W] bool: positions that the method decided in the open block."""
     window = state.window
     editable = (proposal.current != state.mask_id) & ~window.read(state.given)
     if proposal.block_end is not None:
@@ -39,9 +39,9 @@ def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
 
 
 def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> Decision:
-    """The selection [R, W] bool with what the method takes back; no more than the steps left can decide again."""
+    """Combine the selection [R, W] bool with the method's revision. Rows without enough later steps remask nothing."""
     revision = sampler.revise(view, selected)
-    if revision.text is not None:  # what changes at open positions is written
+    if revision.text is not None:  # write the changes at open positions
         text = revision.text
         written = (view.candidates | view.editable) & (text != view.current)
         filled = (view.current == state.mask_id).long() - (text == state.mask_id).long()
@@ -59,15 +59,16 @@ def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tens
 
 
 def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: the bound on the steps of the rows' open blocks. Where text moves, it is that of a block of masks."""
+    """[R] int64: the bound on the steps of the rows' open blocks; where text moves, that of a block of only masks."""
     masks = state.masks_at_open[rows]
-    if sampler.needs.moves:  # which takes blocks of one length
+    if sampler.needs.moves:  # these methods need blocks of one length
         masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]
     return np.asarray(sampler.max_steps(masks))
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: positions that this step must add so that the other steps suffice; with moves, the last fills all."""
+    """[R] int64: positions that this step must add so that later steps, one position each, can fill the block. Where
+    text moves, only the last step must."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
         return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
@@ -77,8 +78,8 @@ def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray
 def stable_tokens(
     sampler: Any, state: MaskedState, rows: np.ndarray, decided: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Which rows [R] hold their block, and the window [R, W] as stop rules see it: tokens that may be taken back are
-    masks until a step has left them unchanged."""
+    """Return the rows [R] that hold their block open, and the window [R, W] for stop rules: tokens that may be taken
+    back are masks until a step has left them unchanged."""
     holds_block = decided.get("hold_block")
     closes = state.remaining[rows] <= 0
     if holds_block is not None:

@@ -1,5 +1,5 @@
-"""S2D2: drafts of a block, verified by the same block-causal model in blocks of one, where that seems worth a call
-(arXiv 2603.25702; public code for SDAR, generate_ssd_policy.py). `sampler="self_speculative"` is the exact form."""
+"""S2D2: drafts of a block, verified by the same block-causal model in blocks of one where that seems worth a call
+(arXiv 2603.25702; public code for SDAR, generate_ssd_policy.py). `sampler="self_speculative"` is the lossless form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paradec.samplers.statistics import top_by_rank
 ROUTES = ("span", "score", "hysteresis")
 ESTIMATORS = ("entropy", "margin")
 MARGIN = 0.05
-"""Lead of the best token over the second from which on the "margin" expects a draft to be accepted."""
+"""With estimator="margin", drafts with a larger lead of the best token over the second are expected to be accepted."""
 
 
 @dataclass
@@ -38,30 +38,30 @@ class VerifyLogits(WindowLogits):
 
 @dataclass(frozen=True)
 class S2D2(MaskedSampler):
-    """A step drafts all masks of the open block. Where the route says so, the next step verifies the first run of them:
-    one causal call over the block with its drafts, and a mask for each position, which sees the tokens before it. With
-    p of the draft call and q of this one a draft is accepted with min(1, q / p); the first rejected one is drawn again
-    from max(0, q - p). Where a step has written fewer tokens than it is due, other masks of the block follow by their
-    confidence.
+    """A step drafts all masks of the open block. If the route decides so, the next step verifies the first run of
+    masks, by one causal call over the block with its drafts. The call also has a mask for each position, which sees the
+    tokens before it. With p of the draft call and q of this call, a draft is accepted with probability min(1, q / p);
+    the first rejected draft is drawn again from max(0, q - p). If a step has then written fewer tokens than the block's
+    schedule requires, it also fills the most confident other masks.
 
     Not lossless: answers have the distribution of the model in blocks of one only with temperature > 0, `block_steps`
     None and a route that always verifies ("span" with 1). At temperature 0, as in the published scripts, drafts are the
-    best tokens and are judged by probabilities: answers are random and have the distribution of no model.
+    best tokens but are accepted by probabilities: answers are random, and follow neither model.
 
     Args:
         route: "span", "score" or "hysteresis" decides when a call verifies. The score is the expected number of
             accepted drafts, less `cost`.
         min_span: "span" verifies runs of at least this many masks.
-        tau: "score" verifies where the score is not below it.
-        on, off: "hysteresis" verifies from a score above `on` until one below `off`.
-        cost: of a call that verifies, in tokens.
+        tau: "score" verifies if the score is not below `tau`.
+        on, off: "hysteresis" verifies from a score above `on` until a score below `off`.
+        cost: cost of a call that verifies, in tokens.
         dynamic: whether the cost is multiplied by the number of masks above `threshold`.
-        estimator: how likely a draft is to be accepted: "entropy", exp(-H / ln V) of its distribution, or "margin", 1
-            where the best token is likelier than the second by more than 0.05.
-        threshold: confidence of masks that are filled without being verified.
+        estimator: estimated probability that a draft is accepted: "entropy", exp(-H / ln V) of its distribution, or
+            "margin", 1 if the best token is likelier than the second by more than 0.05, else 0.
+        threshold: confidence of masks that are filled without verification.
         block_steps: steps of a block; None is one for each position.
         confident_too: whether masks above `threshold` are always filled next to verified ones.
-        causal: whether final tokens, and those that begin the block, see nothing to their right (SDAR's settings).
+        causal: whether final tokens, and decided ones before the block's first mask, attend causally (as in SDAR).
     """
 
     route: str = "score"
@@ -125,7 +125,7 @@ class S2D2(MaskedSampler):
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> MaskedState:
         state = super().start(model, prompt, request_for(self, request, arguments), attention_mask=attention_mask)
-        # a step drafts or verifies: a block takes two for each of its positions at most
+        # a step drafts or verifies: a block needs at most two steps per position
         state.steps_per_block = np.full(state.batch, 2 * state.canvas.shape[1])
         return state
 
@@ -148,13 +148,13 @@ class S2D2(MaskedSampler):
         positions = query.positions[: len(query.rows)]
         undecided = gather_tokens(state.canvas, query, torch.as_tensor(query.rows)) == state.mask_id
         undecided &= positions >= start
-        first_mask = torch.where(undecided, positions, stop).amin(1, keepdim=True)  # its first mask
+        first_mask = torch.where(undecided, positions, stop).amin(1, keepdim=True)
         in_block = (positions >= (first_mask if self.causal else start)).unsqueeze(2) & (positions < stop).unsqueeze(1)
         visible = _visible_before(state, positions, self.causal, start) | in_block
         return query.with_fields(visible=_per_branch(visible, query), store=_store_final(query, positions < start))
 
     def _verify_query(self, state: MaskedState, query: WindowQuery) -> WindowQuery:
-        """The block with its drafts, which is causal, and masks that verify them."""
+        """Build the call over the block with its drafts, causal, and the masks that verify them."""
         assert query.forwarded is not None
         window, index, rows = state.window, query.window.index, torch.as_tensor(query.rows)
         drafts = state.memory.read(window.rows, window.positions.shape[1])["drafts"]
@@ -195,7 +195,7 @@ class S2D2(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Tokens [R, W]; whether they are written ("write", 0 or 1), and the memory."""
+        """Compute tokens [R, W]; quantities are whether tokens are written ("write"), and the new memory."""
         window, index = state.window, torch.as_tensor(query.window.index)
         positions = window.positions[index]
         masks = window.undecided(window.read(state.canvas), state.mask_id)[index]
@@ -220,7 +220,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": p, "write": write, "drafts": tokens, "draft_p": probs.float(), **updates}
 
     def _route(self, probs: Tensor, p: Tensor, masks: Tensor, span: Tensor, was_hot: Tensor) -> tuple[Tensor, Tensor]:
-        """[R] bool: whose drafts are verified; and the state of the hysteresis, [R] int64."""
+        """Choose the rows whose drafts are verified [R] bool; also return the state of the hysteresis, [R] int64."""
         if self.route == "span":
             return span.sum(1) >= self.min_span, was_hot
         if self.estimator == "entropy":
@@ -264,7 +264,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": confidence, "write": write, "drafts": drafts, "draft_p": draft_p, **updates}
 
     def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, turn: Tensor) -> Tensor:
-        """[R, W] bool: the writes: `decided` positions, and other masks until the quota is full."""
+        """Choose the writes [R, W] bool: `decided` positions, and other masks until the quota is full."""
         block = state.facts.block_length
         steps = block if self.block_steps is None else min(self.block_steps, block)
         due = block // steps + (turn < block % steps).long()
@@ -287,14 +287,14 @@ class S2D2(MaskedSampler):
 
 
 def _block_bounds(state: MaskedState, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """[R, 1] int64 both: where the model's block of each row's open block begins, and where the open block ends."""
+    """Return the start of the model's block that contains each row's open block, and the open block's end, [R, 1]."""
     start, stop = state.block_start[rows, None], state.block_end[rows, None]
     return torch.as_tensor(state.facts.block_bounds(start, stop, start)[0]), torch.as_tensor(stop)
 
 
 def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Tensor) -> Tensor:
-    """[R, Q, Q] bool: what columns at `positions` [R, Q] see of each other if the block is causal. Positions before
-    `block_start` [R, 1] are causal, too, or (`causal` False) see their own block."""
+    """[R, Q, Q] bool: which columns, at `positions` [R, Q], see each other if the block is causal. Positions before
+    `block_start` [R, 1] are causal too, or (`causal` False) also see all of their own block."""
     visible = positions.unsqueeze(2) >= positions.unsqueeze(1)
     if causal:
         return visible
@@ -304,7 +304,7 @@ def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Te
 
 
 def _store_final(query: WindowQuery, final: Tensor) -> Any:
-    """The query's store call, where only final columns are stored."""
+    """Restrict the query's store call to store only final columns."""
     if query.store is None or query.store.slots is None:
         return query.store
     return query.store.with_fields(slots=torch.where(_per_branch(final, query), query.store.slots, -1))

@@ -16,22 +16,22 @@ from paradec.samplers.masked.loop import MaskedSampler, Needs, Revision, View
 
 @dataclass(frozen=True)
 class Saber(MaskedSampler):
-    """Per row, commit every masked position of the block with confidence > tau, and at least `minimum`; tau is the mean
-    confidence with which the row's tokens were committed so far (1 at the start). Where k were committed, take back
-    max(minimum // 2, ceil(remask_share * k)) of those decided before, at most k - 1: the ones whose confidence fell
-    most since the step before.
+    """Per row, commit every masked position of the block with confidence > tau, and at least `minimum` positions. tau
+    is the mean confidence of the row's committed tokens, at their commits (1 at the start). A step that commits k
+    positions takes back max(minimum // 2, ceil(remask_share * k)) earlier ones, at most k - 1: those whose confidence
+    fell most since the previous step.
 
     Args:
-        minimum: n, positions that a step commits at least, at least 1.
+        minimum: n, minimum number of positions that a step commits, at least 1.
         remask_share: share of k in [0, 1], 1/8 in the public code; 0 takes nothing back.
 
     The mean is over all blocks; a position that was taken back counts with its latest commit. Confidence is that of the
-    model's candidate, whatever token is decided. A step that fills the block takes nothing back, and each other step
-    adds at least one decided position, so n masks take at most n steps.
+    model's candidate, whatever token is decided. A step that fills the block takes nothing back, and every other step
+    adds at least one decided position, so n masks need at most n steps.
 
     Three points differ from the public code. Only tokens of the open block are taken back, since caches rely on the
-    tokens left of it. No token is taken back in the step that commits it. Positions of the prompt never count as
-    committed; in the public code they do once fewer than `minimum` masks are left.
+    tokens before the block. No token is taken back in the step that commits it. Positions of the prompt never count as
+    committed; in the public code they do once fewer than `minimum` masks remain.
     """
 
     minimum: int = 2
@@ -54,7 +54,7 @@ class Saber(MaskedSampler):
         return {
             "total": MemorySpec(dtype=double, reset="sequence"),
             "count": MemorySpec(dtype=torch.int64, reset="sequence"),
-            # confidence at the position's latest commit, -1 before the first one; and at the step before
+            # confidence at the position's latest commit (-1 before the first), and in the previous step
             "committed": MemorySpec(("window",), double, fill=-1.0),
             "last": MemorySpec(("window",), double),
         }

@@ -11,7 +11,7 @@ import torch
 def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """LLaDA's linear schedule: equal counts; each of the first `masks % steps` steps has one more.
 
-    All [R] int64. masks_at_open: undecided positions when the block opened. step, steps: its steps taken, and planned.
+    All [R] int64. masks_at_open: undecided positions when the block opened. step, steps: completed and planned steps.
     """
     steps = steps.clip(1)  # not np.maximum: may be tensors
     return masks_at_open // steps + (step < masks_at_open % steps)

@@ -24,13 +24,13 @@ class Threshold(MaskedSampler):
     Args:
         threshold: probability that a token must reach, in [0, 1].
         quota_per_step: "none" is the paper's rule, without `steps`. "carry" is the rule of Fast-dLLM's code for Dream
-            without cache: at most masks // steps positions per step, plus those that earlier steps refused for lack of
-            confidence; it needs `steps`. "least" is the rule of LLaDA2.0's and SDAR's code: at least block // steps
-            positions (one more in the first block % steps steps), the best ones; on a block-causal model of the whole
-            block, even if the prompt ends inside it.
+            without cache: at most masks // steps positions per step, plus the unused part of earlier steps; it needs
+            `steps`. "least" is the rule of LLaDA2.0's and SDAR's code: at least block // steps positions (one more in
+            the first block % steps steps), the best ones. `block` is the number of masks in the block; on a
+            block-causal model the whole length, even if the prompt ends inside the block.
 
     Preset "llada2.0" is that code's threshold, for 32 steps in blocks of 32. (That code commits only positions above
-    the threshold; with a temperature, it takes the confidence from the filtered distribution of its draws.)
+    the threshold. With a temperature, its confidence is of the filtered distribution that tokens are drawn from.)
     """
 
     threshold: float = 0.9
@@ -66,7 +66,7 @@ class Threshold(MaskedSampler):
             if state.facts.topology == "block_causal" and state.request.blocks is None:
                 length = masks * 0 + (state.request.block_length or state.facts.block_length)
             return linear(length, state.block_step[rows], planned).clip(1)
-        # after the planned steps, only refused positions are left
+        # after the planned steps, only the unused part of earlier steps remains
         return np.where(state.block_step[rows] < planned, state.masks_at_open[rows] // planned, 0)
 
     def select(self, view: View) -> Tensor:
@@ -81,13 +81,13 @@ class Threshold(MaskedSampler):
         return {"refused": self.max_commits(view) - selected.sum(1)}
 
     def max_commits(self, view: View) -> Tensor:
-        """[R] int64: positions to commit at most: the schedule's, and those refused before."""
+        """[R] int64: maximum number of positions to commit: the schedule's, and the unused part of earlier steps."""
         quota = torch.as_tensor(view.quota, device=view.scores.device)
         return (quota + view.memory["refused"]).clamp(min=1)
 
 
 def select_at_least(view: View, selected: Tensor, least: Any) -> Tensor:
-    """`selected` [R, W] where it holds at least `least` positions ([R] or a number), else the best `least` ones."""
+    """Return `selected` [R, W] for rows with at least `least` positions ([R] or a number), else the best `least`."""
     least = torch.as_tensor(least, device=selected.device)
     enough = selected.sum(1) >= least
     return torch.where(enough.unsqueeze(1), selected, view.top(view.scores, least.expand(len(selected))))

@@ -1,4 +1,4 @@
-"""WINO: commit widely, take back what the rest of the text does not support (arXiv 2507.18578, LLaDA/decoding.py)."""
+"""WINO: commit many tokens, take back those that the text does not support (arXiv 2507.18578, LLaDA/decoding.py)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Wino(MaskedSampler):
     then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
 
     The shadow of a position is a mask with the same position id that sees everything except the token at that position,
-    so the prediction cannot copy it. Every position of the block has a shadow. Shadows see each other and nothing else
-    sees them.
+    so the prediction cannot copy the token. Every position of the block has a shadow. Only shadows see shadows.
 
     Args:
         threshold: tau_1, in [0, 1].
@@ -32,11 +31,11 @@ class Wino(MaskedSampler):
         cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated, then
             raised to cap_low and lowered to cap_high), the most confident ones.
 
-    A step takes back fewer positions than the step before committed (those with the lowest shadow probability), and
-    none if it commits one: n masks take at most n steps. A committed token can be taken back from the next step on,
-    until the block is full. The public code decodes one row, and its cap and forced position apply to the whole batch;
-    here each row has its own. The method needs a decoder that predicts in place, and evaluates the block twice (once as
-    shadow) at every step.
+    A step takes back fewer positions than the previous step committed (those with the lowest shadow probability), and
+    none if it commits only one: n masks need at most n steps. A committed token can be taken back from the next step
+    on, until the block is full. The public code decodes one row, and its cap and forced position apply to the whole
+    batch; here each row has its own. The method needs a decoder that predicts in place. Every step evaluates the block
+    twice, once as shadows.
     """
 
     threshold: float = 0.6
@@ -59,7 +58,7 @@ class Wino(MaskedSampler):
         check_int("cap_high", self.cap_high, low=1)
         check_int("cap_low", self.cap_low, low=1)
         check_at_most("cap_low", self.cap_low, "cap_high", self.cap_high)
-        if self.threshold_back == 0:  # no shadow, then, and nothing that is found in it
+        if self.threshold_back == 0:  # no shadows and no extra quantities
             object.__setattr__(self, "needs", Needs(decided_logits=True))
 
     # ---- the shadow -----------------------------------------------------------------------------------------------
@@ -75,7 +74,7 @@ class Wino(MaskedSampler):
         return logits, {"shadow_confidence": quantities["confidence"]}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """The confidence, NaN where the shadow's is: the commit then reports it."""
+        """Return the confidence, NaN where the shadow's is not finite: then the commit raises `NotFinite`."""
         shadow = proposal.updates["shadow_confidence"]
         return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
 
@@ -102,8 +101,8 @@ class Wino(MaskedSampler):
 
 
 def add_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """Append the window to the query as masks: Q columns become Q + W, and 2 W are wanted. Shadows are not stored, and
-    see each other and all columns but the one of their own position; columns do not see them."""
+    """Append the window to the query as masks: Q columns become Q + W, and 2 W logits are requested. Shadows are not
+    stored. They see each other and all columns except that of their own position; other columns do not see them."""
     assert query.wanted is not None and query.forwarded is not None
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]
     window_positions = window.host_positions[query.window.index]

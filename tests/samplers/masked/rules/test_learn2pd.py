@@ -124,7 +124,7 @@ def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str
     with pytest.raises(ValueError, match="model .*; block_length 4, here 2; cache"):
         run(dream64, block_length=2, cache="prefix")
     for request in ({"block_length": 5}, {"block_length": None, "blocks": paradec.AdaptiveBlocks(delimiters=(5,))}):
-        with pytest.raises(ValueError, match="takes blocks of up to 4 positions"):
+        with pytest.raises(ValueError, match="reads blocks of up to 4 positions"):
             run(llada64, allow_mismatch=True, **request)
     # a canvas as one block counts with its own length
     whole = samplers.create("learn2pd", filter=block_filter)
