@@ -1,4 +1,4 @@
-"""From logits to the distributions of draws. All are functions of logits or distributions [..., V]."""
+"""Distributions that tokens are drawn from: functions of logits or distributions [..., V]."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from paradec.kernels.token_stats.portable import FLOOR
 from paradec.request import NO_FILTERS, Request
 
 CHUNK = 2**25
-"""Logits of an accelerator held in float32 at a time: 128 MB."""
+"""Logits per chunk on an accelerator: 128 MB in float32."""
 CPU_CHUNK = 2**19
-"""The same on the CPU: what fits in its caches is twice as fast."""
+"""Logits per chunk on the CPU: chunks that fit in its caches are twice as fast."""
 UNLIKELY = -80.0
-"""Tokens this far below the best one, over the temperature, have no probability in float32; 1e-35 else."""
+"""Bound of (logit - best logit) / temperature in float32: lower tokens get probability 0 instead of 1e-35."""
 HEAD = 2**12
-"""Tokens in which a nucleus is first looked for."""
+"""Number of best tokens that are searched first for the end of a nucleus."""
 FEW = 2**8
-"""Shares that are sorted."""
+"""Number of shares that are sorted instead of bisected."""
 
 
 # ---- guidance, temperature, logarithms -------------------------------------------------------------------------------
 
 
 def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
-    """uncond + s (cond - uncond) of a call's logits [2N, W, V], conditional half first: [N, W, V], float32 at least.
+    """Compute uncond + s (cond - uncond) of logits [2N, W, V], conditional half first: [N, W, V], at least float32.
 
-    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), its
-    limit is taken: a token that both exclude stays excluded, one that the conditional branch alone excludes at s > 0.
-    One that the unconditional branch alone excludes is excluded at s < 1, keeps its conditional logit at 1, and above 1
-    such tokens take all the mass, in proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf. scale: s,
-    a number or [N, 1, 1].
+    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Tokens that a branch excludes (-inf) get its
+    limit. Excluded by both branches: excluded. By the conditional branch only: excluded at s > 0. By the unconditional
+    branch only: excluded at s < 1; the conditional logit at s = 1; at s > 1 such tokens share all the mass, in
+    proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf. scale: s, a number or [N, 1, 1].
     """
     conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
     mixed = conditional - unconditional
-    # in place, since a large tensor more costs as much as the sum; scales of their own may be of a wider type
+    # in place: another large tensor would cost as much as the sum; a scale per row may have a wider dtype
     mixed = scale * mixed + unconditional if isinstance(scale, Tensor) else mixed.mul_(scale).add_(unconditional)
-    if mixed.is_cpu and not mixed.sum().isnan():  # elsewhere a look would wait for the device
+    if mixed.is_cpu and not mixed.sum().isnan():  # on an accelerator this check would wait
         return mixed
     out, gone = conditional == -torch.inf, unconditional == -torch.inf
     sole = gone & ~out & (scale > 1)
@@ -50,42 +49,42 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
     lost |= out & (unconditional < torch.inf) & (scale > 0)
     lost |= gone & (conditional < torch.inf) & (scale < 1)
     mixed = mixed.masked_fill(lost, -torch.inf)
-    # at 0 what the conditional branch says does not matter
+    # at scale 0 the conditional branch does not count
     return torch.where(out & (scale == 0), unconditional, mixed) if isinstance(scale, Tensor) or not scale else mixed
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """(Logits [..., V] - the largest of their row) / temperature (a number, or broadcastable): no finite row overflows.
-    Softmax is that of logits / temperature. Rows of -inf alone, +inf and NaN are NaN."""
+    """Divide logits [..., V], less their row's largest, by the temperature (a number, or broadcastable): finite rows
+    never overflow. The softmax is that of logits / temperature. Rows with +inf or NaN, or only -inf, become NaN."""
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
 def log_of(p: Tensor) -> Tensor:
-    """ln of distributions [..., V], -inf where a probability is 0 or subnormal, which would take ten times as long."""
+    """Compute ln of distributions [..., V]; -inf for 0 and for subnormal probabilities, which are ten times as slow."""
     least = torch.finfo(p.dtype).tiny
     return torch.threshold_(p.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
 
 
 def divided(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature [..., V] to the bit, as public codes have them; `tempered` in rows where that overflows."""
+    """Divide logits [..., V] by the temperature, bit for bit as public codes do; rows that overflow as `tempered`."""
     top = logits.amax(-1, keepdim=True)
     beyond = (top / temperature).isinf() & top.isfinite()
     return (logits - top.where(beyond, 0)).div_(temperature)
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, ...]:
-    """[..., V] as pieces [n, V] of a bounded size."""
+    """Split [..., V] into chunks [n, V] of a bounded size."""
     rows = max(1, (CPU_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
     return logits.reshape(-1, logits.shape[-1]).split(rows)
 
 
 def ascending(values: Tensor) -> Tensor:
-    """Values [..., N] in ascending order. On the CPU numpy is ten times as fast as torch's sort with indices."""
+    """Sort values [..., N] in ascending order. On the CPU numpy is ten times as fast as torch's sort with indices."""
     return torch.from_numpy(np.sort(values.numpy())) if values.is_cpu else values.sort(-1).values
 
 
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax(logits) [..., V] in float32, and its KL [...] to `previous` in nats; logarithms are of p + 1e-12."""
+    """Compute p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with logs of p + 1e-12."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
     pairs = zip(chunks(p), chunks(previous), strict=True)
     kl = [torch.linalg.vecdot(now, (now + 1e-12).div_(before + 1e-12).log_()) for now, before in pairs]
@@ -101,9 +100,9 @@ def filter_logits(
     """Exclude (-inf) tokens less likely than `min_p` times the best, then all but the nucleus of mass `top_p`, then all
     but the `top_k` best. logits: [..., V].
 
-    Dream's order. The token that crosses `top_p` and tokens as good as the `top_k`-th stay. `torch.sort` decides which
-    of equal tokens the nucleus ends with; without `sorted_ties` the first of them stay in large vocabularies on the
-    CPU, which takes no sort.
+    This is Dream's order. The token that crosses `top_p` stays, and so do tokens with the logit of the `top_k`-th. If
+    the nucleus ends among equal tokens, `torch.sort` decides. With `sorted_ties=False`, large vocabularies on the CPU
+    keep the first of these tokens, without a sort.
     """
     if min_p:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
@@ -122,7 +121,7 @@ def filter_logits(
 
 
 def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> Tensor:
-    """`filter_logits` token by token."""
+    """Filter as `filter_logits`, by sorting all tokens."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         p = ordered.softmax(-1)
@@ -135,8 +134,8 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 
 
 def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """The least logit [...] that `filter_logits` keeps, and whether that defines the result [...]: not where it keeps
-    some of several equal tokens. For small vocabularies on the CPU."""
+    """Find the lowest logit [...] that `filter_logits` keeps, and whether it defines the result [...]: False where only
+    some of several equal tokens stay. For small vocabularies on the CPU."""
     if len(parts := chunks(logits)) > 1:
         found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
         least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
@@ -144,14 +143,14 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
     size = logits.shape[-1]
     top_k = size if top_k is None else min(top_k, size)
     if top_p is None:
-        # numpy's search takes ten times as long over rows that are mostly -inf; from the other end it does not
+        # numpy's partition is ten times as slow on rows that are mostly -inf, but not on the negated rows
         negated = -(logits.amax(-1, keepdim=True) if top_k == 1 else logits).numpy()
         negated.partition(top_k - 1)
         kth = torch.from_numpy(negated)[..., top_k - 1].neg()
         return kth, torch.ones_like(kth, dtype=torch.bool)
     ordered = ascending(logits).flip(-1)
     p = ordered.softmax(-1)[..., :top_k]
-    # from some token on all are out: sums grow, shares fall, and rounding keeps their order
+    # all tokens after the first excluded one are excluded: sums grow, shares fall, and rounding keeps the order
     part = p[..., :HEAD]
     out = part.cumsum(-1) - part > top_p
     if top_k > HEAD and not out[..., -1].all():
@@ -164,7 +163,7 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
 
 
 def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None, sorted_ties: bool) -> Tensor:
-    """`filter_logits` without a sort, for large vocabularies. On the CPU."""
+    """Filter as `filter_logits`, without a sort: for large vocabularies on the CPU."""
     size = logits.shape[-1]
     filtered = torch.empty(logits.shape, dtype=logits.dtype)
     for row, out in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
@@ -190,9 +189,9 @@ def draw_filtered(
     top_k: int | None,
     min_p: float | None = None,
 ) -> Tensor | None:
-    """Draw tokens [...] with numbers uniform [...] from `filter_logits(sorted_ties=False)` of logits / temperature
-    [..., V], without writing it. None where this saves nothing or is not made: small vocabularies, other devices or
-    dtypes, `min_p`."""
+    """Draw tokens [...] from `filter_logits(logits / temperature, sorted_ties=False)`, without storing these logits.
+    Returns None where that saves nothing or is unsupported: small vocabularies, accelerators, other dtypes, `min_p`.
+    logits: [..., V]. uniform: random numbers [...]."""
     size = logits.shape[-1]
     if min_p or not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
@@ -219,16 +218,16 @@ def draw_filtered(
 
 
 def shares_of(row: Tensor, temperature: float = 1.0) -> Tensor:
-    """softmax(row / temperature) [V]; slow tiny shares, below exp(FLOOR) of the largest, count as exp(FLOOR)."""
+    """Compute softmax(row / temperature) [V]. Shares below exp(FLOOR) of the largest are slow and become exp(FLOOR)."""
     return tempered(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
 def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
-    """The least of logits `row` [V] that is kept, and the last token with that logit that is kept (V - 1: all). All
-    tokens are kept where a logit is NaN or +inf, or none is finite.
+    """Find the lowest logit of `row` [V] that stays, and the last token with that logit that stays (V - 1: all do).
 
-    A nucleus holds a token if the shares [V] of all better ones add up to at most `top_p`, in float64. Of the nucleus,
-    `top_k` keeps the best tokens and those that equal the last of them.
+    All tokens stay if a logit is NaN or +inf, or if none is finite. The nucleus has the tokens whose better tokens
+    have shares [V] of at most `top_p` together, in float64. `top_k` keeps the best tokens of the nucleus, and all that
+    equal the last of these.
 
     shares: `shares_of` the row; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all."""
     least, last = -math.inf, len(row) - 1
@@ -242,10 +241,10 @@ def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: i
 def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tuple[float, int]:
     total = float(torch.from_numpy(shares).sum(dtype=torch.float64))
     limit, size = top_p * total, len(values)
-    if not limit < total:  # NaN, or a mass that rounding takes for all of it
+    if not limit < total:  # NaN, or `top_p` rounds to the whole mass
         return -math.inf, size - 1
-    # the first token outside has a share from `low` to `high`; `before` is the sum of all shares above `high`
-    # all tokens of at most `low` together are less than what is left over
+    # the first excluded token has a share from `low` to `high`; `before` is the sum of all shares above `high`
+    # all shares up to `low` together are less than total - limit
     low, high, before = (total - limit) / size * 0.999, float(shares.max()), 0.0
     inside = shares[shares > low]
     while len(inside) > FEW and high > low * (1 + 1e-7):
@@ -258,7 +257,7 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
             inside, high, before = inside[~above], pivot, before + mass
     inside = np.sort(inside)[::-1].astype(np.float64)
     num_kept = max(int((before + inside.cumsum() - inside <= limit).sum()), 1)
-    # of equal shares, those of larger logits are first, and of equal logits the first tokens
+    # equal shares are ordered by descending logit, and equal logits by token
     tied = np.flatnonzero(shares == inside[num_kept - 1])
     tied = tied[np.argsort(-values[tied], kind="stable")]
     count = int((inside[:num_kept] == inside[num_kept - 1]).sum())
@@ -271,8 +270,8 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
 
 
 def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None = None) -> Tensor:
-    """Distribution that a token is drawn from: logits [..., V] -> [..., V], float32 or wider; one-hot at temperature 0.
-    NaN in rows without a finite allowed logit. allowed: [V] bool; the others get nothing."""
+    """Compute the distribution of a token: logits [..., V] -> [..., V], at least float32; one-hot at temperature 0.
+    NaN in rows without a finite allowed logit. allowed: [V] bool; other tokens get probability 0."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if allowed is not None:
         logits = torch.where(allowed, logits, -torch.inf)
@@ -280,7 +279,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         return one_hot_on_best(logits)
     if request.temperature != 1:
         logits = tempered(logits, request.temperature)
-        # softmax takes twice as long over what is too small to be drawn
+        # softmax is twice as slow with logits too low to be drawn
         if logits.dtype == torch.float32:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
     if request.filters != NO_FILTERS:
@@ -289,7 +288,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """As `token_distribution`, in the order of LlamaGen's public code: temperature, top-k, then top-p of the rest."""
+    """Compute the distribution of a token as LlamaGen's public code: temperature, top-k, then top-p of these tokens."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)
@@ -298,7 +297,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
 
 
 def one_hot_on_best(logits: Tensor) -> Tensor:
-    """Distributions [..., V] that are 1 at the best of logits [..., V]; NaN where that is not finite."""
+    """Compute distributions [..., V] that are 1 at the best of logits [..., V]; NaN where that is not finite."""
     best = argmax(logits).unsqueeze(-1)
     finite = logits.gather(-1, best).isfinite()
     one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
@@ -308,18 +307,18 @@ def one_hot_on_best(logits: Tensor) -> Tensor:
 
 
 def probability(distribution: Tensor, tokens: Tensor) -> Tensor:
-    """distribution [..., V] of tokens [...] -> [...]."""
+    """Read the probabilities [...] of tokens [...] from a distribution [..., V]."""
     return distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
 def at_slots(distributions: Tensor, slot: Tensor) -> Tensor:
-    """Of distributions [R, W, V] those of slots [R, N] -> [R, N, V], a copy."""
+    """Copy the distributions of slots [R, N] from distributions [R, W, V]: [R, N, V]."""
     return distributions[torch.arange(len(distributions), device=distributions.device).unsqueeze(1), slot]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Weights max(0, p - q) [..., V], not normalised; p itself where only rounding leaves nothing."""
+    """Compute weights max(0, p - q) [..., V], not normalised; p itself in rows where rounding makes all of them 0."""
     weights = (p - q).clamp_(min=0)
     nothing = weights.amax(-1, keepdim=True) <= 0
-    # p is added once or not at all: a choice between the two would copy either
+    # p times 0 or 1 is added; torch.where would copy
     return weights.addcmul_(p, nothing.to(p.dtype))

@@ -18,8 +18,8 @@ from paradec.request import Request
 
 
 def new_tokens(model: Any, rows: list[list[int]], max_new_tokens: int | None, hole: int, name: str) -> int:
-    """Count the positions to append to every row: `max_new_tokens`, or the default. hole: id of positions to fill,
-    `name` in messages. Raises ValueError for a number out of its range, nothing to fill, or too long a row."""
+    """Count the positions to append to every row: `max_new_tokens`, or the default. hole: id of positions to fill;
+    messages call it `name`. Raises ValueError for a number out of its range, nothing to fill, or too long a row."""
     holes = any(hole in row for row in rows)
     new = max_new_tokens if max_new_tokens is not None else 0 if holes else model.default_max_new_tokens
     check_int("max_new_tokens", new, low=0 if holes else 1)
@@ -36,7 +36,7 @@ def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
 
 
 def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] = ()) -> list[int]:
-    """Ids that are never drawn, ascending. Raises ValueError where these and the `unused` ids leave no token."""
+    """List the ids that are never drawn, ascending. Raises ValueError if these and the `unused` ids are all tokens."""
     suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
     for token in suppressed:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
@@ -49,14 +49,14 @@ def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] 
 
 
 def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
-    """The generator of `rng="reference"`, and one seed per row. Raises ValueError for seeds or rows that do not fit."""
+    """Make the generator of `rng="reference"` (else None), and seeds [B]. Raises ValueError for unfit seeds or rows."""
     seed, generator = request.seed, request.generator
     seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} rows; give one int, or one per row")
     if request.rng == "reference":
         if len({len(row) for row in rows}) != 1:
-            raise ValueError("rng='reference' needs rows of one length: the references know no padding")
+            raise ValueError("rng='reference' needs rows of one length: the public codes have no padding")
         if generator is None:
             if len(set(seeds)) != 1:
                 raise ValueError("rng='reference' draws all rows from one stream; give one seed, not one per row")
@@ -71,8 +71,8 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
 
 
 def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
-    """[B, 2] int64: a 64-bit key per row from its seed, its prompt and the number of equal rows before it (`before`;
-    None counts them). A row keeps its numbers when the batch around it changes, and copies of a prompt differ."""
+    """Make a 64-bit key per row, [B, 2] int64, from its seed, its prompt and the number of equal rows before it
+    (`before`; None counts them). A row keeps its random numbers in any batch, and copies of a prompt differ."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
@@ -88,7 +88,7 @@ def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Seq
 def keys_of(
     request: Request, rows: list[list[int]], device: torch.device, before: Sequence[int] | None = None
 ) -> tuple[Tensor, list[int]]:
-    """`row_keys` on the device, and the seeds [B]."""
+    """Make `row_keys` on the device, and the seeds [B]."""
     _, seeds = randomness(request, rows)
     return torch.as_tensor(row_keys(seeds, rows, before), device=device), seeds
 

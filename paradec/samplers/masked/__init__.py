@@ -1,4 +1,4 @@
-"""Masked diffusion models, text and images: a method is a rule that says which undecided positions become final."""
+"""Masked diffusion models, text and images: a method is a rule that selects the undecided positions to make final."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View")
-"""Interface of a new method, from `loop.py`, which a stop rule does not need."""
+"""Names that a new method imports. `loop.py` has them and is loaded at first use; stop rules do not need it."""
 
 
 def __getattr__(name: str) -> Any:

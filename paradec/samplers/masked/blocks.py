@@ -16,7 +16,7 @@ from paradec.samplers.masked.state import MaskedState
 
 LONGEST_BLOCK = LARGEST_INT
 NEVER = np.iinfo(np.int64).max
-"""The end of a row that goes on."""
+"""End of a row that no stop rule ends."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class WholeCanvas(BlockPolicy):
 
 
 class StopRule(Protocol):
-    """One reason to end a row, after all prompt tokens. Made for one request; it may have state."""
+    """Rule that ends rows after their last prompt token. An instance serves one request and may have state."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        """Find where the running rows end: [R] int64, the position after a row's last token, `NEVER` where it goes on;
-        None when all go on. Nothing before a row's end may be undecided. state: the `MaskedState` after the write.
-        tokens: [R, W] int64 on the host, the window after it."""
+        """Find the ends of the running rows: [R] int64, the position after a row's last token, `NEVER` where it
+        continues; None if all rows continue. Everything before an end must be decided. state: the `MaskedState` after
+        the write. tokens: [R, W] int64 on the host, the window after the write."""
         ...
 
 
@@ -73,7 +73,7 @@ class EndOfText:
     ids: Sequence[int]
     mask: int
     first: np.ndarray = field(metadata=ROWS)
-    """[B] int64: end tokens count from here on."""
+    """[B] int64: first position at which an end token counts."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
         is_end = tokens == self.ids[0]
@@ -91,7 +91,7 @@ class EndOfText:
 
 
 def find_ends(rules: Sequence[StopRule], state: Any, tokens: np.ndarray) -> np.ndarray | None:
-    """The earliest ends of the running rows by any rule, as of a `StopRule`."""
+    """Find the earliest end of each running row by any rule, in the format of a `StopRule`."""
     ends = None
     for rule in rules:
         ends_of_rule = rule(state, tokens)
@@ -125,7 +125,7 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
 def close_blocks(
     state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, changed: bool = False
 ) -> None:
-    """Finish the rows that stop rules end; open the block after a full one. ends: [R], as of a `StopRule`. held: [R]
+    """Finish the rows that stop rules end; open the block after a full one. ends: [R], from `find_ends`. held: [R]
     bool, rows that stay in a full block. changed: whether the end of a block has changed in this step."""
     full = state.remaining[rows] == 0
     if held is not None:
@@ -145,7 +145,7 @@ def close_blocks(
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
-    """Cut the running rows off at `cut` [R]; the window [R, W] holds `tokens`, and must be made again."""
+    """Cut the running rows off at positions `cut` [R]; the caller remakes the window. tokens: [R, W], the window's."""
     window = state.window
     shorter = cut < state.length[window.rows]
     rows, cut = window.rows[shorter], cut[shorter]

@@ -1,8 +1,8 @@
 """Blocks over causal context (Nemotron-Labs-Diffusion, arXiv 2607.05722).
 
-A block begins with a seed. Its first step makes a causal call over the final tokens that are not stored yet, stores
-them, and predicts the block's first token from the last one. The other steps evaluate the block alone, which sees
-itself and the store, and store nothing.
+The first token of a block is its seed. The block's first step makes a causal call over the final tokens that are not
+stored yet, stores them, and predicts the seed from the last of them. The other steps evaluate only the block, which
+attends to itself and to the store; they store nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paradec.samplers.masked.view import Decision, MaskedProposal
 
 @dataclass
 class CausalContext(Feature):
-    """The rows that are about to draw the first token of their block."""
+    """Seeding of blocks: rows that draw the first token of their block in the next step."""
 
     seeding: np.ndarray = field(metadata=ROWS)
     """[B] bool."""
@@ -44,15 +44,15 @@ class CausalContext(Feature):
         if (compatibility := verdict(sampler, state.cache, facts)).status == REFUSED:
             why = f"sampler {sampler.name!r} does not work here: {compatibility.why}"
         elif getattr(blocks, "reads_logits", False):
-            why = f"blocks={shown(blocks)} end where the logits of a whole block say, before there are any"
+            why = f"blocks={shown(blocks)} read logits of a whole block, which do not exist when it opens"
         elif isinstance(blocks, PipelinedBlocks):
             why = f"blocks={shown(blocks)} open a block before the one before it is final"
         elif early:
-            why = f"stop={shown(request.stop)} reads what is after the open block, which no call answers"
+            why = f"stop={shown(request.stop)} reads logits after the open block, which no call computes"
         elif request.suffix is not None:
-            why = f"suffix={shown(request.suffix)} leaves out what is after the block, which is never evaluated"
+            why = f"suffix={shown(request.suffix)} omits positions after the block, which are never evaluated"
         if why is not None:
-            raise ValueError(f"{facts.name} decodes blocks over causal context, each from a seed: {why}")
+            raise ValueError(f"{facts.name} decodes blocks over causal context, from a seed: {why}")
         return cls(np.zeros(state.batch, bool))
 
     def on_start(self, state: MaskedState, rows: np.ndarray) -> None:
@@ -74,7 +74,7 @@ class CausalContext(Feature):
         if not seeds.any():
             return
         wanted = query.wanted
-        assert wanted is not None  # windows say which columns they want
+        assert wanted is not None  # queries of windows name their columns
         last_before = np.argmax(positions == first - 1, 1)
         is_seeding = state.per_branch(seeds[:, None])
         query.wanted = torch.where(is_seeding, state.per_branch(last_before[:, None]), wanted)
@@ -86,7 +86,7 @@ class CausalContext(Feature):
         query.window.available = available
 
     def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
-        """Write the seed of rows that seed, whatever the method selects."""
+        """Write the seeds of seeding rows, whatever the method selects."""
         self.memory_before = {}
         if not (seeding := self.seeding[state.window.rows]).any():
             return
@@ -103,7 +103,7 @@ class CausalContext(Feature):
     def on_close(
         self, state: MaskedState, proposal: MaskedProposal, decision: Decision, tokens: np.ndarray, ends: Ends
     ) -> bool:
-        """Restore the memory of rows that seeded. The seed is no step of the block's schedule."""
+        """Restore the memory of seeding rows. The seed is not a step of the block's schedule."""
         rows = proposal.rows[self.seeding[state.window.rows]]
         for name, value in self.memory_before.items():
             state.memory.write(name, rows, value)

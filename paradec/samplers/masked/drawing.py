@@ -1,4 +1,4 @@
-"""Drawn tokens and drawn positions of the masked family."""
+"""Draws of tokens and positions in the masked family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paradec.samplers.statistics import top_by_rank
 def read_drawn(
     sampler: Any, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidate tokens [R, W] and quantities [R, W] of one query's rows, drawn or of filtered logits."""
+    """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows, with draws or filters."""
     request, needs = state.request, sampler.needs
     if generator is not None and sampler.weighs_mask(state):
         return reference.read_candidates(sampler, state, logits, query, generator)
@@ -46,7 +46,7 @@ def read_drawn(
 
 
 def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:
-    """The random numbers of a query's token draws."""
+    """Make the random numbers of a query's token draws."""
     rows, positions = query.rows, state.window.query_positions(query)
     steps = torch.as_tensor(state.row_step[rows], device=positions.device)
     keys = state.keys[torch.as_tensor(rows, device=positions.device)]
@@ -59,5 +59,5 @@ def choose_positions(
     """Draw count [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool (`View.choose`)."""
     if generator is not None:
         return reference.choose_positions(state, scores.softmax(-1).nan_to_num(), count, generator)
-    # Gumbel-top-k draws the same distribution, also of positions whose probability is too small for a number
+    # Gumbel-top-k has the same distribution, also for positions whose probability underflows
     return top_by_rank(scores + rng.gumbel(sampler.position_noise(state, None)), count)

@@ -87,7 +87,7 @@ from paradec.samplers.statistics import top_by_rank
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
 
 MIN_SAVED_LOGITS = 2**15
-"""Logits of decided positions are left out of a call where that saves at least this many."""
+"""A call omits the logits of decided positions if that saves at least this many."""
 OVERRIDES = {
     "preview": "previews",
     "process_logits": "processes_logits",
@@ -95,9 +95,9 @@ OVERRIDES = {
     "revise": "revises",
     "draw_tokens": "draws_tokens",
 }
-"""Methods of `MaskedSampler`, and the field of `Needs` that overriding each implies."""
+"""Methods of `MaskedSampler`, and the field of `Needs` that an override sets."""
 LOOP_METHODS = ("query", "propose", "commit")
-"""Methods that samplers to be combined or drafted must not override."""
+"""Methods that a sampler must not override if it is combined with others or wrapped by a drafting method."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class MaskedSampler(Sampler):
     Class attributes (others: `Sampler`):
         needs: what the method reads and does; overridden methods set their flags.
         draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too.
-        device_step: whether the device step can run it: `select` is its only override, waits for no device, and takes
-            counts from tensors. Not inherited.
+        device_step: whether the device step can run it: `select` is its only override, never waits for the device, and
+            reads counts from tensors. Not inherited.
         sweep: at least two variants for `paradec compare`: settings, and arguments of the request. A fraction for
             `steps` is that share of the undecided positions.
     """
@@ -141,24 +141,24 @@ class MaskedSampler(Sampler):
         return None
 
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
-        """The method's block policy, for requests without one (block_length None: without a length)."""
+        """Return the method's block policy, for requests without one. block_length: the request's, or None."""
         return None
 
     def preview(self, state: MaskedState) -> np.ndarray:
-        """[R, K] int64: positions that this step will commit, in order, -1 where a row has fewer. Changes nothing."""
+        """Predict the positions that this step commits, in order: [R, K] int64, padded with -1. Changes nothing."""
         raise NotImplementedError
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
-        """[R, K] int64: positions for a cache that needs them for its plan (`CacheFacts.evaluates`)."""
+        """Return positions [R, K] int64 for a cache that plans with them (`CacheFacts.evaluates`)."""
         return self.preview(state)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
-        """New values [R, ...] of the declared memory, after a selection."""
+        """Compute new values [R, ...] of the declared memory, after a selection."""
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Logits stage [R, W, V] -> [R, W, V] before a token is chosen; changes nothing in place. Also returns tensors
-        [R, ...] by name for `view.updates`; the commit writes those with the name of a memory."""
+        """Process logits [R, W, V] -> [R, W, V] before tokens are chosen; change nothing in place. Also returns tensors
+        [R, ...] by name for `view.updates`; the commit writes those that have the name of a memory tensor."""
         return logits, {}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
@@ -166,16 +166,16 @@ class MaskedSampler(Sampler):
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """Choose what to take back of `view.editable`, after a selection (needs `decided_logits`)."""
+        """Choose the tokens of `view.editable` to take back or replace, after a selection."""
         return Revision()
 
     def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
-        """[R] int64: the bound on a block's steps for methods that revise, at least `masks_at_open`."""
+        """Bound the steps of a block for methods that revise: [R] int64, at least `masks_at_open`."""
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
-        """Cut rows off after this step: [R] int64 positions within the window and after the prompt, `UNCUT` where they
-        are not; None cuts none. Not called with `eos_early_stop=False`."""
+        """Choose where to cut rows off after this step: [R] int64 positions in the window and after the prompt, `UNCUT`
+        for rows that go on; None if all do. Not called with `eos_early_stop=False`."""
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
@@ -191,8 +191,8 @@ class MaskedSampler(Sampler):
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """One query per part of the cache's plan, for its rows' windows, or for undecided positions where these
-        suffice."""
+        """Build one query per part of the cache's plan. It requests the logits of the rows' windows, or of undecided
+        positions where these suffice."""
         needs_positions = state.cache.facts.evaluates in ("picks", "targets")
         parts = state.cache.plan(state, self.positions_for_cache(state) if needs_positions else None)
         queries = [build_query(state, part) for part in parts]
@@ -204,8 +204,8 @@ class MaskedSampler(Sampler):
         return [drop_decided(state, query) for query in queries]
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """A candidate token and its scores for every window position (elsewhere the current token and 0). outputs:
-        logits [R, W, V] per query, or [R, K, V] of its `columns`."""
+        """Propose a candidate token and its scores for every evaluated window position (others: the current token and
+        0). outputs: logits [R, W, V] per query, or [R, K, V] of its `columns`."""
         window, features = state.window, state.features
         generator = None if state.generator is None else state.generator.clone_state()
         current = window.read(state.canvas)
@@ -278,17 +278,17 @@ class MaskedSampler(Sampler):
         return processed, early_quantities | dict(updates)
 
     def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:
-        """The guidance scale of `rows` [R] at this step: a number, or [R, 1, 1]."""
+        """Return the guidance scale of `rows` [R] at this step: a number, or [R, 1, 1]."""
         return state.request.guidance_scale
 
     def weighs_mask(self, state: MaskedState) -> bool:
-        """Whether the mask's logit, which is never proposed, counts in probabilities (`reference.read_candidates`)."""
+        """Whether the mask token, which is never proposed, counts in probabilities (`reference.read_candidates`)."""
         return state.generator is not None
 
     def read_candidates(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Candidate tokens [R, W] and quantities [R, W] of one query's rows."""
+        """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
         filtered = self.needs.score_from == "sampled" and request.filters != NO_FILTERS
         if generator is None and request.temperature == 0 and not filtered:
@@ -296,7 +296,7 @@ class MaskedSampler(Sampler):
         return drawing.read_drawn(self, state, logits, query, generator)
 
     def ranking_scores(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
-        """[R, W] float64: the scores that candidates are ranked by."""
+        """Compute the scores that rank candidates: [R, W] float64."""
         scores = quantities[self.needs.score]
         if state.request.confidence_eos_eot_inf and len(state.ends):
             scores = scores.masked_fill(torch.isin(tokens, state.ends), LAST)
@@ -305,10 +305,11 @@ class MaskedSampler(Sampler):
     def draw_tokens(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V]); a generator's by the Gumbel-max trick, in float64."""
+        """Draw tokens [R, W] from softmax(logits [R, W, V]). With a generator as the public codes: torch.multinomial
+        where scores are "sampled" (Dream), else the Gumbel-max trick in float64 (LLaDA)."""
         if generator is None:
             sample = read_stats(logits, frozenset(), draws=drawing.token_draws(state, query)).sample
-            assert sample is not None  # asked for with `draws`
+            assert sample is not None  # `draws` requests it
             return sample
         rows, positions = query.rows, state.window.query_positions(query)
         if self.needs.score_from == "sampled":
@@ -317,7 +318,7 @@ class MaskedSampler(Sampler):
         return (logits.double() + rng.gumbel(noise)).argmax(-1)
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
-        """[R, W] float64 uniform numbers for choosing positions."""
+        """Draw uniform numbers for choosing positions: [R, W] float64."""
         if generator is not None:
             return reference.position_noise(state, self.needs.reference_draws, generator)
         window = state.window
@@ -345,7 +346,7 @@ class MaskedSampler(Sampler):
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
         """Select, write, remember; then close full blocks and finished rows. Raises FloatingPointError for NaN or
-        infinite logits (nothing is written then), RuntimeError where the method committed nothing but must."""
+        infinite logits (nothing is written then), RuntimeError if a method that must commit a token commits none."""
         state.check_current(proposal)
         rows, needs, features = proposal.rows, self.needs, state.features
         generator = (
@@ -373,7 +374,7 @@ class MaskedSampler(Sampler):
             available=proposal.available if state.cache.facts.needs_confidence else None,
         )
         committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
-        self._check_decision(state, rows, decided["confidence"], committed)  # nothing has changed until here
+        self._check_decision(state, rows, decided["confidence"], committed)  # the state is unchanged so far
 
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
@@ -396,7 +397,7 @@ class MaskedSampler(Sampler):
         if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
             broken = rows[~np.isfinite(confidence).all(1)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
-        if self.needs.may_wait:  # but must have filled the block by its last planned step
+        if self.needs.may_wait:  # its last planned step must fill the block
             is_idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()
         elif self.needs.revises:
             is_idle = (committed < revision.min_filled(self, state, rows)).any()
@@ -448,7 +449,7 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
         window=WindowLogits(part.index, available),
     )
     if branches == 2 or part.valid is not None or part.positions.shape != tuple(state.canvas.shape):
-        # else they are the canvas itself
+        # otherwise the call's tokens are the canvas itself
         index = torch.as_tensor(rows, device=state.canvas.device)
         query.tokens = gather_tokens(state.canvas, query, index)
         if branches == 2:
@@ -464,7 +465,7 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Columns of the call [R, W] that hold the window's logits, and which of them exist [N, W] (None: all)."""
+    """Find the columns of the call [R, W] with the window's logits, and which of them exist [N, W] (None: all)."""
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]
@@ -473,15 +474,15 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
     if part.kind == "full":
         if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
             return state.window.positions, None
-        if state.window.host_valid is not None:  # padding of the window may ask beyond the row
+        if state.window.host_valid is not None:  # the window's padding may lie beyond the row
             source = np.minimum(source, part.positions.shape[1] - 1)
         return state.per_branch(source), None
     return find_columns(state, part, source)
 
 
 def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """Drop the logits of decided positions, unless that saves little. The row with the most undecided ones sets the
-    number of columns; other rows add decided ones."""
+    """Omit the logits of decided positions from a call, unless that saves little. The row with the most undecided
+    positions sets the number of columns; other rows add decided positions."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
@@ -499,7 +500,7 @@ def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
 
 
 def gather_tokens(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
-    """[N, Q]: a canvas-shaped tensor [B, L] at a query's positions. row_index: [N] int64, the query's rows."""
+    """Gather a canvas-shaped tensor [B, L] at a query's positions: [N, Q]. row_index: [N] int64, the query's rows."""
     rows = tensor.index_select(0, row_index)
     positions = query.positions[: len(query.rows)]
     return rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
@@ -519,9 +520,9 @@ def prepare_logits(sampler: MaskedSampler, state: Any, logits: Tensor, query: Wi
     if state.suppressed is not None:
         if state.suppressed.ndim == 1:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
-        else:  # each row has others
+        else:  # one list per row
             rows, num_drafts = query.rows, query.window.copies
-            if num_drafts is not None and len(logits) != len(rows):  # drafts have rows of their own
+            if num_drafts is not None and len(logits) != len(rows):  # drafts are rows of the logits
                 rows = rows[(np.arange(num_drafts.max())[:, None] < num_drafts).nonzero()[1]]
             excluded = state.suppressed[torch.as_tensor(rows, device=logits.device)]
             logits.scatter_(-1, excluded.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
@@ -538,7 +539,7 @@ def make_view(
     generator: torch.Generator | None = None,
     memory: Mapping[str, Tensor] | None = None,
 ) -> View:
-    """Make the view of a proposal. memory: the method's; None reads it from the state."""
+    """Make the view of a proposal. memory: the method's memory; None reads it from the state."""
     rows, available = proposal.rows, proposal.available
     draw = functools.partial(sampler.position_noise, state, generator)
     if memory is None:
@@ -556,7 +557,7 @@ def make_view(
         current=proposal.current,
         editable=editable,
         top=top_by_rank if generator is None else lambda scores, count: reference.top_by_topk(state, scores, count),
-        draw=draw if generator is None else functools.cache(draw),  # a generator moves on with every reading
+        draw=draw if generator is None else functools.cache(draw),  # a second call would advance the generator
         choose=functools.partial(drawing.choose_positions, sampler, state, generator),
         ends=state.ends,
         leading=leading_blocks(state, proposal.current) if "pipelined_blocks" in state.features else None,
@@ -564,8 +565,8 @@ def make_view(
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
-    """Copy tensors to numpy arrays in one transfer, the step's one wait for the device. All have the first one's shape,
-    or lack its last dimension; None is left out."""
+    """Copy tensors to numpy arrays in one transfer, the step's one wait for the device. All have the first tensor's
+    shape, or lack its last dimension. None values are omitted."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if all(tensor.is_cpu for tensor in present.values()):
         return {name: tensor.numpy() for name, tensor in present.items()}

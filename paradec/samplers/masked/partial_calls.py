@@ -1,4 +1,4 @@
-"""Calls that evaluate a part: of a row over a store, of the rows, or of the window's columns."""
+"""Calls that evaluate a part of a row (over a store), of the rows, or of the window's columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> Stor
         slots = state.per_branch(np.where(part.valid, part.positions, -1))
     # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
     length = state.length[rows]
-    if (present := state.present) is not None:  # up to the last position that exists for now
+    if (present := state.present) is not None:  # `Suffix` omits the positions after these
         length = np.minimum(length, state.canvas.shape[1] - present[rows][:, ::-1].argmax(1))
     visible = int(length.max())
     if state.facts.topology == "block_causal":
@@ -33,7 +33,7 @@ def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> Stor
 
 
 def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """Columns [R, W] of a part's call with the positions `source` [N, W]; which it evaluates [N, W] (None: all)."""
+    """Find the columns [R, W] of a part's call with positions `source` [N, W], and which of these exist (None: all)."""
     column = np.full((len(part.index), state.canvas.shape[1]), -1)
     row, call_column = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
     column[row, part.positions[row, call_column]] = call_column
@@ -46,7 +46,7 @@ def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Te
 def merge_parts(
     parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Candidates, quantities and updates of several queries in the order of the running rows; that order [R]."""
+    """Merge candidates, quantities and updates of several queries in the order of running rows; also return it [R]."""
     tokens, quantities, updates = zip(*parts, strict=True)
     order_on_host = np.argsort(np.concatenate([query.window.index for query in queries]))
     order = torch.as_tensor(order_on_host, device=tokens[0].device)
@@ -58,7 +58,7 @@ def merge_parts(
 def scatter_to_window(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidates and quantities [N, K] of a query's columns in the window [N, W]; elsewhere `current` [R, W] and 0."""
+    """Scatter candidates and quantities [N, K] of a query into the window [N, W]; others get `current` [R, W] and 0."""
     columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):

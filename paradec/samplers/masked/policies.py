@@ -1,4 +1,4 @@
-"""Block policies by name and as data; steps spread over their blocks."""
+"""Block policies by name and as JSON data; the number of steps per block."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def parse_policy(name: str, value: Any) -> Any:
 
 
 def policy_to_data(value: Any) -> Any:
-    """Turn a policy into JSON data; a name stays one. Raises ValueError for a custom policy."""
+    """Turn a policy into JSON data; names stay unchanged. Raises ValueError for a custom policy."""
     for name, kind in POLICIES.items():
         if type(value) is kind:
             return {"blocks": name} | {f.name: to_data(getattr(value, f.name)) for f in fields(value) if f.init}
@@ -46,7 +46,7 @@ def policy_to_data(value: Any) -> Any:
 def policy_by_name(
     sampler: Any, model: Any, name: str, block_length: int | None
 ) -> tuple[BlockPolicy | None, int | None]:
-    """The policy of a name, or None and the length of its blocks. Raises ValueError for a length that does not fit."""
+    """Return the policy of a name and None; for "fixed" None and the length. Raises ValueError for an unfit length."""
     check_choice("blocks", name, POLICIES)
     check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
     if name == "fixed":
@@ -64,7 +64,7 @@ def policy_by_name(
 
 
 def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B] int64: blocks of rows from `starts` to `lengths` [B]. Raises ValueError where they depend on logits."""
+    """Count the blocks of rows from `starts` to `lengths` [B]: [B] int64. Raises ValueError if logits decide it."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
         raise ValueError(f"steps={steps} cannot be spread over {shown(policy)} before decoding: leave steps out")
@@ -72,10 +72,10 @@ def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
 
 
 def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole: bool = True) -> None:
-    """Raise ValueError where `steps` cannot be spread evenly over `counts` [B] blocks or canvases (`parts`). is_whole:
-    whether these are all rows; prompts of several lengths may have uneven blocks."""
+    """Raise ValueError if `steps` cannot be spread evenly over `counts` [B] blocks or canvases (`parts`). is_whole:
+    whether these are all rows of the batch. Rows with different counts may have uneven steps."""
     count = int(counts.max())
     if steps % count and is_whole and (counts == count).all():
-        raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count}): each has as many")
+        raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count})")
     if steps < count:
         raise ValueError(f"steps={steps} must be at least the number of {parts} ({count})")

@@ -1,5 +1,5 @@
-"""Draws and ties of the public generate.py codes of LLaDA and Dream, for `rng="reference"`: one stream in the shapes of
-the reference, so that a row's numbers depend on its neighbours; torch.topk chooses among equal scores."""
+"""Draws and ties of the public generate.py codes of LLaDA and Dream, for `rng="reference"`. All rows draw from one
+stream: a row's numbers depend on its neighbours. torch.topk decides among equal scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class ReferenceNumbers(Feature):
-    """Draws of the public codes: the state has the generator, which its commits move on."""
+    """Draws of the public codes, from the state's generator, which commits advance."""
 
     why_rows_stay = "rng='reference' draws all rows from one stream"
     host_only = "rng='reference' draws on the host"
@@ -26,7 +26,7 @@ class ReferenceNumbers(Feature):
 
 
 def generator_after(generator: torch.Generator, generator_state: Tensor | None) -> torch.Generator:
-    """A copy of the generator in the state after the step's proposal."""
+    """Copy the generator, in its state after the step's proposal."""
     assert generator_state is not None
     copy = generator.clone_state()
     copy.set_state(generator_state)
@@ -41,7 +41,7 @@ def draw_categorical(
     generator: torch.Generator,
     final: Tensor | None = None,
 ) -> Tensor:
-    """Dream's draw: torch.multinomial over masked positions (of `final` [R, W]), row-major, in the logits' dtype."""
+    """Draw as Dream: torch.multinomial over masked positions (of `final` [R, W]), row-major, in the logits' dtype."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
     masked = torch.eq(canvas, state.facts.mask_id)
     if final is not None:
@@ -54,19 +54,19 @@ def draw_categorical(
 
 
 def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """[R, W] bool: torch.topk over whole rows, one by one, as in the public code: it chooses among equal scores."""
+    """Select by torch.topk over whole rows, one by one, as the public code does: [R, W] bool."""
     window = state.window
     canvas_scores = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
     canvas_scores[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
     selected = torch.zeros_like(canvas_scores, dtype=torch.bool)
-    # rules may grant more than there is, or less than nothing
+    # rules may grant more positions than a row has, or a negative number
     for row, num_selected in zip(window.rows.tolist(), count.clip(0, canvas_scores.shape[1]).tolist(), strict=True):
         selected[row, canvas_scores[row].topk(num_selected).indices] = True
     return selected.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)
 
 
 def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
-    """[R, W] float64, drawn as float32 for the whole "canvas" or for the "masked" positions."""
+    """Draw uniform numbers [R, W] float64, as float32 for the whole "canvas" or for the "masked" positions."""
     canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
     if draws == "canvas":
         canvas = torch.rand(state.canvas.shape, generator=generator).double()
@@ -77,7 +77,7 @@ def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -
 
 
 def choose_positions(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
-    """torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
+    """Draw by torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
     window, max_count = state.window, int(count.max())
     canvas_weights = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
     canvas_weights[window.row_index, window.positions] = weights.float()
@@ -91,7 +91,7 @@ def choose_positions(state: MaskedState, weights: Tensor, count: np.ndarray, gen
 def gumbel_uniform(
     state: MaskedState, vocab: int, rows: np.ndarray, positions: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """LLaDA's noise: uniform float64 for the whole canvas and vocabulary [B, L, V], of which [R, W, V] is used."""
+    """Draw LLaDA's noise: uniform float64 for the whole canvas and vocabulary [B, L, V], of which [R, W, V] is used."""
     noise = torch.rand((*state.canvas.shape, vocab), dtype=torch.float64, generator=generator).to(positions.device)
     return noise[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
 
@@ -99,8 +99,8 @@ def gumbel_uniform(
 def read_candidates(
     sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Candidates and quantities [R, W] from logits [R, W, V] with the mask's: it is no candidate, but counts in
-    probabilities, as in the public code. That decides between nearly certain positions."""
+    """Compute candidates and quantities [R, W] from logits [R, W, V] of all tokens: the mask token is not a candidate,
+    but counts in probabilities, as in the public code. Its share decides between nearly certain positions."""
     request = state.request
     proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = proposable.argmax(-1)
@@ -117,7 +117,7 @@ def read_candidates(
 def statistics(
     logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`token_statistics` in the logits' own dtype, as generate.py of LLaDA and Dream compute them. Trained models
+    """Compute `token_statistics` in the dtype of the logits, as generate.py of LLaDA and Dream do. Trained models
     saturate float32 probabilities at exactly 1; the order of such positions depends on the last bits."""
     p = logits.softmax(dim=-1)
     tokens = logits.argmax(-1) if tokens is None else tokens

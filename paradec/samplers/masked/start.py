@@ -38,7 +38,7 @@ from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
 
 MAX_UNCHECKED = 2**24
-"""Bytes of logits that fit on any device."""
+"""Bytes of logits that fit on any device, without a check."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
@@ -155,7 +155,7 @@ def check_pair(sampler: Any, model: Any) -> None:
     why = sampler.needs.why_unsupported(facts)
     if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
         why = why or (
-            "it evaluates masks that the rest of the row does not see, which takes a transformers decoder that "
+            "it evaluates masks that the rest of the row does not see, which needs a transformers decoder that "
             f"predicts in place ('same'); {facts.name} is not one"
         )
     if why is not None:
@@ -165,8 +165,8 @@ def check_pair(sampler: Any, model: Any) -> None:
 def choose_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
 ) -> BlockPolicy:
-    """Choose the request's, else the sampler's, else the model's policy. holes: whether prompts have masks. Raises
-    ValueError."""
+    """Choose the block policy of the request, else of the sampler, else of the model. holes: whether prompts have
+    masks. Raises ValueError for an unfit policy or length."""
     facts, policy = model.facts, blocks
     if isinstance(policy, str):
         policy, block_length = policy_by_name(sampler, model, policy, block_length)
@@ -231,9 +231,9 @@ def _make_features(
     if (controls := TokenControls.from_request(sampler, model, request, in_order=False)) is not None:
         features["controls"] = controls
     if request.constraint is not None:
-        from paradec.samplers.features.constraints import MaskedConstraint  # for few requests
+        from paradec.samplers.features.constraints import MaskedConstraint  # few requests need it
 
         features["constraint"] = MaskedConstraint.from_request(sampler, model, state)
     if isinstance(state.blocks, PipelinedBlocks):
-        features["pipelined_blocks"] = OpenBlocks()  # the last one: it moves the window
+        features["pipelined_blocks"] = OpenBlocks()  # last, since it moves the window
     return features

@@ -23,7 +23,7 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """The open block of every running row: `R` rows, `W` positions of the widest; with early rules, up to the end."""
+    """The open block of every running row: `R` rows, `W` positions of the widest; to the row's end with early stops."""
 
     rows: Any
     """[R] int64 on the host (in the device step a tensor): rows of the state."""
@@ -32,7 +32,7 @@ class Window:
     flat: Tensor
     """[R, W] int64: indices into a flattened canvas."""
     valid: Tensor | None
-    """[R, W] bool: False for padding; None when nothing is."""
+    """[R, W] bool: False for padding; None without padding."""
     host_positions: Any
     host_valid: np.ndarray | None
     whole: bool
@@ -84,7 +84,7 @@ class MaskedState(State):
     answer_start: np.ndarray = field(metadata=ROWS)
     """[B] int64: the position after the last prompt token; beyond `prompt_length` where the prompt has holes."""
     length: np.ndarray = field(metadata=ROWS)
-    """[B] int64: positions of each row; fewer once the method has cut it off."""
+    """[B] int64: positions of each row; a method's `trim` lowers it."""
     requested_end: np.ndarray = field(metadata=ROWS)
     """[B] int64: end of the requested positions; before `length` where a block-causal model's last block is longer."""
     max_new_tokens: int
@@ -101,7 +101,7 @@ class MaskedState(State):
     """Both as in `Needs`."""
     stop_rules: tuple[Any, ...] = field(default=(), metadata=ROWS)
     generator: torch.Generator | None = None
-    """The caller's, for `rng="reference"`."""
+    """The caller's generator, for `rng="reference"`."""
     store: Any = field(default=None, metadata=ROWS)
     cache_state: Any = field(default=None, metadata=ROWS)
     """See `paradec.caches.base.Cache.begin`."""
@@ -125,7 +125,7 @@ class MaskedState(State):
     reused: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: leading positions whose keys and values came from a prefix; no step evaluates them."""
     reuses: bool = field(init=False, default=False)
-    """Whether any row has such positions."""
+    """Whether any row has reused positions."""
     steps_per_block: np.ndarray | None = field(init=False, default=None, metadata=ROWS)
     """[B] int64: steps planned per block; None plans one token a step."""
     masked: np.ndarray = field(init=False, metadata=row_layout(columns=1))
@@ -165,7 +165,7 @@ class MaskedState(State):
         self._derive_row_values()
 
     def __getstate__(self) -> dict[str, Any]:
-        # copies of views would be no views
+        # these views of `_steps` would be pickled as copies
         return self.__dict__ | {"block_step": None, "row_step": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class MaskedState(State):
             if feature.why_rows_stay is not None:
                 return str(feature.why_rows_stay)
         if self.trace is not None:
-            return "a trace is of the rows that it began with"
+            return "a trace records the rows that it began with"
         if self.cache_state is not None and not has_rows(self.cache_state, self.batch):
             kind = type(self.cache_state).__name__
             return f"cache {self.cache.name!r} keeps a {kind}, which has no field with rows (`paradec.core.rows`)"
@@ -276,16 +276,16 @@ class MaskedState(State):
     def _derive_row_values(self) -> None:
         size = self.canvas.shape[1]
         self.block_step, self.row_step = self._steps  # views
-        # [B] int64: steps taken in the open block, and by the row
+        # [B] int64: steps in the open block, and of the row
         self.level = bool((self.length == size).all())  # whether all rows have one length
-        self.columns = np.tile(np.arange(size), (self.batch, 1))  # [B, L]: the position of every entry of the canvas
-        # [B, L + 1]: undecided positions before each position, as they were at the start
+        self.columns = np.tile(np.arange(size), (self.batch, 1))  # [B, L]: position of every entry of the canvas
+        # [B, L + 1]: number of initially undecided positions before each position
         self.masks_before = np.zeros((self.batch, size + 1), np.int64)
         self.masks_before[:, 1:] = self.masked.cumsum(1)
-        self.total = self.masks_before[:, -1]  # [B]: positions that decoding is to make final
+        self.total = self.masks_before[:, -1]  # [B]: number of initially undecided positions
 
     def let_run(self, rows: np.ndarray) -> None:
-        """Let only `rows` [N], none of them done, take part in the next steps; the host remembers which rows wait."""
+        """Let only the unfinished `rows` [N] take part in the next steps; the caller remembers which rows wait."""
         running = np.zeros(self.batch, bool)
         running[rows] = True
         if (running != self.running).any():

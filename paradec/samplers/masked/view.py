@@ -38,11 +38,11 @@ class Needs:
     decided_logits: bool = False
     """Whether it reads logits of decided positions, too. Implied by `process_logits`, `extra_quantities`, `revise`."""
     topologies: tuple[str, ...] = ()
-    """Topologies of the models that the method is for; () is all."""
+    """Supported topologies of models; () is all."""
     may_wait: bool = False
     """Whether a step may commit nothing; then the method's schedule must bound the steps."""
     least_by_steps: bool = False
-    """Whether `steps` is only a lower bound on commits; then pipelined blocks work, without `steps`."""
+    """Whether `steps` only sets a minimum of commits per step; then the method decodes pipelined blocks, without it."""
     mask_probes: bool = False
     """Whether calls also evaluate masks that the rest of the row does not see."""
     stores_final: bool = False
@@ -50,7 +50,7 @@ class Needs:
     causal_keys: bool = False
     """Whether final tokens attend causally when stored. Only requests that agree on it share keys and values."""
     multi_step: bool = False
-    """Whether it evaluates drafts of later steps, with the result of taking them one by one."""
+    """Whether it evaluates drafts of later steps; the result is that of single steps."""
     moves: bool = False
     """Whether a method that `revises` may move decided tokens in the open block, and leave more undecided than before;
     then its last step must fill the block."""
@@ -60,8 +60,8 @@ class Needs:
     processes_logits: bool = False
     extra_quantities: bool = False
     revises: bool = False
-    """Whether it takes tokens of the open block back. Then a token counts as decided for stop rules once a step has
-    left it unchanged, or its block has closed."""
+    """Whether it takes tokens of the open block back. Then stop rules see a token only after a step has left it
+    unchanged, or its block has closed."""
     draws_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class Needs:
             check_choice("topologies", topology, TOPOLOGIES)
 
     def why_unsupported(self, facts: Any) -> str | None:
-        """Why the method is not for models of these facts; None where it is."""
+        """Return why the method does not support models of these facts; None if it does."""
         if facts.whole_blocks and (self.mask_probes or self.multi_step):
             what = "masks beside the row" if self.mask_probes else "several drafts"
             return f"it evaluates {what} in one call; {facts.name} chooses experts for whole blocks of a call"
@@ -129,26 +129,26 @@ class View:
     editable: Tensor
     """[R, W] bool: decided in this block by a method that `revises`, and evaluated this step."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
-    """The count [R] highest of scores [R, W] -> bool; ties go to the lower position (`rng="reference"`: torch.topk)."""
+    """Select the `count` [R] highest scores [R, W]: bool. Ties: the lower position (`rng="reference"`: torch.topk)."""
     draw: Callable[[], Tensor]
-    """Uniform numbers [R, W] in (0, 1), one per position."""
+    """Draw uniform numbers [R, W] in (0, 1), one per position."""
     choose: Callable[[Tensor, np.ndarray], Tensor]
-    """Draw count [R] positions without replacement from softmax([R, W]) -> [R, W] bool."""
+    """Draw `count` [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool."""
     ends: Tensor
     """[E] int64: ids that end an answer."""
     leading: Tensor | None = None
     """[R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere."""
 
     def best(self, scores: Tensor | None = None) -> Tensor:
-        """[R, W] bool: the position with the highest of `scores` (None: the view's), the lowest on ties; with pipelined
-        blocks, that of every block that must make progress."""
+        """Select the position with the highest of `scores` (None: the view's), the lowest on ties: [R, W] bool. With
+        pipelined blocks: one position of every block that must make progress."""
         scores = self.scores if scores is None else scores
         if self.leading is not None:
             return best_of_blocks(scores, self.leading, self.candidates)
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.argmax(-1, keepdim=True), True)
 
     def scheduled(self, scores: Tensor | None = None) -> Tensor:
-        """[R, W] bool: the `quota` highest of `scores` (None: the view's); with pipelined blocks `best`."""
+        """Select the `quota` highest of `scores` (None: the view's): [R, W] bool. With pipelined blocks: `best`."""
         scores = self.scores if scores is None else scores
         return self.top(scores, self.quota) if self.leading is None else self.best(scores)
 
@@ -185,7 +185,7 @@ class Decision:
 
 
 def run_select(sampler: Any, view: View) -> Tensor:
-    """[R, W] bool: the `select` of a method. Raises ValueError unless it is a mask over the window."""
+    """Call the `select` of a method: [R, W] bool. Raises ValueError unless it returns a mask over the window."""
     selected, shape = sampler.select(view), list(view.candidates.shape)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool or list(selected.shape) != shape:
         is_tensor = isinstance(selected, Tensor)

@@ -21,14 +21,14 @@ from paradec.samplers.masked.state import MaskedState, Window
 from paradec.samplers.masked.view import MaskedProposal, run_select
 
 WIDTH_MULTIPLE = 64
-"""Window widths are multiples of this where a cache's window shrinks from block to block, so that graphs are reused."""
+"""Unit of window widths that shrink from block to block: rounding them up lets graphs be reused."""
 
 
 class DeviceEngine:
     """The state of one request as tensors on the device, and the steps that change it.
 
     Samplers and caches with `device_step` read this object in place of a `MaskedState`: it has the fields that they
-    read. Shapes: `B` rows, `L` positions, `W` positions of the widest block, `K` blocks of the row that has most.
+    read. Shapes: `B` rows, `L` positions, `W` positions of the widest block, at most `K` blocks per row.
     """
 
     def __init__(self, layout: StepLayout):
@@ -48,12 +48,12 @@ class DeviceEngine:
         self.store: Any = None
         self.logprobs: LogProbs | None = None
         self.blocks = zeros(self.batch, layout.blocks, 3)
-        """[B, K, 3]: start, end and undecided positions of each row's blocks that have any."""
-        # one column more: the first row's takes what is not to be written
+        """[B, K, 3]: start, end and undecided positions of each row's blocks with undecided positions."""
+        # one extra column: values that must not be written go to the first row's
         self.canvas = zeros(self.batch, self.columns + 1)
         """[B, L + 1] int64."""
         self._row_fields = zeros(6, self.batch)
-        # [B] each: blocks, positions, what was asked for, end, where an end token counts from, planned steps
+        # [B] each: number of blocks, length, requested end, end, first position of an end token, planned steps
         self.block_count, self.length, self.requested_end, self.end, self.first, steps = self._row_fields
         self.steps_per_block = None if self.request.steps is None else steps
         self.counts = zeros(4, self.batch)
@@ -70,17 +70,17 @@ class DeviceEngine:
             self.remaining,
         ) = self._progress
         self.failed = zeros(self.batch)
-        """[B]: the step at which a row's logits were not finite; -1 while they were."""
+        """[B]: the step at which a row's logits were not finite, else -1."""
         self.stopped, self.running, self.stuck = torch.zeros((3, self.batch), dtype=torch.bool, device=device)
-        """[B] bool each; `stuck`: rows of which a step committed nothing where it must."""
+        """[B] bool each; `stuck`: rows for which a step committed nothing although it must."""
         self.live = torch.ones((), dtype=torch.bool, device=device)
-        """False makes every step one that no row needs: graphs are warmed up and captured so."""
+        """False makes steps change no row, for the warm-up and capture of graphs."""
         self.flags = zeros(4)
-        self.features: dict[str, Any] = {}  # none changes what a step on the device does
+        self.features: dict[str, Any] = {}  # no feature changes a device step
         self.longest_plan = layout.planned
         self.generator = None
         self.model: Any = None
-        """While a request is served."""
+        """Set while a request is served."""
         self.graphs: dict[tuple[str, int, int], Callable[[], None]] = {}
         self.pool: Any = None
         self.stream: Any = None
@@ -96,12 +96,12 @@ class DeviceEngine:
         self.replace_rows(np.arange(self.batch), state, table)
 
     def clear(self, model: Any) -> None:
-        """Drop all rows; `model` evaluates the next ones."""
+        """Drop all rows; `model` evaluates the next rows."""
         self.model = model
         if self.cache.facts.uses_store:
             if self.store is None:
                 self.store = model.make_store(self.batch, self.columns, self.cache.store_dtype)
-            self.store.token_at_write.fill_(-1)  # what it holds is another request's
+            self.store.token_at_write.fill_(-1)  # its entries are another request's
         self.live.fill_(True)
         self._clear(torch.arange(self.batch, device=self.device))
         self._update_flags()
@@ -168,7 +168,7 @@ class DeviceEngine:
             self.advance(num_full, num_window, widest, poll_every)
 
     def advance(self, num_full: int, num_window: int, widest: int, poll_every: int = 1) -> None:
-        """Take the steps that `flags` ask for."""
+        """Run the steps that `flags` request."""
         if not self.cache.facts.uses_store:
             for _ in range(poll_every):
                 self._run_step("full", self._round_up_rows(num_full), self.columns)
@@ -191,7 +191,7 @@ class DeviceEngine:
             return
         key = (kind, rows, width)
         if key not in self.graphs:
-            self.live.fill_(False)  # nothing changes meanwhile
+            self.live.fill_(False)  # the capture's steps change no row
             self.graphs[key] = capture_graph(self, lambda: self.step(*key))
             self.live.fill_(True)
         self.graphs[key]()
@@ -207,11 +207,11 @@ class DeviceEngine:
         state.stopped[chosen] = host[3] > 0
         counts[:, chosen] = self.counts[:, index].cpu().numpy()
         state.add_counts(counts)
-        self.counts.index_fill_(1, index, 0)  # told once
+        self.counts.index_fill_(1, index, 0)  # they are in the state now
         state.commits = max(state.commits, int(host[1].max()))
         state.finish(chosen[host[4] == 0])
         if rows is None:
-            open_blocks(state, np.empty(0, np.int64))  # makes the window of the rows that are left
+            open_blocks(state, np.empty(0, np.int64))  # makes the window of the running rows
         if self.store is not None:
             state.store.peak_bytes = self.store.nbytes
 
@@ -223,7 +223,7 @@ class DeviceEngine:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, kind: str, count: int, width: int) -> None:
-        """Take one step of at most `count` rows in the phase `kind`, over `width` columns each."""
+        """Run one step of at most `count` rows in the phase `kind`, over `width` columns each."""
         in_phase = self.running & self.live
         if self.cache.facts.uses_store:
             fresh = self.block_step == 0
@@ -279,7 +279,7 @@ class DeviceEngine:
         self._update_flags()
 
     def _window(self, rows: Tensor) -> tuple[Any, Tensor]:
-        """The open blocks of the rows, with the fields of a `Window`; and which positions are real: [n, W]."""
+        """Make a `Window` of the rows' open blocks; also return which positions are not padding: [n, W] bool."""
         start = self.block_start[rows].unsqueeze(1)
         positions = start + torch.arange(self.max_block, device=self.device)
         valid = positions < self.block_end[rows].unsqueeze(1)
@@ -290,7 +290,7 @@ class DeviceEngine:
         return self.window, valid
 
     def _query(self, kind: str, rows: Any, active: Tensor, length: Tensor, width: int) -> tuple[WindowQuery, Tensor]:
-        """The model call, and how many positions of each row it evaluates [n]."""
+        """Build the model call; also return the number of positions that it evaluates in each row [n]."""
         shift = self.facts.shift
         if kind == "full":
             start, stop = torch.zeros_like(rows), length
@@ -315,9 +315,9 @@ class DeviceEngine:
         if self.store is not None:
             slots = torch.where(is_inside & active.unsqueeze(1), positions, -1)
             query.store = StoreCall(rows, slots, None, self.columns)
-            if len(rows) == self.batch:  # then the rows are all rows in order, and the host knows it
+            if len(rows) == self.batch:  # all rows, in order
                 query.store.index = np.arange(self.batch)
-                # every request begins with such a step; where rows are as long as the canvas it fills every slot
+                # the first step of a request has all rows; if rows are as long as the canvas, it fills every slot
                 query.forwarded = np.full(self.batch, self.columns if self.layout.level else 0)
         return query, stop - start
 

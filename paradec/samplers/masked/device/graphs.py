@@ -1,4 +1,4 @@
-"""The layout that fixes the shapes of a device step, and the CUDA graph that holds it."""
+"""The layout that fixes the shapes of a device step, and the capture of a step in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotCapturable(RuntimeError):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Everything that is fixed in a captured step; graphs serve every request with an equal one."""
+    """Everything that is fixed in a captured step. Graphs serve all requests with an equal layout."""
 
     sampler: MaskedSampler
     request: Request
@@ -44,16 +44,16 @@ class StepLayout:
     """Whether rows end at their end token."""
     suppressed: tuple[int, ...]
     holes: bool
-    """Whether end tokens are kept out of holes."""
+    """Whether end tokens are excluded from holes."""
     device: torch.device
     capture: bool
 
     @classmethod
     def from_state(cls, sampler: MaskedSampler, state: MaskedState, table: np.ndarray, capture: bool) -> StepLayout:
-        """The layout of a request whose blocks are `table` (see `block_table`)."""
+        """Make the layout of a request with blocks `table` (see `block_table`)."""
         exact, widest = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
         columns = exact
-        if getattr(state.cache, "max_memory", None) is None:  # a bound that may leave no space for padding
+        if getattr(state.cache, "max_memory", None) is None:  # a limit may leave no space for padding
             columns = -(-exact // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
             if state.facts.max_length is not None:
                 columns = max(exact, min(columns, state.facts.max_length))
@@ -76,7 +76,7 @@ class StepLayout:
         )
 
     def for_slots(self, slots: int) -> StepLayout:
-        """The layout for `slots` refilled rows: sizes are rounded up, so that the next requests fit too."""
+        """Make the layout for `slots` refilled rows: sizes are rounded up, so that later requests fit."""
         return replace(
             self,
             batch=slots,
@@ -87,12 +87,12 @@ class StepLayout:
 
 
 SIZES = ("columns", "widest", "blocks", "planned")
-"""The fields of a layout that may be larger than a row needs."""
+"""Fields of a layout that may be larger than a row needs."""
 
 
 def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
-    """[B, K, 3] int64: start, end and undecided positions of the blocks that a request will open, zeros after a row's
-    last; [B] int64: their number."""
+    """Tabulate the blocks that a request will open: [B, K, 3] int64 with start, end and undecided positions, zeros
+    after a row's last block; and [B] int64, the number of blocks."""
     masks_before = np.zeros((state.batch, state.canvas.shape[1] + 1), np.int64)
     masks_before[:, 1:] = state.undecided.cpu().numpy().cumsum(1)
     start = state.prompt_length.copy()
@@ -112,24 +112,24 @@ def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
 
 
 def capture_graph(engine: Any, step: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step in a CUDA graph; returns its replay. Raises NotCapturable for a step that no graph can hold."""
+    """Capture a step in a CUDA graph; returns the replay. Raises NotCapturable if CUDA cannot capture the step."""
     device = engine.device
     current_stream, warmup_stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     if engine.pool is None:
-        # graphs of one engine never run side by side and leave nothing for each other: they share memory, which
-        # takes one stream; another than that of the warm-up, so that cuBLAS puts its workspace there as well
+        # graphs of one engine never overlap and pass no tensors to each other, so they share memory; this needs one
+        # stream, and not the warm-up's, so that cuBLAS's workspace is in this memory too
         engine.pool, engine.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     warmup_stream.wait_stream(current_stream)
     with torch.cuda.stream(warmup_stream):
-        for _ in range(2):  # what libraries set up, and compile, at first use
+        for _ in range(2):  # libraries initialise and compile at first use
             step()
     current_stream.wait_stream(warmup_stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        # what other threads do on the device is no business of the capture
+        # other threads may use the device during the capture
         with torch.cuda.graph(graph, pool=engine.pool, stream=engine.stream, capture_error_mode="thread_local"):
             step()
     except RuntimeError as error:
-        torch.cuda.set_stream(current_stream)  # a capture that breaks off leaves its own
+        torch.cuda.set_stream(current_stream)  # a failed capture leaves its stream current
         raise NotCapturable(f"a step of {engine.facts.name} cannot be captured: {error}") from error
     return graph.replay

@@ -1,8 +1,8 @@
 """A `DeviceEngine` whose slots are refilled (`paradec.batching`).
 
-The host's state of a group is updated for a row that ends, is taken back or is read by a streamer. The engine is larger
-than its rows need (`StepLayout.for_slots`), so that its graphs serve later rows; a row that does not fit moves all of
-them into a larger engine.
+The host's state of a group is updated for a row that ends, is requeued or is read by a streamer. The engine is larger
+than its rows need (`StepLayout.for_slots`), so that its graphs serve later rows. If a row does not fit, all rows move
+into a larger engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class DeviceRows:
-    """The slots of a group on the device: at most `slots` rows of a sampler and a model, beginning with a `state` of
-    one row before its first step, which `device_step.why_unsupported` accepts. capture: as in `decode`."""
+    """The slots of a group on the device: at most `slots` rows of one sampler and model. state: the first row, before
+    its first step; `device_step.why_unsupported` must accept it. capture: as in `decode`."""
 
     def __init__(self, sampler: Any, model: Any, state: MaskedState, slots: int, capture: bool = True):
         self.sampler, self.model, self.capture = sampler, model, capture
@@ -37,19 +37,19 @@ class DeviceRows:
         row_layout, layout = layout.for_slots(engine.batch), engine.layout
         sizes: Any = {name: max(getattr(layout, name), getattr(row_layout, name)) for name in SIZES}
         layout = replace(layout, **sizes, holes=layout.holes or row_layout.holes)
-        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs hold on to the weights that were
+        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs use the old weights
             self._move_rows(np.arange(engine.batch), layout)
         self.engine.replace_rows(np.array([slot]), state, table)
 
     @torch.inference_mode()
     def arrange(self, rows: np.ndarray, slots: int) -> None:
-        """Change to `slots` slots, of which the first are the `rows` [N]."""
+        """Change to `slots` slots; `rows` [N] fill the first of them."""
         self._move_rows(rows, replace(self.engine.layout, batch=slots))
 
     @torch.inference_mode()
     def step(self) -> np.ndarray:
-        """Take one step of the running rows. Returns [B] bool, on the host: those still running. Raises NotFinite for
-        rows with NaN or infinite logits, after the step of the others, and RuntimeError as `MaskedSampler.commit`."""
+        """Run one step of the running rows. Returns [B] bool, on the host: rows that still run. Raises NotFinite for
+        rows with NaN or infinite logits, after the other rows' step, and RuntimeError as `MaskedSampler.commit`."""
         engine = self.engine
         num_full, num_window, widest, _ = engine.flags.tolist()
         if num_full + num_window:
@@ -75,7 +75,7 @@ class DeviceRows:
             clear_rows(self.engine.store, rows)
 
     def close(self) -> None:
-        """Return the engine and its graphs to the model, for the next rows of their kind."""
+        """Return the engine and its graphs to the model, for later rows with the same layout."""
         return_engine(self.model, self.engine, self.module)
 
     @torch.inference_mode()

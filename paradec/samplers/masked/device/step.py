@@ -1,13 +1,13 @@
-"""The device-side step: a masked decoding whose decisions are all taken on the accelerator.
+"""The device-side step: masked decoding that makes all decisions on the accelerator.
 
 The loop of `protocol.decode` waits for the device at every step. Here blocks, counters and ends are tensors of fixed
-shapes, and a step is a pure function of them. On CUDA each shape of it is captured in a graph once and replayed.
+shapes, and a step is a pure function of them. On CUDA the step is captured in a graph once per shape, then replayed.
 
-A row evaluates itself whole (always without a cache; a block's first step with one), or its window. A step is of one
-such phase and leaves the rows of the other unchanged. The host reads one small tensor every `poll_every` steps to see
-which phase is needed. Graphs are made per phase, number of rows (powers of two) and width of the window. They outlive
-their request: a step reads only tensors at fixed addresses, and a `StepLayout`. The model keeps the engines that were
-used last, until `clear_graphs`.
+There are two phases: a row is evaluated whole (always without a cache; in a block's first step with one), or only in
+its window. A step is of one phase and leaves rows in the other phase unchanged. The host reads one small tensor every
+`poll_every` steps to see which phase is needed. Graphs are made per phase, number of rows (powers of two) and width of
+the window. They outlive their request: a step reads only tensors at fixed addresses, and a `StepLayout`. The model
+keeps the engines that were used last, until `clear_graphs`.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from paradec.samplers.masked.state import MaskedState
 MAX_ENGINES = 4
 """Engines that a model keeps between requests."""
 MAX_STORE_SHARE = 0.25
-"""The share of the device's memory that the key/value stores of kept engines may take together."""
+"""Share of the device's memory for the key/value stores of all these engines."""
 MAX_END_IDS = 9
 """For more end ids than this, torch.isin sorts and waits for the device."""
 
 
 def why_unsupported(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
-    """Why the device-side step cannot serve a request, as a clause; None where it can."""
+    """Return why the device-side step cannot serve a request, as a clause; None if it can."""
     method = type(sampler)
-    if not getattr(method, "device_step", False):  # other families say nothing of it
+    if not getattr(method, "device_step", False):  # other families lack the attribute
         if "name" not in vars(method):
-            return f"sampler {sampler.name!r} is a class of your own, {method.__name__}"
+            return f"sampler {sampler.name!r} is a custom class, {method.__name__}"
         return f"sampler {sampler.name!r} keeps something on the host between steps"
     if sampler.memory():
-        return f"sampler {sampler.name!r} with these settings remembers something between steps"
+        return f"sampler {sampler.name!r} with these settings has a memory between steps"
     if not state.cache.device_step:
-        return f"cache {state.cache.name!r} chooses on the host what to evaluate"
+        return f"cache {state.cache.name!r} chooses the evaluated positions on the host"
     if model.kind != "decoder" or state.facts.topology != "bidirectional":
         return f"{state.facts.name} is not a bidirectional transformers decoder"
     for feature in state.features.values():
         if feature.host_only is not None:
             return feature.host_only.format(state=state)
     if state.branches > 1:
-        return "guidance evaluates two rows for one"
+        return "guidance evaluates two rows of the model for each row"
     if not all(isinstance(rule, EndOfText) for rule in state.stop_rules):
-        return "stop rules other than the end token are asked on the host"
+        return "stop rules other than the end token run on the host"
     if state.request.confidence_eos_eot_inf and len(state.ends) > MAX_END_IDS:
-        return f"confidence_eos_eot_inf looks for {len(state.ends)} end tokens, and more than {MAX_END_IDS} are sorted"
+        return f"confidence_eos_eot_inf compares {len(state.ends)} end tokens; at most {MAX_END_IDS} need no sort"
     if len({parameter.device for parameter in model.module.parameters()}) > 1:
         return f"{state.facts.name} is spread over several devices"
     return None
@@ -69,19 +69,18 @@ def decode(
     """Decode a request from its start to its end, as `protocol.decode` does.
 
     capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
-    poll_every: steps between two looks of the host at the device. More than one saves waits, and may replay up to that
-        many steps less one for nothing at every block's end.
-    Raises ValueError: a request that the device-side step cannot serve or that has begun, or `capture` without a CUDA
-    device. Raises FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the row at fault has not been written
-    to."""
+    poll_every: steps between two reads of the device by the host. More than one saves waits, but may replay up to
+        poll_every - 1 steps in vain at every block's end.
+    Raises ValueError: a request that the device-side step cannot serve, a state with steps, or `capture` without a CUDA
+    device. Raises FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the failing row is not written."""
     check_bool("capture", capture)
     check_int("poll_every", poll_every, low=1)
     if capture and state.canvas.device.type != "cuda":
-        raise ValueError(f"capture=True takes a CUDA device; the model is on {state.canvas.device}")
+        raise ValueError(f"capture=True needs a CUDA device; the model is on {state.canvas.device}")
     if reason := why_unsupported(sampler, model, state):
         raise ValueError(f"the device-side step cannot serve this request: {reason}")
     if state.commits or int(state.counts.sum()):
-        raise ValueError("the device-side step starts a request from its beginning; this state has been stepped")
+        raise ValueError("the device-side step needs a new state; this state has done a step")
     with torch.inference_mode(), torch.cuda.device(state.canvas.device) if capture else nullcontext():
         _decode(sampler, model, state, capture, poll_every)
     return state
@@ -97,15 +96,16 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
         raise
     except BaseException:
         engine.write_back(state)
-        raise  # and the engine is not kept: its store may hold NaN
+        raise  # the engine is dropped: its store may contain NaN
     engine.write_back(state)
     return_engine(model, engine, module)
 
 
 def take_engine(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
-    """Take an engine of a layout from the model, or make one (also for a concurrent request); and its `fingerprint`."""
+    """Take an engine of a layout from the model, or make one; also return the model's `fingerprint`. A concurrent
+    request makes another engine."""
     module = fingerprint(model)
-    for key in [key for key in model.engines if key[1] != module]:  # of weights that are gone
+    for key in [key for key in model.engines if key[1] != module]:  # of replaced weights
         del model.engines[key]
     return model.engines.pop((layout, module), None) or DeviceEngine(layout), module
 
@@ -122,11 +122,10 @@ def return_engine(model: Any, engine: DeviceEngine, module: Any) -> None:
 
 
 def clear_graphs(model: Any) -> int:
-    """Free the CUDA graphs that `model` keeps, and their tensors and key/value stores; returns how many sets there
-    were.
+    """Free the CUDA graphs of `model`, their tensors and key/value stores; returns the number of freed engines.
 
-    Graphs made from other weights (moved, converted, exchanged), or from another attention, are never replayed. Call
-    this after other changes, such as a hook on a module or an adapter that is switched off.
+    Graphs of other weights (moved, converted, exchanged) or of another attention are never replayed. Call this after
+    other changes, such as a hook on a module or an adapter that is switched off.
     """
     count = len(model.engines)
     model.engines.clear()
@@ -134,7 +133,7 @@ def clear_graphs(model: Any) -> int:
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """The addresses of the weights, and the attention, which a captured forward has fixed."""
+    """Return the addresses of the weights, and the attention: a captured forward has them fixed."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
@@ -151,12 +150,12 @@ def _place(tensor: Tensor) -> int:
 def device_loop(
     sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
-    """Choose the loop of a request with `compile`: on the device, or with one warning the plain one."""
+    """Choose the loop of a request with `compile`: on the device, or `protocol.decode` with one warning."""
     reason = why_unsupported(sampler, model, state)
     observers = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
     for name, observer in observers.items():
         if reason is None and observer is not None:
-            reason = f"{name} looks at every step"
+            reason = f"{name} reads every step"
     if reason is not None:
         warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
         return protocol.decode

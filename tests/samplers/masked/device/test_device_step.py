@@ -286,9 +286,9 @@ def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
     ("sampler", "request_", "reason"),
     [
         ("credit", {}, "sampler 'credit' keeps something on the host"),
-        ("random", {"settings": {"order": "block"}}, "'random' with these settings remembers"),
+        ("random", {"settings": {"order": "block"}}, "'random' with these settings has a memory"),
         ("threshold", {"settings": {"quota_per_step": "carry"}, "steps": 3}, "'threshold' with these settings"),
-        ("threshold", {"cache": "dkv_decode"}, "cache 'dkv_decode' chooses on the host"),
+        ("threshold", {"cache": "dkv_decode"}, "cache 'dkv_decode' chooses the evaluated positions"),
         ("threshold", {"guidance_scale": 2.0}, "guidance evaluates two rows"),
         ("threshold", {"rng": "reference", "prompt": [[1, 2]]}, "rng='reference' draws on the host"),
         ("threshold", {"stop": paradec.Prophet(answer=range(2))}, "stop rules other than the end token"),
@@ -307,12 +307,12 @@ def test_methods_of_ones_own_are_not_taken_for_ours() -> None:
         pass
 
     _, state = start("threshold", MODELS["same"])
-    assert engine.why_unsupported(Mine(), MODELS["same"], state) == "sampler 'threshold' is a class of your own, Mine"
+    assert engine.why_unsupported(Mine(), MODELS["same"], state) == "sampler 'threshold' is a custom class, Mine"
 
 
 @pytest.mark.parametrize(
     ("sampler", "callback", "reason"),
-    [("credit", None, "sampler 'credit' keeps something"), ("threshold", print, "a callback looks at every step")],
+    [("credit", None, "sampler 'credit' keeps something"), ("threshold", print, "a callback reads every step")],
 )
 def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])
