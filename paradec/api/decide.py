@@ -514,7 +514,7 @@ def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
 
     index = np.array([unique.index(prompt) for prompt in prompts])
     positions = state.positions(index)
-    keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, before=[0] * count)
+    keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, copy_indices=[0] * count)
     step = torch.zeros(count, dtype=torch.int64, device=device)
     fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
     answers = padded([[*place.row[place.prompt_length :]] for place in places], width, HOLE)

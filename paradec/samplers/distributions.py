@@ -42,15 +42,17 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
     mixed = scale * mixed + unconditional if isinstance(scale, Tensor) else mixed.mul_(scale).add_(unconditional)
     if mixed.is_cpu and not mixed.sum().isnan():  # on an accelerator this check would wait
         return mixed
-    out, gone = conditional == -torch.inf, unconditional == -torch.inf
-    sole = gone & ~out & (scale > 1)
-    mixed = torch.where(gone, scale * conditional, mixed)
-    lost = sole.any(-1, keepdim=True) & ~gone & (mixed < torch.inf)  # False where it is NaN
-    lost |= out & (unconditional < torch.inf) & (scale > 0)
-    lost |= gone & (conditional < torch.inf) & (scale < 1)
-    mixed = mixed.masked_fill(lost, -torch.inf)
+    no_conditional, no_unconditional = conditional == -torch.inf, unconditional == -torch.inf
+    takes_mass = no_unconditional & ~no_conditional & (scale > 1)
+    mixed = torch.where(no_unconditional, scale * conditional, mixed)
+    excluded = takes_mass.any(-1, keepdim=True) & ~no_unconditional & (mixed < torch.inf)  # NaN stays NaN
+    excluded |= no_conditional & (unconditional < torch.inf) & (scale > 0)
+    excluded |= no_unconditional & (conditional < torch.inf) & (scale < 1)
+    mixed = mixed.masked_fill(excluded, -torch.inf)
     # at scale 0 the conditional branch does not count
-    return torch.where(out & (scale == 0), unconditional, mixed) if isinstance(scale, Tensor) or not scale else mixed
+    if isinstance(scale, Tensor) or not scale:
+        mixed = torch.where(no_conditional & (scale == 0), unconditional, mixed)
+    return mixed
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
@@ -68,8 +70,8 @@ def log_of(p: Tensor) -> Tensor:
 def divided(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits [..., V] by the temperature, bit for bit as public codes do; rows that overflow as `tempered`."""
     top = logits.amax(-1, keepdim=True)
-    beyond = (top / temperature).isinf() & top.isfinite()
-    return (logits - top.where(beyond, 0)).div_(temperature)
+    overflows = (top / temperature).isinf() & top.isfinite()
+    return (logits - top.where(overflows, 0)).div_(temperature)
 
 
 def chunks(logits: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +89,7 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     """Compute p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with logs of p + 1e-12."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
     pairs = zip(chunks(p), chunks(previous), strict=True)
-    kl = [torch.linalg.vecdot(now, (now + 1e-12).div_(before + 1e-12).log_()) for now, before in pairs]
+    kl = [torch.linalg.vecdot(current, (current + 1e-12).div_(earlier + 1e-12).log_()) for current, earlier in pairs]
     return p, torch.cat(kl).view(p.shape[:-1])
 
 
@@ -113,10 +115,10 @@ def filter_logits(
         return _filter_by_rank(logits, top_p, top_k)
     if logits.shape[-1] > SMALL_VOCABULARY:
         return _filter_by_bounds(logits.detach(), top_p if nucleus else None, top_k, sorted_ties)
-    least, known = _least_kept(logits.detach(), top_p if nucleus else None, top_k)
-    filtered = torch.where(logits.detach() < least.unsqueeze(-1), -torch.inf, logits.detach())
-    if not known.all():
-        filtered[~known] = _filter_by_rank(logits[~known], top_p, top_k)
+    min_logit, is_exact = _find_min_logit(logits.detach(), top_p if nucleus else None, top_k)
+    filtered = torch.where(logits.detach() < min_logit.unsqueeze(-1), -torch.inf, logits.detach())
+    if not is_exact.all():
+        filtered[~is_exact] = _filter_by_rank(logits[~is_exact], top_p, top_k)
     return filtered
 
 
@@ -125,21 +127,21 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         p = ordered.softmax(-1)
-        out = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p > top_p)
-        logits = logits.masked_fill(out, -torch.inf)
+        excluded = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p > top_p)
+        logits = logits.masked_fill(excluded, -torch.inf)
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     return logits
 
 
-def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
+def _find_min_logit(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
     """Find the lowest logit [...] that `filter_logits` keeps, and whether it defines the result [...]: False where only
     some of several equal tokens stay. For small vocabularies on the CPU."""
     if len(parts := chunks(logits)) > 1:
-        found = zip(*(_least_kept(rows, top_p, top_k) for rows in parts), strict=True)
-        least, known = (torch.cat(each).view(logits.shape[:-1]) for each in found)
-        return least, known
+        results = zip(*(_find_min_logit(rows, top_p, top_k) for rows in parts), strict=True)
+        min_logit, is_exact = (torch.cat(values).view(logits.shape[:-1]) for values in results)
+        return min_logit, is_exact
     size = logits.shape[-1]
     top_k = size if top_k is None else min(top_k, size)
     if top_p is None:
@@ -152,33 +154,33 @@ def _least_kept(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple
     p = ordered.softmax(-1)[..., :top_k]
     # all tokens after the first excluded one are excluded: sums grow, shares fall, and rounding keeps the order
     part = p[..., :HEAD]
-    out = part.cumsum(-1) - part > top_p
-    if top_k > HEAD and not out[..., -1].all():
+    excluded = part.cumsum(-1) - part > top_p
+    if top_k > HEAD and not excluded[..., -1].all():
         part = p
-        out = part.cumsum(-1) - part > top_p
-    num_kept = part.shape[-1] - out.sum(-1, keepdim=True)
-    least, following = ordered.gather(-1, num_kept - 1), ordered.gather(-1, num_kept.clamp(max=size - 1))
-    known = (least > following) | (num_kept == size) | (least == -torch.inf)
-    return least.squeeze(-1), known.squeeze(-1)
+        excluded = part.cumsum(-1) - part > top_p
+    num_kept = part.shape[-1] - excluded.sum(-1, keepdim=True)
+    min_logit, following = ordered.gather(-1, num_kept - 1), ordered.gather(-1, num_kept.clamp(max=size - 1))
+    is_exact = (min_logit > following) | (num_kept == size) | (min_logit == -torch.inf)
+    return min_logit.squeeze(-1), is_exact.squeeze(-1)
 
 
 def _filter_by_bounds(logits: Tensor, top_p: float | None, top_k: int | None, sorted_ties: bool) -> Tensor:
     """Filter as `filter_logits`, without a sort: for large vocabularies on the CPU."""
     size = logits.shape[-1]
     filtered = torch.empty(logits.shape, dtype=logits.dtype)
-    for row, out in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
-        least, last = kept_bound(row, shares_of(row) if top_p is not None else None, top_p, top_k)
-        if last < size - 1 and sorted_ties:
-            out.copy_(_filter_by_rank(row, top_p, top_k))
+    for row, filtered_row in zip(logits.reshape(-1, size), filtered.view(-1, size), strict=True):
+        min_logit, last_token = find_bound(row, compute_shares(row) if top_p is not None else None, top_p, top_k)
+        if last_token < size - 1 and sorted_ties:
+            filtered_row.copy_(_filter_by_rank(row, top_p, top_k))
         else:
-            out.copy_(row).masked_fill_(_is_out(row, least, last), -torch.inf)
+            filtered_row.copy_(row).masked_fill_(_is_excluded(row, min_logit, last_token), -torch.inf)
     return filtered
 
 
-def _is_out(row: Tensor, least: float, last: int) -> Tensor:
-    out = row < least
-    out[last + 1 :] |= row[last + 1 :] == least
-    return out
+def _is_excluded(row: Tensor, min_logit: float, last_token: int) -> Tensor:
+    excluded = row < min_logit
+    excluded[last_token + 1 :] |= row[last_token + 1 :] == min_logit
+    return excluded
 
 
 def draw_filtered(
@@ -197,45 +199,45 @@ def draw_filtered(
         return None
     flat = logits.detach().reshape(-1, size)
     bounds, sums = [], torch.empty((len(flat), -(-size // SEGMENT)), dtype=logits.dtype)
-    for row, out in zip(flat, sums, strict=True):
-        shares = shares_of(row, temperature)
-        bounds.append(kept_bound(row, shares, None if top_p == 1 else top_p, top_k))
-        out.copy_(segment_sums(shares.masked_fill_(_is_out(row, *bounds[-1]), 0)))
-    least, last = torch.tensor(bounds, dtype=torch.float64).view(-1, 2, 1).unbind(1)
+    for row, row_sums in zip(flat, sums, strict=True):
+        shares = compute_shares(row, temperature)
+        bounds.append(find_bound(row, shares, None if top_p == 1 else top_p, top_k))
+        row_sums.copy_(segment_sums(shares.masked_fill_(_is_excluded(row, *bounds[-1]), 0)))
+    min_logit, last_token = torch.tensor(bounds, dtype=torch.float64).view(-1, 2, 1).unbind(1)
     top = flat.amax(-1, keepdim=True)
 
     def weights(tokens: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
         token_values = flat[rows].gather(-1, tokens).double()
-        out = (token_values < least[rows]) | (token_values == least[rows]) & (tokens > last[rows])
-        return (token_values - top[rows]).div_(temperature).exp_().masked_fill_(out, 0)
+        excluded = (token_values < min_logit[rows]) | (token_values == min_logit[rows]) & (tokens > last_token[rows])
+        return (token_values - top[rows]).div_(temperature).exp_().masked_fill_(excluded, 0)
 
     uniform = uniform.reshape(-1)
 
-    def again(near: Tensor) -> Tensor:
-        return draw(weights(torch.arange(size).expand(int(near.sum()), -1), near), uniform[near])
+    def redraw(rows: Tensor) -> Tensor:
+        return draw(weights(torch.arange(size).expand(int(rows.sum()), -1), rows), uniform[rows])
 
-    return locate(sums, uniform, size, weights, again).view(logits.shape[:-1])
+    return locate(sums, uniform, size, weights, redraw).view(logits.shape[:-1])
 
 
-def shares_of(row: Tensor, temperature: float = 1.0) -> Tensor:
+def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute softmax(row / temperature) [V]. Shares below exp(FLOOR) of the largest are slow and become exp(FLOOR)."""
     return tempered(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
-def kept_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
+def find_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
     """Find the lowest logit of `row` [V] that stays, and the last token with that logit that stays (V - 1: all do).
 
     All tokens stay if a logit is NaN or +inf, or if none is finite. The nucleus has the tokens whose better tokens
     have shares [V] of at most `top_p` together, in float64. `top_k` keeps the best tokens of the nucleus, and all that
     equal the last of these.
 
-    shares: `shares_of` the row; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all."""
-    least, last = -math.inf, len(row) - 1
+    shares: `compute_shares(row)`; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all."""
+    min_logit, last_token = -math.inf, len(row) - 1
     if top_p is not None and shares is not None:
-        least, last = _nucleus_bound(row.numpy(), shares.numpy(), top_p)
-    if top_k is not None and top_k < len(row) and (kth := float(row.topk(top_k).values[-1])) > least:
-        least, last = kth, len(row) - 1
-    return least, last
+        min_logit, last_token = _nucleus_bound(row.numpy(), shares.numpy(), top_p)
+    if top_k is not None and top_k < len(row) and (kth := float(row.topk(top_k).values[-1])) > min_logit:
+        min_logit, last_token = kth, len(row) - 1
+    return min_logit, last_token
 
 
 def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tuple[float, int]:
@@ -243,27 +245,27 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
     limit, size = top_p * total, len(values)
     if not limit < total:  # NaN, or `top_p` rounds to the whole mass
         return -math.inf, size - 1
-    # the first excluded token has a share from `low` to `high`; `before` is the sum of all shares above `high`
+    # the first excluded token has a share from `low` to `high`; `sum_above` is the sum of all shares above `high`
     # all shares up to `low` together are less than total - limit
-    low, high, before = (total - limit) / size * 0.999, float(shares.max()), 0.0
+    low, high, sum_above = (total - limit) / size * 0.999, float(shares.max()), 0.0
     inside = shares[shares > low]
     while len(inside) > FEW and high > low * (1 + 1e-7):
         pivot = math.sqrt(low * high)
         above = inside > pivot
         mass = float(inside[above].sum(dtype=np.float64))
-        if before + mass > limit or above.all():
+        if sum_above + mass > limit or above.all():
             inside, low = inside[above], pivot
         else:
-            inside, high, before = inside[~above], pivot, before + mass
+            inside, high, sum_above = inside[~above], pivot, sum_above + mass
     inside = np.sort(inside)[::-1].astype(np.float64)
-    num_kept = max(int((before + inside.cumsum() - inside <= limit).sum()), 1)
+    num_kept = max(int((sum_above + inside.cumsum() - inside <= limit).sum()), 1)
     # equal shares are ordered by descending logit, and equal logits by token
     tied = np.flatnonzero(shares == inside[num_kept - 1])
     tied = tied[np.argsort(-values[tied], kind="stable")]
     count = int((inside[:num_kept] == inside[num_kept - 1]).sum())
-    least = values[tied[count - 1]]
-    cuts_ties = count < len(tied) and values[tied[count]] == least
-    return float(least), int(tied[count - 1]) if cuts_ties else size - 1
+    min_logit = values[tied[count - 1]]
+    cuts_ties = count < len(tied) and values[tied[count]] == min_logit
+    return float(min_logit), int(tied[count - 1]) if cuts_ties else size - 1
 
 
 # ---- distributions ---------------------------------------------------------------------------------------------------

@@ -70,35 +70,37 @@ def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
     return None, [int(entry) for entry in seeds]
 
 
-def row_keys(seeds: Sequence[int], prompts: Sequence[Sequence[int]], before: Sequence[int] | None = None) -> np.ndarray:
+def row_keys(
+    seeds: Sequence[int], prompts: Sequence[Sequence[int]], copy_indices: Sequence[int] | None = None
+) -> np.ndarray:
     """Make a 64-bit key per row, [B, 2] int64, from its seed, its prompt and the number of equal rows before it
-    (`before`; None counts them). A row keeps its random numbers in any batch, and copies of a prompt differ."""
+    (`copy_indices`; None counts them). A row keeps its random numbers in any batch, and copies of a prompt differ."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
         identity = (int(seed), tuple(prompt))
         copy = copies[identity] = copies.get(identity, -1) + 1
-        if before is not None:
-            copy = before[row]
+        if copy_indices is not None:
+            copy = copy_indices[row]
         text = np.asarray([seed, copy, *prompt], dtype=np.int64).tobytes()
         keys.append(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u4").astype(np.int64))
     return np.stack(keys)
 
 
 def keys_of(
-    request: Request, rows: list[list[int]], device: torch.device, before: Sequence[int] | None = None
+    request: Request, rows: list[list[int]], device: torch.device, copy_indices: Sequence[int] | None = None
 ) -> tuple[Tensor, list[int]]:
     """Make `row_keys` on the device, and the seeds [B]."""
     _, seeds = randomness(request, rows)
-    return torch.as_tensor(row_keys(seeds, rows, before), device=device), seeds
+    return torch.as_tensor(row_keys(seeds, rows, copy_indices), device=device), seeds
 
 
 def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
     """[B, columns] int64: the rows from column 0 on, and `fill` after them."""
-    out = np.full((len(rows), columns), fill, np.int64)
-    for row, ids in zip(out, rows, strict=True):
+    array = np.full((len(rows), columns), fill, np.int64)
+    for row, ids in zip(array, rows, strict=True):
         row[: len(ids)] = ids
-    return out
+    return array
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:

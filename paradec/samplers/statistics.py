@@ -24,8 +24,8 @@ def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
     """[R, W] bool: the `count` [R] highest scores of each row (-inf: none); equal scores go to the lower index."""
     if isinstance(count, np.ndarray):
         if set(count.tolist()) == {1}:  # one token a step needs no sort
-            at = scores.argmax(-1, keepdim=True)
-            return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, at, scores.gather(-1, at) > -torch.inf)
+            best = scores.argmax(-1, keepdim=True)
+            return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, scores.gather(-1, best) > -torch.inf)
         count = torch.as_tensor(count, device=scores.device)
     order = scores.argsort(dim=-1, descending=True, stable=True)
     within = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)

@@ -163,7 +163,7 @@ class AdaptiveBlockEnds(Feature):
     opening: np.ndarray = field(metadata=ROWS)
     """[B] bool. Until its end is known, a block covers all positions that its policy reads."""
 
-    host_only = "the host reads the ends of blocks={state.blocks} from the logits"
+    why_host_only = "the host reads the ends of blocks={state.blocks} from the logits"
 
     def reads_window(self, state: Any) -> bool:
         return bool(self.opening.any())

@@ -60,7 +60,7 @@ class SpanConstraint(Feature):
 
     spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
 
-    host_only = "constraints run on the host"
+    why_host_only = "constraints run on the host"
     stream: ClassVar[int]
     """Random stream of the draws."""
 

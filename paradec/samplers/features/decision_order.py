@@ -31,6 +31,6 @@ class DecisionOrder(Feature):
         if step is None:
             step = torch.as_tensor(state.row_step[proposal.rows, None] - 1, device=self.decided_at.device)
         window, current = state.window, torch.as_tensor(tokens, device=self.decided_at.device)
-        when = torch.where(current == state.mask_id, -1, step)
-        window.write(self.decided_at, torch.where(current == proposal.current, window.read(self.decided_at), when))
+        new_steps = torch.where(current == state.mask_id, -1, step)
+        window.write(self.decided_at, torch.where(current == proposal.current, window.read(self.decided_at), new_steps))
         return False

@@ -39,7 +39,7 @@ class EarlyStops(Feature):
     reads: tuple[str, ...]
     """Quantities of the model's logits that the rules read."""
 
-    host_only = "stop rules other than the end token run on the host"
+    why_host_only = "stop rules other than the end token run on the host"
 
     def reads_window(self, state: Any) -> bool:
         return True

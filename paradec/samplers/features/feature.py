@@ -17,12 +17,12 @@ class Feature:
     rows, `W` the positions of the window. Fields with rows declare them in their metadata (`paradec.core.rows`).
 
     Class attributes:
-        why_rows_stay: why rows of a state with this feature cannot be replaced; None if they can.
-        host_only: why the device step cannot serve the feature, with `{state}` filled in; None if it can.
+        why_rows_fixed: why rows of a state with this feature cannot be replaced; None if they can.
+        why_host_only: why the device step cannot serve the feature, with `{state}` filled in; None if it can.
     """
 
-    why_rows_stay: ClassVar[str | None] = None
-    host_only: ClassVar[str | None] = None
+    why_rows_fixed: ClassVar[str | None] = None
+    why_host_only: ClassVar[str | None] = None
 
     def reads_window(self, state: Any) -> bool:
         """Whether this step also needs the logits of decided positions."""

@@ -21,7 +21,7 @@ class RecordedLogProbs(Feature):
 
     logprobs: LogProbs = field(metadata=ROWS)
 
-    host_only = "logprobs are recorded step by step"
+    why_host_only = "logprobs are recorded step by step"
 
     def reads_window(self, state: Any) -> bool:
         return True

@@ -66,7 +66,7 @@ class PipelinedBlocks(FixedBlocks):
 class OpenBlocks(Feature):
     """Callbacks of `PipelinedBlocks`."""
 
-    host_only = "blocks={state.blocks} have several blocks of a row open at once"
+    why_host_only = "blocks={state.blocks} have several blocks of a row open at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         """Move the windows [R, W]: remove full blocks at the front, and add the next block where enough of the last one

@@ -22,8 +22,8 @@ class PrefixReuse(Feature):
     num_reusable: np.ndarray | None
     """[B] int64. On block-causal models, these positions were evaluated after their blocks were full."""
 
-    why_rows_stay = "a reused or kept prefix is stored for all rows"
-    host_only = "a reused or kept prefix is arranged on the host"
+    why_rows_fixed = "a reused or kept prefix is stored for all rows"
+    why_host_only = "a reused or kept prefix is arranged on the host"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if self.num_reusable is not None:

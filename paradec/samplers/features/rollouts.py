@@ -35,7 +35,7 @@ class RecordedRollout(Feature):
     approximation: str | None
     """The argument that makes logits differ from those of whole rows, or None."""
 
-    host_only = "rollouts are recorded step by step"
+    why_host_only = "rollouts are recorded step by step"
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> Self:
@@ -82,9 +82,9 @@ class RecordedRollout(Feature):
         rows, positions = proposal.rows, proposal.positions
         drawn_logp = logprobs.chosen if logprobs.at_temperature is None else logprobs.at_temperature
         step = torch.as_tensor(steps, device=values.device).unsqueeze(1).expand(values.shape)
-        when = step if self.writes is None else step.masked_fill(values == state.facts.mask_id, NEVER)
+        new_steps = step if self.writes is None else step.masked_fill(values == state.facts.mask_id, NEVER)
         targets = self.tokens, self.steps, self.logp, self.drawn
-        for target, values_to_write in zip(targets, (values, when, logprobs.chosen, drawn_logp), strict=True):
+        for target, values_to_write in zip(targets, (values, new_steps, logprobs.chosen, drawn_logp), strict=True):
             write_columns(target, rows, positions, selected, values_to_write)
         if self.writes is not None:
             columns = torch.stack((step, positions, values, logprobs.chosen, drawn_logp), -1).double().cpu()

@@ -97,16 +97,16 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
             entries = value
             if len(value) != len(edges):
                 raise ValueError(f"constraint has {len(value)} entries, row {row} {len(edges)} holes: give one each")
-        of_row = []
+        row_spans = []
         for entry, (first, end) in zip(entries, edges, strict=True):
             if entry is None:
                 continue
             fixed, may_end = [None if token == hole else token for token in tokens[first:end].tolist()], end > answer
             if (key := (entry, may_end, first, *fixed)) not in spans:
                 spans[key] = _make_span(model, state, entry, suppressed, fixed, first, may_end)
-            of_row.append(spans[key])
+            row_spans.append(spans[key])
             check_table(entry, spans[key].automaton.states, min(width, end - first) + 1, 8)
-        rows.append(tuple(of_row))
+        rows.append(tuple(row_spans))
     return rows
 
 

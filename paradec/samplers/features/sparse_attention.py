@@ -21,8 +21,8 @@ class SparseAttention(Feature):
     attention_state: Any
     """The attention method's state of one request: has `plan`, `on_commit`, `report` and `release`."""
 
-    why_rows_stay = "sparse attention has one pattern for all rows"
-    host_only = "sparse attention stores its pattern on the host"
+    why_rows_fixed = "sparse attention has one pattern for all rows"
+    why_host_only = "sparse attention stores its pattern on the host"
 
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         query.attention = self.attention_state.plan(state, part)

@@ -26,7 +26,7 @@ class SuffixWindow(Feature):
     present: np.ndarray = field(metadata=row_layout(columns=1))
     """[B, L] bool: other positions are neither evaluated nor seen."""
 
-    host_only = "the host chooses a suffix for each block"
+    why_host_only = "the host chooses a suffix for each block"
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
         """Choose the positions of `rows` [N] for the blocks that they have opened."""

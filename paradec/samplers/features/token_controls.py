@@ -39,7 +39,7 @@ class TokenControls(Feature):
     """Sequences of several ids that an answer must not have."""
     ends: tuple[int, ...]
 
-    host_only = "biases and penalties of tokens are applied on the host"
+    why_host_only = "biases and penalties of tokens are applied on the host"
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, request: Any, in_order: bool) -> Self | None:
@@ -51,13 +51,13 @@ class TokenControls(Feature):
         if not active:
             return None
         for field, why in (("rollout", "replays the model's own probabilities"), ("constraint", "ends an answer")):
-            refused = [name for name in active if field == "rollout" or name in ("min_new_tokens", "ignore_eos")]
-            if getattr(request, field) and refused:
-                raise ValueError(f"{refused[0]}={shown(getattr(request, refused[0]))}: {field} {why}; leave one out")
-        counting = next((name for name in PENALTIES if name in active), None)
-        if counting is not None and getattr(getattr(sampler, "needs", None), "revises", False):
-            value = shown(getattr(request, counting))
-            raise ValueError(f"{counting}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
+            names = [name for name in active if field == "rollout" or name in ("min_new_tokens", "ignore_eos")]
+            if getattr(request, field) and names:
+                raise ValueError(f"{names[0]}={shown(getattr(request, names[0]))}: {field} {why}; leave one out")
+        penalty = next((name for name in PENALTIES if name in active), None)
+        if penalty is not None and getattr(getattr(sampler, "needs", None), "revises", False):
+            value = shown(getattr(request, penalty))
+            raise ValueError(f"{penalty}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
         if sampler.family == "draft_verify" and not in_order:
             value = shown(getattr(request, active[0]))
             raise ValueError(f"{active[0]}={value} needs an answer written from left to right; this order is not")
@@ -93,16 +93,16 @@ class TokenControls(Feature):
                 logits[:, word[-1]] = -torch.inf
         ids, values = self.bias
         logits[:, ids] += values.to(logits.dtype)
-        least = torch.iinfo(torch.int64).max if self.request.ignore_eos else self.request.min_new_tokens
+        min_tokens = torch.iinfo(torch.int64).max if self.request.ignore_eos else self.request.min_new_tokens
         for end in self.ends:
-            logits[:, end].masked_fill_((offsets >= 0) & (offsets < least), -torch.inf)
+            logits[:, end].masked_fill_((offsets >= 0) & (offsets < min_tokens), -torch.inf)
         request, counts = self.request, Counter(answer)
         if any(getattr(request, name) != off for name, off in PENALTIES.items()) and (prompt or answer):
             ids = torch.tensor(sorted({*prompt, *answer}), device=logits.device)
-            of_answer = torch.tensor([counts[token] for token in ids.tolist()], device=logits.device)
+            answer_counts = torch.tensor([counts[token] for token in ids.tolist()], device=logits.device)
             values, factor = logits[:, ids], request.repetition_penalty
             values = torch.where(values > 0, values / factor, values * factor)
-            values -= request.frequency_penalty * of_answer + request.presence_penalty * (of_answer > 0)
+            values -= request.frequency_penalty * answer_counts + request.presence_penalty * (answer_counts > 0)
             logits[:, ids] = values
 
     def adjust_rows(self, state: Any, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ class TokenControls(Feature):
         adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for index, row in enumerate(rows.tolist()):
             length = int(state.length[row])
-            final, given = ~state.undecided[row, :length], state.given[row, :length]
-            prompt, answer = (state.canvas[row, :length][part & final].tolist() for part in (given, ~given))
+            final, is_given = ~state.undecided[row, :length], state.given[row, :length]
+            prompt, answer = (state.canvas[row, :length][part & final].tolist() for part in (is_given, ~is_given))
             self.adjust(adjusted[index], prompt, answer, positions[index] - int(state.answer_start[row]))
         return adjusted
 

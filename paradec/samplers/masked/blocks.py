@@ -123,13 +123,13 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
 
 
 def close_blocks(
-    state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, held: np.ndarray | None = None, changed: bool = False
+    state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, hold: np.ndarray | None = None, changed: bool = False
 ) -> None:
-    """Finish the rows that stop rules end; open the block after a full one. ends: [R], from `find_ends`. held: [R]
-    bool, rows that stay in a full block. changed: whether the end of a block has changed in this step."""
+    """Finish the rows that stop rules end; open the block after a full one. ends: [R], from `find_ends`. hold: [R]
+    bool, rows whose full block stays open. changed: whether the end of a block has changed in this step."""
     full = state.remaining[rows] == 0
-    if held is not None:
-        full &= ~held
+    if hold is not None:
+        full &= ~hold
     if ends is None and not changed and not full.any():
         return
     if ends is not None:

@@ -35,7 +35,7 @@ class CausalContext(Feature):
     memory_before: dict[str, Tensor] = field(default_factory=dict)
     """The method's memory of seeding rows before the commit."""
 
-    host_only = "blocks over causal context are seeded on the host"
+    why_host_only = "blocks over causal context are seeded on the host"
 
     @classmethod
     def from_request(cls, sampler: Any, state: MaskedState, early: tuple[Any, ...], request: Request) -> Self:

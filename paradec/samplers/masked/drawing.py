@@ -17,7 +17,7 @@ from paradec.samplers.masked import reference
 from paradec.samplers.statistics import top_by_rank
 
 
-def read_drawn(
+def draw_candidates(
     sampler: Any, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows, with draws or filters."""
@@ -29,20 +29,20 @@ def read_drawn(
     filtered = filters != NO_FILTERS
     if request.temperature == 0 and (raw or not filtered):
         return statistics(logits, needs.reads)
-    counted = generator is None and request.temperature > 0 and not needs.draws_tokens
-    if counted and not filtered:
-        scored_at = 1.0 if raw else request.temperature
-        return token_statistics(logits, needs.reads, None, token_draws(state, query, request.temperature), scored_at)
-    if counted and raw:
-        drawn = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
-        if drawn is not None:
-            return token_statistics(logits, needs.reads, drawn)
-    drawn_from = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
-    drawn_from = filter_logits(drawn_from, *filters, sorted_ties=generator is not None)
-    if counted and not raw:
-        return token_statistics(drawn_from, needs.reads, None, token_draws(state, query))
-    drawn = None if request.temperature == 0 else sampler.draw_tokens(state, drawn_from, query, generator)
-    return statistics(logits if raw else drawn_from, needs.reads, drawn)
+    has_row_draws = generator is None and request.temperature > 0 and not needs.draws_tokens
+    if has_row_draws and not filtered:
+        draws = token_draws(state, query, request.temperature)
+        return token_statistics(logits, needs.reads, None, draws, 1.0 if raw else request.temperature)
+    if has_row_draws and raw:
+        drawn_tokens = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
+        if drawn_tokens is not None:
+            return token_statistics(logits, needs.reads, drawn_tokens)
+    draw_logits = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
+    draw_logits = filter_logits(draw_logits, *filters, sorted_ties=generator is not None)
+    if has_row_draws and not raw:
+        return token_statistics(draw_logits, needs.reads, None, token_draws(state, query))
+    drawn_tokens = None if request.temperature == 0 else sampler.draw_tokens(state, draw_logits, query, generator)
+    return statistics(logits if raw else draw_logits, needs.reads, drawn_tokens)
 
 
 def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:

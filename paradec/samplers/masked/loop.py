@@ -199,7 +199,8 @@ class MaskedSampler(Sampler):
         needs = self.needs
         if needs.decided_logits or needs.revises or needs.processes_logits or needs.extra_quantities:
             return queries
-        if needs.mask_probes or needs.multi_step or any(each.reads_window(state) for each in state.features.values()):
+        reads_window = any(feature.reads_window(state) for feature in state.features.values())
+        if needs.mask_probes or needs.multi_step or reads_window:
             return queries
         return [drop_decided(state, query) for query in queries]
 
@@ -293,7 +294,7 @@ class MaskedSampler(Sampler):
         filtered = self.needs.score_from == "sampled" and request.filters != NO_FILTERS
         if generator is None and request.temperature == 0 and not filtered:
             return token_statistics(logits, self.needs.reads)
-        return drawing.read_drawn(self, state, logits, query, generator)
+        return drawing.draw_candidates(self, state, logits, query, generator)
 
     def ranking_scores(self, state: MaskedState, tokens: Tensor, quantities: Mapping[str, Tensor]) -> Tensor:
         """Compute the scores that rank candidates: [R, W] float64."""

@@ -18,8 +18,8 @@ from paradec.samplers.masked.state import MaskedState
 class ReferenceNumbers(Feature):
     """Draws of the public codes, from the state's generator, which commits advance."""
 
-    why_rows_stay = "rng='reference' draws all rows from one stream"
-    host_only = "rng='reference' draws on the host"
+    why_rows_fixed = "rng='reference' draws all rows from one stream"
+    why_host_only = "rng='reference' draws on the host"
 
     def reads_window(self, state: MaskedState) -> bool:
         return True  # the public codes draw for whole windows

@@ -241,8 +241,8 @@ class MaskedState(State):
 
     def why_rows_fixed(self) -> str | None:
         for feature in self.features.values():
-            if feature.why_rows_stay is not None:
-                return str(feature.why_rows_stay)
+            if feature.why_rows_fixed is not None:
+                return str(feature.why_rows_fixed)
         if self.trace is not None:
             return "a trace records the rows that it began with"
         if self.cache_state is not None and not has_rows(self.cache_state, self.batch):

@@ -119,10 +119,10 @@ class CanvasSampler(Sampler):
 
     def query(self, state: DenoisingState) -> list[CanvasQuery]:
         """Build the calls: final tokens to encode, if any, then all open canvases that do not wait for others."""
-        late, rows = state.waiting()
-        queries = [_encoding(state, late)] if len(late) else []
+        encoded_rows, rows = state.waiting()
+        queries = [_build_encode_query(state, encoded_rows)] if len(encoded_rows) else []
         # the step's canvases also see the tokens that it encodes
-        visible = np.where(np.isin(np.arange(state.batch), late), state.block_start, state.encoded)
+        visible = np.where(np.isin(np.arange(state.batch), encoded_rows), state.block_start, state.encoded)
         positions = state.positions(rows)
         is_first = not state.canvas_step[rows].any()
         memory = state.memory.read(rows)
@@ -238,7 +238,7 @@ class CanvasSampler(Sampler):
         closes = is_stable | waits
         closes = is_last_step | (closes.all() if state.lock_step else closes)
         stays = ~closes & ~waits
-        soft = self._soft(state, proposal, stays)  # the state is unchanged so far
+        soft = self._soften_rows(state, proposal, stays)  # the state is unchanged so far
 
         if generator is not None and state.generator is not None:
             state.generator.set_state(generator.get_state())
@@ -304,7 +304,7 @@ class CanvasSampler(Sampler):
             sampled[index] = draw(p, uniform[index])
         return sampled if state.constraint is None else state.constraint.draw(state, proposal.positions, sampled)
 
-    def _soft(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
+    def _soften_rows(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
         """Compute embeddings [N, C, D] for the next step of rows whose canvas `stays` open [R] bool."""
         if not stays.any():
             return None
@@ -318,11 +318,11 @@ class CanvasSampler(Sampler):
         return soft
 
     def _count(self, state: DenoisingState, proposal: CanvasProposal) -> None:
-        rows, late = proposal.rows, proposal.encoded
+        rows, encoded_rows = proposal.rows, proposal.encoded
         state.count(proposal.cost)
         state.commits += 1
-        state.encoded[late] = state.block_start[late]
-        state.encoder_calls[late] += 1
+        state.encoded[encoded_rows] = state.block_start[encoded_rows]
+        state.encoder_calls[encoded_rows] += 1
         state.waited[np.setdiff1d(state.rows, rows)] += 1
         state.waited[rows] = 0
         state.denoising_calls[rows] += state.running[rows] & ~state.converged[rows]
@@ -330,7 +330,7 @@ class CanvasSampler(Sampler):
         state.row_step[rows] += 1
 
 
-def _encoding(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
+def _build_encode_query(state: DenoisingState, rows: np.ndarray) -> CanvasQuery:
     begin, end = state.encoded[rows], state.block_start[rows]
     column = begin[:, None] + np.arange((end - begin).max())
     valid = column < end[:, None]

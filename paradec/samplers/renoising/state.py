@@ -165,9 +165,9 @@ class DenoisingState(State):
     def waiting(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows to encode at this step, and the rows whose canvas it denoises, which include the former."""
         rows = self.rows
-        late = self.encoded[rows] < self.block_start[rows]
-        ready = late & (late.all() or self.waited[rows].max(initial=0) >= self.encode_wait)
-        return rows[ready], rows[~late | ready]
+        needs_encoding = self.encoded[rows] < self.block_start[rows]
+        ready = needs_encoding & (needs_encoding.all() or self.waited[rows].max(initial=0) >= self.encode_wait)
+        return rows[ready], rows[~needs_encoding | ready]
 
     def positions(self, rows: np.ndarray) -> Tensor:
         """[R, C] int64: positions of the rows' open canvases."""
@@ -227,17 +227,17 @@ class DenoisingState(State):
         if not len(rows):
             return
         positions = self.block_start[rows, None] + np.arange(self.width)
-        alive = self.running[rows]
-        self.decided[rows] += np.where(alive, (~self._final[rows[:, None], positions]).sum(1), 0)
+        is_running = self.running[rows]
+        self.decided[rows] += np.where(is_running, (~self._final[rows[:, None], positions]).sum(1), 0)
         self._final[rows[:, None], positions] = True
-        self._stop(rows[alive], positions[alive], tokens[alive])
+        self._stop(rows[is_running], positions[is_running], tokens[is_running])
         if self.facts.pad_token_id is not None:  # without a padding id, transformers does not pad
-            self._fill_after_end(rows[~alive])
-        more = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
-        self.running[rows[~more]] = False
-        goes_on = more & np.isin(rows, self.rows)
-        self._fill_after_end(rows[~goes_on])
-        rows = rows[goes_on]
+            self._fill_after_end(rows[~is_running])
+        has_next = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
+        self.running[rows[~has_next]] = False
+        opens_next = has_next & np.isin(rows, self.rows)
+        self._fill_after_end(rows[~opens_next])
+        rows = rows[opens_next]
         self.opened[rows] += 1
         self.block_start[rows] = [self.starts[row][self.opened[row]] for row in rows]
         self.canvas_step[rows] = self.waited[rows] = 0

@@ -50,10 +50,10 @@ def accept_drafts(
         agrees = (written[:-1] == drafts[1:]).all(-1) & (depth[1:] < num_drafts)
         return np.cumprod(agrees, axis=0).sum(0), judge_of_draft
     # [judging, judged, R]
-    within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < num_drafts)
+    is_within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < num_drafts)
     num_accepted = np.zeros(len(rows), np.int64)
     for _ in range(count - 1):
-        furthest = np.where(within[num_accepted, :, rows].T & (depth > num_accepted), depth, num_accepted).max(0)
+        furthest = np.where(is_within[num_accepted, :, rows].T & (depth > num_accepted), depth, num_accepted).max(0)
         judge_of_draft = np.where((depth >= num_accepted) & (depth < furthest), num_accepted, judge_of_draft)
         num_accepted = furthest
     return num_accepted, judge_of_draft

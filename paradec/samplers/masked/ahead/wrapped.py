@@ -141,10 +141,10 @@ class DraftingSampler(MaskedSampler):
         selected = run_select(base, view) & view.candidates
         if view.leading is not None:
             selected = with_progress(selected, view)
-        after = {**memory, **{name: updates[name] for name in updates if name in memory}}
-        after |= base.remember(view, selected)
+        new_memory = {**memory, **{name: updates[name] for name in updates if name in memory}}
+        new_memory |= base.remember(view, selected)
         cut = base.trim(view, selected) if draft.request.eos_early_stop else None
-        return BaseStep(proposal, torch.where(selected, tokens, draft.tokens), after, quantities, cut)
+        return BaseStep(proposal, torch.where(selected, tokens, draft.tokens), new_memory, quantities, cut)
 
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
         notes = super().observe(state, proposal)
@@ -188,8 +188,8 @@ def base_sampler(base: Any) -> MaskedSampler:
     return sampler
 
 
-def pick_step(tensors: list[Tensor], which: Tensor) -> Tensor:
-    """Select for each row the entry of the tensor with index `which` [R] among tensors [R, ...]."""
+def pick_step(tensors: list[Tensor], step_index: Tensor) -> Tensor:
+    """Select for each row the entry of the tensor with index `step_index` [R] among tensors [R, ...]."""
     if len(tensors) == 1:
         return tensors[0]
-    return torch.stack(tensors)[which, torch.arange(len(which), device=which.device)]
+    return torch.stack(tensors)[step_index, torch.arange(len(step_index), device=step_index.device)]

@@ -108,9 +108,9 @@ class DeviceEngine:
 
     def replace_rows(self, slots: np.ndarray, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
         """Copy a request's rows, before their first step, into `slots` [N]. table: its `block_table`."""
-        (blocks, count), index = table, torch.as_tensor(slots, device=self.device)
+        (blocks, num_blocks), index = table, torch.as_tensor(slots, device=self.device)
         steps = np.zeros(len(slots), np.int64) if state.steps_per_block is None else state.steps_per_block
-        row_fields = np.stack((count, state.length, state.requested_end, state.end, state.answer_start, steps))
+        row_fields = np.stack((num_blocks, state.length, state.requested_end, state.end, state.answer_start, steps))
         self._clear(index)
         self.canvas[:, : state.canvas.shape[1]].index_copy_(0, index, state.canvas)
         self.keys.index_copy_(0, index, state.keys)
@@ -268,11 +268,11 @@ class DeviceEngine:
         flat = torch.where(valid & active.unsqueeze(1), window.flat, self.columns)
         self.canvas.view(-1).scatter_(0, flat.view(-1), written.view(-1))
         self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
-        took = active.long()
-        is_full = took if kind == "full" else torch.zeros_like(took)
-        self.counts.index_add_(1, rows, torch.stack((took, took, took * evaluated, is_full)))
-        self.row_step.index_add_(0, rows, took)
-        self.block_step.index_add_(0, rows, took)
+        step_count = active.long()
+        is_full = step_count if kind == "full" else torch.zeros_like(step_count)
+        self.counts.index_add_(1, rows, torch.stack((step_count, step_count, step_count * evaluated, is_full)))
+        self.row_step.index_add_(0, rows, step_count)
+        self.block_step.index_add_(0, rows, step_count)
         ended = self._end_rows(rows, active, window, valid, written) if self.layout.stops else None
         full = active & ~((written == self.mask_id) & valid).any(1)
         self._open_blocks(rows, full, ended, failed | stuck)

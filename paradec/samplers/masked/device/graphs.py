@@ -104,11 +104,11 @@ def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
             if block[2]:
                 blocks_by_row[row].append(block)
         start[rows] = end
-    count = np.array([len(blocks) for blocks in blocks_by_row], np.int64)
-    table = np.zeros((state.batch, max(1, int(count.max())), 3), np.int64)
+    num_blocks = np.array([len(blocks) for blocks in blocks_by_row], np.int64)
+    table = np.zeros((state.batch, max(1, int(num_blocks.max())), 3), np.int64)
     for row, blocks in enumerate(blocks_by_row):
         table[row, : len(blocks)] = blocks if blocks else np.empty((0, 3))
-    return table, count
+    return table, num_blocks
 
 
 def capture_graph(engine: Any, step: Callable[[], None]) -> Callable[[], None]:

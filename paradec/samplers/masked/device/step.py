@@ -50,8 +50,8 @@ def why_unsupported(sampler: MaskedSampler, model: Any, state: MaskedState) -> s
     if model.kind != "decoder" or state.facts.topology != "bidirectional":
         return f"{state.facts.name} is not a bidirectional transformers decoder"
     for feature in state.features.values():
-        if feature.host_only is not None:
-            return feature.host_only.format(state=state)
+        if feature.why_host_only is not None:
+            return feature.why_host_only.format(state=state)
     if state.branches > 1:
         return "guidance evaluates two rows of the model for each row"
     if not all(isinstance(rule, EndOfText) for rule in state.stop_rules):

@@ -190,7 +190,8 @@ class Union(Combination):
     sweep = ({"rules": ("threshold", "persistence")}, {"rules": ("credit", "hierarchy")})
 
     def select(self, view: View) -> Tensor:
-        return functools.reduce(operator.or_, (run_select(rule, seen) for _, rule, seen in self.rule_views(view)))
+        selections = [run_select(rule, rule_view) for _, rule, rule_view in self.rule_views(view)]
+        return functools.reduce(operator.or_, selections)
 
 
 @dataclass(frozen=True)
@@ -211,14 +212,14 @@ class Intersection(Combination):
             raise ValueError(f"rules: steps of sampler {waiting[0]!r} may commit nothing; an intersection's must not")
 
     def select(self, view: View) -> Tensor:
-        agreed = functools.reduce(operator.and_, (run_select(rule, seen) for _, rule, seen in self.rule_views(view)))
-        agreed = agreed & view.candidates
+        selections = [run_select(rule, rule_view) for _, rule, rule_view in self.rule_views(view)]
+        agreed = functools.reduce(operator.and_, selections) & view.candidates
         return torch.where(agreed.any(-1, keepdim=True), agreed, view.best())
 
     def rule_labels(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
         best = [tuple(place) for place in view.best().nonzero().tolist()]
-        alone = {place: "best one, where rules disagree" for place in best}
-        return alone | {place: "all rules" for place, names in chosen.items() if len(names) == len(self.rules)}
+        labels = {place: "best one, where rules disagree" for place in best}
+        return labels | {place: "all rules" for place, names in chosen.items() if len(names) == len(self.rules)}
 
 
 def _prefix_names(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def _prefix_names(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{index}.{name}": value for index, part in parts.items() for name, value in part.items()}
 
 
-def _member_entries(joined: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _member_entries(entries: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Select the entries of one member, and remove its index from the names."""
     prefix = f"{index}."
-    return {name.removeprefix(prefix): value for name, value in joined.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in entries.items() if name.startswith(prefix)}

@@ -38,8 +38,8 @@ class EntropyBound(MaskedSampler):
 
     def select(self, view: View) -> Tensor:
         ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)
-        before = torch.zeros_like(ordered)
-        before[:, 1:] = -ordered[:, :-1].cumsum(-1)
+        sum_before = torch.zeros_like(ordered)
+        sum_before[:, 1:] = -ordered[:, :-1].cumsum(-1)
         # the prefix ends before positions that may not be committed, and before end tokens that must come last
-        fits = (before <= self.gamma) & (ordered > LAST)
+        fits = (sum_before <= self.gamma) & (ordered > LAST)
         return torch.zeros_like(fits).scatter(-1, order, fits) | view.best()

@@ -53,8 +53,8 @@ class Factor(MaskedSampler):
         ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
         if self.profile:
-            doubt = 1 - ordered
-            passes = doubt.cumsum(-1) + doubt < 1 - self.margin
+            errors = 1 - ordered
+            passes = errors.cumsum(-1) + errors < 1 - self.margin
         else:
             passes = ordered >= 1 - self.factor / (rank + 1)
         if self.reference_last_rank:

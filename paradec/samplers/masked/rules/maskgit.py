@@ -75,10 +75,10 @@ class MaskGIT(MaskedSampler):
         """[R] int64: the schedule's quota at `step` of `steps`, both [R]; the last step commits all that remain."""
         remaining = state.remaining[rows]
         quota = remaining.copy()
-        plans, which = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
+        plans, plan_index = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
         for index, (masks, planned) in enumerate(plans.T):  # rows nearly always share one plan
-            early = (which.reshape(-1) == index) & (step < planned - 1)
-            quota[early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[early]]
+            is_early = (plan_index.reshape(-1) == index) & (step < planned - 1)
+            quota[is_early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[is_early]]
         return np.minimum(quota, remaining)
 
     def block_progress(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

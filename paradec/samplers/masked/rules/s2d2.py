@@ -115,8 +115,8 @@ class S2D2(MaskedSampler):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
             "verifies": MemorySpec(dtype=torch.int64),
-            "turn": MemorySpec(dtype=torch.int64),
-            "hot": MemorySpec(dtype=torch.int64, reset="sequence"),
+            "step": MemorySpec(dtype=torch.int64),
+            "is_on": MemorySpec(dtype=torch.int64, reset="sequence"),
             "drafts": MemorySpec(("window",), torch.int64),
             "draft_p": MemorySpec(("window", "vocab"), torch.float32),
         }
@@ -214,15 +214,15 @@ class S2D2(MaskedSampler):
         else:
             tokens = probs.argmax(-1)
         p = probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
-        verifies, hot = self._route(probs, p, masks, span, memory["hot"])
-        write = ~verifies.unsqueeze(1) & self._fill(state, p, masks, masks & False, memory["turn"])
-        updates = {"verifies": verifies.long(), "hot": hot, "turn": memory["turn"] + (~verifies).long()}
+        verifies, is_on = self._route(probs, p, masks, span, memory["is_on"])
+        write = ~verifies.unsqueeze(1) & self._fill(state, p, masks, masks & False, memory["step"])
+        updates = {"verifies": verifies.long(), "is_on": is_on, "step": memory["step"] + (~verifies).long()}
         return tokens, {"confidence": p, "write": write, "drafts": tokens, "draft_p": probs.float(), **updates}
 
-    def _route(self, probs: Tensor, p: Tensor, masks: Tensor, span: Tensor, was_hot: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, probs: Tensor, p: Tensor, masks: Tensor, span: Tensor, was_on: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the rows whose drafts are verified [R] bool; also return the state of the hysteresis, [R] int64."""
         if self.route == "span":
-            return span.sum(1) >= self.min_span, was_hot
+            return span.sum(1) >= self.min_span, was_on
         if self.estimator == "entropy":
             entropy = -torch.xlogy(probs, probs).sum(-1).double()
             acceptance = torch.exp(-entropy / np.log(probs.shape[-1]))
@@ -233,9 +233,9 @@ class S2D2(MaskedSampler):
         cost = self.cost * ((p > self.threshold) & masks).sum(1) if self.dynamic else self.cost
         score = expected - cost
         if self.route == "score":
-            return ~(score < self.tau), was_hot
-        is_hot = torch.where(was_hot > 0, ~(score < self.off), score > self.on)
-        return is_hot, is_hot.long()
+            return ~(score < self.tau), was_on
+        is_on = torch.where(was_on > 0, ~(score < self.off), score > self.on)
+        return is_on, is_on.long()
 
     def _verify(
         self,
@@ -248,7 +248,7 @@ class S2D2(MaskedSampler):
         memory: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         drafts, draft_p = memory["drafts"], memory["draft_p"]
-        p_draft, q_draft = (each.gather(-1, drafts.unsqueeze(-1)).squeeze(-1).double() for each in (draft_p, q))
+        p_draft, q_draft = (probs.gather(-1, drafts.unsqueeze(-1)).squeeze(-1).double() for probs in (draft_p, q))
         uniform = self.uniform(state, query, positions, 2)
         is_accepted = ~span | (uniform[..., 0] < (q_draft / p_draft).clamp(max=1))
         is_rejected = span & ~is_accepted
@@ -257,18 +257,18 @@ class S2D2(MaskedSampler):
         residual_weights = (q - draft_p.to(q.dtype)).clamp(min=0)
         residual_weights = torch.where(residual_weights.amax(-1, keepdim=True) > 0, residual_weights, q)
         tokens = torch.where(rejected, draw(residual_weights, uniform[..., 1]), drafts)
-        write = self._fill(state, p_draft, masks, accepted | rejected, memory["turn"])
-        nothing = torch.zeros_like(memory["hot"])
-        updates = {"verifies": nothing, "hot": memory["hot"], "turn": memory["turn"] + 1}
+        write = self._fill(state, p_draft, masks, accepted | rejected, memory["step"])
+        zeros = torch.zeros_like(memory["is_on"])
+        updates = {"verifies": zeros, "is_on": memory["is_on"], "step": memory["step"] + 1}
         confidence = torch.where(q[..., 0].isnan(), torch.nan, p_draft)
         return tokens, {"confidence": confidence, "write": write, "drafts": drafts, "draft_p": draft_p, **updates}
 
-    def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, turn: Tensor) -> Tensor:
+    def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, step: Tensor) -> Tensor:
         """Choose the writes [R, W] bool: `decided` positions, and other masks until the quota is full."""
         block = state.facts.block_length
         steps = block if self.block_steps is None else min(self.block_steps, block)
-        due = block // steps + (turn < block % steps).long()
-        undecided, num_missing = masks & ~decided, (due - decided.sum(1)).clamp(min=0)
+        num_required = block // steps + (step < block % steps).long()
+        undecided, num_missing = masks & ~decided, (num_required - decided.sum(1)).clamp(min=0)
         confident = undecided & (p > self.threshold)
         has_enough = confident.sum(1) >= num_missing
         best = top_by_rank(torch.where(undecided, p, -torch.inf), num_missing.cpu().numpy()) & undecided

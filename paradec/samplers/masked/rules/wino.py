@@ -89,9 +89,9 @@ class Wino(MaskedSampler):
 
     def revise(self, view: View, selected: Tensor) -> Revision:
         shadow = view.updates["shadow_confidence"]
-        doubted = view.editable & (shadow < self.threshold_back)
+        is_doubted = view.editable & (shadow < self.threshold_back)
         max_remasked = torch.where(selected.sum(1) > 1, view.memory["accepted"] - 1, 0)
-        return Revision(remask=view.top(torch.where(doubted, -shadow, -torch.inf), max_remasked))
+        return Revision(remask=view.top(torch.where(is_doubted, -shadow, -torch.inf), max_remasked))
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {"accepted": selected.sum(1)}
