@@ -27,7 +27,7 @@ class Canvas(CanvasSampler):
     rule: Any = "threshold"
 
     name = "canvas"
-    summary = "on canvases of noise: keep what the rule selects, renew the rest, close when nothing changes any more"
+    summary = "on canvases of noise: keep positions that the rule selects, renew others, close when nothing changes"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ class DiffusionGemma(CanvasSampler):
     name = "diffusion_gemma"
     paper = "EB-Sampler"
     arxiv = "2505.24857"
-    summary = "on canvases of noise: keep what the sum of entropies allows, renew the rest, close when nothing changes"
+    summary = "on canvases of noise: keep positions within an entropy bound, renew others, close when nothing changes"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -102,7 +102,7 @@ class FreeDave(DraftingSampler):
     name = "freedave"
     paper = "FreeDave"
     arxiv = "2510.00294"
-    summary = "the steps of another sampler, several per forward: drafted, verified, the same tokens"
+    summary = "several steps of another sampler per forward, drafted and verified; the same tokens"
     sweep = ({"draft_steps": 2}, {"draft_steps": 8})
     presets = {"freedave++": {"base": {"sampler": "threshold", "threshold": 0.95}, "agreement": "subset"}}
 

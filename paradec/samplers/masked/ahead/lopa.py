@@ -70,7 +70,7 @@ class LoPA(DraftingSampler):
     name = "lopa"
     paper = "LoPA"
     arxiv = "2512.16229"
-    summary = "the steps of another sampler, from the best of several rows with one token more"
+    summary = "the steps of another sampler, from the best of several branches with one more token"
     unsupported = (*DraftingSampler.unsupported, "logprobs")
     sweep = ({"branches": 2}, {"branches": 4, "base": {"sampler": "threshold", "threshold": 0.7}})
 

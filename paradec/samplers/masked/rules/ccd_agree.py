@@ -44,7 +44,7 @@ class CCDAgree(LowConfidence):
     name = "ccd_agree"
     paper = "CCD"
     arxiv = "2512.02044"
-    summary = "the tokens with the lowest entropy, several where they agree with the step before"
+    summary = "the tokens with the lowest entropy, several where two steps agree"
     needs = Needs(reads=("best_token",), score="negative_entropy", score_from="sampled")
     outlasts_steps = True
     sweep = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})

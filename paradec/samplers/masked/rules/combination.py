@@ -186,7 +186,7 @@ class Union(Combination):
 
     name = "union"
     paper = ""
-    summary = "what at least one of several samplers would commit"
+    summary = "the tokens that at least one of several samplers would commit"
     sweep = ({"rules": ("threshold", "persistence")}, {"rules": ("credit", "hierarchy")})
 
     def select(self, view: View) -> Tensor:
@@ -203,7 +203,7 @@ class Intersection(Combination):
 
     name = "intersection"
     paper = ""
-    summary = "what all of several samplers would commit, and the best token where there is none"
+    summary = "the tokens that all of several samplers would commit, or else the first sampler's best token"
     sweep = ({"rules": ("threshold", "margin")}, {"rules": ("localleap", "entropy_threshold")})
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class Editing(MaskedSampler):
     name = "editing"
     paper = "LLaDA2.1"
     arxiv = "2602.08676"
-    summary = "all above a confidence; exchanges tokens that the model has come to see otherwise"
+    summary = "all tokens above a confidence; replaces decided tokens when the model is sure of others"
     needs = Needs(decided_logits=True)
     presets = {
         "llada2.1": {"threshold": 0.95, "editing_threshold": 0.9, "max_post_steps": 16, "end": "block"},

@@ -34,7 +34,7 @@ class Halton(InOrder, MaskGIT):
     name = "halton"
     paper = "Halton-MaskGIT"
     arxiv = "2503.17076"
-    summary = "positions in Halton order, in numbers that grow from step to step"
+    summary = "positions in Halton order; more of them from step to step"
     needs = MaskGIT.needs
     draws = False
     presets = {}

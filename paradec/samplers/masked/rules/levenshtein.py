@@ -50,7 +50,7 @@ class Levenshtein(MaskedSampler):
     name = "levenshtein"
     paper = "LLaDA2.1"
     arxiv = "2602.08676"
-    summary = "all above a confidence; exchanges, deletes and inserts tokens of the open block"
+    summary = "all tokens above a confidence; replaces, deletes and inserts tokens of the open block"
     needs = Needs(decided_logits=True, moves=True, ends_with_block=True, topologies=("block_causal",))
     unsupported = (*MaskedSampler.unsupported, "temperature", "rng", "logprobs")
     sweep = ({"threshold": 0.9, "editing_threshold": 0.9}, {"max_post_steps": 4})

@@ -31,7 +31,7 @@ class LocalLeap(MaskedSampler):
     name = "localleap"
     paper = "LocalLeap"
     arxiv = "2510.07081"
-    summary = "every token above the threshold, and those near one of them above a lower threshold"
+    summary = "every token above a threshold; near such a token, every token above a lower threshold"
     device_step = True
     sweep = ({"relaxed_threshold": 0.6}, {"anchor_threshold": 0.7, "relaxed_threshold": 0.5})
 

@@ -44,7 +44,7 @@ class LPD(InOrder):
     name = "lpd"
     paper = "LPD"
     arxiv = "2507.01957"
-    summary = "positions near what is decided and far from each other, in groups that grow"
+    summary = "positions near decided ones and far from each other, in groups that grow"
     uses_steps = True
     draws = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})

@@ -10,12 +10,12 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class Margin(LowConfidence):
-    """As `low_confidence`, but scored by the difference of the two largest probabilities of softmax(logits), whatever
-    the temperature and the token drawn. `topk_margin` is Dream's version."""
+    """Commit as `low_confidence`, but score positions by the difference of the two largest probabilities of
+    softmax(logits), at any temperature and for any drawn token. `topk_margin` is Dream's version."""
 
     name = "margin"
     paper = "Plan for the Best"
     arxiv = "2502.06768"
-    summary = "the tokens furthest ahead of the second best, in equal numbers per step"
+    summary = "the tokens with the largest lead over the second best, in equal numbers per step"
     device_step = True
     needs = Needs(score="margin")

@@ -55,7 +55,7 @@ class MaskGIT(MaskedSampler):
     name = "maskgit"
     paper = "MaskGIT"
     arxiv = "2202.04200"
-    summary = "the most confident with some noise, in numbers that grow from step to step"
+    summary = "the most confident tokens, with noise; more of them from step to step"
     uses_steps = True
     draws = True
     needs = Needs(reference_draws="masked")

@@ -37,7 +37,7 @@ class Persistence(LowConfidence):
     name = "persistence"
     paper = "CORA-Diff"
     arxiv = ""
-    summary = "the most confident tokens on schedule, and confident ones that were the best before"
+    summary = "the most confident tokens on schedule, and confident tokens that were already the best"
     needs = Needs(reads=("best_token",), least_by_steps=True)
     outlasts_steps = True
     sweep = ({"threshold": 0.9}, {"threshold": 0.7})

@@ -57,7 +57,7 @@ class Recap(MaskGIT):
     name = "recap"
     paper = "ReCAP"
     arxiv = "2505.19089"
-    summary = "as maskgit, several steps' positions chosen at once and the later steps evaluated for those alone"
+    summary = "as maskgit, but chooses positions of several steps at once; later steps evaluate only these"
     presets = {"maskgit-r-32": {"full_groups": 12, "final_temperature": 0.75}, "maskgit-r-16": {"full_groups": 8}}
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
 

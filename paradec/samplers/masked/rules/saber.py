@@ -40,7 +40,7 @@ class Saber(MaskedSampler):
     name = "saber"
     paper = "Saber"
     arxiv = "2510.18165"
-    summary = "all above the mean confidence so far; takes back where confidence fell most"
+    summary = "all tokens above the mean confidence so far; takes back tokens whose confidence fell most"
     needs = Needs(decided_logits=True)
     sweep = ({"minimum": 1}, {"minimum": 4})
 

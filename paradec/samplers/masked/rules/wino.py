@@ -47,7 +47,7 @@ class Wino(MaskedSampler):
     name = "wino"
     paper = "WINO"
     arxiv = "2507.18578"
-    summary = "all above a low confidence; takes back what it would not predict from the rest of the text"
+    summary = "all tokens above a low confidence; takes back tokens that the rest of the text does not support"
     needs = Needs(decided_logits=True, mask_probes=True)
     sweep = ({"threshold": 0.8}, {"threshold": 0.6, "threshold_back": 0.5})
 
