@@ -28,7 +28,7 @@ create = registry.create
 
 
 def __getattr__(name: str) -> Any:
-    """A class of the registry by its own name: `paradec.samplers.Threshold(threshold=0.8)`."""
+    """Return a class of the registry by its name: `paradec.samplers.Threshold(threshold=0.8)`."""
     return registry.attribute(name, __name__)
 
 

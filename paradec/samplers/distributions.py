@@ -227,9 +227,9 @@ def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
 def find_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
     """Find the lowest logit of `row` [V] that stays, and the last token with that logit that stays (V - 1: all do).
 
-    All tokens stay if a logit is NaN or +inf, or if none is finite. The nucleus has the tokens whose better tokens
-    have shares [V] of at most `top_p` together, in float64. `top_k` keeps the best tokens of the nucleus, and all that
-    equal the last of these.
+    All tokens stay if a logit is NaN or +inf, or if none is finite. A token is in the nucleus if the shares [V] of all
+    better tokens add up to at most `top_p`, in float64. `top_k` keeps the best tokens of the nucleus, and all tokens
+    that equal the last of these.
 
     shares: `compute_shares(row)`; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all."""
     min_logit, last_token = -math.inf, len(row) - 1

@@ -31,7 +31,7 @@ def new_tokens(model: Any, rows: list[list[int]], max_new_tokens: int | None, ho
 
 
 def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
-    """[B] int64: the position after the last given token of each row."""
+    """[B] int64: the position after the last prompt token of each row."""
     return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
 
 
@@ -43,7 +43,7 @@ def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] 
     ids = {*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())}
     if len(ids.union(unused)) >= facts.vocab_size:
         raise ValueError(
-            f"suppress_tokens excludes all {facts.vocab_size} tokens; holes_eos_inf=True leaves none in holes"
+            f"suppress_tokens excludes all {facts.vocab_size} tokens; holes_eos_inf=True also excludes end tokens"
         )
     return sorted(ids)
 
@@ -96,7 +96,7 @@ def keys_of(
 
 
 def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
-    """[B, columns] int64: the rows from column 0 on, and `fill` after them."""
+    """[B, columns] int64: the rows, each followed by `fill`."""
     array = np.full((len(rows), columns), fill, np.int64)
     for row, ids in zip(array, rows, strict=True):
         row[: len(ids)] = ids

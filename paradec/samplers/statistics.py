@@ -10,18 +10,18 @@ from paradec.kernels.token_stats import path_for, read_stats
 
 
 def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token [...] (int64) of logits [..., V], and its probability [...] in float32 at least."""
+    """Return the best token [...] int64 of logits [..., V], and its probability [...], at least float32."""
     if path_for(logits) != "float64":
         stats = read_stats(logits, frozenset())
         return stats.token, stats.prob
-    # a small vocabulary takes half the time of float64 in float32
+    # for a small vocabulary float32 takes half the time of float64
     best = logits.argmax(-1, keepdim=True)
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return best.squeeze(-1), p.gather(-1, best).squeeze(-1)
 
 
 def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """[R, W] bool: the `count` [R] highest scores of each row (-inf: none); equal scores go to the lower index."""
+    """Select the `count` [R] highest scores of each row, except -inf: [R, W] bool. Ties go to the lower index."""
     if isinstance(count, np.ndarray):
         if set(count.tolist()) == {1}:  # one token a step needs no sort
             best = scores.argmax(-1, keepdim=True)

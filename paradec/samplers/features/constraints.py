@@ -354,7 +354,7 @@ class SpanTexts:
         return None if next_state < 0 else next_state
 
     def _fitting(self, state: int, num_read: int) -> np.ndarray:
-        """[k] int64: the classes of tokens with which a text can be completed."""
+        """[k] int64: classes of the tokens that a text can have next."""
         classes, next_states = self.span.automaton.after(state)
         return np.asarray(classes[self.span.after(num_read + 1)[next_states]])
 
@@ -369,7 +369,7 @@ class SpanTexts:
         return torch.as_tensor(is_excluded, device=device)[class_of.long()]
 
     def certain(self, state: int, num_read: int) -> int | None:
-        """Return the token if a text can be completed with only one, else None."""
+        """Return the only token that a text can have next, else None."""
         fits = self._fitting(state, num_read)
         is_certain = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
         return int(self.span.automaton.members[fits[0]][0]) if is_certain else None

@@ -168,7 +168,7 @@ def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
 
 def _suppressed(state: Any) -> Tensor:
     """[B, S] int64: ids that were never proposed."""
-    if hasattr(state, "allowed"):  # of causal models
+    if hasattr(state, "allowed"):  # causal models
         excluded = torch.empty(0, dtype=torch.int64) if state.allowed is None else (~state.allowed).nonzero().squeeze(1)
         return excluded.cpu().expand(state.batch, -1).clone()
     suppressed = torch.full((state.batch, 1), state.mask_id)

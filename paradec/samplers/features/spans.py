@@ -26,7 +26,7 @@ class Span(NamedTuple):
     table: np.ndarray | None
     """[stop - first + 1, S] bool: states from which the rest can be filled; None if only the rest's length matters."""
     budget: int | None = None
-    """Maximum number of tokens of free text."""
+    """Maximum number of tokens of free text (`thinking_budget`)."""
 
     def after(self, slot: int) -> np.ndarray:
         """[S] bool: states from which `slot` and all later slots can be filled."""
@@ -112,7 +112,7 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
 
 def suppressed_ids(state: Any) -> tuple[int, ...]:
     """List the ids that a request never proposes."""
-    if (allowed := getattr(state, "allowed", None)) is not None:  # of causal models
+    if (allowed := getattr(state, "allowed", None)) is not None:  # causal models
         return tuple(np.flatnonzero(~allowed.cpu().numpy()).tolist())
     suppressed = getattr(state, "suppressed", None)
     return () if suppressed is None else tuple(suppressed.tolist())
@@ -154,10 +154,10 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
         )
 
 
-def reserved_tokens(facts: Any, keeps_ends_out: bool) -> dict[int, str]:
+def reserved_tokens(facts: Any, excludes_ends: bool) -> dict[int, str]:
     """Name the roles of ids that cannot be part of a text."""
     roles = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
-    return roles | dict.fromkeys(facts.eos_token_ids if keeps_ends_out else (), "an end token of the model")
+    return roles | dict.fromkeys(facts.eos_token_ids if excludes_ends else (), "an end token of the model")
 
 
 def automaton_of(

@@ -1,4 +1,4 @@
-"""Stop strings: a row ends at the token that completes one of some texts (`stop_strings`)."""
+"""Stop strings: a row ends at the token that completes a stop string (`stop_strings`)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class CausalContext(Feature):
 
     @classmethod
     def from_request(cls, sampler: Any, state: MaskedState, early: tuple[Any, ...], request: Request) -> Self:
-        """For a request with `early` stop rules. Raises ValueError for an unsupported argument."""
+        """Make the feature of a request with `early` stop rules. Raises ValueError for an unsupported argument."""
         blocks, facts, why = state.blocks, state.facts, None
         if (compatibility := verdict(sampler, state.cache, facts)).status == REFUSED:
             why = f"sampler {sampler.name!r} does not work here: {compatibility.why}"

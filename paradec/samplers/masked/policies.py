@@ -46,7 +46,7 @@ def policy_to_data(value: Any) -> Any:
 def policy_by_name(
     sampler: Any, model: Any, name: str, block_length: int | None
 ) -> tuple[BlockPolicy | None, int | None]:
-    """Return the policy of a name and None; for "fixed" None and the length. Raises ValueError for an unfit length."""
+    """Return (policy, None) for a name, or (None, block length) for "fixed". Raises ValueError for an unfit length."""
     check_choice("blocks", name, POLICIES)
     check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
     if name == "fixed":
@@ -64,7 +64,7 @@ def policy_by_name(
 
 
 def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Count the blocks of rows from `starts` to `lengths` [B]: [B] int64. Raises ValueError if logits decide it."""
+    """Count the blocks of rows from `starts` to `lengths` [B]: [B] int64. Raises ValueError if it depends on logits."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
         raise ValueError(f"steps={steps} cannot be spread over {shown(policy)} before decoding: leave steps out")

@@ -1,4 +1,4 @@
-"""Start of a masked decoding."""
+"""Start of a request of the masked family."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         check_suffix(request, sampler, model, cache, policy, len(rows), has_gaps, bool(early))
 
     ends = lengths + num_new
-    if facts.topology == "block_causal" and num_new:  # trained on whole blocks: the last one is cut afterwards
+    if facts.topology == "block_causal" and num_new:  # the last block is whole, and its end is cut later
         ends = np.minimum(facts.block_bounds(starts, ends, starts)[1], facts.max_length or LONGEST_BLOCK)
     canvas = padded(rows, int(ends.max()), mask_id)
     canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
@@ -122,7 +122,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, ends))
     state.features = _make_features(state, sampler, model, early, reuse)
     open_blocks(state, np.arange(state.batch))
-    dtype = getattr(model, "dtype", None)  # None: schedulers and engines, which have the logits already
+    dtype = getattr(model, "dtype", None)  # None for schedulers and engines, which have logits
     if dtype is not None and not state.done:
         num_rows, width = state.branches * state.batch, state.window.positions.shape[1]
         if (num_bytes := num_rows * width * facts.vocab_size * dtype.itemsize) > MAX_UNCHECKED:
@@ -150,7 +150,7 @@ def check_pair(sampler: Any, model: Any) -> None:
     if facts.mask_token_id is None or facts.topology == "causal":
         raise ValueError(
             f"sampler {sampler.name!r} needs a model with a mask token; {facts.name} has mask_token_id="
-            f"{facts.mask_token_id}, topology={facts.topology!r}: give these to paradec.wrap, or e.g. sampler='sjd'"
+            f"{facts.mask_token_id}, topology={facts.topology!r}: pass these to paradec.wrap, or use sampler='sjd'"
         )
     why = sampler.needs.why_unsupported(facts)
     if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):

@@ -53,7 +53,7 @@ class Window:
         return positions if query.window.columns is None else positions.gather(1, query.window.columns)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The window [R, W] of a canvas-shaped tensor [B, L]."""
+        """Read the window [R, W] of a canvas-shaped tensor [B, L]."""
         return tensor.take(self.flat)
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
@@ -74,7 +74,7 @@ class MaskedState(State):
     cache: Cache
     blocks: Any
     pads: bool
-    """Whether the model takes rows of several lengths in one call."""
+    """Whether the model accepts rows of several lengths in one call."""
     canvas: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[B, L] int64 ids; the mask id exactly at undecided positions."""
     given: Tensor = field(metadata=row_layout(columns=1))
@@ -133,7 +133,7 @@ class MaskedState(State):
     _steps: np.ndarray = field(init=False, repr=False, metadata=row_layout(axis=1))
 
     max_calls: int = field(init=False, default=3)
-    """Calls of one kind that a step may make: limits the padding of rows of unequal lengths."""
+    """Maximum number of calls of one kind per step; several calls need less padding of rows of unequal lengths."""
     # values of optional features, None without the feature
     logprobs: ClassVar[Any] = property(  # type: ignore[misc]
         lambda self: self._read_feature("logprobs", "logprobs")
@@ -143,7 +143,7 @@ class MaskedState(State):
     present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
     """[B, L] bool: positions that are evaluated and seen while the block is open (`paradec.Suffix`)."""
     seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
-    """[B] bool: rows whose block begins with a token that the causal call before it predicts."""
+    """[B] bool: rows that draw the first token of their block in the next step."""
     attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
     rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
 

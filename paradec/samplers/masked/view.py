@@ -67,7 +67,7 @@ class Needs:
     def __post_init__(self) -> None:
         if not isinstance(self.reads, (tuple, list)):
             raise ValueError(f"reads={self.reads!r} must be a tuple of {', '.join(QUANTITIES)}")
-        reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # commits check the first
+        reads = tuple(dict.fromkeys(("confidence", *self.reads, self.score)))  # commits check "confidence"
         if unknown_reads := [name for name in reads if name not in QUANTITIES]:
             setting = f"score={self.score!r}" if unknown_reads[0] == self.score else f"reads={self.reads!r}"
             raise ValueError(f"{setting}: {unknown_name('quantity', unknown_reads[0], QUANTITIES)}")
@@ -95,7 +95,7 @@ class MaskedProposal(Proposal):
     current: Tensor
     """[R, W] int64: the tokens at the positions now."""
     block_end: Tensor | None = None
-    """[R] int64: where each row's block ends, when a block policy read it from this step's logits."""
+    """[R] int64: end of each row's block, if a block policy computed it from this step's logits."""
     early: Tensor | None = None
     """[R] bool: rows that an early stop rule fills now."""
     updates: dict[str, Tensor] = field(default_factory=dict)
@@ -174,9 +174,9 @@ class Decision:
     values: Tensor
     """[R, W] int64."""
     selected: Tensor
-    """[R, W] bool: where they are written."""
+    """[R, W] bool: positions to write."""
     filled: Tensor
-    """[R, W]: change of the number of decided positions: bool; -1, 0 or 1 where the method takes tokens back."""
+    """[R, W]: change of the number of decided positions: bool; int64 (-1, 0, 1) if the method takes tokens back."""
     hold_block: Tensor | None = None
     """[R] bool: rows whose full block stays open."""
     logprobs: StepLogProbs | None = None

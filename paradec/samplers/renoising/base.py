@@ -119,7 +119,7 @@ class CanvasSampler(Sampler):
 
     def query(self, state: DenoisingState) -> list[CanvasQuery]:
         """Build the calls: final tokens to encode, if any, then all open canvases that do not wait for others."""
-        encoded_rows, rows = state.waiting()
+        encoded_rows, rows = state.choose_rows()
         queries = [_build_encode_query(state, encoded_rows)] if len(encoded_rows) else []
         # the step's canvases also see the tokens that it encodes
         visible = np.where(np.isin(np.arange(state.batch), encoded_rows), state.block_start, state.encoded)
@@ -142,7 +142,7 @@ class CanvasSampler(Sampler):
         """Propose the best token of every position of open canvases, with statistics. outputs[-1]: logits [R, C, V]."""
         logits, rows, soften = outputs[-1], queries[-1].rows, queries[-1].soften
         if soften is None:
-            raise ValueError("the model has set no `soften` in the query of the canvases: it is no model with canvases")
+            raise ValueError("the model must set `soften` in the query of the canvases, as models with canvases do")
         positions = state.positions(rows)
         if state.suppressed is not None:
             logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: large, only for this step

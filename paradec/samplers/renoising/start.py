@@ -147,7 +147,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
 
 
 def _starts(row: list[int], end: int, width: int) -> np.ndarray:
-    """Find the starts of canvases in a row of length `end`: the first position to fill after the previous canvas."""
+    """Find the starts of canvases in a row of length `end`: each at the first position to fill after the one before."""
     holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
     starts: list[int] = []
     for position in holes:

@@ -162,7 +162,7 @@ class DenoisingState(State):
         is_given = self.given[row].cpu().numpy()
         return [position for position in covered if not is_given[position]]
 
-    def waiting(self) -> tuple[np.ndarray, np.ndarray]:
+    def choose_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows to encode at this step, and the rows whose canvas it denoises, which include the former."""
         rows = self.rows
         needs_encoding = self.encoded[rows] < self.block_start[rows]
