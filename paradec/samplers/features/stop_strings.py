@@ -72,11 +72,11 @@ class StopStrings:
             if self.texts[row]:
                 skipped = int(self.first[row] - begin[index])
                 new_tokens = tokens[index, max(skipped, 0) : max(final[index] - begin[index], 0)].tolist()
-                if (count := self._read(row, max(-skipped, 0), new_tokens)) is not None:
+                if (count := self._write_tokens(row, max(-skipped, 0), new_tokens)) is not None:
                     positions[index] = self.first[row] + count
         return positions
 
-    def _read(self, row: int, begin: int, new_tokens: list[int]) -> int | None:
+    def _write_tokens(self, row: int, begin: int, new_tokens: list[int]) -> int | None:
         """Write tokens into a row's answer from token `begin` on; return the length up to a stop string, or None."""
         answer, marks = self.answers[row], self.marks[row]
         old_tokens = answer[begin:]

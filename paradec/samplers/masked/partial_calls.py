@@ -20,9 +20,9 @@ def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> Stor
     slots = query.positions
     if part.valid is not None:
         slots = state.per_branch(np.where(part.valid, part.positions, -1))
-    # no row sees beyond its end, nor, in a block-causal model, beyond the last block that it evaluates
+    # a row sees nothing after its end and, in a block-causal model, nothing after the last block that it evaluates
     length = state.length[rows]
-    if (present := state.present) is not None:  # `Suffix` omits the positions after these
+    if (present := state.present) is not None:  # `Suffix` may omit positions at the end
         length = np.minimum(length, state.canvas.shape[1] - present[rows][:, ::-1].argmax(1))
     visible = int(length.max())
     if state.facts.topology == "block_causal":
@@ -33,20 +33,21 @@ def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> Stor
 
 
 def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """Find the columns [R, W] of a part's call with positions `source` [N, W], and which of these exist (None: all)."""
-    column = np.full((len(part.index), state.canvas.shape[1]), -1)
-    row, call_column = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
-    column[row, part.positions[row, call_column]] = call_column
-    source = np.take_along_axis(column, source, axis=1)
-    is_evaluated = source >= 0
+    """Find the columns [R, W] of a part's call with positions `source` [N, W]; also return which of these positions the
+    call evaluates [N, W] (None: all)."""
+    column_of_position = np.full((len(part.index), state.canvas.shape[1]), -1)
+    row, column = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
+    column_of_position[row, part.positions[row, column]] = column
+    columns = np.take_along_axis(column_of_position, source, axis=1)
+    is_evaluated = columns >= 0
     available = None if is_evaluated.all() else torch.as_tensor(is_evaluated, device=state.canvas.device)
-    return state.per_branch(np.maximum(source, 0)), available
+    return state.per_branch(np.maximum(columns, 0)), available
 
 
 def merge_parts(
     parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Merge candidates, quantities and updates of several queries in the order of running rows; also return it [R]."""
+    """Merge candidates, quantities and updates of queries in the order of the running rows; also return the order."""
     tokens, quantities, updates = zip(*parts, strict=True)
     order_on_host = np.argsort(np.concatenate([query.window.index for query in queries]))
     order = torch.as_tensor(order_on_host, device=tokens[0].device)
@@ -58,7 +59,7 @@ def merge_parts(
 def scatter_to_window(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scatter candidates and quantities [N, K] of a query into the window [N, W]; others get `current` [R, W] and 0."""
+    """Scatter candidates and quantities [N, K] of a query into windows [N, W]; elsewhere `current` and 0."""
     columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):

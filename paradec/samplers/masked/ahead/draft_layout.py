@@ -55,7 +55,7 @@ def build_queries(state: MaskedState, drafts: list[DraftState], copies: np.ndarr
     queries: list[WindowQuery] = []
     for part in state.cache.plan(state):
         has_drafts = copies[part.index] > 1
-        # rows without drafts are written to the store as by the base; drafts are not written
+        # rows without drafts write to the store, as with the base; rows with drafts do not
         in_one_call = state.store is None and not tree and has_drafts.any()
         for chosen in [has_drafts | True] if in_one_call else [~has_drafts, has_drafts]:
             if not chosen.any():

@@ -135,7 +135,7 @@ class LoPA(DraftingSampler):
         return BranchProposal(**vars(base_steps[0].proposal), **fields)  # type: ignore[arg-type]
 
     def _future_confidence(self, branch: DraftState, confidence: Tensor) -> Tensor:
-        """Average the lowest share `tail` of `confidence` [R, W] of undecided positions: [R] float64; 1 if none is."""
+        """Average the lowest share `tail` of undecided positions' `confidence` [R, W]: [R] float64; 1 without any."""
         undecided = branch.undecided_window
         count = undecided.sum(1, keepdim=True)
         lowest = (count.double() * self.tail).long().clamp(min=1)

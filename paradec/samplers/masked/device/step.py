@@ -136,11 +136,11 @@ def fingerprint(model: Any) -> tuple[Any, ...]:
     """Return the addresses of the weights, and the attention: a captured forward has them fixed."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
-    places = tuple((_place(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
-    return id(module), model.attn_implementation, places
+    addresses = tuple((_read_address(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
+    return id(module), model.attn_implementation, addresses
 
 
-def _place(tensor: Tensor) -> int:
+def _read_address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:  # quantized weights, which are several tensors

@@ -33,8 +33,8 @@ class Recap(MaskGIT):
 
     Args:
         local_steps: l, at least 0; 0 is `maskgit`. 1 in the paper's experiments.
-        full_groups: number of first groups without local steps; at least 0. Local steps are worthwhile once many tokens
-            are decided. The public scripts have 10 of 20 steps, and 12 of 32.
+        full_groups: number of groups without local steps at the start; at least 0. Local steps are worthwhile once many
+            tokens are decided. The public scripts have 10 of 20 steps, and 12 of 32.
         order: "confidence", or "halton": targets are the next positions in Halton order.
         height, width: as in `halton`, for order="halton".
         schedule, choice_temperature, final_temperature, guidance_start: as `maskgit`, with MaskGIT-r's defaults. The
@@ -79,8 +79,8 @@ class Recap(MaskGIT):
 
     def group_index(self, step: np.ndarray) -> np.ndarray:
         """[R] int64: the number of each step's group, from 0."""
-        late = self.full_groups + (step - self.full_groups) // (self.local_steps + 1)
-        return np.where(step < self.full_groups, step, late)
+        later_group = self.full_groups + (step - self.full_groups) // (self.local_steps + 1)
+        return np.where(step < self.full_groups, step, later_group)
 
     def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
         return self.choice_temperature * (1 - (self.group_index(step) + 1) / (self.group_index(steps - 1) + 1))
@@ -92,7 +92,7 @@ class Recap(MaskGIT):
         return self.guidance_at(state, np.where(self.index_in_group(step) > 0, step - 1, step), steps)
 
     def group_size(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: positions that this step and the rest of its group commit."""
+        """[R] int64: positions that this step and the later steps of its group commit."""
         step, steps = self.block_progress(state, rows)
         size = np.zeros(len(rows), np.int64)
         for offset in range(self.local_steps + 1):
