@@ -115,7 +115,7 @@ class Request:
         min_p, top_p, top_k: restrict the draw to tokens at least `min_p` times as likely as the best, then to the
             nucleus of this mass, then to this many tokens.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's cfg_scale
-            is s - 1). See `paradec.samplers.distributions.guided` for excluded tokens.
+            is s - 1). See `paradec.samplers.distributions.apply_guidance` for excluded tokens.
         seed: an int, or one per prompt or row. A row's numbers depend on it, the prompt and the positions alone.
         generator: a torch.Generator instead of a seed.
         rng: "counter" (reproducible per row), or "reference" to draw as the public code does.

@@ -27,7 +27,7 @@ from paradec.core.query import StoreCall
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
 from paradec.samplers.renoising.state import FIRST_STREAM, noise
-from paradec.samplers.start import padded, row_keys
+from paradec.samplers.start import pad_rows, row_keys
 
 TYPES = ("noul", "choice", "score", "span")
 """Types of `YesNo`, `Pick`, `Score` and `Span`, named as in transformers."""
@@ -517,7 +517,7 @@ def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
     keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, copy_indices=[0] * count)
     step = torch.zeros(count, dtype=torch.int64, device=device)
     fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
-    answers = padded([[*place.row[place.prompt_length :]] for place in places], width, HOLE)
+    answers = pad_rows([[*place.row[place.prompt_length :]] for place in places], width, HOLE)
     canvas_tokens = torch.as_tensor(answers, device=device).repeat(seeds, 1)
     query = CanvasQuery(
         rows=np.arange(count),

@@ -28,7 +28,7 @@ FEW = 2**8
 # ---- guidance, temperature, logarithms -------------------------------------------------------------------------------
 
 
-def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
+def apply_guidance(logits: Tensor, scale: float | Tensor) -> Tensor:
     """Compute uncond + s (cond - uncond) of logits [2N, W, V], conditional half first: [N, W, V], at least float32.
 
     The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Tokens that a branch excludes (-inf) get its
@@ -55,20 +55,20 @@ def guided(logits: Tensor, scale: float | Tensor) -> Tensor:
     return mixed
 
 
-def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Divide logits [..., V], less their row's largest, by the temperature (a number, or broadcastable): finite rows
     never overflow. The softmax is that of logits / temperature. Rows with +inf or NaN, or only -inf, become NaN."""
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
-def log_of(p: Tensor) -> Tensor:
+def safe_log(p: Tensor) -> Tensor:
     """Compute ln of distributions [..., V]; -inf for 0 and for subnormal probabilities, which are ten times as slow."""
     least = torch.finfo(p.dtype).tiny
     return torch.threshold_(p.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
 
 
-def divided(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits [..., V] by the temperature, bit for bit as public codes do; rows that overflow as `tempered`."""
+def divide_logits(logits: Tensor, temperature: float) -> Tensor:
+    """Divide logits [..., V] by the temperature, as public codes do; `apply_temperature` for rows that overflow."""
     top = logits.amax(-1, keepdim=True)
     overflows = (top / temperature).isinf() & top.isfinite()
     return (logits - top.where(overflows, 0)).div_(temperature)
@@ -80,7 +80,7 @@ def chunks(logits: Tensor) -> tuple[Tensor, ...]:
     return logits.reshape(-1, logits.shape[-1]).split(rows)
 
 
-def ascending(values: Tensor) -> Tensor:
+def sort_ascending(values: Tensor) -> Tensor:
     """Sort values [..., N] in ascending order. On the CPU numpy is ten times as fast as torch's sort with indices."""
     return torch.from_numpy(np.sort(values.numpy())) if values.is_cpu else values.sort(-1).values
 
@@ -150,7 +150,7 @@ def _find_min_logit(logits: Tensor, top_p: float | None, top_k: int | None) -> t
         negated.partition(top_k - 1)
         kth = torch.from_numpy(negated)[..., top_k - 1].neg()
         return kth, torch.ones_like(kth, dtype=torch.bool)
-    ordered = ascending(logits).flip(-1)
+    ordered = sort_ascending(logits).flip(-1)
     p = ordered.softmax(-1)[..., :top_k]
     # all tokens after the first excluded one are excluded: sums grow, shares fall, and rounding keeps the order
     part = p[..., :HEAD]
@@ -221,7 +221,7 @@ def draw_filtered(
 
 def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute softmax(row / temperature) [V]. Shares below exp(FLOOR) of the largest are slow and become exp(FLOOR)."""
-    return tempered(row, temperature).clamp_(min=FLOOR).softmax(-1)
+    return apply_temperature(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
 def find_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
@@ -280,7 +280,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
     if request.temperature == 0:
         return one_hot_on_best(logits)
     if request.temperature != 1:
-        logits = tempered(logits, request.temperature)
+        logits = apply_temperature(logits, request.temperature)
         # softmax is twice as slow with logits too low to be drawn
         if logits.dtype == torch.float32:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
@@ -294,7 +294,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)
-    filtered = filter_logits(tempered(logits, temperature), None, top_k)
+    filtered = filter_logits(apply_temperature(logits, temperature), None, top_k)
     return filter_logits(filtered, top_p, None).softmax(-1)
 
 
@@ -313,7 +313,7 @@ def probability(distribution: Tensor, tokens: Tensor) -> Tensor:
     return distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def at_slots(distributions: Tensor, slot: Tensor) -> Tensor:
+def select_slots(distributions: Tensor, slot: Tensor) -> Tensor:
     """Copy the distributions of slots [R, N] from distributions [R, W, V]: [R, N, V]."""
     return distributions[torch.arange(len(distributions), device=distributions.device).unsqueeze(1), slot]
 

@@ -48,7 +48,7 @@ def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] 
     return sorted(ids)
 
 
-def randomness(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
+def make_seeds(request: Request, rows: list[list[int]]) -> tuple[torch.Generator | None, list[int]]:
     """Make the generator of `rng="reference"` (else None), and seeds [B]. Raises ValueError for unfit seeds or rows."""
     seed, generator = request.seed, request.generator
     seeds: list[Any] = list(seed) if isinstance(seed, Sequence) else [seed] * len(rows)
@@ -87,15 +87,15 @@ def row_keys(
     return np.stack(keys)
 
 
-def keys_of(
+def make_row_keys(
     request: Request, rows: list[list[int]], device: torch.device, copy_indices: Sequence[int] | None = None
 ) -> tuple[Tensor, list[int]]:
     """Make `row_keys` on the device, and the seeds [B]."""
-    _, seeds = randomness(request, rows)
+    _, seeds = make_seeds(request, rows)
     return torch.as_tensor(row_keys(seeds, rows, copy_indices), device=device), seeds
 
 
-def padded(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
+def pad_rows(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
     """[B, columns] int64: the rows, each followed by `fill`."""
     array = np.full((len(rows), columns), fill, np.int64)
     for row, ids in zip(array, rows, strict=True):

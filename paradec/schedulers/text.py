@@ -19,7 +19,7 @@ from paradec.core.protocol import Sampler
 from paradec.core.registry import to_data
 from paradec.kernels.token_stats import token_statistics
 from paradec.request import Preset, Request
-from paradec.samplers.distributions import divided
+from paradec.samplers.distributions import divide_logits
 from paradec.samplers.masked.blocks import FixedBlocks
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.policies import check_steps
@@ -378,7 +378,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         of diffusers' scheduler."""
         vocab = model_output.shape[-1]
         remaining = (self.num_inference_steps - timestep) / self.num_inference_steps
-        pred_logits = divided(model_output, anneal_temperature(remaining, self.config.t_min, self.config.t_max))
+        pred_logits = divide_logits(model_output, anneal_temperature(remaining, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a token that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
         self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below

@@ -28,7 +28,7 @@ from paradec.core.protocol import State
 from paradec.integrations.engines.hosted import Hosted
 from paradec.models.adapter import Model
 from paradec.models.own_drafts import OwnDrafts
-from paradec.samplers.distributions import guided
+from paradec.samplers.distributions import apply_guidance
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=", "ignore:steps=")
 
@@ -187,7 +187,7 @@ def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
     conditional, unconditional = torch.randn(2, 2, 40, 12, generator=draw, dtype=torch.float64)
     for logits in (conditional, unconditional):
         logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=draw) < 0.33] = -INF
-    found = guided(torch.cat((conditional, unconditional)), scale).softmax(-1)
+    found = apply_guidance(torch.cat((conditional, unconditional)), scale).softmax(-1)
     low = torch.full((), -1e6, dtype=torch.float64)
     c, u = (logits.maximum(low) for logits in (conditional, unconditional))
     torch.testing.assert_close(found, (u + scale * (c - u)).softmax(-1), rtol=1e-8, atol=1e-12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradec.samplers.distributions import HEAD, draw_filtered, filter_logits, tempered
+from paradec.samplers.distributions import HEAD, apply_temperature, draw_filtered, filter_logits
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
@@ -71,11 +71,11 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(unsorted, plain(logits, top_p, top_k, first=True)), (top_p, top_k)
         uniform = torch.rand(2, 30, generator=generator, dtype=torch.float64)
         drawn = draw_filtered(logits, uniform, 0.7, top_p, top_k)
-        sums = plain(tempered(logits.double(), 0.7), top_p, top_k, first=True).softmax(-1).cumsum(-1)
+        sums = plain(apply_temperature(logits.double(), 0.7), top_p, top_k, first=True).softmax(-1).cumsum(-1)
         expected = torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[..., -1:], right=True).squeeze(-1)
         assert drawn is not None and torch.equal(drawn, expected)
         assert torch.equal(draw_filtered(logits[1, 2:3], uniform[1, 2:3], 0.7, top_p, top_k), drawn[1, 2:3])
-        left = plain(tempered(logits, 0.7), top_p, top_k, first=True)
+        left = plain(apply_temperature(logits, 0.7), top_p, top_k, first=True)
         assert (left.gather(-1, drawn.unsqueeze(-1)) > -torch.inf).all()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.window import DraftWindow
-from paradec.samplers.distributions import ascending
+from paradec.samplers.distributions import sort_ascending
 
 EMBEDDED = 10_000
 """Ids whose embeddings the public code compares; a group with another id in it is not filtered by distance."""
@@ -25,7 +25,7 @@ def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Ten
     if p.dtype == torch.float32:
         # the bits of numbers from 0 on grow with them: with the id in the bits below, one number to sort by
         keys = p.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
-        order = ascending(keys)
+        order = sort_ascending(keys)
         rank = torch.searchsorted(order, keys.gather(-1, tokens))
     else:
         order = p.argsort(dim=-1, stable=True)

@@ -34,7 +34,7 @@ from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.features.token_controls import TokenControls
 from paradec.samplers.masked.blocks import NEVER
-from paradec.samplers.start import keys_of, make_trace, padded, suppressed_ids
+from paradec.samplers.start import make_row_keys, make_trace, pad_rows, suppressed_ids
 
 WINDOW = 16
 """Slots of SJD's scripts."""
@@ -197,7 +197,7 @@ class CausalSampler(Sampler):
         contexts: the ids in each row of each branch. shift: as `CausalState.shift`.
         starts, ends: [B] int64: where answers begin and end. width: of the window."""
         facts, device, prompts = model.facts, model.device, encoded.rows
-        keys, _ = keys_of(request, prompts, device, encoded.copy_indices)
+        keys, _ = make_row_keys(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
         guess = allowed.to(device).double()
         features: dict[str, Any] = {}
@@ -214,7 +214,7 @@ class CausalSampler(Sampler):
             facts=facts,
             request=request.without_objects(),
             pads=model.pads,
-            context=torch.as_tensor(padded(contexts, longest, facts.fill_token_id), device=device),
+            context=torch.as_tensor(pad_rows(contexts, longest, facts.fill_token_id), device=device),
             shift=shift,
             prompt_length=starts,
             length=ends,

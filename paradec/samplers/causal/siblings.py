@@ -30,7 +30,7 @@ from paradec.core.memory import MemorySpec
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState
 from paradec.samplers.causal.trees import MAX_NODES, RULES, Tree, TreeLayout, tree_of, walk
 from paradec.samplers.causal.window import Path, check_branches, draw_tokens, draw_uniform, read_drafts
-from paradec.samplers.distributions import at_slots, log_of
+from paradec.samplers.distributions import safe_log, select_slots
 
 COUPLINGS = ("gumbel", "maximal")
 RULE = RULES["without_replacement"]
@@ -199,8 +199,8 @@ class Siblings:
         slot = torch.arange(depth, device=positions.device).expand(len(rows), -1)
         remaining = window.distributions(slot).scatter(-1, window.tokens[:, :depth, None], 0)
         if self.refresh == "gumbel":
-            noise = at_slots(state.memory.read(rows)["noise"], positions % state.width)
-            largest = (log_of(remaining) + noise).topk(min(self.siblings - 1, remaining.shape[-1]), -1)
+            noise = select_slots(state.memory.read(rows)["noise"], positions % state.width)
+            largest = (safe_log(remaining) + noise).topk(min(self.siblings - 1, remaining.shape[-1]), -1)
             drafts = largest.indices.masked_fill(largest.values.isinf(), -1)
         else:
             # number 0 is the guess's

@@ -40,7 +40,7 @@ from paradec.samplers.causal.window import (
     put_noise,
     read_window,
 )
-from paradec.samplers.distributions import at_slots, residual
+from paradec.samplers.distributions import residual, select_slots
 
 
 def verify(
@@ -68,7 +68,8 @@ def verify(
     if refresh == "maximal":
         tokens, resampled = coupled(window, drafted, uniform)
     elif resample:
-        weights = residual(at_slots(p, accepted), drafts.distributions(accepted))  # max(0, p - q) at the rejected draft
+        # max(0, p - q) at the rejected draft
+        weights = residual(select_slots(p, accepted), drafts.distributions(accepted))
         resampled = draw(weights, uniform[..., 1].gather(1, accepted))  # from norm(max(0, p - q))
     tokens = torch.where(rejected, resampled if resample else sampled, tokens)
     unverified = drafted & (slot > accepted) if refresh == "keep" else None

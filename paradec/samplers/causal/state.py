@@ -22,7 +22,7 @@ from paradec.core.query import Cost, StoreCall, branch_rows
 from paradec.core.rows import ROWS, RowLayout, row_layout
 from paradec.models.images.grid import Grid
 from paradec.request import Request
-from paradec.samplers.distributions import guided, log_of, token_distribution
+from paradec.samplers.distributions import apply_guidance, safe_log, token_distribution
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -310,7 +310,7 @@ class CausalState(State):
             if self.request.temperature == 0:  # where p is one-hot: that of temperature 1
                 source, p = copy.copy(self), None
                 source.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None, min_p=None)
-            quantities["log_p"] = log_of(source.distribution(node_logits, rows, positions) if p is None else p)
+            quantities["log_p"] = safe_log(source.distribution(node_logits, rows, positions) if p is None else p)
         if self.rollout is not None:
             quantities["logits"] = guided if node is None else guided.take_along_dim(node.unsqueeze(-1), 1)
         return quantities
@@ -448,7 +448,7 @@ class CausalState(State):
 def read_logits(state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Tensor:
     """Logits [R, W, V] of the running rows, guided, in the order of `state.rows`."""
     if state.branches == 2:
-        outputs = [guided(logits, state.request.guidance_scale) for logits in outputs]
+        outputs = [apply_guidance(logits, state.request.guidance_scale) for logits in outputs]
     if len(outputs) == 1:
         return outputs[0]
     order = np.argsort(np.concatenate([query.index for query in queries]))

@@ -25,7 +25,7 @@ from paradec.core.protocol import Proposal
 from paradec.kernels.token_stats import argmax, draw
 from paradec.samplers.causal.state import DRAFT_STREAM, NOISE_STREAM, CausalState, make_proposal
 from paradec.samplers.causal.trees import TreeLayout, real_nodes
-from paradec.samplers.distributions import at_slots, log_of, probability
+from paradec.samplers.distributions import probability, safe_log, select_slots
 
 UNIFORM, ONE_HOT = -1, -2
 """Values of `DraftDistributions.source`: q is uniform over the guessable tokens; q is one-hot."""
@@ -68,7 +68,7 @@ class DraftDistributions:
         source, tokens = self.source, self.tokens
         if slot is not None:
             source, tokens = source.gather(1, slot), tokens.gather(1, slot)
-        q = at_slots(self.dense, source.clamp(min=0))
+        q = select_slots(self.dense, source.clamp(min=0))
         q = torch.where((source == UNIFORM).unsqueeze(-1), self.guess, q)
         one_hot = (source == ONE_HOT).unsqueeze(-1)
         q.mul_(~one_hot)
@@ -156,8 +156,8 @@ def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tenso
         return argmax(p)
     if "noise" not in state.memory:
         return draw(p, uniform)
-    noise = at_slots(state.memory.read(state.rows)["noise"], positions % state.width)
-    return argmax(log_of(p) + noise)
+    noise = select_slots(state.memory.read(state.rows)["noise"], positions % state.width)
+    return argmax(safe_log(p) + noise)
 
 
 def read_drafts(state: CausalState, rows: np.ndarray) -> DraftDistributions:

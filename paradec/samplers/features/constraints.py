@@ -31,7 +31,7 @@ from paradec.core.rows import ROWS, row_layout
 from paradec.kernels.token_stats import token_statistics
 from paradec.request import NO_FILTERS
 from paradec.samplers.causal.window import ONE_HOT
-from paradec.samplers.distributions import filter_logits, tempered
+from paradec.samplers.distributions import apply_temperature, filter_logits
 from paradec.samplers.features.feature import Ends, Feature, overrides
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.features.spans import Part, Span, find_parts, find_spans
@@ -178,7 +178,8 @@ class MaskedConstraint(SpanConstraint):
         if marginals is None:
             invalid = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
             return torch.zeros_like(invalid, dtype=torch.int64), dict.fromkeys(needs.reads, invalid)
-        sampling = marginals if temperature in (0, 1) else self._marginals(state, part, tempered(raw, temperature))
+        scaled = raw if temperature in (0, 1) else apply_temperature(raw, temperature)
+        sampling = marginals if scaled is raw else self._marginals(state, part, scaled)
         assert sampling is not None
         if temperature > 0 or needs.score_from == "sampled":
             sampling = self._filter(state, part, sampling)

@@ -193,7 +193,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
     return is_best & (column == first.gather(1, block))
 
 
-def with_progress(selected: Tensor, view: Any) -> Tensor:
+def ensure_progress(selected: Tensor, view: Any) -> Tensor:
     """Add to a selection [R, W] bool the best candidate of each block that must progress and has no selection."""
     leading = view.leading
     block = leading.clamp(min=0)

@@ -12,7 +12,7 @@ from paradec.core import rng
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import TokenDraws, token_statistics
 from paradec.request import NO_FILTERS
-from paradec.samplers.distributions import draw_filtered, filter_logits, tempered
+from paradec.samplers.distributions import apply_temperature, draw_filtered, filter_logits
 from paradec.samplers.masked import reference
 from paradec.samplers.statistics import top_by_rank
 
@@ -37,7 +37,7 @@ def draw_candidates(
         drawn_tokens = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
         if drawn_tokens is not None:
             return token_statistics(logits, needs.reads, drawn_tokens)
-    draw_logits = logits if request.temperature in (0, 1) else tempered(logits, request.temperature)
+    draw_logits = logits if request.temperature in (0, 1) else apply_temperature(logits, request.temperature)
     draw_logits = filter_logits(draw_logits, *filters, sorted_ties=generator is not None)
     if has_row_draws and not raw:
         return token_statistics(draw_logits, needs.reads, None, token_draws(state, query))

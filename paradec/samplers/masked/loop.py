@@ -69,11 +69,11 @@ from paradec.core.query import Cost, WindowLogits, WindowQuery
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import read_stats, token_statistics
 from paradec.request import NO_FILTERS, Request, request_for
-from paradec.samplers.distributions import guided
+from paradec.samplers.distributions import apply_guidance
 from paradec.samplers.features.adaptive_blocks import cut_blocks
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.features.logprobs import known_probabilities, step_logprobs
-from paradec.samplers.features.pipelined_blocks import leading_blocks, open_starts, with_progress
+from paradec.samplers.features.pipelined_blocks import ensure_progress, leading_blocks, open_starts
 from paradec.samplers.masked import drawing, reference
 from paradec.samplers.masked.blocks import close_blocks, find_ends, trim_rows
 from paradec.samplers.masked.partial_calls import build_store_call, find_columns, merge_parts, scatter_to_window
@@ -356,7 +356,7 @@ class MaskedSampler(Sampler):
         view = make_view(self, state, proposal, generator)
         selected = run_select(self, view) & view.candidates
         if view.leading is not None:
-            selected = with_progress(selected, view)
+            selected = ensure_progress(selected, view)
         decision = Decision(values=proposal.values, selected=selected, filled=selected)
         if needs.revises:
             decision = revision.revise_decision(self, state, view, selected)
@@ -511,7 +511,7 @@ def prepare_logits(sampler: MaskedSampler, state: Any, logits: Tensor, query: Wi
     """Apply guidance, and exclude tokens that are never proposed (in place), before `process_logits`."""
     request = state.request
     if request.guidance_scale != 1.0:
-        logits = guided(logits, sampler.guidance(state, query.rows))
+        logits = apply_guidance(logits, sampler.guidance(state, query.rows))
     elif request.temperature > 0:
         # scaled logits can leave the range of float16
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

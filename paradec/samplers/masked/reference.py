@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.query import WindowQuery
-from paradec.samplers.distributions import divided, filter_logits
+from paradec.samplers.distributions import divide_logits, filter_logits
 from paradec.samplers.features.feature import Feature
 from paradec.samplers.masked.state import MaskedState
 
@@ -105,10 +105,10 @@ def read_candidates(
     proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = proposable.argmax(-1)
     if request.temperature > 0:
-        drawn_from = filter_logits(divided(proposable, request.temperature), *request.filters)
+        drawn_from = filter_logits(divide_logits(proposable, request.temperature), *request.filters)
         tokens = sampler.draw_tokens(state, drawn_from, query, generator)
     if sampler.needs.score_from == "sampled":
-        logits = logits if request.temperature == 0 else divided(logits, request.temperature)
+        logits = logits if request.temperature == 0 else divide_logits(logits, request.temperature)
         logits = filter_logits(logits, *request.filters)
     tokens, quantities = statistics(logits, sampler.needs.reads, tokens)
     return tokens, {**quantities, "best_token": best} if "best_token" in quantities else quantities

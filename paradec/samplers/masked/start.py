@@ -35,7 +35,7 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks
 from paradec.samplers.masked.policies import check_steps, count_blocks, policy_by_name
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
+from paradec.samplers.start import answer_starts, make_seeds, make_trace, new_tokens, pad_rows, row_keys, suppressed_ids
 
 MAX_UNCHECKED = 2**24
 """Bytes of logits that fit on any device, without a check."""
@@ -65,7 +65,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         cache = make_cache(request, sampler, model, policy)
     sampler.check(facts, policy, cache, int((lengths + num_new - starts).max()))
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
-    generator, seeds = randomness(request, rows)
+    generator, seeds = make_seeds(request, rows)
     stop_rules: list[Any] = []
     early: tuple[EarlyRule, ...] = ()
     if request.stop is not None:
@@ -86,7 +86,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     ends = lengths + num_new
     if facts.topology == "block_causal" and num_new:  # the last block is whole, and its end is cut later
         ends = np.minimum(facts.block_bounds(starts, ends, starts)[1], facts.max_length or LONGEST_BLOCK)
-    canvas = padded(rows, int(ends.max()), mask_id)
+    canvas = pad_rows(rows, int(ends.max()), mask_id)
     canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
     is_given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:

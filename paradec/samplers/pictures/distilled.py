@@ -21,10 +21,10 @@ from paradec.kernels.token_stats import BELOW_ONE, draw
 from paradec.models.images.distilled import DistilledAnswer, DistilledQuery, Stages
 from paradec.models.images.var import ScaleQuery
 from paradec.request import Request, request_for
-from paradec.samplers.distributions import filtered_distribution, guided
+from paradec.samplers.distributions import apply_guidance, filtered_distribution
 from paradec.samplers.pictures.continuous import normal
 from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
-from paradec.samplers.start import keys_of
+from paradec.samplers.start import make_row_keys
 
 
 class CellTeaching:
@@ -65,7 +65,7 @@ class CellTeaching:
 
     def guided(self, logits: Tensor, at: int) -> Tensor:
         """[B, W, V]."""
-        return guided(logits, self.scale) if self.branches == 2 else logits
+        return apply_guidance(logits, self.scale) if self.branches == 2 else logits
 
     def span(self, at: int) -> tuple[int, int]:
         """The first token of `at`, and the one after its last."""
@@ -114,7 +114,7 @@ class ScaleTeaching(CellTeaching):
         return self.model(query).logits
 
     def guided(self, logits: Tensor, at: int) -> Tensor:
-        return logits if self._weight(at) == 1 else guided(logits, self._weight(at))
+        return logits if self._weight(at) == 1 else apply_guidance(logits, self._weight(at))
 
     def span(self, at: int) -> tuple[int, int]:
         return self.ends[at], self.ends[at + 1]
@@ -293,7 +293,7 @@ class Distilled(Sampler):
         check_int("split", split, low=0, high=stages.last)
         plan = self.plan(stages, request.steps)
         device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)
-        keys, seeds = keys_of(request, [[label] for label in labels], device)
+        keys, seeds = make_row_keys(request, [[label] for label in labels], device)
         shape = (len(labels), stages.kept[-1], facts.channels)
         if noise is None:
             positions = torch.arange(shape[1], device=device).expand(shape[:2])

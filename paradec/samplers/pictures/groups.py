@@ -39,9 +39,9 @@ from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import Spans
-from paradec.samplers.distributions import filtered_distribution, guided, probability
+from paradec.samplers.distributions import apply_guidance, filtered_distribution, probability
 from paradec.samplers.pictures.start import unsupported_for_pictures
-from paradec.samplers.start import keys_of, make_trace, padded
+from paradec.samplers.start import make_row_keys, make_trace, pad_rows
 
 if TYPE_CHECKING:
     from paradec.caches.store import KeyValueStore
@@ -312,7 +312,7 @@ class Groups(GroupWriter):
         facts, device = model.facts, model.device
         rows, negative = checked_rows(model, prompt, request, negative_prompt)
         branches, contexts = 1 + bool(negative), [*rows, *negative]
-        keys, _ = keys_of(request, rows, torch.device("cpu"))
+        keys, _ = make_row_keys(request, rows, torch.device("cpu"))
         assert isinstance(self.order, Order)
         groups = self.order.with_steps(request.steps).groups(grid.height, grid.width, draws_from_keys(keys))
         if self.lossless:
@@ -331,7 +331,7 @@ class Groups(GroupWriter):
             memory=Memory(),
             facts=facts,
             request=request.without_objects(),
-            context=torch.as_tensor(padded(contexts, length + grid.length, model.blank_id), device=device),
+            context=torch.as_tensor(pad_rows(contexts, length + grid.length, model.blank_id), device=device),
             groups=groups,
             cells=cells.to(device),
             prompt_length=np.full(len(rows), length),
@@ -381,7 +381,7 @@ class Groups(GroupWriter):
             return self.exact.propose(state, outputs, queries)
         (logits,), (query,) = outputs, queries
         if state.branches == 2:
-            logits = guided(logits, self.guidance(state))
+            logits = apply_guidance(logits, self.guidance(state))
         p = self.distribution(state, logits)
         positions = state.positions(state.index)
         tokens = self.draw(state, p, positions)

@@ -19,10 +19,10 @@ from paradec.core.query import Cost, Query, StoreCall
 from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request
-from paradec.samplers.distributions import guided, probability
+from paradec.samplers.distributions import apply_guidance, probability
 from paradec.samplers.pictures.groups import GroupWriter, WrittenState
 from paradec.samplers.pictures.start import unsupported_for_pictures
-from paradec.samplers.start import keys_of, make_trace, padded
+from paradec.samplers.start import make_row_keys, make_trace, pad_rows
 
 
 @dataclass
@@ -97,13 +97,13 @@ class NAR(GroupWriter):
             contexts = [*prompts, *negative]
         longest = int(lengths.max()) + grid.length
         model.facts.check_length(longest, grid.length)
-        keys, _ = keys_of(request, prompts, model.device, encoded.copy_indices)
+        keys, _ = make_row_keys(request, prompts, model.device, encoded.copy_indices)
         state = NARState(
             batch=len(prompts),
             memory=Memory(),
             request=request.without_objects(),
             grid=grid,
-            context=torch.as_tensor(padded(contexts, longest, model.facts.fill_token_id), device=model.device),
+            context=torch.as_tensor(pad_rows(contexts, longest, model.facts.fill_token_id), device=model.device),
             prompt_length=lengths,
             keys=keys,
             store=model.make_store(len(contexts), longest),
@@ -152,7 +152,7 @@ class NAR(GroupWriter):
         (heads,), (query,) = outputs, queries
         cells = torch.as_tensor(diagonal(state.grid, state.index), device=heads.device)
         averaged = neighbours(heads, state.grid, state.index)  # [R, W, V]
-        logits = guided(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
+        logits = apply_guidance(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
         p = self.distribution(state, logits)
         tokens = draw(p, state.uniform(cells))
         return Proposal(

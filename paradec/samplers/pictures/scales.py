@@ -22,9 +22,9 @@ from paradec.kernels.token_stats import argmax, draw
 from paradec.models.images.base import check_alike
 from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
 from paradec.request import Request, request_for
-from paradec.samplers.distributions import filter_logits, tempered
+from paradec.samplers.distributions import apply_temperature, filter_logits
 from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
-from paradec.samplers.start import keys_of
+from paradec.samplers.start import make_row_keys
 
 SMOOTH_STREAM = 2
 """Of `paradec.core.rng`: noise of the blended codes, apart from the draws of tokens."""
@@ -184,7 +184,7 @@ class VAR(Sampler):
             if entries is not None and len(entries) != len(facts.scales):
                 raise ValueError(f"{name} has {len(entries)} entries; the model has {len(facts.scales)} scales")
         labels = labels_of(prompt, facts.classes)
-        keys, seeds = keys_of(request, [[label] for label in labels], model.device)
+        keys, seeds = make_row_keys(request, [[label] for label in labels], model.device)
         device, length, side = model.device, facts.ends[-1], facts.scales[-1]
         dtype = torch.promote_types(model.dtype, torch.float32)
         state = ScaleState(
@@ -238,7 +238,7 @@ class VAR(Sampler):
         guided = self.guided(state, answer.logits)
         filtered = self.filtered(state, guided)
         temperature = self.temperature(state)
-        logits = None if temperature == 0 else tempered(filtered, temperature)
+        logits = None if temperature == 0 else apply_temperature(filtered, temperature)
         tokens = argmax(filtered) if logits is None else self.draw(state, logits)
         p = (guided if logits is None else logits).softmax(-1)
         scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()

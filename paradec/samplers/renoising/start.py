@@ -23,7 +23,7 @@ from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.state import DenoisingState, StabilityRule
-from paradec.samplers.start import answer_starts, make_trace, new_tokens, padded, randomness, row_keys, suppressed_ids
+from paradec.samplers.start import answer_starts, make_seeds, make_trace, new_tokens, pad_rows, row_keys, suppressed_ids
 
 _CANVAS = "a canvas has the length that the model was trained with"
 REFUSED = {
@@ -71,7 +71,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if is_reference and holes:
         raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
     # first tokens: `randomness` rejects rows of unequal lengths, transformers does not
-    generator, seeds = randomness(request, [row[:1] for row in rows] if is_reference else rows)
+    generator, seeds = make_seeds(request, [row[:1] for row in rows] if is_reference else rows)
     token_rules, early = split_stop_rules(request.stop)
     if early:
         raise ValueError(f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole")
@@ -89,7 +89,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     starts = [_starts(row, int(end), width) for row, end in zip(rows, requested_length, strict=True)]
     lengths_with_canvases = np.array([row[-1] + width for row in starts], np.int64)
     longest = int(np.maximum(lengths_with_canvases, requested_length).max())
-    canvas = padded(rows, longest, HOLE)
+    canvas = pad_rows(rows, longest, HOLE)
     is_given = canvas != HOLE
     settings = {name: defaults[name] if (value := getattr(sampler, name)) is None else value for name in MODEL_SETTINGS}
     check_at_most("t_min", settings["t_min"], "t_max", settings["t_max"])

@@ -40,7 +40,7 @@ from paradec.core.prompts import check_rows
 from paradec.core.protocol import NotFinite
 from paradec.core.query import WindowLogits
 from paradec.request import FIELDS
-from paradec.samplers.distributions import guided
+from paradec.samplers.distributions import apply_guidance
 from paradec.samplers.start import row_keys
 
 
@@ -381,7 +381,7 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
     )
     with torch.inference_mode():
         logits = model(query)
-        logits = logits if branches == 1 else guided(logits, scale)
+        logits = logits if branches == 1 else apply_guidance(logits, scale)
         log_probs = StepLogProbs.from_logits(logits, ids.to(model.device), 1)
         chosen, is_best = log_probs.chosen.cpu(), (log_probs.best_tokens.squeeze(-1).cpu() == ids)
     wrong = (log_probs.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()

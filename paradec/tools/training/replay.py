@@ -22,7 +22,7 @@ from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout
 from paradec.models.base import Model
-from paradec.samplers.distributions import guided
+from paradec.samplers.distributions import apply_guidance
 
 
 def replay(
@@ -346,7 +346,7 @@ def _log_probs(
         CausalQuery(**fields) if causal else WindowQuery(**fields, window=WindowLogits(np.arange(count)), origin=origin)
     )
     logits = model.evaluate(query)
-    logits = guided(logits, scale) if scale != 1 else logits.to(_logits_dtype(model))
+    logits = apply_guidance(logits, scale) if scale != 1 else logits.to(_logits_dtype(model))
     counts = torch.tensor([len(part.columns) for part in parts])
     sources = torch.arange(count).repeat_interleave(counts)
     columns = torch.cat([torch.arange(size) for size in counts.tolist()])

@@ -21,7 +21,7 @@ from paradec.kernels.token_stats import draw
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.loading import file_type
 from paradec.models.images.lpd import GUIDANCE, LPD, PRESETS, LPDConfig, LPDModel, load_lpd, resize_positions
-from paradec.samplers.distributions import guided
+from paradec.samplers.distributions import apply_guidance
 from paradec.samplers.pictures.groups import Groups
 
 
@@ -73,7 +73,7 @@ def test_a_recorded_run(name: str) -> None:
             for kept, expected in zip((state.store.layer_keys, state.store.layer_values), sums, strict=True):
                 assert_checksum(kept[layer][:, :end].transpose(1, 2), expected)
         if state.branches == 2:
-            logits = guided(logits, sampler.guidance(state))
+            logits = apply_guidance(logits, sampler.guidance(state))
         assert_checksum(logits, step["guided_logits"])
         if f"guided_logits.{index}" in arrays:
             theirs = arrays[f"guided_logits.{index}"]

@@ -19,7 +19,7 @@ from paradec.core.query import Cost, WindowLogits, WindowQuery
 from paradec.core.registry import Registry
 from paradec.core.trace import Notes
 from paradec.samplers.features.feature import overrides
-from paradec.samplers.features.pipelined_blocks import with_progress
+from paradec.samplers.features.pipelined_blocks import ensure_progress
 from paradec.samplers.features.token_controls import CONTROLS
 from paradec.samplers.masked.ahead.draft_layout import DraftLogits, DraftState, logits_by_draft
 from paradec.samplers.masked.loop import LOOP_METHODS, MaskedSampler, make_view
@@ -140,7 +140,7 @@ class DraftingSampler(MaskedSampler):
         view = make_view(base, draft, proposal, memory=memory)
         selected = run_select(base, view) & view.candidates
         if view.leading is not None:
-            selected = with_progress(selected, view)
+            selected = ensure_progress(selected, view)
         new_memory = {**memory, **{name: updates[name] for name in updates if name in memory}}
         new_memory |= base.remember(view, selected)
         cut = base.trim(view, selected) if draft.request.eos_early_stop else None

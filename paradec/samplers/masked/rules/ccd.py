@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from paradec.core.checks import check_int, check_number
 from paradec.core.memory import MemorySpec
-from paradec.samplers.distributions import log_of
+from paradec.samplers.distributions import safe_log
 from paradec.samplers.masked.loop import Needs, Stage, View
 from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.statistics import best_with_probability
@@ -110,7 +110,7 @@ class CCD(LowConfidence):
         logits_at_columns = logits_at_columns.to(torch.promote_types(logits_at_columns.dtype, torch.float32))
         is_same_column = (columns.unsqueeze(-1) == earlier_columns.unsqueeze(1)).to(earlier.dtype)  # [R, U, E]
         mean = (logits_at_columns.softmax(-1) + is_same_column @ earlier) / (1 + count)
-        averaged = torch.where(count > 0, log_of(mean), logits_at_columns)
+        averaged = torch.where(count > 0, safe_log(mean), logits_at_columns)
         logits = logits.to(averaged.dtype, copy=True)
         logits[torch.arange(len(logits), device=logits.device).unsqueeze(1), columns] = averaged
         return logits

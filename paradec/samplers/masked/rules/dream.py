@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_number, check_temperature
-from paradec.samplers.distributions import tempered
+from paradec.samplers.distributions import apply_temperature
 from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.schedules import time_grid, time_share
 from paradec.samplers.masked.state import MaskedState
@@ -61,5 +61,5 @@ class DreamSampler(MaskedSampler):
     def select(self, view: View) -> Tensor:
         if not self.alg_temp:
             return view.top(view.scores, view.quota)
-        scores = tempered(view.scores, self.alg_temp).clamp(min=LAST)
+        scores = apply_temperature(view.scores, self.alg_temp).clamp(min=LAST)
         return view.choose(scores.masked_fill(~view.candidates, -torch.inf), view.quota)

@@ -14,7 +14,7 @@ from paradec.core import rng
 from paradec.core.checks import check_choice, check_number
 from paradec.core.query import WindowQuery
 from paradec.kernels.token_stats import draw
-from paradec.samplers.distributions import tempered
+from paradec.samplers.distributions import apply_temperature
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.drawing import token_draws
 from paradec.samplers.masked.loop import LAST, MaskedProposal, MaskedSampler, MaskedState, Needs, View
@@ -127,7 +127,7 @@ class MaskGIT(MaskedSampler):
         tau = self.temperature_at(*self.block_progress(state, query.rows)).clip(
             torch.finfo(torch.float64).tiny
         )  # not 0
-        cooler = tempered(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
+        cooler = apply_temperature(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
         return self._redraw(state, cooler, query, generator), quantities
 
     def _redraw(

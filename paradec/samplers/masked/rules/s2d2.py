@@ -19,7 +19,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.kernels.token_stats import draw
 from paradec.request import Request, request_for
-from paradec.samplers.distributions import filter_logits, tempered
+from paradec.samplers.distributions import apply_temperature, filter_logits
 from paradec.samplers.masked.ahead.draft_layout import select_part_rows
 from paradec.samplers.masked.loop import MaskedSampler, MaskedState, build_query, gather_tokens
 from paradec.samplers.masked.view import MaskedProposal, Needs, View
@@ -205,7 +205,7 @@ class S2D2(MaskedSampler):
         span = masks & ((~masks & (column > first_mask)).long().cumsum(1) == 0)
         request = state.request
         if request.temperature:
-            logits = filter_logits(tempered(logits, request.temperature), *request.filters)
+            logits = filter_logits(apply_temperature(logits, request.temperature), *request.filters)
         probs = logits.softmax(-1)
         if isinstance(query.window, VerifyLogits):
             return self._verify(state, query, probs, positions, masks, span, memory)
