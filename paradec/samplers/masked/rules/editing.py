@@ -18,7 +18,7 @@ from paradec.samplers.masked.rules.threshold import select_at_least
 
 @dataclass(frozen=True)
 class Editing(MaskedSampler):
-    """Per row and step, commit every masked position of the block with confidence > threshold, and the best one always.
+    """Per row and step, commit every masked position of the block with confidence > threshold, and always the best one.
     Also replace each decided token (except prompt tokens) by the candidate, if that is another token with confidence >
     editing_threshold. When no mask is left, steps continue in the block until a step edits nothing.
 

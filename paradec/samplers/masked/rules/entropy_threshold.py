@@ -12,7 +12,7 @@ from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 
 @dataclass(frozen=True)
 class EntropyThreshold(MaskedSampler):
-    """Per row, commit every masked position of the block with entropy <= threshold, and the lowest one always.
+    """Per row, commit every masked position of the block with entropy <= threshold, and always the lowest one.
 
     Args:
         threshold: entropy of softmax(logits) in nats, at any temperature; at least 0. The paper's models, which are

@@ -14,7 +14,7 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, View
 @dataclass(frozen=True)
 class Hierarchy(MaskedSampler):
     """Per row, commit the best position of each contiguous run of masked positions if its confidence is above
-    `low_threshold`, every position with confidence above `threshold`, and the row's best one always.
+    `low_threshold`, every position with confidence above `threshold`, and always the row's best one.
 
     Args:
         threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best.

@@ -21,7 +21,7 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Learn2PD(MaskedSampler):
-    """Per row, commit every masked position of the block that the filter accepts, and the most confident one always.
+    """Per row, commit every masked position of the block that the filter accepts, and always the most confident one.
 
     Args:
         filter: a file written by `paradec learn2pd train`; None uses the packaged filter for the packaged model, and

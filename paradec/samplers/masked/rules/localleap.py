@@ -14,7 +14,7 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 @dataclass(frozen=True)
 class LocalLeap(MaskedSampler):
     """Per row, commit the anchors (masked positions with confidence >= anchor_threshold), every masked position within
-    `radius` of an anchor with confidence >= relaxed_threshold, and the best one always.
+    `radius` of an anchor with confidence >= relaxed_threshold, and always the best one.
 
     Args:
         anchor_threshold: tau, in [0, 1]; without an anchor the rule is `threshold`.

@@ -19,7 +19,7 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Threshold(MaskedSampler):
-    """Per row, commit every masked position of the block with confidence >= threshold, and the best one always.
+    """Per row, commit every masked position of the block with confidence >= threshold, and always the best one.
 
     Args:
         threshold: probability that a token must reach, in [0, 1].

@@ -19,7 +19,7 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 
 @dataclass(frozen=True)
 class Wino(MaskedSampler):
-    """Per row, commit every masked position of the block with confidence > threshold (tau_1), and the best one always;
+    """Per row, commit every masked position of the block with confidence > threshold (tau_1), and always the best one;
     then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
 
     The shadow of a position is a mask with the same position id that sees everything except the token at that position,
