@@ -1,6 +1,6 @@
-"""Languages of answers.
+"""Constraints on answers, as formal languages.
 
-`values` holds what callers give. A value becomes an expression (`expressions`, `regex`, `json_schema`), a minimal
-automaton over bytes (`dfa`) and one over tokens (`spelling`); a server builds it in a process with
-limits (`compiler`). `passes` sums over all texts of an `automaton`, and `marginals` conditions logits on them.
+`values` defines the constraints that callers pass. A constraint becomes an expression (`expressions`, `regex`,
+`json_schema`), then a minimal automaton over bytes (`dfa`), then one over tokens (`spelling`). Servers build it in a
+subprocess with limits (`compiler`). `passes` sums over all texts, and `marginals` conditions logits on them.
 """

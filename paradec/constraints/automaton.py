@@ -1,4 +1,4 @@
-"""Automata over a model's tokens, with edges by class: tokens of one class have equal transitions everywhere."""
+"""Automata over a model's tokens. Tokens of one class have the same transitions in every state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 MAX_STATES, MAX_EDGES = 2**16, 2**20
 """Limits of an automaton over tokens; the largest has about 130 MB of tables."""
 MAX_TABLE_BYTES = 2**28
-"""Limit of a table with an entry for each state and slot."""
+"""Limit of a table with one entry per state and slot."""
 
 
 class ConstraintSizeError(ValueError):
@@ -33,11 +33,11 @@ class Grouped:
 
 
 class Runs:
-    """Tokens of one class within one stretch of ids, for sums over classes and over stretches.
+    """Runs: the tokens of one class within one stretch of ids, for sums over classes and over stretches.
 
-    `tokens` [A] int32 are the ids that occur in texts, run by run and ascending; run p has `begins[p]` to
-    `begins[p + 1]` of them and the class `classes[p]`. `stretches` has the first run of each stretch, and P.
-    `by_class` groups the runs.
+    `tokens` [A] int32 are the ids that occur in texts, sorted by run, then by id. Run p is the tokens from `begins[p]`
+    to `begins[p + 1]`, of class `classes[p]`. `stretches` is the index of each stretch's first run, and at its end P,
+    the number of runs. `by_class` groups the runs.
     """
 
     def __init__(self, class_of: np.ndarray):
@@ -53,16 +53,16 @@ class Runs:
 
 
 class TokenAutomaton:
-    """States 0 (where texts begin) to S - 1, of which each is reached and leads to an accepting one; S is 0 where no
-    sequence of tokens is in the language. `C` classes of tokens, `E` edges.
+    """Automaton over tokens with S states, C token classes and E edges. State 0 is the start; every state can be
+    reached and leads to an accepting state. S is 0 if no token sequence is in the language.
 
     Args:
         vocab_size: V.
-        members: the ids of each class; an id is in one class at most.
+        members: the ids of each class; an id is in at most one class.
         edges: [E, 3] int64: state, class, next state.
         accept: [S] bool.
-        end: the state after an end token; -1 where there is none.
-        free: [S] bool: states before the end of a marker; by default none.
+        end: the state after an end token; -1 without end tokens.
+        free: [S] bool: states of the free text and the marker before a text; None: no states.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TokenAutomaton:
         return np.array([len(ids) for ids in self.members], np.int64)
 
     def after(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Outgoing classes [k] of a state, ascending, and their next states [k]."""
+        """Classes [k] of a state's outgoing edges, ascending, and the next states [k]."""
         _, classes, following = self.edges[self._begins[state] : self._begins[state + 1]].T
         return classes, following
 
@@ -136,7 +136,7 @@ class TokenAutomaton:
 
     def reach(self, count: int) -> np.ndarray:
         """[S] bool: states from which exactly `count` tokens lead to an accepting one."""
-        if self.end >= 0:  # end tokens fill the rest
+        if self.end >= 0:  # end tokens fill the remaining slots
             return self.distance <= count
         states = self.accept
         for _ in range(count):
@@ -146,16 +146,17 @@ class TokenAutomaton:
         return states
 
     def in_time(self, budget: int) -> np.ndarray:
-        """[S] bool: states allowed where at most `budget` more tokens, and the fewest that lead on, may be free."""
+        """[S] bool: states allowed with `budget` more tokens of free text; if negative, the marker's first -`budget`
+        tokens must have been written."""
         return ~self.free | (self.distance <= self.distance[self.free].max(initial=0) + budget)
 
     def free_length(self, tokens: Sequence[int]) -> int:
-        """Number of tokens up to the end of the marker."""
+        """Number of `tokens` up to the end of the marker."""
         states = accumulate(tokens, self.step, initial=0)
         return min(len(tokens), sum(1 for _ in takewhile(lambda state: state >= 0 and self.free[state], states)))
 
     def step(self, state: int, token: int) -> int:
-        """The state after a token; -1 where the token is in no text, or the state is -1."""
+        """The state after a token; -1 if the token cannot follow or the state is -1."""
         index = self.class_of[token] if 0 <= token < self.vocab_size else -1
         if state < 0 or index < 0:
             return -1
@@ -164,7 +165,7 @@ class TokenAutomaton:
         return int(following[edge]) if edge < len(classes) and classes[edge] == index else -1
 
     def with_end_tokens(self, ids: Iterable[int]) -> TokenAutomaton:
-        """Allow any number of the end tokens `ids` after a text, and none within it."""
+        """Allow any number of the end tokens `ids` after a text, but none inside it."""
         ids = np.unique(np.array([*ids], np.int64))
         texts = self.without_tokens(ids)
         if not len(ids) or not texts.states:
@@ -203,8 +204,8 @@ UNREACHED = np.iinfo(np.int64).max
 
 
 def _distances(sources: np.ndarray, targets: np.ndarray, is_start: np.ndarray) -> np.ndarray:
-    """[S] int64: shortest path lengths from the states `is_start` [S] bool, along edges sources [E] -> targets [E];
-    `UNREACHED` without a path."""
+    """[S] int64: length of the shortest path to each state from the states `is_start` [S] bool, along the edges
+    sources [E] -> targets [E]; `UNREACHED` without a path."""
     order = np.argsort(sources, kind="stable")
     targets, starts = targets[order], np.searchsorted(sources[order], np.arange(len(is_start) + 1))
     distance = np.full(len(is_start), UNREACHED)

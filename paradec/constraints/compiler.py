@@ -15,13 +15,14 @@ from paradec.constraints.spelling import spell_texts, spelling_of
 from paradec.constraints.values import Constraint, cache_automaton, has_automaton
 
 MAX_KNOWN = 256
-"""Maximum number of remembered constraints."""
+"""Maximum number of cached constraints."""
 
 
 class Compiler:
-    """Builds constraints and their automata over the tokens of one tokenizer.
+    """Compiler of constraints to automata over the tokens of one tokenizer.
 
-    Each takes at most `seconds` and `max_bytes` of memory in one of at most `processes`, which start when needed.
+    Each compilation may take `seconds` and `max_bytes` of memory. It runs in one of at most `processes` subprocesses,
+    which are started when needed.
     """
 
     def __init__(
@@ -34,17 +35,17 @@ class Compiler:
         self._known: dict[bytes, Constraint] = {}
 
     def compile(self, make: Callable[..., Constraint], *arguments: Any) -> Constraint:
-        """Build `make(*arguments)`, and keep its automaton for `token_automaton`. Any thread may call it.
+        """Build the constraint `make(*arguments)`, and cache its automaton for `token_automaton`. Thread-safe.
 
         Raises:
-            ConstraintSizeError: it takes too long, or too much memory. Others: as `make`, `node` and `lift`.
+            ConstraintSizeError: compilation takes too long, or too much memory. Others: as `make`, `node` and `lift`.
         """
         key = pickle.dumps((make, arguments))
         with self._lock:
             value = self._known.get(key)
         if value is not None and has_automaton(value, self.tokenizer, self.vocab_size):
             return value
-        if spelling_of(self.tokenizer) is None:  # the error says so
+        if spelling_of(self.tokenizer) is None:  # raises the error, except for Choice
             value = make(*arguments)
             value.to_token_automaton(self.tokenizer, self.vocab_size)
         with self._slots:
@@ -60,12 +61,12 @@ class Compiler:
         return value
 
     def close(self) -> None:
-        """End the idle processes."""
+        """End the idle subprocesses."""
         while self._idle:
             _end(self._idle.pop())
 
     def _ask(self, key: bytes) -> Any:
-        """Let a process compile; returns an error, or a constraint with its automaton."""
+        """Compile in a subprocess. Returns an error, or a constraint and its automaton."""
         try:
             process = self._idle.pop()
         except IndexError:
@@ -76,10 +77,10 @@ class Compiler:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(key)
             process.stdin.flush()
-            while isinstance(reply := pickle.load(process.stdout), list):  # texts that the tokenizer is to spell
+            while isinstance(reply := pickle.load(process.stdout), list):  # texts to tokenise
                 pickle.dump(spell_texts(self.tokenizer, reply), process.stdin)
                 process.stdin.flush()
-        except (EOFError, OSError, pickle.UnpicklingError):  # it was killed, or has run out of memory
+        except (EOFError, OSError, pickle.UnpicklingError):  # the process was killed, or ran out of memory
             _end(process)
             size = f"{self.seconds:g} s or {self.max_bytes >> 20} MiB"
             return ConstraintSizeError(f"compiling the constraint takes more than {size}: give a smaller one")
@@ -96,7 +97,7 @@ class Compiler:
         assert process.stdin is not None and process.stdout is not None
         pickle.dump((spelling_of(self.tokenizer), self.vocab_size, self.max_bytes), process.stdin)
         process.stdin.flush()
-        pickle.load(process.stdout)  # its time begins when it is ready
+        pickle.load(process.stdout)  # wait until the process is ready; start-up does not count as its time
         return process
 
 
@@ -107,7 +108,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _serve() -> None:
-    """Answer requests from standard input until it closes."""
+    """Compile requests from standard input until it closes."""
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     spelling, vocab_size, max_bytes = pickle.load(sys.stdin.buffer)

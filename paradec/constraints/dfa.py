@@ -1,7 +1,7 @@
-"""Deterministic automata of expressions, over characters or over the bytes of UTF-8 texts.
+"""Deterministic finite automata (DFA) of expressions, over characters or over the bytes of UTF-8 texts.
 
-The positions of an expression are made deterministic by the subset construction, over characters, and minimal by
-partition refinement. Characters become bytes in the minimal automaton.
+The subset construction over an expression's positions gives an automaton over characters, which partition refinement
+makes minimal. Only then do characters become bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from paradec.constraints.expressions import (
 )
 
 MAX_WORK = 2**19
-"""Maximum number of letters, positions and entries of sets of positions; bounds time."""
+"""Maximum number of letters, positions and entries of position sets; bounds the time."""
 END = 0
 """The position after an expression."""
 State = TypeVar("State", bound=Hashable)
 Positions: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Ascending, disjoint ranges of letters and their next states."""
+"""Ascending, disjoint ranges of letters, each with its next state: (low, high, next state)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dfa:
-    """States 0 (start) to S - 1, of which each leads to an accepting one; without states, no text matches."""
+    """Automaton with states 0 (start) to S - 1, each of which leads to an accepting one. If S is 0, no text matches."""
 
     rows: list[Row]
     accept: list[bool]
@@ -60,12 +60,12 @@ def explore(
     is_end: Callable[[State], bool],
     max_moves: int = 2**20,
 ) -> tuple[list[Any], list[bool]]:
-    """Number the states that are reached from a start, in order of discovery.
+    """Number the states that can be reached from `start`, in order of discovery.
 
-    moves: called with a state: triples of what is read, in two parts, and the next state.
+    moves: returns a state's moves: triples (low, high, next state).
 
-    Returns the moves of each state, with numbers, and whether it is an end. Raises ValueError for more than
-    `MOST_STATES` or `max_moves`.
+    Returns the moves of each state with numbered next states, and whether each state is an end. Raises ValueError for
+    more than `MOST_STATES` states or `max_moves` moves.
     """
     ids, todo, rows = {start: 0}, [start], list[tuple[tuple[Any, Any, int], ...]]()
     for state in todo:
@@ -84,7 +84,7 @@ def explore(
 
 
 def join_ranges(moves: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
-    """Join ascending ranges next to each other with equal targets."""
+    """Join adjacent ranges with equal targets; `moves` are ascending."""
     row, begin = list[tuple[int, int, Any]](), -1
     for low, high, target in moves:
         if low == begin and row[-1][2] == target:
@@ -112,7 +112,7 @@ def to_dfa(node: Node, over_bytes: bool = False) -> Dfa:
 
 
 class _Positions:
-    """Positions in an expression: a state of an automaton, and the position that follows the automaton."""
+    """Positions in an expression: each is a state of a `Machine` and the position that follows this machine."""
 
     def __init__(self) -> None:
         self.work = 0
@@ -139,7 +139,7 @@ class _Positions:
         return self._ids[position]
 
     def reach(self, positions: Positions) -> Positions:
-        """The positions with letters, and the end, that are reached without a letter."""
+        """The positions reached without reading a letter: those that have letters, and `END`."""
         if positions not in self._reached:
             stack, reached = [*positions], {*positions}
             while stack:
@@ -151,7 +151,7 @@ class _Positions:
         return self._reached[positions]
 
     def _expand(self, index: int) -> list[int]:
-        """Find a position's letters; returns the positions that it is at as well."""
+        """Record a position's letters. Returns the positions that can be reached from it without a letter."""
         if index not in self._inner:
             machine, state, then = self._positions[index]
             self.count(1 + len(machine.edges[state]))
@@ -172,7 +172,7 @@ class _Positions:
         return ((low, high, self._reached.get(target) or self.reach(target)) for low, high, target in moves)
 
     def _disjoint(self, moves: list[tuple[int, int, Positions]]) -> list[tuple[int, int, Positions]]:
-        """Ascending ranges, with the positions after each letter together."""
+        """Split overlapping ranges into ascending disjoint ones; each has the union of the positions after it."""
         moves.sort()
         if len(moves) < 2 or all(left[1] < right[0] for left, right in zip(moves, moves[1:], strict=False)):
             return moves
@@ -187,7 +187,7 @@ class _Positions:
 
 
 def to_bytes(language: Dfa) -> Dfa:
-    """The automaton of the UTF-8 bytes of texts; minimal if theirs is."""
+    """Convert an automaton over characters to one over UTF-8 bytes. A minimal automaton stays minimal."""
 
     def moves(state: Any) -> Any:
         if not isinstance(state, int):
@@ -200,7 +200,7 @@ def to_bytes(language: Dfa) -> Dfa:
 
 
 def _by_first(paths: Iterable[tuple[Any, Any]]) -> tuple[tuple[int, int, Any], ...]:
-    """The moves of paths of byte ranges; states within a character are the moves that are left."""
+    """Group paths of byte ranges by their first byte. A state inside a character is its remaining moves."""
     groups: dict[Any, list[tuple[Any, Any]]] = {}
     for (first, *rest), target in paths:
         groups.setdefault(first, []).append((rest, target))
@@ -210,12 +210,12 @@ def _by_first(paths: Iterable[tuple[Any, Any]]) -> tuple[tuple[int, int, Any], .
 
 @lru_cache(maxsize=2**14)
 def _utf8(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Split the characters from first to last into sequences of byte ranges."""
+    """Split the characters from `first` to `last` into sequences of byte ranges."""
     for bound in (0x7F, 0x7FF, 0xFFFF):
         if first <= bound < last:
             return _utf8(first, bound) + _utf8(bound + 1, last)
     first_bytes, last_bytes = chr(first).encode("utf-8", "surrogatepass"), chr(last).encode("utf-8", "surrogatepass")
-    for index in range(1, len(first_bytes)):  # up to here both share their bytes, or whole ranges follow
+    for index in range(1, len(first_bytes)):  # split until both share leading bytes and full ranges follow
         bits = (1 << (6 * index)) - 1
         if first & ~bits != last & ~bits:
             if first & bits:
@@ -227,16 +227,17 @@ def _utf8(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 @dataclass(frozen=True)
 class ByteAutomaton:
-    """States 0 (where texts begin) to S - 1, of which each leads to an accepting one; S is 0 where no text matches.
+    """Automaton over bytes with states 0 (start) to S - 1, each of which leads to an accepting one. S is 0 if no text
+    matches.
 
-    With a marker before the texts, states below `begin` are those of free bytes; the marker leads to `begin` - 1, whose
-    place `begin` takes.
+    If a marker precedes the texts, states below `begin` read free bytes and the marker. The end of the marker leads to
+    state `begin` - 1, which callers replace by `begin`, the start of the texts.
     """
 
     step: np.ndarray
-    """[S, L] int32: the next state after each letter, -1 where there is none."""
+    """[S, L] int32: the next state after each letter; -1: none."""
     letter_of: np.ndarray
-    """[256] int32: the letter of each byte; bytes that no state tells apart are one letter."""
+    """[256] int32: the letter of each byte; bytes with equal moves in every state share a letter."""
     accept: np.ndarray
     """[S] bool."""
     begin: int = 0
@@ -254,7 +255,7 @@ class ByteAutomaton:
 def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
     """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`MOST_STATES`).
 
-    after: a marker; then free bytes up to the first one come before the texts (automaton of Knuth, Morris and Pratt).
+    after: a marker. Free bytes up to the first marker then precede the texts (automaton of Knuth, Morris and Pratt).
     """
     language = to_dfa(node, over_bytes=True)
     moves = np.array([(s, *move) for s, row in enumerate(language.rows) for move in row], np.int64).reshape(-1, 4)
@@ -291,8 +292,9 @@ def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
 def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
     """Remove states that lead to no accepting one, and merge states that accept the same texts.
 
-    Partition refinement (Hopcroft 1971): a class is split by its members' next classes where one of these has changed;
-    its largest part keeps the number. At first states differ by their shortest texts, and first and last letters.
+    Partition refinement (Hopcroft 1971): a class is split by its members' next classes if one of these has changed; the
+    largest part keeps the class's number. The first classes group states by the length of their shortest text, by
+    acceptance, and by their lowest and highest letter.
     """
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):
@@ -300,7 +302,7 @@ def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
             sources[target].append(state)
     states = [state for state, accepts in enumerate(accept) if accepts]
     shortest = dict.fromkeys(states, 0)
-    for state in states:  # breadth first: it grows
+    for state in states:  # breadth first: `states` grows
         for source in sources[state]:
             if source not in shortest:
                 shortest[source] = shortest[state] + 1
@@ -353,7 +355,7 @@ def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
 
 @lru_cache(maxsize=64)
 def intersect(first: Dfa, second: Dfa) -> Dfa:
-    """Texts of both languages."""
+    """Texts that are in both languages."""
     if first is second or not first.rows:
         return first
     if not second.rows:
@@ -376,7 +378,7 @@ def intersect(first: Dfa, second: Dfa) -> Dfa:
 
 @lru_cache(maxsize=64)
 def complement(language: Dfa) -> Dfa:
-    """Texts of any characters that are not in the language."""
+    """All texts that are not in the language."""
     sink, rows = max(len(language.rows), 1), list[Row]()
     for row in (*(language.rows or [()]), ()):
         full, begin = list[tuple[int, int, int]](), 0
@@ -395,7 +397,7 @@ def difference(first: Dfa, second: Dfa) -> Dfa:
 
 
 def to_node(language: Dfa, letter: Callable[[Ranges], Node] = Characters) -> Node:
-    """The expression of a language; `letter` converts its sets of characters."""
+    """Convert an automaton to an expression; `letter` converts its sets of characters."""
     if not language.rows:
         return NEVER
     edges = []

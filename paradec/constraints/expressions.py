@@ -27,20 +27,20 @@ class Machine:
     """A finite automaton whose letters are expressions; state 0 is the start."""
 
     edges: tuple[tuple[tuple[Node, int], ...], ...]
-    """Of each state: letters and next states."""
+    """For each state, its edges: a letter and a next state."""
     accept: tuple[bool, ...]
     size: int = field(init=False, repr=False)
-    """Estimate of the states that this takes: letters that lead to one state from several are built once."""
+    """Estimated number of automaton states; a letter that leads to the same state from several states counts once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", sum(letter.size for letter, _ in {edge for row in self.edges for edge in row}))
 
 
 Node: TypeAlias = Characters | Machine
-"""Compared by identity."""
+"""Nodes are compared by identity."""
 EMPTY, NEVER = Machine(((),), (True,)), Machine(((),), (False,))
 MOST_STATES = 2**16
-"""Maximum number of states: bounds the memory."""
+"""Maximum number of states; bounds the memory."""
 
 
 def too_large() -> ValueError:
@@ -59,7 +59,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def without(ranges: Ranges, removed: Ranges) -> Ranges:
-    """The characters of `ranges` that are not among `others`."""
+    """The characters of `ranges` that are not in `removed`."""
     for low, high in removed:
         ranges = tuple(
             part
@@ -84,12 +84,12 @@ def character(code: int) -> Node:
 
 
 def text(value: str) -> Node:
-    """Just this text."""
+    """Exactly this text."""
     return sequence(character(ord(sign)) for sign in value)
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    """Parts one after the other; none is the empty text."""
+    """Parts one after the other; without parts, the empty text."""
     nonempty = [part for part in parts if part is not EMPTY]
     if NEVER in nonempty:
         return NEVER
@@ -97,7 +97,7 @@ def sequence(parts: Iterable[Node]) -> Node:
 
 
 def either(parts: Iterable[Node]) -> Node:
-    """Alternatives; without any, no text matches."""
+    """Alternatives; without parts, no text matches."""
     branches = [*dict.fromkeys(part for part in parts if part is not NEVER)]
     if len(branches) <= 1:
         return branches[0] if branches else NEVER
@@ -119,7 +119,7 @@ def repeated(part: Node, least: int = 0, most: int | None = None) -> Node:
 
 
 def chain(parts: list[Node], least: int) -> Node:
-    """At least the first `least` of parts in order."""
+    """The parts in order, up to any part from number `least` on."""
     if not parts:
         return EMPTY
     edges = (*(((part, index + 1),) for index, part in enumerate(parts)), ())

@@ -1,7 +1,7 @@
 """Grammars for causal models, by llguidance (the extra `grammar`).
 
-A token is allowed where some text of the grammar continues with it. Lengths and sums over texts are unknown: a grammar
-has no finite list of states. Where only one text can follow, llguidance allows only the tokenizer's tokens for it.
+A token is allowed if some text of the grammar continues with it. A grammar has no finite list of states, so lengths and
+sums over texts are unknown. If only one text can follow, llguidance allows only the tokenizer's own tokens of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictiona
 
 
 def library() -> Any:
-    """Import llguidance. Raises ModuleNotFoundError, which names the extra, where it is not installed."""
+    """Import llguidance. Raises ModuleNotFoundError, which names the extra, if it is not installed."""
     try:
         import llguidance
     except ModuleNotFoundError:
@@ -38,7 +38,7 @@ def library() -> Any:
 
 
 def check_grammar(text: str) -> None:
-    """Raise ValueError for a text that is no grammar of llguidance's Lark, with the place; ModuleNotFoundError without
+    """Raise ValueError, with the position, for a text that is not a Lark grammar; ModuleNotFoundError without
     llguidance."""
     matcher = library().LLMatcher
     if message := matcher.validate_grammar(matcher.grammar_from_lark(text)):
@@ -57,7 +57,7 @@ class _Vocabulary:
         self._ids = {text: token for token, text in reversed(texts.items()) if token < size}
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenise a text with the tokenizer, or greedily by longest token where that does not round-trip."""
+        """Tokenise a text with the tokenizer, or greedily by longest token if that does not round-trip."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[i] for i in ids) == text.encode():
             return ids
@@ -72,14 +72,14 @@ class _Vocabulary:
 
 
 def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
-    """Convert the tokenizer for llguidance, once. Raises ValueError if it does not join tokens plainly."""
+    """Convert the tokenizer for llguidance, cached. Raises ValueError if a token's text depends on its context."""
     cache = _KNOWN.setdefault(tokenizer, {})
     if (size, ends) not in cache:
         spelling = spelling_of(tokenizer)
         if spelling is None or len(spelling.texts) != 1:
             raise ValueError(
-                "the tokenizer's tokens read otherwise at the beginning of a text or after others, which llguidance "
-                "does not know of; paradec.Regex and paradec.JsonSchema work with it"
+                "the tokenizer's tokens read differently at the beginning of a text or after others, which llguidance "
+                "does not support; paradec.Regex and paradec.JsonSchema work with it"
             )
         llguidance = library()
         vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, spelling, size, ends))
@@ -88,11 +88,11 @@ def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
 
 
 class GrammarTexts:
-    """Texts of a grammar in a model's tokens: see `paradec.samplers.features.constraints.SpanTexts`. A state is the
-    tokens so far.
+    """Texts of a grammar in a model's tokens, with the methods of `paradec.samplers.features.constraints.SpanTexts`. A
+    state is the tokens so far.
 
     Raises:
-        ValueError: the tokenizer does not fit, no end token, or a grammar that is too much for llguidance.
+        ValueError: the tokenizer does not fit, there is no end token, or llguidance refuses the grammar.
     """
 
     begin: Tokens = ()
@@ -100,13 +100,13 @@ class GrammarTexts:
     def __init__(self, grammar: str, tokenizer: Any, size: int, ends: tuple[int, ...]):
         self.grammar, self.tokenizer, self.size, self.ends = grammar, tokenizer, size, ends
         if not ends:
-            raise ValueError("the model has no end token to end an answer with")
+            raise ValueError("a grammar needs an end token, and the model has none")
         self._matchers: OrderedDict[Tokens, Any] = OrderedDict()
         first = self._new_matcher()
         if first.is_error():
             raise ValueError(f"grammar={shown(grammar)}: {' '.join(first.get_error().split())}")
 
-    def __reduce__(self) -> Any:  # matchers neither travel nor are copied
+    def __reduce__(self) -> Any:  # matchers are neither pickled nor copied
         return type(self), (self.grammar, self.tokenizer, self.size, self.ends)
 
     def __deepcopy__(self, memo: Any) -> GrammarTexts:
@@ -146,11 +146,11 @@ class GrammarTexts:
         return np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
 
     def excluded(self, state: Tokens, num_read: int, device: torch.device) -> Tensor:
-        """[V] bool: tokens that may not follow. num_read: unused; as for automata."""
+        """[V] bool: tokens that may not follow. num_read: unused; `SpanTexts` has it."""
         return torch.as_tensor(~self.fits(state), device=device)
 
     def accepts(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens are a complete text."""
+        """Whether `tokens` are a complete text."""
         return bool(self._matcher((*tokens,)).is_accepting())
 
     def certain(self, state: Tokens, num_read: int) -> int | None:

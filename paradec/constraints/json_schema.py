@@ -1,7 +1,7 @@
 """JSON schemas as expressions over JSON texts; docs/structured.md lists the keywords.
 
-`schema_document` reads a schema, `schema_shapes` says which values it allows, and here these are written: keys in the
-schema's order, one space or none after ":" and ",", references to the schemas around them down to `depth`.
+`schema_document` reads a schema, `schema_shapes` finds the values that it allows, and this module writes their texts:
+keys in the schema's order, one space or none after ":" and ",", recursive references down to `depth`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from paradec.core.checks import shown
 
 State = TypeVar("State")
 MAX_LENGTHS = 1024, 512, 256, 128, 64
-"""Longest strings that are counted, and how many copies an array or object may have of its parts, in
-characters; the next smaller ones where the automaton would be too large."""
+"""Largest string lengths that are counted, from the first one on until the automaton is small enough. The same number
+bounds the copies of an array's items, in characters."""
 MAX_MOVES = 2**18
 MAX_SIZE = 8000
 STATES_PER_CHARACTER = 10
 MAX_REORDERED = 1024
-"""Largest object whose required keys may come first."""
+"""Largest size of an object that may also be written with its required keys first."""
 ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
-"""Escapes of one character each, without surrogates."""
+"""Escapes that stand for one character each, without surrogates."""
 PLAIN = expressions.without(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
 CHARACTER = to_node(to_dfa(either((Characters(PLAIN), ESCAPE))))
 MAX_UNICODE_ESCAPES = 64
-"""Longest strings with a length or pattern whose characters may be escapes of six."""
+"""Strings whose pattern or length limit is longer are written without escapes of six characters (u and 4 digits)."""
 PLAIN_NODES = {"number": languages.NUMBER, "boolean": to_node(languages.BOOLEANS), "null": text("null")}
 QUOTE, SPACE = text('"'), parse(" ?")
 COMMA, COLON = sequence((text(","), SPACE)), sequence((text(":"), SPACE))
@@ -53,11 +53,11 @@ ESCAPES = {ord('"'): '"', ord("\\"): "\\", ord("/"): "/", 8: "b", 12: "f", 10: "
 
 @lru_cache(maxsize=8)
 def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tuple[Node, tuple[str, ...]]:
-    """Convert a schema, given as JSON. Returns its texts, and names of ignored keywords and formats.
+    """Convert a schema, passed as JSON text. Returns the expression, and names of ignored keywords and formats.
 
-    max_length: one of `MAX_LENGTHS`, the longest string that is counted, or a shorter one.
+    max_length: one of `MAX_LENGTHS`: the first string length to try.
 
-    Raises ValueError for a keyword that is not supported or has another shape, by its path, or without texts.
+    Raises ValueError for an unsupported keyword or a wrong value (the message has its path), or if no text is left.
     """
     document = SchemaDocument(json.loads(schema))
     try:
@@ -66,7 +66,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
         for length in MAX_LENGTHS[MAX_LENGTHS.index(max_length) :]:
             goals = Goals(document, length)
             shorter = _Writer(goals, depth, length).write(document.root)
-            if shorter.size > 0.9 * size:  # large for another reason
+            if shorter.size > 0.9 * size:  # it is large for another reason
                 break
             node, size = shorter, shorter.size
             if size < MAX_SIZE:
@@ -80,9 +80,9 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
 
 
 class _Writer:
-    """Writes the values of goals.
+    """Writes the values of goals as expressions.
 
-    A goal within itself is written down to `depth`: each goal exists once for each number of levels that are left.
+    A recursive goal is written down to `depth` levels: there is one node per goal and number of levels left.
     """
 
     def __init__(self, goals: Goals, depth: int, max_length: int):
@@ -98,7 +98,7 @@ class _Writer:
         return self.value(goal, max(self.depth, 1))
 
     def _find_cycles(self, goal: Goal, is_open: dict[Goal, bool]) -> None:
-        """Find the references from goals to goals around them."""
+        """Find the references from goals to enclosing goals."""
         is_open[goal] = True
         for child in self.children(goal):
             if child not in is_open:
@@ -122,7 +122,7 @@ class _Writer:
         return self.value(child, levels) if levels > 0 else NEVER
 
     def value(self, goal: Goal, levels: int) -> Node:
-        """Texts of a goal's values, with `levels` of recursion left."""
+        """Texts of a goal's values, with `levels` levels of recursion left."""
         if goal == OPEN:
             return self.anything(self.depth)
         key = (goal, levels)
@@ -150,9 +150,9 @@ class _Writer:
         return PLAIN_NODES[shape.kind] if shape.language is None else to_node(shape.language)
 
     def other_keys(self, shape: Shape) -> list[tuple[Dfa, Goal]]:
-        """Languages of keys that are not listed, and the goals of their values.
+        """Languages of keys that are not listed, with the goals of their values.
 
-        They are written where the schema names them, or lists no keys at all.
+        Such keys are written if the schema has a keyword for them, or lists no keys.
         """
         if shape in self._others:
             return self._others[shape]
@@ -253,7 +253,7 @@ def _any_number(letter: Node) -> Node:
 def _explore(
     start: State, moves: Callable[[State], Iterable[tuple[Node, State]]], is_end: Callable[[State], bool]
 ) -> Node:
-    """Parts with commas, one for each move of an automaton from its start to an end."""
+    """Build a list separated by commas: one part for each move of an automaton from its start to an end."""
 
     def parts(state: tuple[State, bool | None]) -> list[tuple[Node, None, tuple[State, bool | None]]]:
         if state[1] is False:
@@ -277,7 +277,7 @@ def _content(language: Dfa) -> Node:
 
 @lru_cache(maxsize=1024)
 def _escaped(ranges: Ranges, is_short: bool) -> Node:
-    """A character of a set in JSON: plain ASCII as it is, others with escapes too; `is_short`: of two characters."""
+    """One character of a set in JSON: unescaped if JSON allows it, or as an escape; `is_short`: no \\u escapes."""
     if ranges == expressions.ANY and not is_short:
         return CHARACTER
     parts = [expressions.characters(expressions.without(ranges, expressions.without(expressions.ANY, PLAIN)))]
@@ -292,7 +292,7 @@ def _codes(ranges: Ranges) -> Node:
     """Four hexadecimal digits, in small letters, of characters up to U+FFFF."""
 
     def moves(block: tuple[int, Ranges]) -> Iterable[tuple[int, int, tuple[int, Ranges]]]:
-        """The size of a block, and the ranges within it."""
+        """Read a digit. State: the size of the block of code points that remain, and the ranges in it."""
         size = block[0] // 16
         for digit in range(16) if size else ():
             within = ((max(low - digit * size, 0), min(high - digit * size, size - 1)) for low, high in block[1])
@@ -303,7 +303,7 @@ def _codes(ranges: Ranges) -> Node:
 
 
 def _members(entries: list[tuple[Node, bool]], rest: Node, needs_one: bool) -> Node:
-    """Entries of an object in order: all required ones (True) and any of the others, then any number of `rest`."""
+    """Members of an object in order: all required entries (True), any of the others, then any number of `rest`."""
     size = len(entries)
 
     def moves(state: tuple[int, bool]) -> Iterable[tuple[Node, tuple[int, bool]]]:

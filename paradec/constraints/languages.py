@@ -12,18 +12,19 @@ from paradec.constraints.expressions import ANY, either, sequence, text
 from paradec.constraints.regex import parse
 
 MAX_COUNT = 2**12
-"""Maximum length that an automaton counts, and maximum divisor."""
+"""Maximum length that an automaton counts, and maximum divisor of `multipleOf`."""
 INTEGER_NODE = parse("-?(?:0|[1-9][0-9]*)")
 NUMBER = sequence((INTEGER_NODE, parse(r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?")))
 INTEGER = to_dfa(INTEGER_NODE)
 PLAIN = to_dfa(parse(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|-(?:(?:0\.[0-9]*[1-9]|[1-9][0-9]*(?:\.[0-9]+)?)[0-9]*)"))
-"""Numbers without exponents and without negative zeros: bounds, multiples and exclusions are within these."""
+"""Numbers without exponents and without negative zeros. Numbers with bounds or divisors, and numbers that remain after
+exclusions, are written in this form."""
 INTEGRAL = to_dfa(parse(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?"))
 BOOLEANS = to_dfa(parse("true|false"))
 SHORT_DIGITS = to_dfa(parse(r"-?(?:[0-9]\.?){1,15}"))
-"""Numbers that differ as doubles if they differ."""
+"""Numbers of at most 15 digits: different ones differ as doubles, too."""
 EXACT = intersect(PLAIN, to_dfa(either((INTEGER_NODE, to_node(SHORT_DIGITS)))))
-"""What numbers are excluded from, so that doubles agree."""
+"""Integers, and numbers of at most 15 digits: validators that read doubles agree on these."""
 
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 DATE = (
@@ -42,7 +43,7 @@ IPV6 = "|".join([
 
 
 def _uri(sign: str) -> dict[str, str]:
-    """Patterns of URIs and of references to them, of signs with those of a set."""
+    """Patterns of URIs and of relative references; `sign`: characters allowed in addition to ASCII ones."""
     part = rf"(?:[A-Za-z0-9._~!$&'()*+,;=@{sign}-]|%[0-9A-Fa-f]{{2}})"
     path, query = f"(?:{part}|[:/])*", rf"(?:\?(?:{part}|[:/?])*)?(?:#(?:{part}|[:/?])*)?"
     host = rf"(?:[A-Za-z0-9._~{sign}-]|%[0-9A-Fa-f]{{2}})*"
@@ -74,14 +75,14 @@ FORMATS = {
         rf"(?:{DURATION_TIME})?)"
     ),
 }
-"""Texts of a format that are written: all are valid, and not all that are valid are among them."""
+"""Patterns of the formats. Every text of a pattern is valid; some valid texts match none."""
 
 
 @lru_cache(maxsize=64)
 def of_format(name: str) -> Dfa | None:
-    """Texts of a format; None for an unknown one."""
+    """Texts of a format; None for an unknown format."""
     if name in ("date", "date-time"):
-        # the year 0000 is no date for Python's datetime
+        # Python's datetime has no year 0000
         date = difference(to_dfa(parse(DATE)), to_dfa(parse("0000.*")))
         if name == "date":
             return date
@@ -93,7 +94,7 @@ def of_format(name: str) -> Dfa | None:
 
 @lru_cache(maxsize=1024)
 def of_length(low: int, high: int | None) -> Dfa:
-    """Texts of low to high characters."""
+    """Texts of `low` to `high` characters (None: any number)."""
     if high is not None and high < low:
         return Dfa([], [])
     rows = list[Row](tuple((a, b, state + 1) for a, b in ANY) for state in range(low if high is None else high))
@@ -109,7 +110,7 @@ def of_texts(texts: list[str]) -> Dfa:
 
 
 def _magnitudes(value: Decimal, *orders: int) -> Dfa:
-    """Texts of magnitudes below (-1), equal to (0) or above (1) the one of a value."""
+    """Texts of numbers without sign that are below (order -1), equal to (0) or above (1) the magnitude of `value`."""
     whole, _, fraction = format(abs(value), "f").partition(".")
     digits = {False: whole.lstrip("0") or "0", True: fraction.rstrip("0")}
 
@@ -117,7 +118,7 @@ def _magnitudes(value: Decimal, *orders: int) -> Dfa:
         return order if place == len(digits[False]) else 1 if place > len(digits[False]) else -1
 
     def moves(state: tuple[bool, int, int]) -> Iterator[tuple[int, int, tuple[bool, int, int]]]:
-        """After the point or not, the digits on this side, and the order of those so far."""
+        """Read a digit or the point. State: whether after the point, digits read on this side, the order so far."""
         is_fraction, place, order = state
         if not is_fraction and place:
             yield 46, 46, (True, 0, after_whole(place, order))
@@ -142,32 +143,32 @@ def _up_to(value: float | int, or_equal: bool) -> Dfa:
 
 
 def at_most(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` up to a value, or below it."""
+    """Texts of `PLAIN` with numbers up to `value`, or if `is_strict` below it."""
     language = _up_to(value, not is_strict)
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 def at_least(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` from a value on, or above it."""
+    """Texts of `PLAIN` with numbers from `value` on, or if `is_strict` above it."""
     language = difference(PLAIN, _up_to(value, is_strict))
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 @lru_cache(maxsize=1024)
 def equal_to(value: float | int) -> Dfa:
-    """All texts of `PLAIN` of one number."""
+    """All texts of `PLAIN` for one number."""
     return difference(_up_to(value, True), _up_to(value, False))
 
 
 def number_texts(value: float | int) -> list[str]:
-    """How a number of a schema is written."""
+    """The texts that write a number of a schema."""
     whole = [str(int(value))] if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else []
     return [json.dumps(value), *whole]
 
 
 @lru_cache(maxsize=256)
 def multiples(divisor: int) -> Dfa:
-    """Texts of `EXACT` that are multiples of a whole number."""
+    """Texts of `EXACT` with multiples of `divisor`."""
 
     def moves(remainder: int) -> Iterator[tuple[int, int, int]]:
         for digit in range(10):

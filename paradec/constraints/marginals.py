@@ -1,4 +1,4 @@
-"""Marginals of a model's slots, conditioned on a language: from logits to sums over classes, and back."""
+"""Marginal distributions of a model's slots, conditioned on a language."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from paradec.constraints import passes
 from paradec.constraints.automaton import Runs, TokenAutomaton
 
 NEAR = 60.0
-"""Spread of logits whose exponentials float32 can sum with one shift."""
+"""Maximum spread of logits whose exponentials float32 can sum with one common shift."""
 
 
 class Marginals:
-    """The product of the distributions softmax(logits) of a text's undecided slots, conditioned on the language.
+    """The product of the slots' distributions softmax(logits), conditioned on the language.
 
     Args:
-        logits: [m, V] of the m undecided slots. tokens: the token of each of the n slots, None where it is undecided.
-        first: the state before the first slot. last: [S] bool, the states that the last one may lead to.
+        logits: [m, V] of the m undecided slots.
+        tokens: the token of each of the n slots; None: undecided.
+        first: the state before the first slot.
+        last: [S] bool: the states allowed after the last slot.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class Marginals:
         self._open = [slot for slot, token in enumerate(tokens) if token is None]
         self._runs = _run_sums(automaton.runs, self.logits)
         self.broken = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
-        """Whether logits are NaN or +inf; then no method may be called."""
+        """Whether logits are NaN or +inf; if so, no method may be called."""
         if not self.broken:
             self.sums = self._of_classes(self._runs[1], passes.logsumexp)
             """[n, C] float64: log-probability of each class in each slot, up to the constant `norms`."""
@@ -39,7 +41,7 @@ class Marginals:
             """ln Z, up to the constants of the slots."""
 
     def _of_classes(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
-        """[n, C] from values [m, P] of runs; decided slots are certain."""
+        """[n, C] float64 from values [m, P] of runs; a decided slot has all mass on its token's class."""
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
             rows = iter(reduce(runs[:, by_class.order], by_class, self.automaton.classes))
@@ -54,7 +56,7 @@ class Marginals:
         return table.index_select(1, class_of).add_(self.logits)
 
     def probabilities(self, tokens: Tensor) -> Tensor:
-        """[m] float64: r of one token [m] of each slot; exactly 1 where no other token fits."""
+        """[m] float64: conditioned probability r of `tokens` [m], one per undecided slot; at most 1."""
         ids = tokens.cpu().numpy()
         token_logits = self.logits.gather(1, tokens.unsqueeze(1))[:, 0].double().cpu().numpy()
         shares = self.sums[self._open] + self._log_g[self._open]
@@ -64,13 +66,13 @@ class Marginals:
         return torch.as_tensor(np.minimum(np.exp(log_prob), 1), device=tokens.device)
 
     def best(self) -> Tensor:
-        """Tokens [m] of the likeliest text; ties go to the lowest ids, from the left."""
+        """Tokens [m] of the likeliest text; ties are resolved from the left, by the lowest id."""
         tops = self._of_classes(self._runs[0], passes.maximum)
         text = passes.best(self.automaton, tops, self._lowest, self.first, self.last)
         return torch.tensor([text[slot] for slot in self._open], device=self.logits.device)
 
     def sample(self, uniform: np.ndarray) -> Tensor:
-        """Draw the tokens [m] of a text jointly, with the numbers uniform [m] (`passes.sample`)."""
+        """Draw the tokens [m] of a text jointly, from `uniform` [m] in [0, 1) (`passes.sample`)."""
         rows = {slot: row for row, slot in enumerate(self._open)}
         text = passes.sample(
             self.automaton,
@@ -90,7 +92,7 @@ class Marginals:
         return log_norms
 
     def log_z(self) -> float:
-        """ln Z: the logarithm of the language's probability."""
+        """ln Z: log-probability of the language."""
         return self.total - float(self.norms(self._open).sum())
 
     def _values(self, row: int, ids: np.ndarray) -> np.ndarray:
@@ -99,7 +101,7 @@ class Marginals:
         return logits
 
     def _lowest(self, slot: int, index: int) -> int:
-        """Likeliest token of a class in a slot; ties go to the lowest id."""
+        """Likeliest token of the class `index` in a slot; of equal ones, the lowest id."""
         if (token := self.tokens[slot]) is not None:
             return token
         row, runs = self._open.index(slot), self.automaton.runs
@@ -116,9 +118,9 @@ def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:
         return _scattered_sums(runs, logits.index_select(-1, tokens))
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
-    values = torch.empty(len(tokens), dtype=logits.dtype)  # one row's, which fits a cache
+    values = torch.empty(len(tokens), dtype=logits.dtype)  # one row: it fits the CPU's cache
     array, sums = values.numpy(), np.empty((2, len(logits), len(runs.classes)))
-    with np.errstate(divide="ignore", invalid="ignore"):  # of runs without a finite logit
+    with np.errstate(divide="ignore", invalid="ignore"):  # runs without a finite logit
         for row, row_logits in enumerate(logits):
             torch.index_select(row_logits, 0, tokens, out=values)
             tops = sums[0, row] = np.maximum.reduceat(array, runs.begins[:-1])
@@ -134,7 +136,7 @@ def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:
 
 
 def _scattered_sums(runs: Runs, values: Tensor) -> np.ndarray:
-    """`_run_sums` of values [m, A] of `runs.tokens`, computed on their device."""
+    """Compute `_run_sums` on the device, from the logits `values` [m, A] of `runs.tokens`."""
     owner = torch.as_tensor(np.repeat(np.arange(len(runs.classes)), np.diff(runs.begins)), device=values.device)
     owner, wide = owner.expand(len(values), -1), values.to(torch.promote_types(values.dtype, torch.float32))
     top = wide.new_full((len(values), len(runs.classes)), -torch.inf).scatter_reduce_(1, owner, wide, "amax")

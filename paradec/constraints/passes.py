@@ -1,15 +1,15 @@
 """Sums and maxima over all texts of an automaton, in time proportional to its edges.
 
-A step's distribution is a product of one distribution p_i for each of n slots, conditioned on the language: with the
-forward sums a_i(q) over what leads to a state and the backward sums b_i(q) over what leads from it to acceptance,
+A step's distribution is a product of one distribution p_i for each of n slots, conditioned on the language. With the
+forward sums a_i(q) over paths from `first` to a state q and the backward sums b_i(q) over paths from q to acceptance,
 
     r_i(v) = p_i(v) g_i(v) / Z,    g_i(v) = sum over q of a_i(q) b_{i+1}(next state of q after v),    Z = b_0(first).
 
-g depends only on the class of a token. All sums are of logarithms, in float64.
+g depends only on the class of a token. All sums are computed with logarithms, in float64.
 
-Shapes: `n` slots, `C` classes, `S` states. `first` is the state before the first slot, `last` [S] bool the states that
-the last slot may lead to, or [n + 1, S] those before each slot and after the last one. A decided slot has a certain
-distribution (`certain`).
+Shapes: `n` slots, `C` classes, `S` states. `first` is the state before the first slot. `last` has the allowed states:
+[S] bool after the last slot, or [n + 1, S] bool before each slot and after the last one. The distribution of a decided
+slot is `certain`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST = np.finfo(np.float64).min
 
 
 def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
-    """[C] float64: log-masses of a slot that is decided as `token`."""
+    """[C] float64: log-masses of the classes in a slot that is decided as `token`."""
     masses = np.full(automaton.classes, NOTHING)
     if (index := automaton.class_of[token]) >= 0:
         masses[index] = 0
@@ -33,7 +33,7 @@ def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
 
 
 def logsumexp(ordered: np.ndarray, group: Grouped, size: int) -> np.ndarray:
-    """Log-sum-exp [..., size] float64 of the entries of each key; `ordered` [..., E], by key, is overwritten."""
+    """Log-sum-exp [..., size] float64 of the entries of each key; `ordered` [..., E], sorted by key, is overwritten."""
     top = np.maximum.reduceat(ordered, group.starts, axis=-1)
     np.maximum(top, LEAST, out=top)
     ordered -= top.take(group.owner, axis=-1)
@@ -60,7 +60,7 @@ Sums = Callable[[np.ndarray, Grouped, int], np.ndarray]
 def backward_sums(
     automaton: TokenAutomaton, masses: np.ndarray, last: np.ndarray, reduce: Sums = logsumexp
 ) -> np.ndarray:
-    """Compute b [n + 1, S] float64 of all slots. reduce: `logsumexp`, or `maximum` for the likeliest text."""
+    """Compute b [n + 1, S] float64. reduce: `logsumexp`, or `maximum` for the likeliest text."""
     _, index, target = np.ascontiguousarray(automaton.edges.T)  # in the order of `by_state`
     backward = np.full((len(masses) + 1, automaton.states), NOTHING)
     backward[-1, np.atleast_2d(last)[-1]] = 0
@@ -103,11 +103,11 @@ def conditioned(
 def best(
     automaton: TokenAutomaton, tops: np.ndarray, lowest: Callable[[int, int], int], first: int, last: np.ndarray
 ) -> list[int]:
-    """Find the likeliest text [n]; ties go to the lowest ids, from the left.
+    """Find the likeliest text [n]; ties are resolved from the left, by the lowest id.
 
     Args:
-        tops: [n, C] float64: the logarithm of the probability of the likeliest token of each class in each slot.
-        lowest: called with a slot and a class: that token, the lowest of several.
+        tops: [n, C] float64: log-probability of the likeliest token of each class in each slot.
+        lowest: called with a slot and a class; returns this token, the lowest id of equal ones.
     """
     backward, state, tokens = backward_sums(automaton, tops, last, maximum), first, []
     for slot in range(len(tops)):
@@ -131,13 +131,14 @@ def sample(
 ) -> list[int]:
     """Draw one text [n] from the product of the slots' distributions, conditioned on the language.
 
-    From the left, with weights p_i(v) b_{i+1}(next state): of tokens in ascending order the first whose running sum
-    exceeds `uniform[i]` times the total. The stretch of ids is chosen first, then the token within it.
+    Slots are drawn from the left, with weights p_i(v) b_{i+1}(next state): the token is the first, in order of ids,
+    whose running sum exceeds `uniform[i]` times the total. The stretch of ids is chosen first, then the token in it.
 
     Args:
-        sums: called with a slot: the logarithms of the probabilities of runs [P] (`Runs`), up to a constant of the
-            slot. logs: called with a slot and ids [k]: those of tokens.
-        backward: [n + 1, S]: the b of `conditioned`. fixed: what slots hold that are decided, or None.
+        sums: called with a slot; returns the log-probabilities of the runs [P] (`Runs`), up to a constant of the slot.
+        logs: called with a slot and ids [k]; returns the log-probabilities of these tokens, up to the same constant.
+        backward: [n + 1, S]: the b of `conditioned`.
+        fixed: the tokens of decided slots, None for undecided ones.
     """
     state, tokens, runs = first, [], automaton.runs
     for slot, token in enumerate(fixed):
@@ -159,7 +160,7 @@ def sample(
 
 
 def _reaching(running: np.ndarray, goal: float) -> int:
-    """Index of the first running sum [k] above `goal`; of the first largest if rounding leaves none."""
+    """Index of the first running sum [k] above `goal`; of the first largest sum if rounding leaves none above."""
     return min(int(np.searchsorted(running, goal, side="right")), int(np.searchsorted(running, running[-1])))
 
 
@@ -167,7 +168,8 @@ def _reaching(running: np.ndarray, goal: float) -> int:
 
 
 def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.ndarray) -> np.ndarray:
-    """States [n + 1, S] from which the slots can still be filled; `tokens` [n] are the slots' tokens, or None."""
+    """[n + 1, S] bool: states before each slot from which the remaining slots can be filled, given `tokens` [n] (None:
+    undecided)."""
     source, index, target = automaton.edges.T
     reachable = np.zeros((len(tokens) + 1, automaton.states), bool)
     reachable[-1] = np.atleast_2d(last)[-1]
@@ -182,7 +184,7 @@ def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.nd
 
 
 def possible(automaton: TokenAutomaton, tokens: list[int | None], first: int, last: np.ndarray) -> np.ndarray:
-    """[n, C] bool: classes with a token that fits in each slot, given `tokens` [n] (None: undecided)."""
+    """[n, C] bool: classes with a token that fits into each slot, given `tokens` [n] (None: undecided)."""
     source, index, target = automaton.edges.T
     completable = completions(automaton, tokens, last)
     allowed, states = np.zeros((len(tokens), automaton.classes), bool), np.zeros(automaton.states, bool)
@@ -198,7 +200,7 @@ def possible(automaton: TokenAutomaton, tokens: list[int | None], first: int, la
 
 
 def lengths(automaton: TokenAutomaton, max_length: int) -> np.ndarray:
-    """[max_length + 1] bool: the token counts of the language's texts."""
+    """[max_length + 1] bool: which numbers of tokens the language's texts have."""
     reachable = np.zeros(max_length + 1, bool)
     if not automaton.states:
         return reachable

@@ -1,4 +1,4 @@
-"""Languages of patterns: Python's `re`, and ECMA 262 for JSON schemas; what is not regular is refused."""
+"""Parser of regular expressions: Python's `re`, and ECMA 262 for JSON schemas. Non-regular features are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPACES_BEYOND_ASCII = (
     *((0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F)),
     *((0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
-"""White space of ECMA 262, which says "digit" and "word character" of ASCII alone, as `re.ASCII` does."""
+"""Further white space of ECMA 262. Its digits and word characters are ASCII, as with `re.ASCII`."""
 LINE_ENDS = {False: ((10, 10),), True: ((10, 10), (13, 13), (0x2028, 0x2029))}
 CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 COUNT = re.compile(r"\{(?:(\d+)|(\d*),(\d*))\}")
@@ -35,7 +35,7 @@ REFUSED_GROUPS = {
     "#": "a comment",
 }
 BEGIN, END = expressions.LAST_CHARACTER + 1, expressions.LAST_CHARACTER + 2
-"""Signs of a text's two ends, for anchors inside a pattern."""
+"""Artificial characters for the two ends of a text, which anchors inside a pattern match."""
 
 
 def parse(pattern: str) -> Node:
@@ -66,7 +66,7 @@ def ecma_search(pattern: str) -> Dfa:
         node = reader.pattern()
         if reader.position < len(pattern):
             raise reader.refuse("an unmatched bracket", reader.position)
-        # signs of the ends are kept outside of the text, then erased
+        # the characters of the two ends are only allowed around the text, then erased
         before, inside, after = map(
             repeated, (Characters(((BEGIN, BEGIN),)), Characters(ANY), Characters(((END, END),)))
         )
@@ -220,7 +220,7 @@ class _Reader:
 
     def set_of_characters(self) -> Ranges:
         start, negated, ranges = self.position - 1, self.take("^"), list[tuple[int, int]]()
-        is_first = not self.is_ecma  # a closing bracket that Python reads as a character
+        is_first = not self.is_ecma  # Python reads a closing bracket at the start as a character
         while is_first or not self.take("]"):
             is_first, member = False, self.member()
             if self.next_is("-") and not self.next_is("-]"):
@@ -230,7 +230,7 @@ class _Reader:
                     if last[0][0] < member[0][0]:
                         raise self.refuse("a range out of order", start)
                     member = ((member[0][0], last[0][0]),)
-                else:  # a set at one side: the sign itself
+                else:  # a set on one side: the hyphen is a character
                     ranges += [*last, (45, 45)]
             ranges += member
         return expressions.without(ANY, merged(ranges)) if negated else merged(ranges)

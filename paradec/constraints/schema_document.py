@@ -1,4 +1,4 @@
-"""A JSON schema as a document: shapes of its keywords, paths, identifiers and references."""
+"""A JSON schema as a document: allowed values of its keywords, paths, identifiers and references."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "prefixItems": (_is_schemas, "a list of schemas"),
     "items": (lambda value: is_schema(value) or _is_schemas(value), "a schema or a list of schemas"),
 }
-"""Of each keyword: whether a value has its shape, and the shape in words."""
+"""For each keyword: a check of its value, and the allowed values in words."""
 CONST = "const"
 UNSUPPORTED = {
     *("$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"),
@@ -78,7 +78,7 @@ ANNOTATIONS = {
     *("$schema", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor", "$vocabulary", "contentMediaType"),
     *("contentEncoding", "contentSchema", "$recursiveAnchor"),
 }
-"""Keywords that allow every value. All that is in neither set is unknown: an annotation too, with a warning."""
+"""Keywords that allow every value. Unknown keywords are treated as annotations, with a warning."""
 VALUES = {"enum", "const", "default", "examples", "example"}
 MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 
@@ -88,9 +88,9 @@ def key_path(path: str, key: str) -> str:
 
 
 class SchemaDocument:
-    """A schema with the places of its parts.
+    """A schema with the path and the base URI of each subschema.
 
-    Raises ValueError if it is nested too deeply.
+    Raises ValueError if the schema is nested too deeply.
     """
 
     def __init__(self, root: Any):
@@ -107,7 +107,7 @@ class SchemaDocument:
             raise ValueError("the schema is nested too deeply") from None
 
     def _index(self, value: Any, path: str, base: str, is_known: bool) -> None:
-        """Record paths, bases and identifiers; those below unknown keywords are no identifiers."""
+        """Record paths, base URIs and identifiers; identifiers below unknown keywords do not count."""
         if isinstance(value, list):
             for index, part in enumerate(value):
                 self._index(part, f"{path}[{index}]", base, is_known)
@@ -138,7 +138,7 @@ class SchemaDocument:
         return ValueError(f"schema: {key_path(self.paths.get(id(schema), ''), key)} {why}")
 
     def check(self, schema: Mapping[str, Any]) -> None:
-        """Raise ValueError for a keyword whose value has another shape, or that is not supported."""
+        """Raise ValueError for an unsupported keyword, or a keyword with a wrong value."""
         if id(schema) in self._checked:
             return
         self._checked.add(id(schema))
@@ -155,7 +155,7 @@ class SchemaDocument:
     def resolve(self, schema: Mapping[str, Any]) -> Schema:
         """The schema that `$ref` names. Raises ValueError if it is not in the document."""
         reference = schema["$ref"]
-        if "$id" in schema and schema is not self.root:  # up to draft 7 the keyword next to `$ref` says nothing
+        if "$id" in schema and schema is not self.root:  # up to draft 7 `$ref` disables `$id`
             raise self.error(schema, "$ref", "next to $id is read differently by the drafts: give one alone")
         target = self._find(self.bases.get(id(schema), ""), reference)
         if target is None:
@@ -165,7 +165,7 @@ class SchemaDocument:
         return target
 
     def _find(self, base: str, reference: str) -> Any:
-        """What a reference names; None for nothing."""
+        """The part of the document that a reference names; None if there is none."""
         uri, fragment = urldefrag(urljoin(base, reference))
         target = self._by_uri.get(uri)
         if fragment and not fragment.startswith("/"):

@@ -1,9 +1,9 @@
-"""What a JSON schema says of values: alternatives, each of one type.
+"""The values that a JSON schema allows, as alternatives (`Shape`) of one type each.
 
-A goal is a set of subschemas, each with a sign: values that are valid by the positive ones and invalid by the negative
-ones. Its alternatives are those of its parts, merged pair by pair: so `allOf`, keywords next to each other and `$ref`
-are unions of goals, and `not`, `oneOf` and `if` need nothing of their own. Every rule may leave values
-out and lets none in that the schema excludes, positive or negative; what it leaves out is in docs/structured.md.
+A goal is a set of subschemas, each with a sign: its values are valid by the positive ones and invalid by the negative
+ones. The alternatives of a goal are those of its subschemas, merged pair by pair. So `allOf`, neighbouring keywords and
+`$ref` are unions of goals, and `not`, `oneOf` and `if` need no other mechanism. A rule may leave out valid values
+(docs/structured.md lists them) but never allows a value that the schema excludes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ OPEN: Goal = frozenset()
 NO_VALUE: Goal = frozenset({(True, 0)})
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 MAX_ALTERNATIVES, MAX_GOALS = 2**9, 2**14
-"""Limits of the alternatives of a goal, and of all goals."""
+"""Maximum number of alternatives of one goal, and of goals."""
 
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """What one subschema says of an object's values, or (by index) of an array's."""
+    """The goals that one subschema sets for the values of an object (by key) or of an array (by index)."""
 
     listed: Mapping[Any, Goal] = field(default_factory=dict)
     patterns: tuple[tuple[Dfa, Goal], ...] = ()
     others: Goal = OPEN
-    """Of all that is neither listed nor of a pattern."""
+    """The goal of keys that are not listed and match no pattern."""
     writes_others: bool = False
-    """Whether the schema names them."""
+    """Whether the schema has a keyword for other keys, which are then written."""
     is_negative: bool = False
-    """Of an excluded schema: its keys are not offered."""
+    """Whether the subschema is a negative one; its keys are then not written."""
 
     def goal(self, key: str) -> Goal:
         goals = [self.listed[key]] if key in self.listed else []
@@ -59,19 +59,19 @@ class Shape:
     is_explicit: bool = False
     """Whether a keyword names the type, or belongs to it."""
     language: Dfa | None = None
-    """Of a scalar: its texts, of strings without quotes and escapes; None for all."""
+    """Texts of a scalar, for strings without quotes and escapes; None: all texts."""
     members: tuple[Members, ...] = ()
     least: int = 0
     most: int | None = None
-    """Numbers of properties (at least 0 or 1, at most 0 or any) or items."""
+    """Minimum and maximum number of items, or of properties (then `least` is 0 or 1, `most` is 0 or None: any)."""
     required: tuple[str, ...] = ()
     offered: frozenset[str] = frozenset()
-    """Names that are required only for the sake of an excluded schema."""
+    """Names that are required only because of a negative subschema."""
     some: tuple[Members, ...] = ()
-    """For each, some key has to have a value of its goal."""
+    """Each entry demands that at least one key has a value of that entry's goal."""
 
     def listed_names(self) -> dict[str, None]:
-        """Names of keys in order."""
+        """Names of the listed and required keys, in order."""
         names = {name: None for part in self.members if not part.is_negative for name in part.listed}
         return names | dict.fromkeys(self.required)
 
@@ -80,7 +80,7 @@ ANYTHING = tuple(Shape(kind) for kind in TYPES)
 
 
 def merge(first: Shape, second: Shape) -> Shape | None:
-    """Values of both shapes of one type; None if there are none."""
+    """Intersect two shapes of one type; None if no value has both."""
     is_explicit = first.is_explicit or second.is_explicit
     for shape, other in ((first, second), (second, first)):
         if shape == (EXPLICIT if shape.is_explicit else PLAIN_SHAPES)[shape.kind]:
@@ -117,11 +117,11 @@ SCALARS = {
     "boolean": languages.BOOLEANS,
     "null": languages.of_texts(["null"]),
 }
-"""What texts are excluded from: numbers that differ as doubles if they differ."""
+"""The texts from which `not` and `enum` exclude some; different numbers among them differ as doubles, too."""
 
 
 def only(kind: str, **facts: Any) -> tuple[Shape, ...]:
-    """All values but those of a type that lack something."""
+    """All values, except that those of type `kind` need `facts`, the fields of a `Shape`."""
     return (*(shape for shape in ANYTHING if shape.kind != kind), *violating(kind, **facts))
 
 
@@ -134,15 +134,15 @@ class Goals:
     """The alternatives of the goals of a document.
 
     Args:
-        max_length: longest strings that are counted; a larger `maxLength` is read as this.
-        inner: goals of which these let in too many values and leave none out, in the place of the opposite. They say
-            which branches of `oneOf` exclude each other.
+        max_length: the largest string length that is counted; a larger `maxLength` is read as this one.
+        inner: the exact goals of which these are the loose version. Loose goals allow too many values and leave none
+            out; they tell which branches of `oneOf` exclude each other.
     """
 
     def __init__(self, document: SchemaDocument, max_length: int, inner: Goals | None = None):
         self.document, self.max_length, self.is_loose = document, max_length, inner is not None
         self.left_out: dict[str, None] = {}
-        """What was left out, in words with paths of keywords."""
+        """Descriptions of the values that were left out, with paths of keywords."""
         self._schemas: dict[int, Any] = {0: False} if inner is None else inner._schemas
         self._literals: dict[Literal, tuple[Shape, ...]] = {}
         self._shapes: dict[Goal, tuple[Shape, ...]] = {}
@@ -151,7 +151,7 @@ class Goals:
         self.loose = Goals(document, languages.MAX_COUNT, self) if inner is None else self
 
     def goal(self, schema: Any, sign: bool = True) -> Goal:
-        """The goal of a subschema: references are followed, and what allows every value is left out."""
+        """The goal of a subschema, with references followed; `OPEN` if it allows every value."""
         followed = set[int]()
         while isinstance(schema, Mapping) and "$ref" in schema and not CONSTRAINING & (schema.keys() - {"$ref"}):
             self.document.check(schema)
@@ -175,14 +175,14 @@ class Goals:
             for sign, index in sorted(goal, key=lambda literal: not literal[0]):
                 shapes = self.both(shapes, self.literal(sign, self._schemas[index]))
             settled = self.branch(choice for shape in shapes for choice in self._choose_keys(shape))
-            # types that no keyword speaks of are left out
+            # types that no keyword names or concerns are left out
             settled = [shape for shape in settled if shape.is_explicit or self.is_loose]
             listed = [shape for shape in settled if self.is_loose or not shape.offered - {*self._names(shape)}]
             self._shapes[goal] = tuple(dict.fromkeys(listed or settled))
         return self._shapes[goal]
 
     def _choose_keys(self, shape: Shape) -> list[Shape]:
-        """The alternatives of a shape that must have some key, by the listed key that it is."""
+        """Replace each demand of `shape.some` by alternatives, one for each listed key that can meet the demand."""
         choices = [dataclasses.replace(shape, some=())]
         for some in shape.some:
             present = [part for name in self._names(shape) for part in self.present(name, some.goal(name))]
@@ -193,9 +193,9 @@ class Goals:
         return {name: None for part in shape.members if not part.is_negative for name in part.listed}
 
     def is_possible(self, goal: Goal) -> bool:
-        """Whether some value may have a goal; False is certain."""
+        """Whether a goal may have values; False is certain, True is not."""
         if goal not in self._possible:
-            self._possible[goal] = True  # while it is looked at
+            self._possible[goal] = True  # for recursive goals
             self._possible[goal] = any(map(self.is_possible_shape, self.shapes(goal)))
         return self._possible[goal]
 
@@ -220,11 +220,11 @@ class Goals:
                 if shape.kind == other.kind and (merged := merge(shape, other)) is not None:
                     shapes[merged] = None
             if len(shapes) > MAX_ALTERNATIVES:
-                raise ValueError(f"the schema has more than {MAX_ALTERNATIVES} alternatives in one place")
+                raise ValueError(f"the schema has more than {MAX_ALTERNATIVES} alternatives for one value")
         return [*shapes]
 
     def literal(self, sign: bool, schema: Any) -> tuple[Shape, ...]:
-        """The alternatives of a subschema, or of its opposite."""
+        """The alternatives of a subschema (sign True) or of its negation (False)."""
         if isinstance(schema, bool):
             return ANYTHING if schema == sign else ()
         key = (sign, id(schema))
@@ -233,7 +233,7 @@ class Goals:
             self.document.check(schema)
             if self.is_loose and not sign:
                 return ANYTHING
-            # a schema that is defined by itself alone has no value
+            # a schema that refers only to itself has no value
             self._literals[key] = ANYTHING if self.is_loose else ()
             self._literals[key] = tuple(self.positive(schema) if sign else self.negative(schema))
         return self._literals[key]
@@ -247,19 +247,19 @@ class Goals:
         return shapes
 
     def negative(self, schema: Mapping[str, Any]) -> list[Shape]:
-        if "$ref" in schema:  # up to draft 7 the keywords next to it say nothing
+        if "$ref" in schema:  # up to draft 7 `$ref` disables the keywords next to it
             return [*self.literal(False, self.document.resolve(schema))]
         rules = dict.fromkeys(RULES[key] for key in schema if key in RULES)
         return [shape for rule in rules for shape in rule(self, schema, False)]
 
     def leave_out(self, schema: Any, key: str) -> tuple[Shape, ...]:
-        """No values, where those that violate a keyword are not written."""
+        """Return no shapes, and record that values which violate this keyword are left out."""
         path = self.document.error(schema, key, "").args[0].removeprefix("schema: ").strip()
         self.left_out[f"values that violate {path}"] = None
         return ()
 
     def branch(self, shapes: Iterable[Shape]) -> list[Shape]:
-        """A branch; one that speaks of no type means all of them."""
+        """Make all types of a branch explicit if none of them is."""
         alternatives = [*shapes]
         if self.is_loose or any(shape.is_explicit for shape in alternatives):
             return alternatives
@@ -287,7 +287,7 @@ class Goals:
         languages_of = {kind: languages.of_texts(entries) for kind, entries in texts.items() if entries}
         if sign:
             shapes = [Shape(kind, True, language) for kind, language in languages_of.items()]
-            if self.is_loose:  # numbers have many texts
+            if self.is_loose:  # one number has many texts
                 shapes = [EXPLICIT["number"] if shape.kind == "number" else shape for shape in shapes]
             return shapes + [shape for value in nested for shape in self.literal(True, value)]
         if numbers:
@@ -312,14 +312,14 @@ class Goals:
         return structure
 
     def every(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
-        """Values that are valid by all of some subschemas, or by none."""
+        """Values that are valid by all of the subschemas (sign True), or by none of them (False)."""
         shapes: list[Shape] = [*ANYTHING]
         for part in parts:
             shapes = self.both(shapes, self.literal(sign, part))
         return shapes
 
     def some(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
-        """Values that are valid by some of several subschemas, or not by all."""
+        """Values that are valid by at least one of the subschemas (sign True), or not by all of them (False)."""
         branches = [self.literal(sign, part) for part in parts]
         return [shape for branch in branches for shape in (self.branch(branch) if sign else branch)]
 
@@ -348,12 +348,12 @@ class Goals:
         return [*met, *unmet]
 
     def scalar(self, schema: Any, sign: bool, kind: str, read: Callable[[Goals, Any], Dfa]) -> Iterable[Shape]:
-        """Values of a type with the texts of a keyword, or with others."""
+        """Values of a scalar type with the texts that a keyword allows (sign True), or with other texts (False)."""
         language = read(self, schema)
         return only(kind, language=language) if sign else violating(kind, language=difference(SCALARS[kind], language))
 
     def limits(self, schema: Any, noun: str) -> tuple[int, int | None]:
-        """The least and the largest number of a noun. Raises ValueError for a least one above `MAX_COUNT`."""
+        """Values of the keywords min{noun} and max{noun}. Raises ValueError for a minimum above `MAX_COUNT`."""
         low, high = int(schema.get(f"min{noun}", 0)), schema.get(f"max{noun}")
         if low > languages.MAX_COUNT:
             raise self.document.error(schema, f"min{noun}", f"is {low}, and may be at most {languages.MAX_COUNT}")
@@ -388,7 +388,7 @@ class Goals:
         language = languages.PLAIN
         for side, make in (("Minimum", languages.at_least), ("Maximum", languages.at_most)):
             bound, strict = schema.get(side.lower()), schema.get(f"exclusive{side}")
-            is_flag = isinstance(strict, bool)  # draft 4's
+            is_flag = isinstance(strict, bool)  # in draft 4
             for value, is_strict in ((bound, strict is True), (None if is_flag else strict, True)):
                 if value is not None and not abs(value) < 1e300:
                     raise self.document.error(schema, "minimum", "and the other bounds must be below 1e300")
@@ -429,7 +429,7 @@ class Goals:
         return shapes
 
     def present(self, name: str, goal: Goal = OPEN) -> tuple[Shape, ...]:
-        """Objects that have a key with a value of a goal."""
+        """Objects with the key `name`, whose value has the goal."""
         if goal == NO_VALUE:
             return ()
         members = (Members({name: goal}, is_negative=True),)
@@ -492,4 +492,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("items", "prefixItems", "additionalItems"), Goals.items),
     **dict.fromkeys(("minItems", "maxItems"), partial(Goals.count, kind="array", noun="Items")),
 }
-"""The rule of each keyword; those of one rule are read together."""
+"""The rule of each keyword; a rule reads all of its keywords together."""

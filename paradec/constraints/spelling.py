@@ -1,10 +1,10 @@
-"""Bytes of each token of a model, by the context before it.
+"""The bytes that each token of a model stands for, depending on the context before it.
 
-SentencePiece drops a text's first space, others put spaces between tokens. Several ways of joining tokens are tried;
-the first that agrees with `decode` on random sequences is used.
+SentencePiece drops a text's first space, other tokenizers put spaces between tokens. Several ways of joining tokens are
+tried; the first that agrees with `decode` on random sequences is used.
 
-`lift` converts an automaton over bytes to tokens. It walks all tokens byte by byte from all states at once; tokens with
-equal maps between states are one class.
+`lift` converts an automaton over bytes to one over tokens. It walks all tokens byte by byte from all states at once;
+tokens with equal maps between states form one class.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from paradec.constraints.automaton import MAX_EDGES, MAX_STATES, TokenAutomaton
 from paradec.constraints.dfa import ByteAutomaton
 
 MOST_PAIRED = 400
-"""Maximum number of tokens of a vocabulary that is examined pair by pair."""
+"""Maximum size of a vocabulary whose tokens are decoded pair by pair."""
 SAMPLES, LONGEST_SAMPLE = 400, 6
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Bytes of tokens by context: context 0 is the beginning of a text, the others follow a token."""
+    """Bytes of tokens by context. Context 0 is the beginning of a text; other contexts follow a token."""
 
     texts: tuple[dict[int, bytes], ...]
-    """Bytes by id, per context, without special ids and those without bytes. A single context applies everywhere."""
+    """For each context, bytes by id, without special ids and ids without bytes. A single context applies everywhere."""
     after: dict[int, int]
     """By id: the context after a token."""
     special: dict[int, bytes] = field(default_factory=dict)
-    """Names of special ids, which only free text before a marker may have; the context stays."""
+    """Names of special ids, which only free text before a marker may contain; they do not change the context."""
 
     def read(self, ids: Iterable[int], context: int = 0) -> bytes | None:
-        """Bytes of a sequence of tokens that begins in a context; None if one of them has none."""
+        """Bytes of a sequence of tokens that begins in a context; None if a token has no bytes."""
         text = b""
         for token in ids:
             if token not in self.texts[context]:
@@ -68,7 +68,7 @@ _KNOWN: weakref.WeakKeyDictionary[Any, Spelling | None] = weakref.WeakKeyDiction
 
 
 def spelling_of(tokenizer: Any) -> Spelling | None:
-    """Find the bytes of a tokenizer's tokens; None if no known way of joining agrees with `decode`."""
+    """Find the spelling of a tokenizer; None if no known way of joining tokens agrees with `decode`."""
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = next(_matching_spellings(tokenizer), None)
     return _KNOWN[tokenizer]
@@ -97,7 +97,8 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
 
 
 def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
-    """Whether random sequences agree with `decode`, and at least half of them have bytes. Invalid UTF-8 is skipped."""
+    """Whether the spelling of random sequences agrees with `decode`, and at least half of them have bytes. Sequences of
+    invalid UTF-8 are skipped."""
     rng, ids, num_unreadable = np.random.default_rng(0), np.array([*spelling.after]), 0
     if not len(ids):
         return False
@@ -120,7 +121,7 @@ def _nonempty(*contexts: dict[int, bytes]) -> tuple[dict[int, bytes], ...]:
 
 
 def _pairwise_spelling(tokenizer: Any, ids: list[int]) -> Spelling:
-    """Build a spelling from all pairs of tokens; tokens after which all read the same share a context."""
+    """Build a spelling from all pairs of tokens; tokens after which every token reads the same share a context."""
     first = {token: tokenizer.decode([token], skip_special_tokens=True) for token in ids}
     contexts: dict[tuple[str | None, ...], int] = {}
     context_after = {}
@@ -138,7 +139,7 @@ def _sentence_piece_bytes(name: str) -> bytes:
 
 
 def _byte_level_bytes(name: str) -> bytes:
-    """Bytes of a token in GPT-2's byte alphabet, or of its plain text."""
+    """Bytes of a token name in GPT-2's byte alphabet; other names are plain text."""
     if all(sign in _ALPHABET for sign in name):
         return bytes(_ALPHABET[sign] for sign in name)
     return name.encode()
@@ -150,20 +151,20 @@ _ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, 
 
 
 MOST_WAYS, MOST_LITERALS = 8, 64
-"""Maximum number of bytes that may follow within a literal, and of literals from one state."""
+"""Maximum number of next bytes inside a literal, and of literals from one state."""
 LITERAL_CONTEXTS = "", "\n", "a", '"'
 MAX_ENTRIES = 2**23
-"""Maximum number of entries of all maps, with those of token prefixes."""
+"""Maximum number of entries of all maps between states, including those of token prefixes."""
 
 
 def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Encode | None = None) -> TokenAutomaton:
     """Build the automaton of the token sequences of a language, without end tokens.
 
-    Its states are byte states times contexts of the `Spelling`. No token joins a marker with what follows.
+    The states are pairs of a byte state and a context of the `Spelling`. No token spans the end of a marker.
 
     Args:
-        encode: how the tokenizer writes texts (`spell_texts`). Literals then have its spelling alone, where it reads
-            them back, and no token joins a literal with other text; None for any spelling.
+        encode: tokenises texts (`spell_texts`). Literals are then spelled as the tokenizer spells them, and no token
+            joins a literal with other text; if the tokenizer cannot spell all literals, as None: any spelling.
 
     Raises:
         ValueError: more than `MAX_STATES` or `MAX_EDGES`.
@@ -171,7 +172,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     size, num_contexts, begin = len(source.accept), len(spelling.texts), source.begin
     if not size:
         return TokenAutomaton(vocab_size, [], np.zeros((0, 3), np.int64), np.zeros(0, bool))
-    # the beginning of a text is a context of its own, which only special tokens keep
+    # context 0, the beginning of a text, only lasts while special tokens are read
     states = [np.arange(size if num_contexts == 1 or context else begin + 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
     _check(int(offsets[-1]), "states", MAX_STATES)
@@ -192,7 +193,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     literal_tokens = np.unique(np.array([token for _, token, _ in literal_edges], np.int64))
     tokens = np.union1d(np.flatnonzero((map_of_token >= 0).any(1)), literal_tokens)
     context_after = np.array([spelling.after.get(token, -1) for token in tokens.tolist()], np.int64)
-    # tokens of literals have classes of their own
+    # each token of a literal is a class by itself
     literal_classes = np.where(np.isin(tokens, literal_tokens), tokens, -1)
     keys = np.column_stack((map_of_token[tokens], context_after, literal_classes))
     kinds, kind = np.unique(keys, axis=0, return_inverse=True)
@@ -212,7 +213,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
                 targets = np.where(targets == begin - 1, begin, targets)
                 next_offset = offsets[context if following < 0 else following]
                 parts = (offsets[context] + sources, np.full(len(sources), index), next_offset + targets)
-                # special tokens are in free text alone
+                # special tokens occur only in free text
                 edges.append(np.stack(parts, 1)[sources < (begin if following < 0 else size)])
     accept = np.concatenate([source.accept[context_states] for context_states in states])
     accept = np.append(accept, np.zeros(num_states - len(accept), bool))
@@ -221,13 +222,13 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
 
 
 Literals = dict[int, list[tuple[bytes, int]]]
-"""By byte state: texts from it and the states after them."""
+"""By byte state: the literals that start there, each with the state after it."""
 Encode = Callable[[list[str]], list[list[list[int]]]]
-"""Converts texts to the token sequences that may be their spelling."""
+"""Converts each text to token sequences that may spell it."""
 
 
 def spell_texts(tokenizer: Any, texts: list[str]) -> list[list[list[int]]]:
-    """Write texts with a tokenizer: each by itself, and after other texts, whose tokens are left out."""
+    """Tokenise each text alone and after the texts `LITERAL_CONTEXTS`, whose tokens are removed."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -242,8 +243,8 @@ def spell_texts(tokenizer: Any, texts: list[str]) -> list[list[list[int]]]:
 def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
     """Split an automaton into literals and the rest.
 
-    A literal goes through states with few next bytes: keys, punctuation, enumerations. Returns the automaton without
-    their moves, and the literals.
+    A literal is a text through states with few next bytes, as keys, punctuation and enumerations are. Returns the
+    automaton without the literals' moves, and the literals.
     """
     bytes_of = [np.flatnonzero(source.letter_of == letter) for letter in range(source.step.shape[1])]
     byte_of = [int(values[0]) if len(values) == 1 else -1 for values in bytes_of]
@@ -256,11 +257,11 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
     ]
     step, literals, heads = source.step.copy(), Literals(), [*dict.fromkeys((0, source.begin))]
     known = {*heads}
-    for head in heads:  # it grows
+    for head in heads:  # `heads` grows
         leaves = [(b"", head)] if is_literal[head] else []
         leaves += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
         found, seen = list[tuple[bytes, int]](), {head}
-        for text, state in leaves:  # breadth first: it grows
+        for text, state in leaves:  # breadth first: `leaves` grows
             if not is_literal[state] or text and state in seen or len(leaves) > MOST_LITERALS:
                 found.append((text, state))
             else:
@@ -278,8 +279,8 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
 def _spell_literals(
     literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int, begin: int
 ) -> tuple[list[tuple[int, int, int]], int] | None:
-    """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states with theirs;
-    None where the tokenizer does not read one of them back, or lacks a token that free text needs."""
+    """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states including new
+    ones. None if the tokenizer cannot spell a literal, or lacks a token of a single printable byte."""
     single = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
     try:
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
@@ -293,7 +294,7 @@ def _spell_literals(
     for context in range(len(spelling.texts)):
         for head, entries in literals.items():
             if len(spelling.texts) > 1 and not context and head > begin:
-                continue  # no text begins there
+                continue  # no text begins in this state
             spelled = set[tuple[tuple[int, ...], int]]()
             for text, state in entries:
                 readable = [c for c in spellings[text.decode()] if c and spelling.read(c, context) == text]
@@ -301,7 +302,7 @@ def _spell_literals(
                     return None
                 spelled.add((tuple(readable[0]), int(offsets[spelling.after[readable[0][-1]]]) + state))
             todo.append((int(offsets[context]) + head, frozenset(spelled)))
-    for source, rest in todo:  # it grows; what is left of literals is a state, shared by all that lead there
+    for source, rest in todo:  # `todo` grows; literals with equal remaining tokens share a state
         ways: dict[int, set[tuple[tuple[int, ...], int]]] = {}
         for tokens, target in rest:
             ways.setdefault(tokens[0], set()).add((tokens[1:], target))
@@ -329,8 +330,8 @@ Map = tuple[np.ndarray, np.ndarray]
 
 
 def _walk_texts(source: ByteAutomaton, start_states: np.ndarray, texts: Texts) -> tuple[np.ndarray, list[Map]]:
-    """Walk texts from `start_states` [s]. Returns map ids [N] (-1: empty map), and the maps; their sources index
-    `start_states`."""
+    """Walk N texts from `start_states` [s]. Returns the map of each text as its index [N] (-1: empty map), and the
+    maps, whose sources index `start_states`."""
     ids, length, joined, starts = texts
     letters, count, map_by_bytes = source.letter_of[joined], source.step.shape[1], dict[bytes, int]()
     maps, map_ids = [(np.arange(len(start_states), dtype=np.int32), start_states)], np.zeros(len(ids), np.int64)

@@ -24,7 +24,7 @@ from paradec.core.checks import check_choice, check_int, check_text, shown, unkn
 from paradec.core.packaged import vocabulary_hint
 
 MAX_KEPT_BYTES = 2**28
-"""Limit of the automata cached per tokenizer."""
+"""Limit of the bytes of automata cached per tokenizer."""
 DEEPEST = 8
 """Maximum `depth` of a schema."""
 
@@ -34,9 +34,9 @@ class Constraint:
     """A set of texts; immutable and hashable.
 
     Args:
-        after: a marker, e.g. "</think>": answers are free text, the first marker, and a text of the constraint.
-        thinking_budget: tokens of free text, after which the marker follows in the fewest tokens; None leaves room for
-            the shortest text.
+        after: a marker, e.g. "</think>": answers are free text, the first marker, then a text of the constraint.
+        thinking_budget: maximum number of tokens of free text; the marker then follows in the fewest tokens. None: free
+            text ends when only the shortest text still fits.
 
     Raises:
         ValueError: a marker that is empty or longer than 256 characters, or a budget without a marker.
@@ -58,22 +58,22 @@ class Constraint:
                 raise ValueError(f"thinking_budget={self.thinking_budget} needs after, the marker that ends free text")
 
     def marker_dict(self) -> dict[str, Any]:
-        """The marker's part of `to_dict`."""
+        """The entries of `to_dict` for the marker."""
         marker = {"after": self.after, "thinking_budget": self.thinking_budget}
         return {name: value for name, value in marker.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON data, as `constraint_of` reads it."""
+        """Convert to JSON data that `constraint_of` reads."""
         raise NotImplementedError
 
     def node(self) -> Node:
-        """Build the expression of the texts. Raises ValueError if they are not regular, or too many."""
+        """Build the expression of the texts. Raises ValueError for a language that is not regular or too large."""
         raise NotImplementedError
 
     def accepts(self, text: str) -> bool:
-        """Whether a finished text is one of the texts; no model is needed.
+        """Whether `text` is one of the constraint's texts; needs no model.
 
-        Raises ValueError as `node`, or for anything but a text.
+        Raises ValueError: as `node`, or `text` is not a string.
         """
         if not isinstance(text, str):
             raise ValueError(f"text={shown(text)} must be a text")
@@ -81,20 +81,20 @@ class Constraint:
         return _byte_automaton(self).accepts(text.encode())
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
-        """Build the automaton of all token sequences of the texts.
+        """Build the automaton of all token sequences that spell the texts.
 
-        Raises ValueError as `node`, or if the tokenizer joins tokens in an unknown_name way.
+        Raises ValueError: as `node`, or the tokenizer joins tokens in an unknown way.
         """
         spelling = spelling_of(tokenizer)
         if spelling is None:
             raise ValueError(
-                f"constraint={shown(self)}: the tokenizer does not join its tokens plainly, so that what they read "
-                "together is not known; only paradec.Choice works with it, without after"
+                f"constraint={shown(self)}: it is unknown which texts the tokenizer's tokens spell together; only "
+                "paradec.Choice works with this tokenizer, without after"
             )
         return self.lift(spelling, vocab_size, partial(spell_texts, tokenizer))
 
     def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
-        """Build the automaton of the tokens of a spelling. Raises ValueError if it is too large."""
+        """Build the automaton over tokens, for a tokenizer with this spelling. Raises ValueError if it is too large."""
         return lift(_byte_automaton(self), spelling, vocab_size, encode if self.spells_literals else None)
 
 
@@ -105,14 +105,14 @@ def _byte_automaton(value: Constraint) -> ByteAutomaton:
 
 @dataclass(frozen=True)
 class Regex(Constraint):
-    """Texts that match a pattern as a whole, as `re.fullmatch(pattern, text, re.ASCII)` says it.
+    """Texts that match a pattern as a whole: `re.fullmatch(pattern, text, re.ASCII)`.
 
     Args:
-        pattern: what is regular of Python's patterns: no lookaround, backreferences, atomic groups, possessive
-            repetitions, word boundaries, inline flags, octal escapes or comments; "^" and "$" at the two ends alone.
+        pattern: a pattern of Python's `re` without lookaround, backreferences, atomic groups, possessive repetitions,
+            word boundaries, inline flags, octal escapes and comments; "^" and "$" only at the two ends.
 
     Raises:
-        ValueError: another pattern; the message says what is not supported, and where.
+        ValueError: an unsupported pattern; the message names the feature and its position.
     """
 
     pattern: str
@@ -130,10 +130,10 @@ class Regex(Constraint):
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of several texts, each in the tokens that the tokenizer makes of it; after a marker, part by part.
+    """One of several texts, each in the tokenizer's own tokens; after a marker, each part of a text is tokenised alone.
 
     Raises:
-        ValueError: no text at all, one that is empty, or one that is there twice.
+        ValueError: no text, an empty text, or a duplicate.
     """
 
     choices: tuple[str, ...]
@@ -206,15 +206,15 @@ class JsonSchema(Constraint):
     """JSON texts of a schema: keys in the schema's order, one space or none after ":" and ",".
 
     Args:
-        schema: a mapping, its JSON text, or a class of pydantic; docs/structured.md lists its keywords. Unknown ones
-            are ignored, with a warning that names them.
-        depth: levels of arrays and objects where the schema leaves them open, or refers to itself.
-        spelling: "tokenizer": keys, punctuation and enumerations in the tokens that the tokenizer makes of them, so
-            that models which decide in any order write a key at once; "any": in any tokens. Other text is in any.
+        schema: a mapping, its JSON text, or a pydantic class; docs/structured.md lists the supported keywords. Unknown
+            keywords are ignored with a warning.
+        depth: levels of arrays and objects where the schema does not fix them, or refers to itself.
+        spelling: "tokenizer": keys, punctuation and enumerations are in the tokenizer's own tokens, so models that
+            decode in any order write a key at once; "any": in any tokens that spell them. Other text is in any tokens.
         after, thinking_budget: as for every `Constraint`.
 
     Raises:
-        ValueError: a keyword that an automaton cannot hold, by its path; or no text is left.
+        ValueError: a keyword that an automaton cannot express (the message has its path), or no text is left.
     """
 
     schema: Any
@@ -232,25 +232,25 @@ class JsonSchema(Constraint):
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"schema={shown(schema)} is no JSON: {error}") from None
+                raise ValueError(f"schema={shown(schema)} is not JSON: {error}") from None
         if not isinstance(schema, (Mapping, bool)):
             raise ValueError(f"schema={shown(schema)} must be a JSON schema: a mapping, its text or a pydantic class")
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"schema={shown(schema)} is no data of JSON: {error}") from None
+            raise ValueError(f"schema={shown(schema)} cannot be written as JSON: {error}") from None
         check_text("schema", text)
         object.__setattr__(self, "schema", text)
         object.__setattr__(self, "depth", int(self.depth))
         if ignored := read_schema(text, self.depth)[1]:
-            warnings.warn(f"schema: ignored, as they say nothing here: {', '.join(ignored)}", stacklevel=2)
+            warnings.warn(f"schema: ignored unknown keywords or formats: {', '.join(ignored)}", stacklevel=2)
 
     def to_dict(self) -> dict[str, Any]:
         spelling = {} if self.spelling == "tokenizer" else {"spelling": self.spelling}
         return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling | self.marker_dict()
 
     def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
-        """Build the automaton of the tokens of a spelling, with shorter strings where it is too large."""
+        """Build the automaton over tokens; if it is too large, with shorter strings."""
         encode_literals = encode if self.spelling == "tokenizer" else None
         for max_length in MAX_LENGTHS[::2]:
             try:
@@ -266,13 +266,13 @@ class JsonSchema(Constraint):
 
 @dataclass(frozen=True)
 class Grammar(Constraint):
-    """Texts of a context-free grammar, for causal models alone; needs llguidance (the extra `grammar`).
+    """Texts of a context-free grammar, for causal models only; needs llguidance (the extra `grammar`).
 
     Args:
-        grammar: Lark as llguidance reads it, with a rule or terminal `start`.
+        grammar: a grammar in llguidance's variant of Lark, with a rule or terminal `start`.
 
     Raises:
-        ValueError: no such grammar; the message says where. ModuleNotFoundError: llguidance is not installed.
+        ValueError: an invalid grammar; the message has the position. ModuleNotFoundError: llguidance is missing.
     """
 
     grammar: str
@@ -281,7 +281,7 @@ class Grammar(Constraint):
         from paradec.constraints.grammar import check_grammar
 
         if {*self.marker_dict()}:
-            raise ValueError("after is not for a grammar: let its rule `start` begin with free text and the marker")
+            raise ValueError("after does not work with a grammar: let `start` begin with free text and the marker")
         if not isinstance(self.grammar, str):
             raise ValueError(f"grammar={shown(self.grammar)} must be a text")
         check_text("grammar", self.grammar)
@@ -291,17 +291,18 @@ class Grammar(Constraint):
         return {"grammar": self.grammar}
 
     def accepts(self, text: str) -> bool:
-        raise ValueError(f"constraint={shown(self)}: accepts is offered for Choice, Regex and JsonSchema")
+        raise ValueError(f"constraint={shown(self)}: accepts works with Choice, Regex and JsonSchema only")
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         raise ValueError(
-            f"constraint={shown(self)} is for causal models: a grammar has no list of states, by which what is decided "
-            "in any order could be completed; give a paradec.Regex or paradec.JsonSchema"
+            f"constraint={shown(self)} is for causal models: a grammar has no finite automaton, which decoding in any "
+            "order needs; give a paradec.Regex or paradec.JsonSchema"
         )
 
 
 def constraint_of(name: str, value: Any) -> Any:
-    """Read a constraint, or for holes a tuple of them and None, also in `to_dict`'s data or as a JSON schema.
+    """Read a constraint, or for holes a tuple of constraints and None. Each is a `Constraint`, the data of `to_dict`, a
+    JSON schema with a type, or a pydantic class.
 
     Raises ValueError or TypeError for anything else.
     """
@@ -311,7 +312,7 @@ def constraint_of(name: str, value: Any) -> Any:
 
 
 def one_constraint(name: str, value: Any) -> Constraint | None:
-    """Read a constraint for a whole answer, or None. Raises ValueError or TypeError for anything else."""
+    """Read one constraint, or None. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, Constraint):
         return value
     if hasattr(value, "model_json_schema") or isinstance(value, Mapping) and "type" in value:
@@ -319,7 +320,7 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar, a "
-            "class of pydantic or a JSON schema with a type; for holes a list of them and None"
+            "pydantic class or a JSON schema with a type; for holes a list of these and None"
         )
     classes = {"regex": Regex, "choice": Choice, "json_schema": JsonSchema, "grammar": Grammar}
     kind = next((key for key in classes if key in value), None)
@@ -334,15 +335,15 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
 
 @dataclass(frozen=True)
 class ToolCalls(Constraint):
-    """A call of one of several tools, in Hermes' format. Raises ValueError for parameters of no automaton."""
+    """A call of one of several tools, in Hermes' format. Raises ValueError for unsupported schemas of parameters."""
 
     tools: tuple[tuple[str, str], ...]
-    """Names, and the schemas of arguments as JSON."""
+    """The name of each tool, and the JSON schema of its arguments as text."""
     spells_literals = True
 
     @classmethod
     def from_functions(cls, functions: Sequence[Mapping[str, Any]], after: str | None = None) -> ToolCalls:
-        """Build it of functions as OpenAI's `tools` have them."""
+        """Build it from the "function" objects of OpenAI's `tools`."""
         tools = []
         for function in functions:
             try:
@@ -367,11 +368,11 @@ _LOCK = threading.Lock()
 def token_automaton(
     value: Constraint, tokenizer: Any, vocab_size: int, ends: tuple[int, ...], suppressed: tuple[int, ...]
 ) -> TokenAutomaton:
-    """Build the automaton of a constraint over a model's tokens, or take it from the tokenizer's cache.
+    """Build the automaton of a constraint over a model's tokens, or return the one cached for the tokenizer.
 
     Args:
-        ends: end tokens, any number of which may follow a text; () where texts fill all their slots. suppressed: ids
-            that no text may contain.
+        ends: end tokens, any number of which may follow a text; () if texts fill all their slots.
+        suppressed: ids that no text may contain.
 
     Raises:
         ValueError: the automaton is too large, or the tokenizer does not fit.
@@ -393,9 +394,9 @@ def has_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
 
 
 def cache_automaton(tokenizer: Any, key: tuple[Any, ...], automaton: TokenAutomaton) -> None:
-    """Cache an automaton as the most recent one; the oldest make room, beyond `MAX_KEPT_BYTES`.
+    """Cache an automaton as the most recent one, and drop the oldest ones above `MAX_KEPT_BYTES`.
 
-    key: constraint, size of the vocabulary, end tokens and suppressed ids.
+    key: constraint, vocabulary size, end tokens and suppressed ids.
     """
     with _LOCK:
         cache = _KEPT.setdefault(tokenizer, {})

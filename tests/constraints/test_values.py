@@ -206,8 +206,8 @@ def test_bounds_of_integers(low: int | None, high: int | None) -> None:
         ({"$ref": "http://x/y"}, "is not in the schema"),
         ({"$ref": "#"}, "allows no text"),
         ({"type": "word"}, "must be one of object"),
-        ("{", "is no JSON"),
-        ("[" * 10**5, "is no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 10**5, "is not JSON"),
         (3, "must be a JSON schema"),
         ({"enum": []}, "must be a list of values"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "allows no text"),
@@ -370,7 +370,7 @@ def test_a_tokenizer_that_joins_otherwise() -> None:
             return {"input_ids": ids_of(text)[::-1]}
 
     tokenizer = Reversed()
-    with pytest.raises(ValueError, match="does not join its tokens plainly"):
+    with pytest.raises(ValueError, match="it is unknown which texts the tokenizer"):
         token_automaton(paradec.Regex("one"), tokenizer, 300, (), ())
     assert token_automaton(paradec.Choice(["one two"]), tokenizer, 300, (), ()).states
 
@@ -391,7 +391,7 @@ def test_markers_are_checked(more: dict[str, Any], message: str) -> None:
     for value in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {"type": "null"}}):
         with pytest.raises(ValueError, match=message):
             constraint_of("constraint", value | more)
-    with pytest.raises(ValueError, match="after is not for a grammar|thinking_budget"):
+    with pytest.raises(ValueError, match="after does not work with a grammar|thinking_budget"):
         constraint_of("constraint", {"grammar": 'start: "a"', "after": "x"} | more)
 
 
