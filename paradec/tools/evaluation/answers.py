@@ -1,4 +1,4 @@
-"""Answers and log-likelihoods as an evaluation harness needs them. `harness.py` adapts it to lm-evaluation-harness."""
+"""Answers and log-likelihoods for an evaluation harness. `harness.py` adapts them to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decod
 from paradec.tools.evaluation.recipe import CHOICES, cut_at_stops, generation_fields, request_from_arguments
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
-"""The packaged prompts as tasks ("paradec", or "paradec_copy", ...): a folder for the harness' `--include_path`."""
+"""Folder with the packaged prompts as tasks ("paradec", "paradec_copy", ...), for the harness' `--include_path`."""
 
 
 @dataclass
@@ -36,21 +36,21 @@ class Spent:
 
     answers: int = 0
     row_calls: int = 0
-    """Forwards that each answer took, added."""
+    """Sum of the answers' forwards."""
     tokens: int = 0
-    """End tokens and the token that completes a stop string included, padding after them excluded."""
+    """Answer tokens, including end tokens and the token that completes a stop string, without padding after them."""
     forwarded_tokens: int = 0
     seconds: float = 0.0
 
     def add(self, output: Output) -> None:
-        """Count an answer."""
+        """Add the costs of an answer."""
         self.answers += 1
         self.row_calls += sum(output.row_nfe)
         self.tokens += sum(output.tokens)
         self.forwarded_tokens += output.forwarded_tokens
 
     def report(self) -> dict[str, Any]:
-        """The totals, with means and rates."""
+        """The totals, with means per answer and rates."""
         sums: dict[str, Any] = asdict(self)
         if self.answers:
             sums |= {"nfe": self.row_calls / self.answers, "tokens_per_forward": self.tokens / max(1, self.row_calls)}
@@ -59,20 +59,20 @@ class Spent:
 
 
 class Answering:
-    """A paradec model for a harness. Arguments given here win over those of a task.
+    """A paradec model for a harness. Arguments passed here override those of a task.
 
     pretrained: source for `paradec.load`, or a model; None is the packaged model.
-    batch_size: rows decoded together (`generate_many`). Scores depend on it up to rounding only.
-    max_batch_size: not used; the harness gives one. device, dtype, revision: as in `paradec.load`.
+    batch_size: rows decoded together (`generate_many`). Scores depend on it only by rounding.
+    max_batch_size: unused; the harness passes it. device, dtype, revision: as in `paradec.load`.
     preset: a request, or a file of `Request.save`. seed: of all draws.
-    until: whether the task's stop strings end an answer (`escape_until` of others).
-    max_length: tokens of prompt and answer; by default the model's.
-    likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal ones are
-        exact. mc_num, mc_batch, order: its `samples`, `stratum` and `order`.
-    check_greedy: whether log-likelihoods report if greedy decoding writes the continuation, at a forward per token
-        (LAMBADA's accuracy needs it, tasks with choices do not).
-    choices: "score", or "decode": the model answers with one of a context's continuations under a constraint, whose
-        log-likelihood becomes 0, the others' -inf.
+    until: whether the task's stop strings end an answer (`escape_until` of other libraries).
+    max_length: maximum number of tokens of prompt and answer; by default the model's.
+    likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal models are
+        always exact. mc_num, mc_batch, order: `samples`, `stratum` and `order` of `log_likelihoods`.
+    check_greedy: whether log-likelihoods report if greedy decoding writes the continuation, which takes a forward per
+        token (LAMBADA's accuracy needs it, tasks with choices do not).
+    choices: "score", or "decode": the model decodes one of a context's continuations under a constraint. The
+        log-likelihood of the decoded one is 0, that of the others -inf.
     arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task's length
         counts.
     Raises ValueError, TypeError: an unknown argument, or one out of its range."""
@@ -110,7 +110,7 @@ class Answering:
         if pretrained is None or isinstance(pretrained, (str, Path)):
             model = paradec.load(pretrained, device=device, dtype=dtype, revision=revision)
         elif (device, dtype, revision) != (None, None, None):
-            raise ValueError(f"device={device!r}, dtype={dtype!r}, revision={revision!r} are for a model by its name")
+            raise ValueError(f"device={device!r}, dtype={dtype!r}, revision={revision!r} need a model's name")
         check_model("lm-eval's model", model, MADE)
         if "sampler" not in fields:
             request = Request(**{**request.changes(), **model_defaults(model)})
@@ -120,14 +120,14 @@ class Answering:
         self.batch_size: int = 1 if batch_size is None else int(batch_size)
         self.tokenizer = model.tokenizer
         if self.tokenizer is None:
-            raise ValueError(f"{model.facts.name} has no tokenizer; lm-eval asks in words")
+            raise ValueError(f"{model.facts.name} has no tokenizer; lm-eval needs one")
         self.until, self.check_greedy, self.choices = until, check_greedy, choices
         self.own_length, self._device = max_length, model.device
         self.estimate: dict[str, Any] = {"method": likelihood, "samples": mc_num, "stratum": mc_batch, "order": order}
-        log_likelihoods(model, [], **self.estimate)  # a wrong one is said before anything is decoded
+        log_likelihoods(model, [], **self.estimate)  # raises for wrong arguments before any decoding
         self.spent = Spent()
         self.likelihoods: list[Likelihood] = []
-        """Of every continuation that was judged, in the order in which they were."""
+        """Log-likelihoods of all continuations so far, in order."""
         self._rendered: set[str] = set()
 
     # ---- text ---------------------------------------------------------------------------------------------------
@@ -139,32 +139,30 @@ class Answering:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context. Raises ValueError: the tokenizer has neither a first nor a last
-        token."""
+        """The token before a text without a context. Raises ValueError: there is neither a BOS nor an EOS token."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *self.model.facts.eos_token_ids):
             if token is not None:
                 return int(token)
-        raise ValueError(f"{self.model.facts.name} names no token for a text to begin with; give a context")
+        raise ValueError(f"{self.model.facts.name} has no BOS or EOS token to start a text with; give a context")
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer."""
+        """Maximum number of tokens of prompt and answer."""
         return self.own_length or self.model.facts.max_length or 2**20
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness' own caches."""
+        """Name of the tokenizer, for the harness' caches."""
         return str(getattr(self.tokenizer, "name_or_path", "") or self.model.facts.name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text as `paradec.generate` makes them without a chat: causal models have their first token before
-        it, but not where a chat template has rendered it. Raises ValueError: words that the tokenizer cannot
-        express."""
+        """Tokenise a text as `paradec.generate` does without a chat template: for causal models with a BOS token,
+        unless the text was rendered by the chat template. Raises ValueError: words that the tokenizer cannot write."""
         causal = self.model.facts.topology == "causal" and string not in self._rendered
         return tokenize(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of both, split where the context's end; spaces at its end go with the continuation."""
+        """Tokenise both. Spaces at the end of the context become part of the continuation."""
         special = self.model.facts.topology == "causal" and context not in self._rendered
         cut_at = len(context.rstrip())
         context_ids = self.tok_encode(context[:cut_at], add_special_tokens=special)
@@ -172,11 +170,11 @@ class Answering:
         return context_ids, ids[len(context_ids) :]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as text. Raises ValueError: no chat template, or one that does not take these messages."""
+        """Render a chat as text. Raises ValueError: no chat template, or one that refuses these messages."""
         from jinja2 import TemplateError
 
         if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(f"the tokenizer of {self.model.facts.name} has no chat template: leave it out (--no-chat)")
+            raise ValueError(f"the tokenizer of {self.model.facts.name} has no chat template: pass --no-chat")
         open_end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             text = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **open_end)
@@ -188,18 +186,18 @@ class Answering:
     def _cut_left(self, ids: list[int], room: int) -> list[int]:
         """Cut a context on the left to `room` tokens, with a warning."""
         if room < 1:
-            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt beside the answer")
+            raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and the answer")
         if len(ids) > room:
             warnings.warn(f"a context of {len(ids)} tokens is cut on the left to {room}", stacklevel=2)
         return ids[-room:]
 
     def keep(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Hook: called with every answer, to cache it."""
+        """Hook that is called with every answer, so that subclasses can cache it."""
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers, each up to the first of the task's stop strings."""
+        """Decode the answers, and cut each at the first of its task's stop strings."""
         texts: list[str] = []
         entries = [self._build_entry(*request.args) for request in requests]
         start = time.perf_counter()
@@ -217,14 +215,14 @@ class Answering:
         return texts
 
     def _build_entry(self, context: str, of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """An entry for `generate_many`, and the stop strings that its text is cut at."""
+        """Build an entry for `generate_many`, and the stop strings at which its text is cut."""
         fields, until = generation_fields(of_task)
         fields = {name: value for name, value in fields.items() if name not in self.said}
         if not self.until:
             until = []
         new = self.request.max_new_tokens if "max_new_tokens" in self.said else fields.get("max_new_tokens")
         fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
-        constraint = fields.get("constraint", self.request.constraint)  # it says itself where an answer ends
+        constraint = fields.get("constraint", self.request.constraint)  # determines the end of an answer
         if until and "stop_strings" not in self.said and constraint is None:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
@@ -251,7 +249,8 @@ class Answering:
     def _decode_choices(
         self, keys: list[Any], pairs: list[tuple[list[int], list[int]]]
     ) -> dict[int, tuple[float, bool]]:
-        """Score the continuations that share a context, by index: the decoded one is 0, the others -inf."""
+        """Score continuations that share a context by decoding one of them. Returns (log-likelihood, is greedy) by
+        index: 0 for the decoded one, -inf for the others."""
         groups = [[*indices] for _, indices in itertools.groupby(range(len(pairs)), lambda number: pairs[number][0])]
         groups = [group for group in groups if len(group) > 1]
         contexts = [
@@ -290,7 +289,7 @@ class Answering:
     # ---- what the harness reports ---------------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
-        """The request, the costs and the precision of log-likelihoods, for the harness' result."""
+        """Describe the request, the costs and the precision of log-likelihoods, for the harness' result."""
         found: dict[str, Any] = {
             "paradec": paradec.__version__,
             "request": self.request.to_dict(),
@@ -305,7 +304,7 @@ class Answering:
                 **{name: value for name, value in self.estimate.items() if value is not None},
                 "judged": len(errors),
                 "forwards": sum(entry.forwards for entry in self.likelihoods),
-                # NaN (one draw) is no number in JSON
+                # JSON has no NaN, the error of a single draw
                 "median_standard_error": _number(errors.nanmedian().item()),
                 "largest_standard_error": _number(errors.where(~errors.isnan(), -1.0).max().item()),
                 "without_a_standard_error": int(errors.isnan().sum()),
@@ -324,7 +323,7 @@ def _number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Sequences(Constraint):
-    """One of several sequences of ids, whatever they read."""
+    """One of several sequences of ids, independent of the texts that they spell."""
 
     ids: tuple[tuple[int, ...], ...]
 
@@ -338,13 +337,13 @@ class Sequences(Constraint):
 def decode_choices(
     model: Any, request: Request, contexts: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
-    """Decode each context under a constraint to its continuations; yield the number of the written one, and the output.
+    """Decode each context, constrained to its continuations; yield the index of the decoded one, and the output.
 
-    A few forwards replace the log-likelihoods of all choices, a hundred forwards each on masked models.
+    This takes a few forwards, where the log-likelihoods of masked models take about a hundred per continuation.
 
-    request: decoding settings; the answer has the tokens of the longest continuation and an end token.
+    request: decoding settings; the answer has room for the longest continuation and an end token.
     batch_size: rows decoded together.
-    Raises ValueError: no end token, or a request that cannot have a constraint."""
+    Raises ValueError: no end token, or a request that does not support constraints."""
     if not model.facts.eos_token_ids:
         raise ValueError(f"choices='decode' needs an end token, and {model.facts.name} has none")
     entries = [

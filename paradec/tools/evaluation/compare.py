@@ -1,8 +1,8 @@
 """Comparison of masked samplers on prompts with checkable answers: accuracy and forwards.
 
 Each sampler runs with its defaults and with the settings of its class attribute `sweep`; model, cache, canvas, seed and
-the stop at the end of the text are shared. The baseline, threshold 0.9, is always measured. Right answers and forwards
-are equal on every run of one machine; times are not.
+early stopping are shared. The baseline, threshold 0.9, is always measured. Right answers and forwards are reproducible
+on one machine; times are not.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ SCHEMA = "paradec-compare/2"
 READ = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source")
 """Fields of `Result` that a file holds unchanged."""
 Progress = Callable[["Comparison", "Configuration", float], None]
-"""Called after every batch with what is finished, the configuration under way, and the share of the work done."""
+"""Called after every batch with the comparison so far, the current configuration, and the share of work done."""
 
 
 @dataclass
 class Result:
-    """What one configuration achieved."""
+    """Answers and costs of one configuration."""
 
     configuration: Configuration
     tasks: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By task: (right answers, prompts)."""
     row_calls: int = 0
-    """Forwards that each prompt took, added."""
+    """Sum of the prompts' forwards."""
     forwarded_tokens: int = 0
     """Positions evaluated, padding excluded."""
     tokens: int = 0
@@ -65,25 +65,25 @@ class Result:
     seconds: float = 0.0
     """Wall time of decoding."""
     padding_forwards: int = 0
-    """Of `row_calls` those that decided only padding after the answer."""
+    """Part of `row_calls`: forwards that decided only padding after the answer."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """In the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens" of each."""
+    """One entry per prompt, in the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens"."""
     source: str | None = None
-    """Of a sampler that is not paradec's own: a digest of the file that it is in."""
+    """Digest of a custom sampler's file; None for paradec's samplers."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
-        """(right answers, prompts) of some tasks, or of all."""
+        """(right answers, prompts) of the `tasks`, by default all."""
         counts = [self.tasks[name] for name in (self.tasks if tasks is None else tasks) if name in self.tasks]
         return sum(right for right, _ in counts), sum(num_prompts for _, num_prompts in counts)
 
     def accuracy(self, tasks: Iterable[str] | None = None) -> float:
-        """Share of right answers in some tasks, or in all; in [0, 1]."""
+        """Share of right answers in the `tasks`, by default all; in [0, 1]."""
         right, num_prompts = self.right(tasks)
         return right / num_prompts
 
     @property
     def nfe(self) -> float:
-        """Forwards per prompt, the mean."""
+        """Mean number of forwards per prompt."""
         return self.row_calls / self.right()[1]
 
     @property
@@ -97,12 +97,12 @@ class Result:
 
 @dataclass
 class Comparison:
-    """What `compare` returns; `to_json` keeps it, `paradec.tools.evaluation.plot.frontier` draws it."""
+    """Result of `compare`; `to_json` saves it, `paradec.tools.evaluation.plot.frontier` draws it."""
 
     setup: dict[str, Any]
-    """Facts that comparable runs share."""
+    """Model, questions and settings, which must be equal in comparable runs."""
     machine: dict[str, Any]
-    """Where it ran; only times depend on it."""
+    """Device, dtype, batch and versions of the run."""
     many: dict[str, bool | None]
     """By task: whether its prompts have several right answers."""
     results: list[Result] = field(default_factory=list)
@@ -112,9 +112,9 @@ class Comparison:
     prompts: list[dict[str, str]] = field(default_factory=list)
     """"task" and "prompt" of each question."""
     num_answered: int = 0
-    """Prompts that were answered so far, counted once for every configuration."""
+    """Number of answers so far, over all configurations."""
     num_total: int = 0
-    """How many there will be."""
+    """Number of answers at the end."""
 
     @property
     def baseline(self) -> Result:
@@ -125,8 +125,9 @@ class Comparison:
         return [task for task, several in self.many.items() if several is many]
 
     def aup(self) -> dict[str, float]:
-        """Area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`) of the samplers with the
-        most settings, at least two: areas under different numbers of settings are not comparable."""
+        """Area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`), by sampler. Areas are
+        comparable only for equal numbers of settings: samplers with another number than most, or with one, are left
+        out."""
         best_accuracy = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
@@ -139,7 +140,7 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON holds it: what was counted, and what follows from it for those who read the file."""
+        """Convert to JSON data: the counts, and derived numbers for readers of the file."""
         rows = []
         for result in self.results:
             row: dict[str, Any] = {"sampler": result.configuration.sampler}
@@ -153,15 +154,15 @@ class Comparison:
         return {"schema": SCHEMA, **fields, "results": rows, "aup": self.aup()}
 
     def lost(self, result: Result) -> list[int]:
-        """Which of `prompts` the baseline answered right and this configuration did not."""
+        """Indices of `prompts` that the baseline answered right and this configuration did not."""
         return _right_only_in_first(self.baseline, result)
 
     def won(self, result: Result) -> list[int]:
-        """The other way round."""
+        """Indices of `prompts` that this configuration answered right and the baseline did not."""
         return _right_only_in_first(result, self.baseline)
 
     def versus_baseline(self, result: Result) -> dict[str, float]:
-        """Accuracy lost or won (difference of shares), and parallelism and speed as multiples of the baseline's."""
+        """Difference of accuracies (shares) to the baseline; parallelism and speed as multiples of the baseline's."""
         base = self.baseline
         speed = result.tokens_per_second / base.tokens_per_second if base.tokens_per_second else 0.0
         return {
@@ -171,12 +172,12 @@ class Comparison:
         }
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
-        """Write `to_dict`, whole or not at all."""
+        """Write `to_dict`, atomically."""
         write_json(file, self.to_dict())
 
     @classmethod
     def from_json(cls, file: str | os.PathLike[str]) -> Comparison:
-        """Read what `to_json` wrote. Raises ValueError: another kind of file; OSError: it cannot be read."""
+        """Read a file of `to_json`. Raises ValueError: another kind of file; OSError: an unreadable file."""
         try:
             data = parse_json(read_text(file))
             if data["schema"] != SCHEMA:
@@ -198,14 +199,14 @@ class Comparison:
             raise ValueError(f"{str(file)!r} is no comparison of schema {SCHEMA!r} ({error!r})") from None
 
     def columns(self) -> list[str]:
-        """Heads of `table`."""
+        """Column headings of `table`."""
         heads = ["sampler", "setting", "right %", "95 %"]
         heads += ["one answer %", "many answers %"] if self._split() else []
         heads += ["forwards", "tokens/forward", "tokens/forward x baseline", "tokens/s", "tokens/s x baseline"]
         return [*heads, "AUP"] if self.results and self.aup() else heads
 
     def table(self) -> list[list[str]]:
-        """One line of cells per configuration, in the order of `columns`; AUP is on a sampler's first line."""
+        """A row of cells per configuration, in the order of `columns`; AUP is in a sampler's first row."""
         area, lines = self.aup() if self.results else {}, []
         has_area = bool(area)
         for result in self.results:
@@ -226,7 +227,7 @@ class Comparison:
 
 
 def _right_only_in_first(first: Result, second: Result) -> list[int]:
-    """Indices of prompts that only the first answered right."""
+    """Indices of the prompts that `first` answered right and `second` did not."""
     pairs = enumerate(zip(first.answers, second.answers, strict=True))
     return [index for index, (a, b) in pairs if a["right"] and not b["right"]]
 
@@ -255,15 +256,16 @@ def compare(
 
     model: from `paradec.load` or `paradec.wrap`; None is the packaged model.
     questions: from `packaged_questions` or `read_questions`; None is all packaged ones.
-    names: as in `configurations`; None is every masked sampler and `COMBINATIONS`, where the request suits them. The
-        baseline is always added.
-    defaults: as in `configurations`: one row for every sampler.
+    names: as in `configurations`; None is every masked sampler and combination that supports the request. The baseline
+        is always added.
+    defaults: as in `configurations`: whether each sampler runs with its defaults only.
     cache: a name of `paradec.caches.names()`, with settings in parentheses if needed.
     attention, suffix, max_new_tokens, block_length: as in `paradec.generate`.
-    batch: prompts decoded together; changes the speed alone (in float32 up to near-ties). seed: for samplers that draw.
-    constraint: for answers whose question has none; prompts decoded together share it.
-    resume: an earlier comparison with the same setup and version of the draws, whose results are reused, except for
-        samplers from a changed file.
+    batch: prompts decoded together; answers do not depend on it (in float32 up to near-ties).
+    seed: for samplers that draw.
+    constraint: of questions without one; prompts decoded together share a constraint.
+    resume: an earlier comparison with an equal setup, whose results are reused, except those of custom samplers whose
+        file has changed.
     progress: called after every batch.
     Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
     Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the finished configurations, with
@@ -298,7 +300,7 @@ def compare(
     finished = {} if resume is None else _finished(resume, setup)
     comparison.num_total = len(todo) * len(questions)
     work = [_expected_forwards(configuration, new) for configuration in todo]
-    # in order, and with all that was resumed, asked for or not: nothing measured is lost
+    # resumed results stay, even if their configuration was not requested now
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
     comparison.results = [finished[name] for name in order if name in finished]
     done_work = 0.0
@@ -323,7 +325,7 @@ def compare(
 
 
 def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any]) -> dict[str, Any]:
-    """Build the facts that comparable runs share."""
+    """Build `Comparison.setup`."""
     policy = choose_policy(Configuration(BASELINE).make(), model, None, request["block_length"])
     setup: dict[str, Any] = {"model": model.facts.name}
     setup |= {name: request[name] for name in ("cache", "seed", "max_new_tokens")}
@@ -332,7 +334,7 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
     setup["questions"] = hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16]
     digest = _digest(type(caches.create(request["cache"])))
     setup |= {} if digest is None else {"cache_source": digest}
-    # None has no entry, as in earlier results
+    # optional settings have an entry only if they are set
     if request["constraint"] is not None:
         setup["constraint"] = request["constraint"].to_dict()
     return setup | {name: to_data(request[name]) for name in ("attention", "suffix") if request[name] is not None}
@@ -341,8 +343,8 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
 def _measure(
     result: Result, model: Model, questions: Sequence[Question], batch: int, request: dict[str, Any]
 ) -> Iterator[int]:
-    """Ask one configuration all questions, and add to its result what it took. Yields after every batch how many were
-    asked; right answers are counted when all were. request: arguments of `generate` that all configurations share."""
+    """Decode all questions with one configuration, and fill its result. Yields the number of answers after every batch;
+    right answers per task are set at the end. request: arguments of `generate` that all configurations share."""
     configuration, new = result.configuration, request["max_new_tokens"]
     method = configuration.make()
     policy = choose_policy(method, model, None, request["block_length"])
@@ -355,7 +357,7 @@ def _measure(
         arguments = request | constraint | configuration.request(new, max(counts))
         if not seed_matters(method, arguments.get("temperature", 0), request["suffix"]):
             arguments["seed"] = None
-        if not result.answers:  # what a process does once is no configuration's
+        if not result.answers:  # warm up: one-time work must not count
             generate(model, prompts, sampler=method, **arguments)
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **arguments)
@@ -374,9 +376,9 @@ def _measure(
 
 
 def _is_supported(configuration: Configuration, model: Model, prompt: str, arguments: dict[str, Any]) -> bool:
-    """Whether an unrequested sampler fits the model and the request; warns where it does not."""
+    """Whether a sampler that was not named by the caller supports the model and the request; warns if not."""
     if configuration.sampler == BASELINE:
-        return True  # what is wrong with the request itself is an error
+        return True  # its failure is an error of the request itself
     try:
         configuration.make().start(model, prompt, **arguments)
     except ValueError as error:
@@ -420,12 +422,12 @@ def _digest(cls: type) -> str | None:
         return None
 
 
-UNWRITTEN = 2**62  # in the place of a position, where a step wrote nothing in a row
-WORTH_SAYING = 0.1  # share of a row's forwards from which `padding_lines` names them
+UNWRITTEN = 2**62  # instead of a position: a step wrote nothing in a row
+WORTH_SAYING = 0.1  # share of forwards on padding from which `padding_lines` names a configuration
 
 
 class PaddingCounter:
-    """A `callback` for one `generate` that notes the first position that each step wrote in each row."""
+    """A `callback` for one `generate` that records the first position that each step wrote in each row."""
 
     def __init__(self) -> None:
         self._first: list[tuple[np.ndarray, torch.Tensor]] = []
@@ -436,13 +438,13 @@ class PaddingCounter:
             self._first.append((commit.rows, first.cpu()))
 
     def forwards(self, output: Output) -> int:
-        """Forwards of all rows of the output that wrote something, but only after the row's answer."""
+        """Number of forwards, over all rows, that wrote tokens only after the end of the row's answer."""
         lengths = output.attention_mask.sum(1).cpu() - output.new_tokens.shape[1] + torch.tensor(output.tokens)
         return sum(int(((first >= lengths[rows]) & (first < UNWRITTEN)).sum()) for rows, first in self._first)
 
 
 def padding_lines(results: Iterable[Any]) -> list[str]:
-    """A heading, and a line for each of these `Result`s that spent a tenth of its forwards on padding alone, if any."""
+    """A heading, and a line for each `Result` with a tenth or more of its forwards on padding alone; or no lines."""
     lines = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results

@@ -1,4 +1,4 @@
-"""What is compared: a sampler with its defaults, or with some of its settings changed."""
+"""Configurations of a comparison: a sampler with its defaults, or with some settings changed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ BASELINE = "threshold"
 STAGED = "union(rules=['localleap'], stages=['credit'])"
 """Credit's logits stage before the rule of localleap."""
 COMBINATIONS = ("credit+localleap", STAGED, "factor+localleap", "klass+persistence")
-"""What is measured beside the registered samplers: of a dozen joined ones tried on the packaged prompts, the three that
-are fastest and the one that is most often right."""
+"""Combinations that are compared in addition to the registered samplers: of a dozen tried on the packaged prompts, the
+three fastest and the most accurate one."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A sampler with changed settings; without changes it has its defaults.
+    """A sampler with changed settings; without changes, with its defaults.
 
-    `sampler` is a registered name or a combination with its settings ("credit+localleap"). `changes` is one entry of
-    the sampler's `sweep`: its settings, and fields of the request. A fraction for `steps` is a share of the undecided
-    positions.
+    `sampler` is a registered name or a combination with its settings ("credit+localleap"). `changes` are settings of
+    the sampler and fields of the request, as in an entry of its `sweep`. A fraction for `steps` is a share of the
+    undecided positions.
     """
 
     sampler: str
@@ -34,16 +34,16 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """The sampler with what is changed, in one word."""
+        """The sampler's name, with its changes in parentheses."""
         return f"{self.sampler}({self.setting})" if self.changes else self.sampler
 
     @property
     def setting(self) -> str:
-        """What is changed, in short."""
+        """The changes as text; "default" without changes."""
         return ", ".join(f"{name}={to_data(value)}" for name, value in self.changes.items()) or "default"
 
     def make(self) -> Sampler:
-        """The sampler. Raises ValueError: an unknown name, a value out of its range, or a change that neither takes."""
+        """Create the sampler. Raises ValueError: an unknown name, or a value out of its range."""
         settings = self._own_settings()
         return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in settings})
 
@@ -51,7 +51,7 @@ class Configuration:
         return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
 
     def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
-        """Arguments for `generate`, for an answer of so many undecided positions in so many blocks."""
+        """Arguments for `generate`, for an answer with `positions` undecided positions in `blocks` blocks."""
         settings = self._own_settings()
         fields = {name: value for name, value in self.changes.items() if name not in settings}
         if isinstance(fields.get("steps"), float):
@@ -62,10 +62,10 @@ class Configuration:
 def configurations(
     names: str | Iterable[str | Configuration] | None = None, defaults: bool = False
 ) -> list[Configuration]:
-    """List the baseline, then every sampler with its defaults and its `sweep`.
+    """List the baseline, then every sampler with its defaults and with each entry of its `sweep`.
 
     names: samplers, combinations as text, and `Configuration`s; None is every masked sampler and `COMBINATIONS`.
-    defaults: whether to leave out the settings of `sweep`.
+    defaults: whether to leave out the entries of `sweep`.
     Raises ValueError: an unknown sampler, one of another family, or a `sweep` with an unknown name."""
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]

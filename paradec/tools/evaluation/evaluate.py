@@ -1,4 +1,4 @@
-"""Running a recipe through lm-evaluation-harness, or saying what it would run (`paradec eval`)."""
+"""Evaluation of a recipe with lm-evaluation-harness, and a plan of it without running (`paradec eval`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paradec.tools.evaluation.recipe import Recipe
 
 SCHEMA = "paradec-eval/1"
 PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "triton")
-"""Whose releases move scores."""
+"""Packages whose versions influence scores."""
 JUDGED = ("seed", "until", "likelihood", "mc_num", "mc_batch", "order", "check_greedy", "choices")
-"""Fields of a recipe that `ParadecLM` takes."""
+"""Fields of a recipe that are passed to `ParadecLM`."""
 
 
 def evaluate(
@@ -39,16 +39,16 @@ def evaluate(
 
     Args:
         recipe: the evaluation.
-        model: a loaded one, instead of the recipe's.
+        model: a loaded model, instead of the recipe's.
         device: as in `paradec.load`.
         use_cache: prefix of the harness' file of answers, from which an interrupted run of an equal recipe continues.
             The version of the draws is appended (`answers_draws2_rank0.db`).
         log_samples: whether the result has every prompt and answer.
-        bootstrap_iters: resamples for standard errors without a formula; 0 leaves these out.
+        bootstrap_iters: resamples for standard errors without a formula; 0 leaves these errors out.
 
     Returns:
         JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, chat template), the harness'
-        "results" and "groups", "config" with the costs of decoding, "samples" if asked for.
+        "results" and "groups", "config" with the costs of decoding, and "samples" with `log_samples`.
 
     Raises:
         ModuleNotFoundError: the extra `eval` is missing. ValueError: the recipe cannot be run.
@@ -59,7 +59,7 @@ def evaluate(
     check_int("bootstrap_iters", bootstrap_iters, low=0)
     import lm_eval
 
-    manager = tasks_of(recipe)  # an unknown task is said before minutes of loading
+    manager = tasks_of(recipe)  # raises for an unknown task before minutes of loading
     arguments = recipe.to_arguments()
     start = time.time()
     loading: dict[str, Any] = (
@@ -88,7 +88,7 @@ def evaluate(
         **{f"{of}random_seed": recipe.seed for of in ("", "numpy_", "torch_", "fewshot_")},
         confirm_run_unsafe_code=recipe.unsafe_code,
     )
-    assert scores is not None  # rank 0 alone
+    assert scores is not None  # only None on ranks other than 0
     met = {
         "versions": versions(),
         "weights": commit_of(recipe) if model is None else None,
@@ -103,18 +103,18 @@ def evaluate(
 
 
 def tasks_of(recipe: Recipe) -> Any:
-    """The harness' task manager, with the packaged tasks and the recipe's own. Raises ModuleNotFoundError: the extra
-    `eval` is missing; ValueError: an unknown task, or a folder that is none."""
+    """Build the harness' task manager, with the packaged tasks and those of `recipe.include`. Raises
+    ModuleNotFoundError: the extra `eval` is missing; ValueError: an unknown task, or `include` is not a folder."""
     from paradec.tools.evaluation.harness import TASKS
 
     if recipe.include is not None and not Path(recipe.include).is_dir():
-        raise ValueError(f"include={shown(recipe.include)} is no folder")
+        raise ValueError(f"include={shown(recipe.include)} is not a folder")
     from lm_eval.tasks import TaskManager
 
     folders = [str(TASKS), *([recipe.include] if recipe.include else [])]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if all(manager.match_tasks([task]) for task in recipe.tasks):
-        return manager  # the harness' own are thousands of files, which take seconds to look through
+        return manager  # without the harness' tasks: reading their thousands of files takes seconds
     manager = TaskManager(include_path=folders)
     for task in recipe.tasks:
         if not manager.match_tasks([task]):
@@ -123,7 +123,7 @@ def tasks_of(recipe: Recipe) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Releases of paradec and of what moves scores; what is not installed is left out."""
+    """Installed versions of paradec and of `PACKAGES`."""
     releases = {"paradec": paradec.__version__}
     for package in PACKAGES:
         try:
@@ -134,32 +134,32 @@ def versions() -> dict[str, str]:
 
 
 def other_versions(recipe: Recipe) -> list[str]:
-    """Of the packages that a recipe was written for, those that are here in another release, as sentences."""
+    """Describe each package whose installed version differs from the recipe's `versions`."""
     installed = versions()
     return [
-        f"the recipe was written for {package} {expected}; here is {installed.get(package, 'none')}"
+        f"the recipe was written for {package} {expected}; installed is {installed.get(package, 'none')}"
         for package, expected in recipe.versions.items()
         if installed.get(package) != expected
     ]
 
 
 def commit_of(recipe: Recipe) -> str | None:
-    """The commit of a hub id's weights on this disk; None for folders, and where they are not here."""
+    """The commit of the downloaded weights of a hub id; None for folders, and without downloaded weights."""
     from huggingface_hub import try_to_load_from_cache
 
     if recipe.model is None or os.path.exists(recipe.model):
         return None
     try:
         file = try_to_load_from_cache(recipe.model, "config.json", revision=recipe.revision)
-    except ValueError:  # no hub id
+    except ValueError:  # not a hub id
         return None
     return Path(file).parent.name if isinstance(file, str) else None
 
 
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     """Describe a recipe's run without loading weights, for prompts of about `prompt_tokens` tokens. Returns JSON data:
-    the recipe, the sampler with its settings, whether the harness knows the tasks, whether the weights are on this
-    disk, versions, missing parts, and "memory", the bytes of a batch of answers. Raises ValueError: as `tasks_of`."""
+    the recipe, the sampler with its settings, whether the harness knows the tasks, the commit of the downloaded
+    weights, versions, missing parts, and "memory", the bytes needed by a batch. Raises ValueError: as `tasks_of`."""
     method = recipe.method()
     missing: list[str] = []
     try:
@@ -183,7 +183,7 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
 
 
 def _memory(recipe: Recipe, prompt_tokens: int) -> dict[str, Any]:
-    """Bytes of a batch of answers, or {"unknown": why} where config.json is not on this disk."""
+    """Bytes needed by a batch of answers, or {"unknown": reason} without config.json on this disk."""
     request: Mapping[str, Any] = recipe.to_arguments()
     folder = str(Path(paradec.__file__).parent / "assets" / PACKAGED) if recipe.model is None else recipe.model
     if not os.path.isdir(folder):

@@ -4,9 +4,9 @@
 >>> lm = ParadecLM("GSAI-ML/LLaDA-8B-Instruct", max_new_tokens=256, batch_size=8)                # doctest: +SKIP
 >>> lm_eval.simple_evaluate(lm, tasks=["gsm8k"], apply_chat_template=True)                      # doctest: +SKIP
 
-Needs the extra `eval`. Importing this module registers the model as "paradec", after the harness' own models, which it
-would leave out otherwise. Harnesses that look for entry points ("lm_eval.models", after 0.4.13) find it by themselves;
-for 0.4.13 there is `paradec eval`, which imports it.
+Needs the extra `eval`. Importing this module registers the model as "paradec", after the harness' own models (the
+harness would not load them otherwise). Harnesses after 0.4.13 find it by the entry point "lm_eval.models"; with 0.4.13
+use `paradec eval`, which imports this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 try:
-    import lm_eval.models  # noqa: F401  (before ours: a registry that holds a model is taken for complete)
+    import lm_eval.models  # noqa: F401  (before ours: the harness loads no models once its registry has one)
     from lm_eval import utils as of_harness
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
@@ -31,14 +31,14 @@ __all__ = ["TASKS", "ParadecLM"]
 
 @register_model("paradec")
 class ParadecLM(Answering, TemplateLM):
-    """A paradec model for the harness. Arguments are those of `paradec.tools.evaluation.answers.Answering`."""
+    """A paradec model for the harness, with the arguments of `paradec.tools.evaluation.answers.Answering`."""
 
     def keep(self, kind: str, arguments: Any, answer: Any) -> None:
         self.cache_hook.add_partial(kind, arguments, answer)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, window by window; a masked model's first window has one token before it."""
-        check, self.check_greedy = self.check_greedy, False  # nothing reads it
+        """Log-likelihoods of whole texts, window by window; the first window follows the token `prefix_token_id`."""
+        check, self.check_greedy = self.check_greedy, False  # not needed here
         totals: list[float] = []
         try:
             for request in requests:

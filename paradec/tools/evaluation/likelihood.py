@@ -8,14 +8,14 @@ For a continuation x of L tokens after a context:
 
       E[ (L / l) sum over the masked i of log p(x_i | the rest) ]
 
-- "chain": sum of log p(x_i | those before i in an order, the rest masked): the log-likelihood of decoding in that
+- "chain": sum of log p(x_i | positions before i in an order, the others masked): the log-likelihood of decoding in that
   order. Its mean over all orders is the expectation above.
 
-For block-causal models the value is the sum over blocks, each given the blocks before; the rest of a last block stays
-masked.
+For block-causal models the value is the sum over blocks, each given the blocks before; the positions after the end of
+the last block's tokens stay masked.
 
 Differences to LLaDA's code: it rounds the l of a batch to even numbers, which for some L favours even l; here every l
-is equally likely. If a continuation has no more maskings than samples, each is evaluated once and nothing is drawn.
+is equally likely. If a continuation has at most as many maskings as samples, each is evaluated once without drawing.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ class Masking:
 
     tokens: list[int]
     at: list[int]
-    """Positions of `tokens` that are judged."""
+    """Positions of `tokens` whose log-probabilities are summed."""
     ids: list[int]
-    """What is there in the continuation."""
+    """The continuation's ids at these positions."""
     context: int
-    """How many tokens are before the continuation."""
+    """Number of tokens before the continuation."""
     weight: float
     stratum: int
-    """Weighted values of one stratum add up to one estimate."""
+    """The weighted values of a stratum add up to one estimate."""
 
 
 @dataclass(frozen=True)
 class MaskingSpan:
-    """What is made at once: a whole continuation, or of a block-causal model what a block has of it."""
+    """Maskings of a span: a whole continuation, or on a block-causal model its part in one block."""
 
     rows: list[Masking]
     samples: int
-    """Strata, times the rows that each averages."""
+    """Number of maskings or orders."""
     drawn: bool
-    """Whether anything of it was left to chance."""
+    """Whether maskings or orders were drawn at random."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Where a part is: positions [begin, end) of rows that are `width` wide."""
+    """Positions [begin, end) of the continuation, evaluated in rows of `width` tokens."""
 
     begin: int
     end: int
@@ -83,7 +83,7 @@ class _Span:
 def chain_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], order: str, samples: int, seed: int
 ) -> list[MaskingSpan]:
-    """A row for each position of each order: those before it in the order are given, the others masked."""
+    """Build a row for each position of each order: positions before it in the order are visible, the others masked."""
     row, parts = context + continuation, []
     keys = _keys(seed, row)
     for span in _spans(facts, len(context), len(continuation)):
@@ -105,8 +105,8 @@ def chain_maskings(
 def random_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], samples: int, stratum: int, seed: int
 ) -> list[MaskingSpan]:
-    """Random maskings, `stratum` of them with numbers of masks that are spread evenly; or all of them, where these are
-    no more than `samples`."""
+    """Draw random maskings, in strata of `stratum` maskings whose numbers of masks are spread evenly; or list all
+    maskings if there are at most `samples`."""
     row, parts = context + continuation, []
     keys = _keys(seed, row)
     for span in _spans(facts, len(context), len(continuation)):
@@ -115,7 +115,7 @@ def random_maskings(
         chosen: list[tuple[Sequence[int], float, int]] = []
         if is_exhaustive:
             for size in range(1, length + 1):
-                # each size has the share 1 / L, which its subsets share evenly; L / size is the estimate's own weight
+                # L / size is the estimate's weight; each size has probability 1 / L, spread evenly over its subsets
                 weight = 1 / (size * math.comb(length, size))
                 subsets = itertools.combinations(range(span.begin, span.end), size)
                 chosen += [(subset, weight, 0) for subset in subsets]
@@ -154,7 +154,7 @@ def _masking(
     weight: float,
     stratum: int,
 ) -> Masking:
-    """A row up to the span's width, with masks at `hidden` and after the span's end, judged at some of them."""
+    """Build a row of the span's width, with masks at `hidden` and after the span's end, to be judged at `judged`."""
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
     for position in hidden:
         tokens[position] = facts.mask_id
@@ -166,14 +166,14 @@ def _keys(seed: int, row: list[int]) -> Tensor:
 
 
 def _uniform_scores(keys: Tensor, span: _Span, samples: int) -> np.ndarray:
-    """[samples, L] uniform draws: the order of a row of them is a random order of the positions."""
+    """[samples, L] uniform draws; sorting a row of them gives a random order of the positions."""
     positions = torch.arange(span.begin, span.end).expand(samples, -1)
     uniform = rng.uniform(keys.expand(samples, -1), torch.arange(samples), positions, 1, rng.POSITION_STREAM)
     return uniform.squeeze(-1).numpy()
 
 
 def _mask_counts(keys: Tensor, start: int, length: int, samples: int, stratum: int) -> list[int]:
-    """How many positions each masking hides: uniform on 1 to L, and spread evenly within a stratum."""
+    """Number of masked positions of each masking: uniform on 1 to L, and spread evenly within a stratum."""
     strata = samples // stratum
     position = torch.full((strata, 1), start)
     first = rng.uniform(keys.expand(strata, -1), torch.arange(strata), position, 1, rng.TOKEN_STREAM).view(strata)
@@ -185,11 +185,11 @@ def _mask_counts(keys: Tensor, start: int, length: int, samples: int, stratum: i
 METHODS = ("exact", "monte_carlo", "chain")
 ORDERS = ("left_to_right", "right_to_left", "random")
 MADE = ("text",)
-"""Kinds of model (`paradec.core.checks.MODELS`) whose likelihoods are known here."""
+"""Supported kinds of models (of `paradec.core.checks.MODELS`)."""
 MOST_SAMPLES = 2**20
 
 Pair = tuple[Sequence[int], Sequence[int]]
-"""Ids of what comes before, and of the continuation."""
+"""Ids of the context, and of the continuation."""
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,13 @@ class Likelihood:
     value: float
     """In nats."""
     variance: float
-    """Of `value` as an estimate: 0 where nothing was drawn, NaN where one draw says nothing of it."""
+    """Variance of `value` as an estimate: 0 if nothing was drawn, NaN for a single draw."""
     samples: int
-    """Maskings or orders that the value is the mean of; 1 where it is exact."""
+    """Number of maskings or orders that `value` averages; 1 if it is exact."""
     forwards: int
-    """Rows evaluated (2 each under guidance)."""
+    """Number of rows evaluated (under guidance, each counts twice)."""
     greedy: bool | None = None
-    """Whether the likeliest token was at every position; None where that was not looked at."""
+    """Whether every token of the continuation was the likeliest one; None for masked models."""
 
     @property
     def error(self) -> float:
@@ -227,17 +227,17 @@ def log_likelihoods(
 ) -> Iterator[Likelihood]:
     """Yield the log-likelihoods of continuations, in the order of the pairs.
 
-    A value depends on its ids, the seed and the settings alone, and up to rounding not on the batch size.
+    Up to rounding, a value depends only on its ids, the seed and the settings, not on the batch size.
 
     Args:
         model: a language model, masked or causal.
-        pairs: (context, continuation) as ids. A context may be empty for masked models that predict in place.
+        pairs: (context, continuation) as ids. Masked models without a shift also accept an empty context.
         method: of `METHODS`; None is "exact" for causal models and "monte_carlo" for masked ones.
         samples: maskings of "monte_carlo" (128 is LLaDA's), and orders of "chain" with order "random".
-        stratum: maskings whose l are spread evenly over 1 to L (16 is LLaDA's batch); `samples` is a multiple of it, or
-            smaller. The variance is that of the strata's means.
+        stratum: number of maskings whose l are spread evenly over 1 to L (16 is LLaDA's batch); `samples` is a multiple
+            of it, or smaller. The variance is that of the strata's means.
         order: of "chain".
-        guidance_scale: as in `paradec.Request`, with the context masked in the second branch: LLaDA's cfg + 1.
+        guidance_scale: as in `paradec.Request` (LLaDA's cfg + 1); the second branch has a masked context.
         seed: of the draws. batch_size: rows evaluated together.
 
     Raises:
@@ -247,7 +247,7 @@ def log_likelihoods(
     check_model("log_likelihoods", model, MADE)
     facts: ModelFacts = model.facts
     if facts.topology == "causal_context":
-        raise ValueError(f"{facts.name} has a likelihood as a causal model alone: load(..., topology='causal')")
+        raise ValueError(f"{facts.name} has a likelihood only as a causal model: load(..., topology='causal')")
     causal = facts.topology == "causal"
     method = ("exact" if causal else "monte_carlo") if method is None else method
     check_choice("method", method, METHODS)
@@ -271,7 +271,7 @@ def log_likelihoods(
     def parts_of(pair: Pair) -> list[MaskingSpan]:
         context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
         if method == "exact":
-            # one row, in which causal models judge every position by what comes before it
+            # one row: a causal model predicts every position from the tokens before it
             row, start = context + continuation, len(context)
             return [MaskingSpan([Masking(row, [*range(start, len(row))], continuation, start, 1.0, 0)], 1, False)]
         if method == "chain":
@@ -282,7 +282,7 @@ def log_likelihoods(
 
 
 def _check_pair(model: Any, index: int, pair: Pair) -> None:
-    """Raise ValueError for a pair that cannot be judged."""
+    """Raise ValueError for a pair without a likelihood on this model."""
     context, continuation = pair
     if isinstance(context, str) or isinstance(continuation, str):
         ids = "model.tokenizer(text, add_special_tokens=False)['input_ids']"
@@ -307,10 +307,10 @@ def _check_pair(model: Any, index: int, pair: Pair) -> None:
 def _evaluate_pairs(
     model: Any, pairs: list[Pair], parts_of: Callable[[Pair], list[MaskingSpan]], scale: float, batch_size: int
 ) -> Iterator[Likelihood]:
-    """Evaluate the rows of all pairs, `batch_size` together whatever pair they are of."""
+    """Evaluate the rows of all pairs in batches of `batch_size`, which may mix pairs."""
     plans: list[list[MaskingSpan]] = []
     sums: list[list[np.ndarray]] = []
-    """Of each pair and part: the strata's values."""
+    """The strata's values, for each pair and each of its parts."""
     greedy, remaining, num_done = [True] * len(pairs), [0] * len(pairs), 0
 
     def rows() -> Iterator[tuple[int, int, Masking]]:
@@ -329,7 +329,7 @@ def _evaluate_pairs(
             remaining[index] -= 1
         while num_done < len(plans) and remaining[num_done] == 0:
             yield _likelihood(model, plans[num_done], sums[num_done], greedy[num_done], scale)
-            plans[num_done], sums[num_done] = [], []  # thousands of pairs have millions of rows
+            plans[num_done], sums[num_done] = [], []  # free memory: thousands of pairs have millions of rows
             num_done += 1
 
 
@@ -345,7 +345,7 @@ def _likelihood(model: Any, parts: list[MaskingSpan], sums: list[np.ndarray], gr
 
 
 def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
-    """For each row: the sum of the log-probabilities of its ids, and whether each was the likeliest token."""
+    """For each row: the sum of the log-probabilities of its ids, and whether each id was the likeliest token."""
     results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
     buckets: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -357,7 +357,7 @@ def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
 
 
 def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
-    """The same of rows that go into one call, padded on the right."""
+    """Compute `_log_probs` of rows that fit into one call, padded on the right."""
     facts, max_judged = model.facts, max(len(row.at) for row in rows)
     ids = torch.zeros(len(rows), max_judged, dtype=torch.int64)
     judged = torch.zeros_like(ids, dtype=torch.bool)
@@ -394,9 +394,9 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
 def greedily_decoded(
     model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
 ) -> list[bool]:
-    """Whether a masked model writes the continuation when it decodes greedily, one token per forward by confidence
-    (LLaDA's `suffix_greedy_prediction`). End tokens do not end the answer. Raises ValueError, TypeError: as
-    `log_likelihoods`, or a causal model, whose `Likelihood.greedy` has the answer."""
+    """For each pair, whether a masked model writes the continuation when it decodes greedily, one token per forward by
+    confidence (LLaDA's `suffix_greedy_prediction`). End tokens do not end the answer. Raises ValueError, TypeError: as
+    `log_likelihoods`, or a causal model, for which `Likelihood.greedy` tells."""
     check_model("greedily_decoded", model, MADE)
     if model.facts.topology == "causal":
         raise ValueError(f"{model.facts.name} is causal: log_likelihoods says whether its tokens are the likeliest")

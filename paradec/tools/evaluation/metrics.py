@@ -1,4 +1,4 @@
-"""Numbers that a comparison reports: intervals of shares and means, and the area under an accuracy curve."""
+"""Metrics of a comparison: confidence intervals of shares and means, and the area under an accuracy curve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from paradec.core.checks import check_int, check_number
 
 LARGEST_LOSS = 5.0
-"""Points of accuracy that a setting may lose to the method's slowest one before the area leaves it out."""
+"""Points of accuracy that a setting may lose to the method's slowest one; the area leaves out worse settings."""
 DRAWS = 10_000
 """Resamples of a bootstrap."""
 DECAY = 3.0
@@ -32,7 +32,7 @@ def wilson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, fl
     share = right / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    # at 0 and 1 the bound is the share itself; rounding must not leave it a bit beside
+    # at shares 0 and 1 the bound is the share itself, exactly
     return (0.0 if right == 0 else centre - half), (1.0 if right == trials else centre + half)
 
 
@@ -40,7 +40,8 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
     """Area under one method's accuracy-parallelism curve, in points of accuracy times tokens per forward (d3LLM,
     hao-ai-lab).
 
-    Settings are sorted by parallelism, rho_1 <= rho_2 <= ...; those more than 5 points below y_1 are left out:
+    Settings are sorted by parallelism, rho_1 <= rho_2 <= ..., with accuracies y_1, y_2, ...; settings more than 5
+    points below y_1 are left out:
 
         rho_1 y_1 + sum over i > 1 of (rho_i - rho_(i-1)) (y_i w_i + y_(i-1) w_(i-1)) / 2
 
@@ -69,8 +70,8 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
 
 
 def bootstrap(values: Sequence[float], groups: Sequence[str] | None = None, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap (low, high) of the mean of `values`; `groups`, one name per value, are drawn whole.
-    Raises ValueError: no values."""
+    """95 % interval (low, high) of the mean of `values`, by percentile bootstrap. `groups` has one name per value;
+    values of a group are drawn together. Raises ValueError: no values."""
     if not len(values):
         raise ValueError("values is empty; give at least one number")
     groups = [str(group_index) for group_index in range(len(values))] if groups is None else groups

@@ -1,6 +1,6 @@
-"""Accuracy over parallelism on ParallelBench's tasks (arXiv 2510.04767), with swept settings.
+"""Accuracy against parallelism on ParallelBench's tasks (arXiv 2510.04767), for several settings of each sampler.
 
-Every sampler has the same number of settings: the area under its curve (AUP, d3LLM) grows with the number of points.
+Every sampler has the same number of settings, because the area under its curve (AUP, d3LLM) grows with this number.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ SWEEPS: dict[str, tuple[Changes, ...]] = {
     "margin": SCHEDULE,
     "entropy": SCHEDULE,
 }
-"""ParallelBench's methods, each with its default first: thresholds in its range of 0.5 to 1, and its five factors. The
-first `n` are measured where fewer are asked for."""
+"""Settings of ParallelBench's methods, the default first: thresholds in its range of 0.5 to 1, and its five factors. A
+sweep of n settings uses the first n."""
 NAMES = (
     *("copy", "reverse", "sort", "shuffle", "insert_at", "insert_random", "remove_at", "remove_random", "replace_at"),
     *("replace_random", "latin_square"),
 )
-"""ParallelBench's ten waiting lines and its Latin squares among `paradec.tools.evaluation.TASKS`."""
+"""The tasks of `paradec.tools.evaluation.TASKS` that are ParallelBench's waiting-line tasks and Latin squares."""
 
 
 def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
-    """List the configurations of a sampler with `settings` settings (2 to 5), its default among them.
+    """List `settings` configurations (2 to 5) of a sampler, including its default.
 
-    They come from `SWEEPS`, else from its class attribute `sweep`, the threshold's, or a schedule's if it plans steps.
+    They are those of `SWEEPS`. For other samplers: thresholds if `sweep`, the class attribute, varies the threshold,
+    `SCHEDULE` if it varies the steps, else `sweep` itself.
 
     Raises ValueError: an unknown name, another family, or too few known settings."""
     check_int("settings", settings, low=2, high=MOST_SETTINGS)
@@ -58,13 +59,13 @@ def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
         values = [*(change["threshold"] for change in cls.sweep), 0.75, 1.0, 0.6]
         changes = ({}, *({"threshold": value} for value in dict.fromkeys(values) if value != default))
     if len(changes) < settings:
-        raise ValueError(f"sampler {name!r} has {len(changes)} settings to sweep, not {settings}: ask for fewer of all")
+        raise ValueError(f"settings={settings} must be at most {len(changes)}, the settings of sampler {name!r}")
     return [Configuration(name, change) for change in changes[:settings]]
 
 
 def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Make prompts of ParallelBench's `tasks` (of `NAMES`; None: all), `limit` of each, in the packaged model's words.
-    Raises ValueError: an argument out of its range."""
+    """Read packaged prompts of ParallelBench's `tasks` (of `NAMES`; None: all), `limit` of each. Raises ValueError: an
+    argument out of its range."""
     task_names = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     for name in task_names:
         check_choice("task", name, NAMES)
@@ -84,18 +85,19 @@ def parallel(
     suffix: Suffix | int | str | None = None,
     **others: Any,
 ) -> Comparison:
-    """Sweep samplers over the tasks, at temperature 0. `paradec.tools.evaluation.plot.frontier` draws the result.
+    """Compare samplers on the tasks, with several settings each, at temperature 0. The function
+    `paradec.tools.evaluation.plot.frontier` draws the result.
 
     Args:
         model: a masked language model; None is the packaged one.
         names: samplers; None is ParallelBench's (`SWEEPS`).
-        settings: of each sampler, 2 to 5.
+        settings: number of settings of each sampler, 2 to 5.
         tasks, limit: as in `parallel_questions`.
         max_new_tokens: by default the model's own.
         block_length, cache, suffix, others: as in `paradec.tools.evaluation.compare`.
 
     Raises:
-        ValueError: an argument out of its range, or a sampler that the model does not serve, before any decoding.
+        ValueError: an argument out of its range, or a sampler that the model does not support, before any decoding.
         Interrupted: as `compare`.
     """
     configurations = [entry for name in (SWEEPS if names is None else names) for entry in sweep(name, settings)]
@@ -103,11 +105,11 @@ def parallel(
     model = paradec.load() if model is None else model
     arguments: dict[str, Any] = {"cache": cache, "suffix": suffix, "block_length": block_length}
     arguments["max_new_tokens"] = max_new_tokens or model.default_max_new_tokens
-    for configuration in configurations:  # not after hours
+    for configuration in configurations:  # raise errors now, not after hours
         with configuration.make().start(model, questions[0].prompt, **arguments).release_stores_on_exit():
             pass
     if all(configuration.sampler != BASELINE for configuration in configurations):
-        # it is measured anyway, and gets a curve as well
+        # `compare` measures the baseline anyway, so it gets a curve as well
         configurations = [*sweep(BASELINE, settings), *configurations]
     arguments["max_new_tokens"] = max_new_tokens
     return compare(model, questions=questions, names=configurations, **arguments, **others)

@@ -1,4 +1,4 @@
-"""Accuracy against parallelism, as a picture. Needs matplotlib, which the extra `bench` brings."""
+"""Plots of accuracy against parallelism. Needs matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Point = tuple[float, float, float, float]
-"""x, y, and the ends of y's interval."""
+"""x, y, and the lower and upper end of y's interval."""
 GREY = "#8c959f88"
 COLOURED = 12
-"""Curves of a picture that have a colour and a name; the others are grey."""
+"""Maximum number of curves with a colour and a name; the others are grey."""
 DARK = """<style>@media (prefers-color-scheme: dark) {
 text, [style*="fill: #000000"] { fill: #e6edf3 !important } [style*="stroke: #000000"] { stroke: #e6edf3 !important }
 }</style>"""
-"""What turns the black of an SVG file to white where the page around it is dark."""
+"""Style that turns the black of an SVG file to white on dark pages."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Panel:
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Raise unless a picture can be written there; worth asking before hours of work. Raises ModuleNotFoundError:
-    matplotlib is not installed; ValueError: not a PNG, PDF or SVG file in an existing folder."""
+    """Check that a plot can be written to `file`; call it before hours of work. Raises ModuleNotFoundError: matplotlib
+    is not installed; ValueError: not a PNG, PDF or SVG file in an existing folder."""
     path = Path(file)
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ValueError(f"plot={str(file)!r} must end in .png, .pdf or .svg")
@@ -50,8 +50,8 @@ def check_plot(file: str | os.PathLike[str]) -> None:
 
 
 def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
-    """Draw a comparison: right answers over tokens per forward, by whether prompts have one right answer or many.
-    Raises ModuleNotFoundError, ValueError: as `check_plot`."""
+    """Draw a comparison: right answers over tokens per forward. If some prompts have one right answer and some many,
+    these are two panels. Raises ModuleNotFoundError, ValueError: as `check_plot`."""
     groups = {"one right answer": comparison.group(many=False), "many right answers": comparison.group(many=True)}
     if not all(groups.values()):
         groups = {"all prompts": list(comparison.many)}
@@ -67,8 +67,8 @@ def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
 
 
 def shown_curves(panels: Sequence[Panel]) -> list[str]:
-    """The samplers whose curves get a colour, `COLOURED` at most, in the order of the panels: those whose best point
-    has the fewest points of others above and to the right of it, summed over the panels."""
+    """Names of the at most `COLOURED` samplers whose curves get a colour, in the order of the panels: those whose best
+    point has the fewest points above and to the right of it, summed over the panels."""
     score: dict[str, int] = {}
     for panel in panels:
         points = np.array([point[:2] for curve in panel.curves.values() for point in curve])
@@ -80,7 +80,7 @@ def shown_curves(panels: Sequence[Panel]) -> list[str]:
 
 
 def save(figure: Figure, file: str | os.PathLike[str]) -> None:
-    """Write a figure; an SVG file has text as text, no background, and suits light pages and dark ones."""
+    """Write a figure. An SVG file keeps text as text, has no background, and suits light and dark pages."""
     if Path(file).suffix.lower() != ".svg":
         figure.savefig(file, dpi=100)
         return

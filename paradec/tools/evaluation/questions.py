@@ -1,4 +1,4 @@
-"""What a comparison asks: prompts with judges of their answers, the packaged ones or those of a file."""
+"""Questions: prompts with judges of their answers, packaged or read from a file."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Question:
     """A prompt, and how to judge its answer.
 
     Attributes:
-        prompt: a text; for tuning also a chat, or ids (with the mask id where they are to be filled).
-        key: prompt and answer as text; a comparison or study continues with equal keys only.
-        right: whether a text (without special tokens) is a right answer; None: unknown.
-        truth: the ids of the filled positions, in order; None: unknown.
-        task: group of the counts; tuning spreads the prompts of a task over both halves.
-        group: prompts of a group stay in one half and are one draw of the intervals; by default the prompt alone.
+        prompt: a text; for tuning also a chat, or ids (with the mask id at positions to fill).
+        key: prompt and answer as text; a comparison or study can only be continued with equal keys.
+        right: judges a text (without special tokens): whether it is a right answer; None: unknown.
+        truth: the right ids of the filled positions, in order; None: unknown.
+        task: name for counts per task; tuning spreads the prompts of a task over both halves.
+        group: tuning keeps the prompts of a group in one half, and resamples them together for intervals; by default
+            each prompt is a group.
         many: whether there are several right answers; None: unknown.
-        constraint: of the answer; None is that of all questions.
+        constraint: of the answer; None: the constraint of the comparison, if any.
     """
 
     prompt: Any
@@ -43,13 +44,13 @@ class Question:
 
     @property
     def judged(self) -> bool:
-        """Whether something is known of the answer."""
+        """Whether answers can be judged."""
         return self.right is not None or self.truth is not None
 
 
 def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Read the packaged prompts (`paradec.tools.evaluation.TASKS`), `limit` of each of the `tasks`; None is all. Raises
-    ValueError: an unknown task, or a limit below 1."""
+    """Read the packaged prompts of the `tasks` (of `paradec.tools.evaluation.TASKS`), `limit` of each; None is all.
+    Raises ValueError: an unknown task, or a limit below 1."""
     check_int("limit", limit, low=1, none=True)
 
     def question(example: Any) -> Question:
@@ -69,12 +70,12 @@ def read_questions(
         {"prompt": "Say hello.", "regex": "(?i)hello|hi"}
         {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
 
-    `answer` (a text, or several) must be the whole answer, except for spaces around words and empty lines at either
-    end. `regex` (Python's) must be found in the answer. `task` is "prompts" by default. `constraint` is the `to_dict`
-    of a `paradec.Choice`, `Regex` or `JsonSchema`.
+    `answer` (a text, or a list of accepted texts) must be the whole answer, except for spaces around words and empty
+    lines at either end. `regex` (Python's) must match somewhere in the answer. `task` is "prompts" by default.
+    `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`.
 
     file: path of the file, UTF-8. tasks: names of tasks; None is all.
-    limit: prompts of each task, at even distances; None is all.
+    limit: number of prompts of each task, evenly spaced in the file; None is all.
     Raises ValueError: a malformed line (the message has its number), an unknown task, or no prompts. OSError: an
     unreadable file."""
     check_int("limit", limit, low=1, none=True)
@@ -100,9 +101,9 @@ def _question(line: str) -> Question:
 
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:
-    """Read the object in a line of a file of prompts. `allowed` are its fields (None: any); `ids` allows `input_ids`
-    instead of `prompt`. Raises ValueError: no object, an unknown field, or a prompt, task or group that is not a
-    text."""
+    """Read the JSON object in a line of a prompt file. `allowed`: its allowed fields (None: any); `ids` allows
+    `input_ids` instead of `prompt`. Raises ValueError: not an object, an unknown field, or a prompt, task or group that
+    is not a text."""
     fields = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt")
@@ -122,8 +123,8 @@ def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = Fal
 
 
 def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:
-    """What judges answers to a prompt with an "answer" or a "regex", and whether several are right (None: unknown).
-    Raises ValueError: neither, both, or one of another kind."""
+    """Build the judge of answers from a field "answer" or "regex". Returns it, and whether several answers are right
+    (None: unknown). Raises ValueError: neither field, both, or a value of another kind."""
     if ("answer" in fields) == ("regex" in fields):
         raise ValueError("give either answer or regex")
     if "answer" in fields:

@@ -1,4 +1,4 @@
-"""Recipes: everything that a score depends on, in one YAML file.
+"""Recipes: all settings of an evaluation that its score depends on, in one YAML file.
 
     model: GSAI-ML/LLaDA-8B-Instruct
     dtype: bfloat16
@@ -8,7 +8,7 @@
     request: {sampler: threshold, cache: dual, max_new_tokens: 256, block_length: 32}
     published: {metric: exact_match, value: 78.5, source: "Fast-dLLM README"}
 
-`paradec eval FILE.yaml` runs one and records the versions and the weights' commit. `recipes/` has published settings.
+`paradec eval FILE.yaml` runs a recipe and records versions and the weights' commit. `recipes/` has published settings.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ from paradec.tools.evaluation.likelihood import METHODS, ORDERS
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHOICES = ("score", "decode")
-"""Ways to answer a task with choices."""
+"""Methods for tasks with choices."""
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
 """Fields with paths relative to the recipe's folder."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the answer's length in a task's generation_kwargs; the first in it counts, as in the harness."""
+"""Names of the answer's length in a task's generation_kwargs; if there are several, the first in this order counts, as
+in the harness."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "constraint", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "bad_words", "min_new_tokens", "ignore_eos"),
 )
 """Sampling arguments of a task, by the names of `paradec.Request`."""
 NEUTRAL = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
-"""Task arguments that are allowed at these values only."""
+"""Task arguments that are allowed only with these values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An evaluation by lm-evaluation-harness. Its fields are checked without model and harness.
+    """An evaluation with lm-evaluation-harness. Its fields are checked without the model and the harness.
 
     Args:
         tasks: names of the harness' tasks and groups, or packaged ones ("paradec", "paradec_sort").
@@ -54,7 +55,7 @@ class Recipe:
         revision: branch, tag or commit of a hub id.
         dtype: of the parameters; None is the checkpoint's.
         shots: examples before each prompt; None is the task's number.
-        chat: whether to apply the tokenizer's chat template; None does so if there is one.
+        chat: whether to apply the tokenizer's chat template; None: if there is one.
         multiturn: whether examples become turns of the chat.
         system: system prompt.
         request: fields of `Request.to_dict`, and settings of the sampler.
@@ -63,10 +64,10 @@ class Recipe:
         likelihood, mc_num, mc_batch, order, check_greedy, choices: see `ParadecLM`.
         batch: rows decoded together.
         limit: prompts of each task; None is all.
-        seed: of paradec's draws and of the harness'.
-        include: a folder of further tasks.
+        seed: of paradec's draws and the harness' draws.
+        include: a folder with further tasks.
         unsafe_code: whether tasks may run code that the model writes.
-        versions: of packages the recipe was written for; others give a warning.
+        versions: versions of packages that the recipe was written for; other installed versions give a warning.
         published: metric, value and source of a published score.
         about: one sentence.
 
@@ -123,19 +124,19 @@ class Recipe:
             check_int(name, getattr(self, name), low=minimum)
         check_int("shots", self.shots, low=0, none=True)
         check_int("limit", self.limit, low=1, none=True)
-        check_int("seed", self.seed, low=0, high=2**32 - 1)  # of numpy, too
+        check_int("seed", self.seed, low=0, high=2**32 - 1)  # the limit of numpy
         for name in ("request", "versions"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be a mapping")
         if self.published is not None:
             if not isinstance(self.published, Mapping) or set(self.published) != {*PUBLISHED}:
-                raise ValueError(f"published={shown(self.published)} must have just {', '.join(PUBLISHED)}")
+                raise ValueError(f"published={shown(self.published)} must have exactly {', '.join(PUBLISHED)}")
             check_number("published value", self.published["value"])
         self.to_arguments()
 
     def to_arguments(self) -> dict[str, Any]:
-        """Arguments of `ParadecLM` for the decoding: a request's fields, a sampler's settings, the preset. Raises
-        TypeError for a name that is neither a field nor a setting of its sampler, ValueError for a wrong value."""
+        """Arguments of `ParadecLM` for decoding: fields of the request, settings of the sampler, the preset. Raises
+        TypeError for a name that is neither a field nor a setting of the sampler, ValueError for a wrong value."""
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
         arguments = {**self.request, **Request.from_dict(fields)}
         request_from_arguments(arguments, self.preset, self.seed)
@@ -148,22 +149,22 @@ class Recipe:
         return samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as plain data."""
+        """Convert all fields to plain data."""
         return {**dataclasses.asdict(self), "tasks": list(self.tasks)}
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Recipe:
-        """Read a file; its paths are relative to its folder. Raises ValueError, which names it, for invalid YAML or
-        fields; OSError where it cannot be read."""
+        """Read a recipe file; paths in it are relative to its folder. Raises ValueError, which names the file, for
+        invalid YAML or fields; OSError for an unreadable file."""
         import yaml
 
         path = Path(file)
         try:
             data = yaml.safe_load(read_text(path))
         except (yaml.YAMLError, RecursionError) as error:
-            raise ValueError(f"{str(file)!r} is no YAML: {' '.join(str(error).split())}") from None
+            raise ValueError(f"{str(file)!r} is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
-            raise ValueError(f"{str(file)!r} holds {shown(data)}, not the fields of a recipe")
+            raise ValueError(f"{str(file)!r} contains {shown(data)}, not the fields of a recipe")
         names = [entry.name for entry in dataclasses.fields(cls)]
         try:
             for name in data:
@@ -182,8 +183,9 @@ class Recipe:
 def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
-    """Merge arguments and a preset into fields and their request; other names are settings of the sampler. Raises
-    TypeError for an unknown name, ValueError for a wrong value or settings of a sampler that already has some."""
+    """Merge arguments and a preset into fields of a request, and the request. Names that are no field are settings of
+    the sampler. Raises TypeError for an unknown name, ValueError for a wrong value or settings of a sampler that
+    already has some."""
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     request_fields = Request.merge_arguments(fields, preset)
@@ -202,8 +204,8 @@ def request_from_arguments(
 
 
 def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Fields of a request from a task's generation_kwargs, and its stop strings. Raises ValueError, which
-    names it, for an argument that paradec does not support."""
+    """Convert a task's generation_kwargs to fields of a request, and stop strings. Raises ValueError, which names the
+    argument, for an argument that paradec does not support."""
     remaining = dict(task_kwargs)
     until = remaining.pop("until", None) or []
     until = [text for text in ([until] if isinstance(until, str) else until) if text]
@@ -218,7 +220,7 @@ def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], l
     fields["temperature"] = fields.get("temperature", 1.0 if do_sample else 0.0) if do_sample is not False else 0.0
     for name, value in remaining.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
-            raise ValueError(f"the task's generation_kwargs ask for {name}={shown(value)}, which paradec does not do")
+            raise ValueError(f"the task's generation_kwargs have {name}={shown(value)}, which paradec does not support")
     return fields, until
 
 

@@ -1,19 +1,19 @@
-"""Short list tasks that show the price of parallel decoding.
+"""Short list tasks that measure the loss of accuracy by parallel decoding.
 
-A sampler that commits several tokens in one step treats them as independent. That is harmless where a prompt has one
-right answer (copy, sort, ...) and harmful where it has many (shuffle, "insert anywhere", ...). The difference between
-the two groups is the price of parallelism. The tasks follow ParallelBench (arXiv 2510.04767), its waiting-line and
-Latin-square tasks, with words instead of names and short instructions::
+A sampler that commits several tokens in one step treats them as independent. This is harmless for prompts with one
+right answer (copy, sort, ...) and harmful for prompts with many (shuffle, "insert anywhere", ...). The difference
+between the two groups is the price of parallelism. The tasks follow the waiting-line and Latin-square tasks of
+ParallelBench (arXiv 2510.04767), with words instead of names and short instructions::
 
     Sort: pear fig apple                    -> apple fig pear
     Insert kiwi at 1: pear fig apple        -> pear kiwi fig apple    (indices count from 0)
     Shuffle: pear fig apple                 -> any other order of the three
     Latin square: A B C                     -> three lines; no symbol twice in a row or column
 
-"Remove any" is a control: the likeliest word at each position alone gives the list without its middle.
+"Remove any" is a control: the likeliest word at each position, chosen independently, gives a right answer.
 
-A hash of the prompt decides its side of the split (:func:`is_held_out`), so training with ``held_out=False`` never
-meets a prompt shipped with the package (:func:`load_prompts`).
+A hash of the prompt decides its side of the split (:func:`is_held_out`), so training prompts (``held_out=False``) are
+never among the prompts packaged for evaluation (:func:`load_prompts`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Lines = list[list[str]]
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt, with the facts that its checker needs.
+    """One prompt, with the values that its checker needs.
 
     Attributes:
         task: Key into :data:`TASKS`.
@@ -45,7 +45,7 @@ class Example:
         word: The word to insert or to substitute.
         target: The list member that the prompt names.
         index: The list position that the prompt names, from 0.
-        answer: One right answer; ``None`` in shipped prompts with many.
+        answer: One right answer; ``None`` in packaged prompts with many.
     """
 
     task: str
@@ -59,13 +59,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of prompt: draws examples and judges answers.
+    """A kind of prompt, with a generator of examples and a judge of answers.
 
     Attributes:
         name: Key into :data:`TASKS`.
         template: The prompt; ``{items}``, ``{word}``, ``{target}`` and ``{index}`` are drawn.
-        solve: Gives one right answer, a random one of several.
-        accept: Judges an answer where there are several; ``None``: only ``solve``'s is right.
+        solve: Returns one right answer, at random if there are several.
+        accept: Judges an answer if several are right; ``None``: only ``solve``'s answer is right.
         alphabet: Source of ``{items}`` and ``{word}``.
         sizes: Allowed numbers of items.
         slots: Positions that ``{index}`` may name beyond the items (1 for an insertion).
@@ -92,7 +92,7 @@ class Task:
         rng: Source of randomness. held_out: Draw from the evaluation side of the split.
         size: Number of items; by default drawn from ``sizes``."""
         if size is not None and size not in self.sizes:
-            raise ValueError(f"size={size} is not one that task {self.name!r} has: {self.sizes}")
+            raise ValueError(f"size={size} must be one of task {self.name!r}'s sizes {self.sizes}")
         while True:
             example = self._draw(rng, size or rng.choice(self.sizes))
             if is_held_out(example.prompt) == held_out:
@@ -141,12 +141,12 @@ def _replacements(x: Example) -> Lines:
 
 
 def _at_index(options: Callable[[Example], Lines]) -> Callable[[Example, Random], Lines]:
-    """The one of several answers at the position that the prompt names."""
+    """Build a `solve` that selects the option at the position that the prompt names."""
     return lambda x, rng: [options(x)[cast(int, x.index)]]
 
 
 def _any_of(options: Callable[[Example], Lines]) -> tuple[Any, Any]:
-    """How to draw one of several answers, and how to judge one."""
+    """Build `solve` and `accept` of a task with several right answers."""
 
     def solve(x: Example, rng: Random) -> Lines:
         lines = options(x)
@@ -166,8 +166,8 @@ def _is_shuffle(x: Example, lines: Lines) -> bool:
 
 
 def _latin_square(x: Example, rng: Random) -> Lines:
-    # Row by row, keeping the orders that repeat nothing in a column. A Latin rectangle can always
-    # be completed (Hall's theorem), so this never gets stuck.
+    # Draw row by row, and keep orders that repeat nothing in a column. A Latin rectangle can always
+    # be completed (Hall's theorem), so this terminates.
     rows: Lines = []
     while len(rows) < len(x.items):
         row = rng.sample(x.items, len(x.items))
@@ -217,16 +217,16 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str) -> Task:
-    """The task of that name."""
+    """Return the task of that name. Raises ValueError: an unknown name."""
     check_choice("task", name, TASKS)
     return TASKS[name]
 
 
 def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
-    """Read the prompts shipped with the package, in the order of :data:`TASKS`; none was seen in training.
+    """Read the packaged prompts, in the order of :data:`TASKS`; the packaged models were not trained on them.
 
     tasks: Name or names of the tasks; by default all.
-    limit: Prompts of each task, spread over its list lengths; by default all."""
+    limit: Number of prompts of each task, spread over its list lengths; by default all."""
     names = list(TASKS) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     task_names = {get_task(name).name for name in names}
     if limit is not None and limit < 1:
@@ -242,7 +242,7 @@ def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = N
 
 
 def spread(examples: Sequence[Any], limit: int | None) -> Sequence[Any]:
-    """``limit`` of the examples at even distances (the shipped ones are sorted by list length)."""
+    """Select ``limit`` evenly spaced examples (packaged ones are sorted by list length)."""
     if limit is None or limit >= len(examples):
         return examples
     return [examples[k * len(examples) // limit] for k in range(limit)]

@@ -1,7 +1,7 @@
-"""Traces one can look at: pages to step through, animations, plots.
+"""Drawings of traces: HTML pages to step through, animations, plots.
 
-`paradec.core.trace.Trace` is the data. Its methods that draw look their function up here, as outputs and reports do for
-notebooks; each is imported when it is first used.
+`paradec.core.trace.Trace` is the data. Its drawing methods find their functions in this registry, and so do outputs and
+reports for notebooks. A function is imported at its first use.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ registry = Registry(
         "report": "paradec.tools.traces.files:of_report",
     },
 )
-"""Functions that draw, by what they make."""
+"""Drawing functions, by the kind of drawing."""

@@ -1,4 +1,4 @@
-"""Traces as files, whose suffix says what is written; and what notebooks show of outputs, reports and traces."""
+"""Traces as files, in the format of the file's suffix, and the HTML of outputs, reports and traces for notebooks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paradec.tools.traces.payload import check_matplotlib, check_runs, run_data
 DATA, PAGES, ANIMATIONS = ("", ".json"), (".html", ".htm"), (".gif",)
 PLOTS = (".png", ".pdf", ".svg")
 HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What could end the page's data, or begin something else; JSON has escapes for it."""
+"""Characters that could end the page's script element, and their JSON escapes."""
 
 
 def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
-    """Raise unless a trace can be written under this name; worth asking before the work. `what`: the argument. Raises
-    ValueError: another suffix; ModuleNotFoundError: what draws such files is not installed."""
+    """Check that traces can be written in the format of a suffix; call it before long work. `argument`: name in the
+    error. Raises ValueError: an unknown suffix; ModuleNotFoundError: the format's library is not installed."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*DATA, *PAGES, *ANIMATIONS, *PLOTS):
         raise ValueError(
@@ -37,8 +37,8 @@ def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
 
 
 def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
-    """Write one run, or several side by side, which data files cannot hold. Raises ValueError, ModuleNotFoundError: as
-    `check_suffix`; several runs in a data file."""
+    """Write one run, or several side by side (not as .json). Raises ValueError: several runs in a .json file, or as
+    `check_suffix`; ModuleNotFoundError: as `check_suffix`."""
     check_suffix(path)
     suffix = Path(path).suffix.lower()
     first, *other_traces = traces
@@ -55,10 +55,10 @@ def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[
 
 
 def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") -> str:
-    """The text of a page that shows one run, or several side by side that are stepped through together.
+    """The HTML of a page that steps through one run, or through several runs side by side.
 
-    traces: up to 4. names: what to call them; by default their samplers. title: of the page; by default the names.
-    Raises TypeError: something else than traces. ValueError: too many of them, or names that are not as many."""
+    traces: 1 to 4. names: of the runs; by default their samplers. title: of the page; by default the names.
+    Raises TypeError: values that are not traces. ValueError: too many traces, or another number of names."""
     called = check_runs(traces, names)
     title = title or " beside ".join(called)
     runs = [run_data(trace, name) for trace, name in zip(traces, called, strict=True)]
@@ -74,15 +74,15 @@ def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") ->
 FRAME_HEIGHT = 460
 """Pixels of a trace's frame."""
 MOST_TEXTS = 20
-"""Answers of an output that are shown."""
+"""Maximum number of answers shown."""
 LONGEST_TEXT = 2000
-"""Characters of an answer."""
+"""Maximum number of characters of an answer."""
 MOST_CALLS = 200
-"""Rows of a report's table."""
+"""Maximum number of rows of a report's table."""
 
 
 def table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
-    """An HTML table of texts, each of them escaped."""
+    """An HTML table; the texts of its cells are escaped."""
 
     def line(cells: Sequence[Any], tag: str) -> str:
         style = ' style="text-align:left;vertical-align:top;white-space:pre-wrap"'
@@ -92,7 +92,7 @@ def table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
 
 
 def of_trace(trace: Trace) -> str:
-    """The trace's page in a frame, which can reach neither the notebook nor the network."""
+    """The trace's page in a sandboxed frame without access to the notebook or the network."""
     return (
         f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME_HEIGHT}px;border:1px solid #8888" '
         f'title="trace" srcdoc="{escape(page([trace]))}"></iframe>'
@@ -100,7 +100,7 @@ def of_trace(trace: Trace) -> str:
 
 
 def of_output(output: Any) -> str:
-    """An output of `generate`: its answers and what they cost, and its trace where there is one."""
+    """HTML of an output of `generate`: the answers, their costs, and the trace if it was recorded."""
     texts = [] if output.text is None else [output.text] if isinstance(output.text, str) else output.text
     rows = [
         (i + 1, text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "...", output.tokens[i], output.row_nfe[i])
@@ -116,7 +116,7 @@ def of_output(output: Any) -> str:
 
 
 def of_report(report: Any) -> str:
-    """The report of a session of `accelerate`: its summary, and a table of calls."""
+    """HTML of the report of an `accelerate` session: the summary, and a table of calls."""
     calls = [
         (call.step, call.branch, call.kind, call.evaluated, call.forecast, f"{call.bytes / 1e6:.2f}",
          f"{call.seconds * 1000:.2f}")

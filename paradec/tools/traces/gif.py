@@ -1,4 +1,4 @@
-"""A trace as an animation, drawn with Pillow: a panel for each run, all of them forward by forward."""
+"""Traces as an animated GIF, drawn with Pillow: a panel for each run, a frame for each step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def write(
     seconds: float = 0.3,
     font: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Draw runs side by side, a frame after every step of all of them; 120 evenly spread steps of longer runs.
+    """Draw runs side by side, one frame per step; of runs longer than 120 steps, 120 evenly spaced steps.
 
-    traces: up to 4. names: what to call them; by default their samplers.
-    row: of a text; of pictures the first 8 rows are drawn. width: of all panels, in pixels. seconds: of a frame.
-    font: a TrueType file; by default Pillow's own font, which has Latin letters only.
-    Raises ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or no font
-    file. OSError: the file cannot be written."""
+    traces: 1 to 4. names: of the runs; by default their samplers.
+    row: the row drawn of a text; of images, the first 8 rows are drawn. width: of the animation, in pixels. seconds:
+    duration of a frame. font: a TrueType file; by default Pillow's font, which has Latin letters only.
+    Raises ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or not a
+    font file. OSError: the file cannot be written."""
     library, names = import_pillow(), check_runs(traces, names)
     from PIL import ImageFont
 
@@ -54,14 +54,14 @@ def write(
     sample = library.new("RGB", (width, 2 * frames[0].height))
     sample.paste(frames[0])
     sample.paste(frames[-1], (0, frames[0].height))
-    palette = sample.quantize(96)  # one for all frames: only what changes is stored
+    palette = sample.quantize(96)  # one palette for all frames, so that only changed pixels are stored
     quantized = [frame.quantize(palette=palette, dither=library.Dither.NONE) for frame in frames]
     times = [round(seconds * 1000)] * (len(quantized) - 1) + [2500]
     quantized[0].save(path, format="GIF", save_all=True, append_images=quantized[1:], duration=times, loop=0)
 
 
 def _layout(trace: Trace, row: int, width: int, letters: Any) -> dict[tuple[int, int], tuple[int, int, int, int]]:
-    """Corners of boxes by (row, position), relative to the panel's body; position -1 is the whole picture of a row."""
+    """Corners of boxes by (row, position), relative to the panel's body; position -1 is the whole image of a row."""
     boxes, x, y = {}, 0, 0
     if trace.cells is not None or trace.images or any(step.pictures for step in trace.steps) or not trace.canvas:
         side, columns, (high, wide) = min(SIDE, width), max(1, width // (SIDE + 6)), trace.grid or (1, 1)
@@ -89,7 +89,7 @@ def _text(trace: Trace, token: Any) -> str:
 
 
 def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, moment: int, letters: Any) -> None:
-    """Draw one run as it is after `moment` steps."""
+    """Draw one run in its state after `moment` steps."""
     from PIL import ImageDraw
 
     pen, steps, over = ImageDraw.Draw(image), trace.steps[:moment], moment >= len(trace.steps)

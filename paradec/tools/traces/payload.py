@@ -1,6 +1,6 @@
-"""A trace as a page needs it: bounded, and in numbers that any browser reads.
+"""The data of a trace's HTML page, of bounded size and as plain JSON.
 
-However long a run is, a page stays within a few megabytes. What is left out is said on the page.
+A page has at most a few megabytes, however long the run is. The page names the parts that were left out.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from paradec.core.checks import shown
 from paradec.core.trace import Trace, TraceStep
 
 MOST_RUNS = 4
-"""Runs side by side."""
+"""Maximum number of runs side by side."""
 MOST_ROWS = 16
-"""Rows of a run; the first ones are drawn."""
+"""Maximum number of rows of a run; further ones are left out."""
 MOST_WRITES = 120_000
-"""Entries of all commits together: steps after that are drawn as one, which has the end result."""
+"""Maximum number of committed tokens; further steps are merged into one step with the final result."""
 MOST_STEPS = 10_000
-"""Steps: those after that are drawn as one too."""
+"""Maximum number of steps; further steps are merged, too."""
 MOST_MARKS = 60_000
-"""Spans that were evaluated, of all steps together, and likewise drafts that were rejected; further ones are left
-out."""
+"""Maximum number of evaluated spans, and of rejected drafts; further ones are left out."""
 LONGEST_TEXT = 60
-"""Characters of a token."""
+"""Maximum number of characters of a token."""
 LONGEST_SETTING = 200
 MOST_IMAGE_TEXT = 4_000_000
-"""Characters of all pictures together; further ones are left out."""
+"""Maximum number of characters of all encoded images together; further images are left out."""
 
 
 def check_matplotlib() -> None:
-    """Raise ModuleNotFoundError where matplotlib, which draws plots, is not installed."""
+    """Raise ModuleNotFoundError if matplotlib, which draws plots, is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError('plots need matplotlib; install paradec with its extra "bench", or pip install it')
 
 
 def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
-    """The names of runs: those given, else of their samplers. Raises TypeError: no traces; ValueError: none, too many,
-    or names that are not as many."""
+    """The names of the runs: `names`, or else their samplers. Raises TypeError: values that are not traces; ValueError:
+    no or too many traces, or another number of names."""
     for trace in traces:
         if not isinstance(trace, Trace):
             raise TypeError(f"beside={shown(trace)} must be a paradec.core.trace.Trace, or several")
@@ -55,7 +54,7 @@ def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
 
 
 def run_data(trace: Trace, name: str) -> dict[str, Any]:
-    """One run."""
+    """The data of one run."""
     rows = range(min(trace.batch, MOST_ROWS))
     left_out: list[str] = []
     if trace.batch > MOST_ROWS:
@@ -112,12 +111,12 @@ def _token(token: Any) -> int | None:
 
 
 def _number(value: float) -> float | None:
-    """What JSON can hold, to four digits: some samplers score by the lowest number there is."""
+    """A score with four digits; None for infinite, NaN or extreme values, which some samplers use."""
     return float(f"{value:.4g}") if math.isfinite(value) and abs(value) < 1e30 else None
 
 
 def _steps(trace: Trace, rows: int, images: int, left_out: list[str]) -> list[dict[str, Any]]:
-    """The steps within their bounds. images: characters left for pictures."""
+    """The data of the steps, within the limits above. images: characters left for images."""
     entries: list[dict[str, Any]] = []
     writes = spans = drafts = 0
     is_complete = (True, True, True)
@@ -161,7 +160,7 @@ def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool)
 
 
 def _rest(trace: Trace, first: int, rows: int) -> dict[str, Any]:
-    """All steps from `first` on as one."""
+    """The steps from `first` on, merged into one."""
     last_commit: dict[tuple[int, int], Any] = {}
     forwarded, nfe = [0] * rows, [0] * rows
     for step in trace.steps[first:]:

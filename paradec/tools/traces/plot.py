@@ -1,4 +1,4 @@
-"""A trace as a plot: when each position became final, and what the steps cost. Needs matplotlib (the extra `bench`)."""
+"""Plots of traces: the step that wrote each position, and the cost of each step. Needs matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
 
 def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
-    """A matplotlib figure with a column for each run: above, which step wrote each position of its first row (of a
-    picture: each token), below, what the steps evaluated. Raises ModuleNotFoundError: matplotlib is not installed.
-    TypeError, ValueError: as for `paradec.tools.traces.files.page`."""
+    """A matplotlib figure with a column for each run: above, the step that wrote each position (or image token) of the
+    first row; below, the cost of each step in the trace's unit. Raises ModuleNotFoundError: matplotlib is not
+    installed. TypeError, ValueError: as `paradec.tools.traces.files.page`."""
     called = check_runs(traces, names)
     check_matplotlib()
     from matplotlib.figure import Figure

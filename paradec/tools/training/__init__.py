@@ -1,1 +1,1 @@
-"""Training: `replay` gives trainers the log-probabilities of rollouts; `learn2pd` trains the filters of Learn2PD."""
+"""Training: `replay` computes the log-probabilities of rollouts for trainers; `learn2pd` trains Learn2PD's filters."""

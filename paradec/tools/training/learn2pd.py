@@ -40,14 +40,14 @@ PAPER_EPOCHS = 40_000
 FORMAT = "paradec-learn2pd-records/1"
 READ_BY_FILTERS = ("confidence", "margin", "minus_entropy")
 MOST_PER_TASK = 10_000
-"""Prompts of a packaged task; the smallest has some ten thousands in all."""
+"""Maximum number of prompts of each packaged task; the smallest task has some ten thousand."""
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the share of it that is done."""
+"""Called with the name of the current stage, and the share of the stage that is done, in [0, 1]."""
 
 
 def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
-    """Prompts of the packaged tasks in random order, from the training side of their split: none of the evaluation is
-    among them."""
+    """Draw prompts of the packaged tasks, in random order, from the training side of their split: the evaluation's
+    prompts are not among them."""
     check_int("per_task", per_task, low=1, high=MOST_PER_TASK)
     prompts: dict[str, None] = {}
     for task in TASKS.values():
@@ -59,8 +59,8 @@ def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
 
 
 def read_prompts(file: str | os.PathLike[str]) -> list[str]:
-    """Prompts from a file: one per line, or JSON lines with a "prompt" each where it is named .jsonl. Raises
-    ValueError: a line that has none, or no prompts; the message names the line; OSError: it cannot be read."""
+    """Read prompts from a file: one per line, or in a .jsonl file one JSON object with a "prompt" per line. Raises
+    ValueError: a line without a prompt (the message has its number), or no lines; OSError: an unreadable file."""
     as_data = Path(file).suffix == ".jsonl"
     prompts = read_lines(file, lambda line: read_fields(line)["prompt"] if as_data else line)
     if not prompts:
@@ -73,22 +73,22 @@ def read_prompts(file: str | os.PathLike[str]) -> list[str]:
 
 @dataclass
 class Records:
-    """Blocks as the filter would see them, and which of their candidates are final. `N` records of `n` positions."""
+    """Training data of a filter: `N` records of blocks of `n` positions."""
 
     setup: dict[str, Any]
-    """What was recorded on what: all that two runs must share to be put together."""
+    """The model and settings of the recording; only records with equal ones can be joined."""
     done: int
-    """How many of the prompts are in."""
+    """Number of prompts that are recorded."""
     features: Tensor
     """[N, F, n] float32, in the order of `paradec.samplers.masked.rules.learn2pd_filter.FEATURES`."""
     final: Tensor
-    """[N, n] bool: the candidate is the token that one-by-one decoding ends with."""
+    """[N, n] bool: the candidate is the final token of one-by-one decoding."""
     undecided: Tensor
     """[N, n] bool."""
     valid: Tensor
     """[N, n] bool: False after the end of a block that is shorter than n."""
     prompt: Tensor
-    """[N] int64: which prompt a record is of."""
+    """[N] int64: index of each record's prompt."""
 
     @classmethod
     def empty(cls, setup: dict[str, Any]) -> Records:
@@ -98,13 +98,13 @@ class Records:
         return cls(setup, 0, features, flags, flags, flags, torch.zeros(0, dtype=torch.int64))
 
     def joined(self, parts: Sequence[Records], done: int) -> Records:
-        """These and others."""
+        """Join these records and those of `parts`."""
         names = ("features", "final", "undecided", "valid", "prompt")
         tensors = [torch.cat([getattr(part, name) for part in (self, *parts)]) for name in names]
         return Records(self.setup, done, *tensors)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """Write a safetensors file, atomically."""
         tensors = {f.name: getattr(self, f.name).contiguous() for f in dataclasses.fields(self)[2:]}
         about = {"format": FORMAT, "setup": self.setup, "done": self.done}
         with replace_file(file) as draft:
@@ -112,7 +112,7 @@ class Records:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Records:
-        """Read what `save` wrote. Raises ValueError: another kind of file; OSError: it cannot be read."""
+        """Read a file of `save`. Raises ValueError: another kind of file; OSError: an unreadable file."""
         try:
             with safe_open(file, framework="pt") as opened:
                 about = json.loads((opened.metadata() or {})["learn2pd"])
@@ -125,7 +125,7 @@ class Records:
 
 @dataclass(frozen=True)
 class _Replay(MaskedSampler):
-    """Commits every masked position that the caller marks in the proposal's quantity "agrees"."""
+    """Sampler that commits the masked positions marked by the caller in the proposal's quantity "agrees"."""
 
     name = "learn2pd replay"
     needs = Needs(reads=READ_BY_FILTERS, decided_logits=True, may_wait=True)
@@ -148,15 +148,15 @@ def collect(
 ) -> Records:
     """Record the steps of an "extremely greedy" decoding of every prompt.
 
-    First each prompt is decoded one token a step, the most confident first. Then it is decoded again by blocks: every
-    step records the block's features and which candidates agree with the first decoding, and commits those. A block
-    whose candidates do not change is filled from the first decoding.
+    Each prompt is first decoded with one token per step, the most confident first. It is then decoded again by blocks:
+    every step records the block's features and which candidates agree with the first decoding, and commits these
+    candidates. A block whose candidates do not change is filled from the first decoding.
 
     model: from `paradec.load` or `paradec.wrap`. prompts: texts, chats or rows of ids.
     block_length, max_new_tokens: by default the model's own.
-    caches: names; the second decoding uses each of them, and the filter will serve them.
+    caches: names; the second decoding runs once with each cache, and the filter may be used with these caches.
     batch: prompts decoded together. resume: records of the same setup, whose prompts are not decoded again.
-    checkpoint: called with everything so far after a batch, about twice a minute. progress: called after every step.
+    checkpoint: called with all records so far after every fourth batch. progress: called after every step.
     Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
     Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the finished batches."""
     check_int("batch", batch, low=1)
@@ -202,7 +202,7 @@ def collect(
             for cache in caches:
                 state = _Replay().start(model, chosen, cache=cache, **request)
                 batch_records += _replay(model, state, targets, first, setup)
-            parts += batch_records  # all of a batch or nothing
+            parts += batch_records  # a batch is added as a whole
             num_done = first + len(chosen.rows)
             if checkpoint is not None and (num_done // batch) % 4 == 0:
                 checkpoint(records.joined(parts, num_done))
@@ -210,7 +210,7 @@ def collect(
 
 
 def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
-    """Decode a batch again, and yield the records of each step."""
+    """Decode a batch again, and yield a `Records` per step."""
     sampler, size = _Replay(), setup["block_length"]
     canvas = torch.full_like(state.canvas, -1)
     for row, start in enumerate(state.requested_end - state.max_new_tokens):
@@ -243,7 +243,7 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
 
 
 def _fit(tensor: Tensor, size: int) -> Tensor:
-    """The last dimension cut or filled up with zeros to `size`, on the host."""
+    """Cut the last dimension to `size`, or pad it with zeros, on the host."""
     tensor = tensor[..., :size].cpu()
     return nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
 
@@ -264,17 +264,16 @@ def train(
 ) -> tuple[FilterFacts, nn.Module]:
     """Fit a filter: binary cross-entropy over all positions of all records at once, with AdamW.
 
-    Prompts are dealt to three sets: 80 % training, 10 % to choose the epoch by its loss, 10 % to measure (the paper
-        deals
-    records, so that neighbouring steps of a prompt are in several sets).
+    Prompts are split into three sets: 80 % for training, 10 % to choose the epoch by its loss, 10 % for measurements.
+    (The paper splits records, so neighbouring steps of a prompt are in several sets.)
 
     kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
-    epochs: passes over all records; the paper's by default. lr: AdamW's learning rate.
+    epochs: passes over all records; by default the paper's number. lr: AdamW's learning rate.
     threshold: acceptance probability for the measured precision and recall.
-    false_accept_weight: weight of positions that are not final; 1 in the paper. seed: of the split and the weights.
-    progress: called now and then.
-    Returns facts with measurements, and the network of the best epoch. Raises ValueError: an argument out of its range,
-    or records of fewer than 10 prompts."""
+    false_accept_weight: loss weight of positions whose candidate is not final; 1 in the paper.
+    seed: of the split and the initial weights. progress: called every 50 epochs.
+    Returns the filter's `FilterFacts` with measurements, and the network of the best epoch. Raises ValueError: an
+    argument out of its range, or records of fewer than 10 prompts."""
     check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
     prompts = records.prompt.unique()
     if len(prompts) < 10:
@@ -309,7 +308,7 @@ def train(
 
 
 def check_settings(kind: str, epochs: int, lr: float, threshold: float, false_accept_weight: float, seed: int) -> None:
-    """Raise ValueError where an argument of `train` is out of its range; the message names it."""
+    """Raise ValueError, which names the argument, for an argument of `train` out of its range."""
     check_choice("kind", kind, tuple(KINDS))
     check_int("epochs", epochs, low=1)
     check_number("lr", lr, low=0, high=1, open_low=True)
@@ -331,7 +330,7 @@ def _loss(network: nn.Module, records: Records, chosen: Tensor, weight: float) -
 
 
 def _measure(network: nn.Module, records: Records, chosen: Tensor, threshold: float) -> dict[str, Any]:
-    """Of the undecided positions: which share of the accepted is final, and which share of the final is accepted."""
+    """Precision (share of accepted positions that are final) and recall (share of final ones that are accepted)."""
     with torch.no_grad():
         accepted = _logits(network, records, chosen).sigmoid() > threshold
     undecided = records.undecided[chosen] & records.valid[chosen]

@@ -1,10 +1,10 @@
-"""Log-probabilities of a rollout under a model's present weights, with gradients.
+"""Log-probabilities of a rollout under a model's current weights, with gradients.
 
-Each decision is evaluated in the state of its step: given tokens and earlier writes, masks elsewhere. A row has as many
-states as steps. On a bidirectional model each is a row of a call. On a block-causal model decisions depend on the final
-earlier blocks and the earlier writes in their block: one row has the final tokens and, for each step of a block, a copy
-of the block in its state, which sees the final blocks before it and itself (TraceRL, arXiv 2509.06949). On a causal
-model a row is its final tokens.
+Each decision is evaluated in the state of its step: the prompt and earlier writes, masks elsewhere. A rollout's row has
+one state per step. On a bidirectional model each state is a row of a call. On a block-causal model a decision depends
+on the final earlier blocks and on earlier writes in its own block. There one row of a call has the final tokens and,
+for each step of a block, a copy of the block in its state, which sees itself and the final blocks before it (TraceRL,
+arXiv 2509.06949). On a causal model a row of a call is the final tokens.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def replay(
 ) -> Tensor:
     """Compute the log-probability of every decision of a rollout, in the state of its step.
 
-    With unchanged weights it equals `rollout.logp`. A rollout's `approximation` is another policy, which is warned of:
-    correct for it by the ratio with `rollout.logp`. The module is called in evaluation mode.
+    With unchanged weights the result equals `rollout.logp`. A warning is given if the rollout was decoded with an
+    approximation, which is another policy: correct by the ratio of the result to `rollout.logp`. The module is called
+    in evaluation mode.
 
     Args:
         model: a bidirectional, block-causal or causal text model from `load` or `wrap`.
-        shrink: neighbouring steps of a row (of a block, if block-causal) that are replayed in the state of the first
-            one: fewer calls, another distribution. 1 on causal models.
-        temperature: of the softmax, above 0; `rollout.logp_drawn` is at the request's.
+        shrink: number of consecutive steps of a row (of a block, if block-causal) that are replayed in the state of the
+            first one: fewer calls, but another distribution. Must be 1 on causal models.
+        temperature: of the softmax, above 0; `rollout.logp_drawn` has the request's temperature.
         batch_size: states in a call (rows of the rollout with `one_forward`).
-        one_forward: all states of a row in one row of a call, on block-causal models that take masks and decode blocks
-            one after the other. None where possible; False replays state by state, slower. Causal models always do.
-        writes: every write of samplers that revise, not only the last one at each position.
+        one_forward: whether all states of a row share one row of a call; for block-causal models that accept attention
+            masks and decode blocks one after the other. None: if possible; False replays state by state, which is
+            slower. Causal models always use one row.
+        writes: whether to return every write of samplers that revise, not only the last one at each position.
 
     Returns:
-        [B, C] on the model's device, at least float32, NaN where nothing was decided. With `writes` [N], like
-        `rollout.writes_logp`, NaN where a token was moved or removed.
+        [B, C] on the model's device, float32 or wider; NaN where nothing was decided. With `writes`: [N], in the order
+        of `rollout.writes_logp`; NaN where a token was moved or removed.
 
     Raises:
         TypeError, ValueError: an argument out of its range, an unsupported model, or a rollout of another model.
@@ -69,10 +71,10 @@ def replay(
         name, value = ("shrink", shrink) if shrink > 1 else ("one_forward", False)
         raise ValueError(f"{name}={value} does not work with {model.facts.name}, which is causal")
     if writes and rollout.writes is None:
-        raise ValueError(f"writes=True: sampler {rollout.settings.get('sampler')!r} takes nothing back; leave it out")
+        raise ValueError(f"writes=True: sampler {rollout.settings.get('sampler')!r} never revises; leave writes out")
     if not rollout.exact:
         warnings.warn(
-            f"the rollout was decoded with {rollout.approximation}, another policy than the model on whole rows: "
+            f"the rollout was decoded with {rollout.approximation}, a policy other than the model on whole rows: "
             "correct by the ratio of replay to rollout.logp",
             stacklevel=2,
         )
@@ -97,19 +99,19 @@ def replay(
 
 
 def check_replayed(model: Any, rollout: Any) -> None:
-    """Raise TypeError or ValueError for models and rollouts that have no replay."""
+    """Raise TypeError or ValueError for a model or a rollout that replay does not support."""
     if not isinstance(rollout, Rollout):
-        raise TypeError(f"rollout={shown(rollout)} must be a paradec.Rollout, as generate(..., rollout=True) has it")
+        raise TypeError(f"rollout={shown(rollout)} must be a paradec.Rollout, made by generate(..., rollout=True)")
     check_model("replay", model, ("text",))
     facts = model.facts
     why = None
     if not isinstance(model, Model):
-        why = f"{facts.name}, a model of one's own, of which it cannot be told how it is called with gradients"
+        why = f"{facts.name}, a custom model without a known way to call it with gradients"
     elif facts.topology not in ("bidirectional", "block_causal", "causal"):
         kind = facts.topology.replace("_", "-")
         why = f"{facts.name}, which is {kind}: a bidirectional, block-causal or causal model is needed"
     elif model.reads_order or model.any_order:
-        why = f"{facts.name}, whose answers depend on the order of what is decided as well"
+        why = f"{facts.name}, whose logits depend on the order of decisions, too"
     if why is not None:
         raise ValueError(f"replay does not work with {why}")
     strange = rollout.settings.get("topology", facts.topology) != facts.topology
@@ -121,8 +123,8 @@ def check_replayed(model: Any, rollout: Any) -> None:
         strange |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
     if strange or int(rollout.tokens.max()) >= facts.vocab_size:
         raise ValueError(
-            f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: its tokens, its mask or what sees "
-            "what are others"
+            f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: vocabulary, mask token or topology "
+            "differ"
         )
 
 
@@ -131,14 +133,14 @@ def _logits_dtype(model: Any) -> torch.dtype:
 
 
 class _Decisions(NamedTuple):
-    """The decisions of a row that are asked for; `N` of them, [N] int64 each."""
+    """The `N` requested decisions of a row; all fields are [N] int64."""
 
     step: Tensor
-    """The step in whose state each is asked for."""
+    """The step in whose state a decision is evaluated."""
     positions: Tensor
     token: Tensor
     targets: Tensor
-    """Where its log-probability belongs."""
+    """Index of the decision's log-probability in the flat result."""
 
 
 def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes: bool) -> _Decisions:
@@ -147,7 +149,7 @@ def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes
         step, positions, token = states.writes[into, 1:].unbind(1)
     else:
         decided = states.step_map[row] >= 0
-        if states.writes is not None:  # what was moved has no probability
+        if states.writes is not None:  # moved tokens have no probability
             decided &= ~states.logp[row].isnan()
         positions = decided.nonzero().squeeze(1)
         step, token = states.step_map[row, positions], states.tokens[row, positions]
@@ -161,7 +163,7 @@ def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes
 
 
 def _writes_of_row(states: Rollout, row: int) -> Tensor:
-    """[N, 3] int64: step, position and token of all that was written in a row, in the order of steps."""
+    """[N, 3] int64: step, position and token of every write in a row, in the order of steps."""
     if states.writes is not None:
         return states.writes[states.writes[:, 0] == row, 1:]
     steps = states.step_map[row]
@@ -171,10 +173,10 @@ def _writes_of_row(states: Rollout, row: int) -> Tensor:
 
 
 def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
-    """The steps [S] of a row, and the tokens [S + 1, L] in the state of each, the last of all after the last."""
+    """The steps [S] of a row, and tokens [S + 1, L]: the state before each step, and the final one."""
     length, step_map = int(states.length[row]), states.step_map[row]
     positions = (step_map <= FORCED).nonzero().squeeze(1)
-    # the state of step t holds what was forced before it, as if step t - 1 had written that
+    # tokens forced before step t are in its state, as if step t - 1 had written them
     forced = torch.stack((FORCED - step_map[positions] - 1, positions, states.tokens[row, positions]), 1)
     writes = torch.cat((_writes_of_row(states, row), forced))
     writes = writes[writes[:, 0].argsort(stable=True)]
@@ -187,7 +189,7 @@ def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
-    """[C] int64: the block of each position; one for all on other models than block-causal ones."""
+    """[C] int64: block number of each position; all 0 unless the model is block-causal."""
     positions = torch.arange(states.tokens.shape[1])
     if model.facts.topology != "block_causal":
         return torch.zeros_like(positions)
@@ -196,10 +198,10 @@ def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
 
 
 def _why_not_one_row(model: Any, states: Rollout) -> str | None:
-    """Why the states of a row cannot be one row of a call; None where they can."""
+    """The reason why the states of a row cannot share one row of a call; None if they can."""
     facts = model.facts
     if facts.topology != "block_causal" or not model.supports_visibility:
-        return f"{facts.name}: a block-causal model that takes masks is needed"
+        return f"{facts.name}: a block-causal model that accepts attention masks is needed"
     if facts.whole_blocks:
         return f"{facts.name}, which chooses experts for whole blocks of a call"
     for row in range(len(states)):
@@ -214,7 +216,7 @@ def _why_not_one_row(model: Any, states: Rollout) -> str | None:
 
 
 class _Part(NamedTuple):
-    """A row of a call. `Q` columns, `N` decisions."""
+    """A row of a call, with `Q` columns and `N` decisions."""
 
     row: int
     tokens: Tensor
@@ -224,22 +226,22 @@ class _Part(NamedTuple):
     positions: Tensor
     """[Q] int64."""
     columns: Tensor
-    """[N] int64: the columns that say of the decisions."""
+    """[N] int64: the columns whose logits predict the decisions."""
     decisions: _Decisions
     visible: Tensor | None = None
     """[Q, Q] bool."""
 
     def without_prompt(self, model: Any) -> _Part:
-        """What guidance leads away from."""
+        """The unconditional branch of guidance."""
         if model.facts.topology != "causal":
             return self._replace(tokens=self.tokens.masked_fill(self.is_prompt, model.facts.mask_id))
-        start = int(self.is_prompt.sum()) - 1  # the last id of the prompt takes its place
+        start = int(self.is_prompt.sum()) - 1  # only the prompt's last id remains
         tokens = self.tokens[start:]
         return self._replace(tokens=tokens, positions=torch.arange(len(tokens)), columns=self.columns - start)
 
 
 def _left_to_right(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """The final tokens, but for the last, which nothing comes after."""
+    """The final tokens as one row, without the last decided one."""
     end = int(decisions.positions.max()) if len(decisions.positions) else 0
     if end:
         tokens, is_prompt = states.tokens[row, :end], states.step_map[row, :end] == GIVEN
@@ -247,7 +249,7 @@ def _left_to_right(model: Any, states: Rollout, row: int, decisions: _Decisions)
 
 
 def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """Each state as a row: on block-causal models up to the end of the last block that it decides in."""
+    """Each state as a row; on block-causal models up to the end of the last block with a decision."""
     (steps, canvases), blocks = _canvases(model, states, row), _blocks(model, states, row)
     for step, canvas in zip(steps.tolist(), canvases, strict=False):
         step_decisions = _Decisions(*(field[decisions.step == step] for field in decisions))
@@ -271,7 +273,7 @@ def _one_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> It
     steps, canvases = _canvases(model, states, row)
     length = canvases.shape[1]
     block = _blocks(model, states, row)[:length]
-    # the copies that there are, by block and step, and which of them each decision is asked in
+    # the copies as pairs of block and step, and the index of each decision's copy
     copies, copy_index = torch.stack((block[decisions.positions], decisions.step), 1).unique(dim=0, return_inverse=True)
     copy_positions, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
     for block_index, step in copies.tolist():
@@ -283,7 +285,7 @@ def _one_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> It
     of_block = block[positions]
     is_earlier = of_block[:, None] > of_block
     is_same_copy = (of_block[:, None] == of_block) & (copy[:, None] == copy)
-    # what a shifted model says of a block's first token is left of the block
+    # a shifted model predicts a block's first token in the column left of the block
     source = (decisions.positions - model.facts.shift).clamp(min=0)
     first = torch.tensor([int(part[0]) for part in copy_positions])[copy_index + 1]
     in_copy = torch.tensor(begins)[copy_index + 1] + source - first
@@ -299,7 +301,7 @@ def _one_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> It
 
 
 def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]:
-    """Parts that share a call, the longest first: of one length where the model does not pad."""
+    """Group parts into calls, the longest first; parts of one call have equal lengths if the model cannot pad."""
     parts = sorted(parts, key=lambda part: -len(part.tokens))
     while parts:
         end = min(size, len(parts))
@@ -312,7 +314,7 @@ def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]
 def _log_probs(
     model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Where the log-probabilities of the parts' decisions belong [M], and these."""
+    """The indices [M] of the parts' decisions in the flat result, and their log-probabilities [M]."""
     count, device, causal = len(parts), model.device, model.facts.topology == "causal"
     branch_parts = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
 

@@ -1,9 +1,9 @@
-"""Successive halving for several objectives: which trials go on to more prompts.
+"""Successive halving for several objectives: which trials continue with more prompts.
 
-Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor (20, 60, 180). It
-goes on after a rung if fewer than 1/eta of the trials there lie on better fronts: non-dominated sorting as in Schmucker
-et al., "Multi-objective Asynchronous Successive Halving" (arXiv 2106.12639), without their epsilon-net. Optuna's
-pruners know one objective only.
+Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor eta (20, 60, 180). A
+trial continues after a rung if fewer than 1/eta of the trials there lie on better fronts. This is non-dominated sorting
+as in Schmucker et al., "Multi-objective Asynchronous Successive Halving" (arXiv 2106.12639), without their epsilon-net.
+Optuna's pruners support one objective only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 
 Point = tuple[float, ...]
-"""(score in [0, 1], one cost or several)."""
+"""(score in [0, 1], then one or more costs)."""
 SMALLEST_RUNG = 8
 
 
 def rungs(prompts: int, eta: int, smallest: int = SMALLEST_RUNG) -> list[int]:
-    """Prompts that a trial has decoded by the end of each rung; at the last, all of them."""
+    """Number of prompts that a trial has decoded at the end of each rung; at the last one, all prompts."""
     sizes = [prompts]
     while (size := math.ceil(sizes[-1] / eta)) >= smallest and size < sizes[-1]:
         sizes.append(size)
@@ -25,7 +25,7 @@ def rungs(prompts: int, eta: int, smallest: int = SMALLEST_RUNG) -> list[int]:
 
 
 def dominates(a: Point, b: Point) -> bool:
-    """Whether `a` is as good as `b` in everything, and better in something."""
+    """Whether `a` is at least as good as `b` in the score and all costs, and differs from it."""
     as_good = a[0] >= b[0] and all(x <= y for x, y in zip(a[1:], b[1:], strict=True))
     return as_good and a != b
 
@@ -43,8 +43,8 @@ def fronts(points: Sequence[Point]) -> list[int]:
 
 
 def is_promoted(point: Point, other_points: Sequence[Point], eta: int, loss: float) -> bool:
-    """Whether a trial with the result `point` goes on after a rung, given the results `other_points`. loss: trials
-    further below the best score are dropped."""
+    """Whether a trial with the result `point` continues after a rung, given the results `other_points`. loss: trials
+    more than this below the best score are dropped."""
     best_score = max([point[0], *(candidate[0] for candidate in other_points)])
     if point[0] < best_score - loss:
         return False

@@ -1,4 +1,4 @@
-"""What a tuning run decodes: prompts with whatever is known of their answers, in two halves."""
+"""Prompts of a tuning run, with known answers if any, in two halves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.core.text_files import read_lines
 from paradec.tools.evaluation.questions import Question, judge, read_fields
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "group")
-"""What a line of a file may say."""
+"""Allowed fields of a line."""
 
 
 def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
@@ -26,15 +26,15 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
         {"prompt": "Say hello.", "regex": "(?i)hello|hi", "task": "manners"}
         {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
-    `answer` and `regex` are those of `paradec.tools.evaluation.read_questions`, and optional. `input_ids` replace
-    `prompt` for models without a tokenizer, and may hold the mask id; `answer_ids` belong at the filled positions, in
+    `answer` and `regex` are optional, as in `paradec.tools.evaluation.read_questions`. `input_ids` replace `prompt` for
+    models without a tokenizer, and may contain the mask id; `answer_ids` are the right ids of the filled positions, in
     order. `task` and `group`: see `Question`.
 
     Args:
-        limit: number of prompts, from the first one on; None is all.
+        limit: maximum number of prompts, counted from the first; None: all.
 
     Raises:
-        ValueError: a malformed line (the message has its number), or no prompts. OSError: no such file.
+        ValueError: a malformed line (the message has its number), or no prompts. OSError: an unreadable file.
     """
     check_int("limit", limit, low=1, none=True)
     questions = read_lines(file, _of_line)
@@ -59,10 +59,10 @@ def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Quest
 
     prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.
     answers: one for each text, chat or row of ids: a text, a list of texts, ids, or None.
-    Raises ValueError, TypeError: no prompts, another number of answers, or an answer of another kind."""
+    Raises ValueError, TypeError: no prompts, another number of answers than prompts, or an answer of another kind."""
     if isinstance(prompts, (str, os.PathLike)):
         if answers is not None:
-            raise ValueError("answers go with a sequence of prompts; a file has them beside its prompts")
+            raise ValueError("answers needs a sequence of prompts; a file of prompts has the answers in its lines")
         return read_prompts(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise TypeError(f"prompts={shown(prompts)} must be a file of JSON lines or a sequence of prompts")
@@ -76,7 +76,7 @@ def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Quest
 
 def _of_entry(index: int, prompt: Any, answer: Any) -> Question:
     if isinstance(prompt, Question) and answer is not None:
-        raise ValueError(f"prompt {index} is judged by itself; leave its entry of answers None")
+        raise ValueError(f"prompt {index} is a Question, which has its judge; its entry of answers must be None")
     if isinstance(prompt, Question):
         identity = _identity(prompt.prompt)
         return replace(prompt, key=prompt.key or identity, group=prompt.group or identity)
@@ -109,21 +109,21 @@ def _identity(prompt: Any) -> str:
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """A short text that other prompts or answers do not have."""
+    """Digest of the prompts and answers."""
     return hashlib.sha256("\n".join(entry.key for entry in questions).encode()).hexdigest()[:16]
 
 
 def halves(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """Split questions into the half that chooses and the half that is reported, in decoding order.
+    """Split questions into the choosing half and the reported half, in decoding order.
 
-    Groups are shuffled within their task and dealt whole in turns, so that both halves, and the beginning of each, are
-    samples of every task. Raises ValueError: fewer than two groups.
+    The groups of each task are shuffled and go to the halves in turn, so both halves, and the beginning of each half,
+    sample every task. Raises ValueError: fewer than two groups.
     """
     groups: dict[str, list[Question]] = {}
     for entry in questions:
         groups.setdefault(entry.group, []).append(entry)
     if len(groups) < 2:
-        raise ValueError(f"prompts has {len(groups)} different prompt; tune needs two: half choose, half are reported")
+        raise ValueError(f"prompts has {len(groups)} different prompt; tune needs two, to choose and to report")
     by_task: dict[str, list[list[Question]]] = {}
     for members in groups.values():
         by_task.setdefault(members[0].task, []).append(members)

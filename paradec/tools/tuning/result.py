@@ -1,4 +1,4 @@
-"""What tuning found: the front with its intervals, what is chosen from it, as text, data and preset."""
+"""Result of tuning: the Pareto front with intervals and the chosen setting, as text, data and preset."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paradec.tools.tuning.space import Candidate
 SCHEMA = "paradec-tuning/1"
 WIDTH = 80
 MOST_POINTS = 8
-"""Points of a front that are reported."""
+"""Maximum number of reported points of a front."""
 FEW = 30
-"""Prompts: fewer choose badly, and the report says so."""
+"""Number of choosing prompts below which the report warns of a bad choice."""
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Point:
     request: Request
     choosing: Measured
     reported: Measured | None = None
-    """On the other half; None where that was not measured."""
+    """Measurements on the reported half; None if not measured."""
     by_hand: bool = False
-    """Whether it is a sampler's defaults or one of its `sweep`, and not what a search proposed."""
+    """Whether the setting is a sampler's default or an entry of its `sweep`, not a proposal of the search."""
 
     @property
     def name(self) -> str:
@@ -45,46 +45,45 @@ class Point:
 @dataclass
 class Tuning:
     """Result of `paradec.tune`; `str()` of it is the command's report, at most 80 columns wide. Scores are shares from
-    0 to 1. `reported` was measured on prompts that chose nothing."""
+    0 to 1. The prompts of the reported half had no influence on the choice."""
 
     setup: dict[str, Any]
-    """What was tuned on what: all that must be equal for a study to go on."""
+    """Model, prompts and search space, which must be equal for a study to continue."""
     costs: tuple[str, ...]
-    """The objectives beside the score: "forwards", "seconds" or both."""
+    """The objectives besides the score: "forwards", "seconds" or both."""
     tolerance: float
-    """Points of score that `choose` gives away, on the choosing half."""
+    """Points of score (of 100) that `choose` may lose, on the choosing half."""
     points: list[Point]
-    """The front and the chosen one, the cheapest first."""
+    """The front and the chosen point, the cheapest first."""
     chosen: int | None
-    """Which of them the preset is; None where there is none yet."""
+    """Index of the preset in `points`; None if nothing is chosen yet."""
     reference: Measured | None = None
-    """One token per step on the reported half. It is no candidate."""
+    """One token per step on the reported half; never a candidate."""
     default: Point | None = None
-    """The baseline of `paradec compare`, `threshold` at its defaults, whether it is on the front or not."""
+    """The baseline of `paradec compare`, `threshold` at its defaults; it need not be on the front."""
     hand: Point | None = None
-    """What `choose` takes of the settings made by hand, whether it is on the front or not."""
+    """The choice of `choose` among the hand-made settings; it need not be on the front."""
     groups: list[str] = field(default_factory=list)
-    """Of every reported prompt."""
+    """Group of each reported prompt."""
     trials: dict[str, int] = field(default_factory=dict)
-    """How many were measured whole, stopped early, refused before anything was decoded, or failed."""
+    """Numbers of trials by state: fully measured, stopped early, refused before decoding, failed, under way."""
     failures: list[str] = field(default_factory=list)
-    """Why trials failed, each reason once."""
+    """The different reasons why trials failed."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Samplers and pairs that do not work on this model, and why."""
+    """Samplers, and pairs of sampler and cache, that do not work on this model, with the reason."""
     complete: bool = False
-    """Whether the search came to its end and the reported half was measured."""
+    """Whether the search ended and the reported half was measured."""
 
     # ---- the preset ---------------------------------------------------------------------------------------------
 
     @property
     def preset(self) -> Request:
-        """The chosen request, for `preset=`. Raises ValueError: nothing has been measured on all choosing prompts
-        yet."""
+        """The chosen request, for `preset=`. Raises ValueError: no setting was measured on all choosing prompts yet."""
         return self.request(None)
 
     def request(self, point: int | None) -> Request:
         """The request of a point of the front, counted from 1 as in the report; None is the chosen one. Raises
-        ValueError: no such point, or none at all."""
+        ValueError: an unknown point, or no points yet."""
         if self.chosen is None:
             raise ValueError("no setting was measured on all choosing prompts yet: give more trials or minutes")
         check_int("point", point, low=1, high=len(self.points), none=True)
@@ -98,21 +97,21 @@ class Tuning:
     # ---- intervals ----------------------------------------------------------------------------------------------
 
     def score(self, measured: Measured) -> list[float]:
-        """What a report calls a measurement's score, by prompt: truth where all of it is known, else the score."""
+        """The scores that a report shows, by prompt: by known answers if all are known, else by the scorer."""
         truths = [value for value in measured.truth if value is not None]
         return truths if self.by_truth and len(truths) == len(measured) else measured.score
 
     @property
     def by_truth(self) -> bool:
-        """Whether reported scores are truth: answers were known for every reported prompt, and no checker chose."""
+        """Whether reported scores are by known answers: every reported prompt has one, and there is no checker."""
         measured = next((point.reported for point in self.points if point.reported is not None), None)
         if measured is None or self.setup["score"] == "checker":
             return False
         return all(value is not None for value in measured.truth)
 
     def interval(self, values: Sequence[float]) -> tuple[float, float]:
-        """95 % interval of the mean of one number per reported prompt: Wilson's where all are right or wrong and every
-        prompt is a group of its own, else a percentile bootstrap over groups."""
+        """95 % interval of the mean of one number per reported prompt: Wilson's if all numbers are 0 or 1 and every
+        prompt is its own group, else a percentile bootstrap over groups."""
         if self.exact:
             return wilson(int(sum(values)), len(values))
         return bootstrap(values, self.groups)
@@ -131,8 +130,8 @@ class Tuning:
         return (sum(values) / len(values), *bootstrap(values, self.groups))
 
     def alike(self) -> list[list[int]]:
-        """For every point the others, counted from 1, whose paired difference on the reported half has an interval with
-        0."""
+        """For every point, the numbers (from 1) of points with similar scores on the reported half: the interval of the
+        paired difference contains 0."""
 
         def holds_zero(a: Measured | None, b: Measured | None) -> bool:
             if a is None or b is None:
@@ -146,7 +145,7 @@ class Tuning:
     # ---- as data ------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON holds it: what was measured, prompt by prompt, and what follows from it."""
+        """Convert to JSON data: the measurements, prompt by prompt, and derived numbers."""
         points, alike_of_point = [], self.alike()
         for index, point in enumerate(self.points):
             points.append(self._row(point) | {"chosen": index == self.chosen, "alike": alike_of_point[index]})
@@ -175,7 +174,7 @@ class Tuning:
         return means | {"interval": list(self.interval(values)), "prompts": asdict(measured)}
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
-        """Write `to_dict`, whole or not at all."""
+        """Write `to_dict`, atomically."""
         write_json(file, self.to_dict())
 
     # ---- as text ------------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ class Tuning:
         return lines
 
     def _line(self, mark: str, measured: Measured, costs: Sequence[str], alike: str, versus: bool = True) -> str:
-        chosen_on = self.reference is None  # then there is nothing but the choosing half
+        chosen_on = self.reference is None  # only the choosing half was measured
         values = measured.score if chosen_on else self.score(measured)
         cells = f"{mark:>3}  {100 * sum(values) / len(values):8.1f}"
         if chosen_on:
@@ -236,21 +235,21 @@ class Tuning:
             cost = self.costs[-1]
             bound = f"at most {self.tolerance:g} points"
             notes.append(
-                f"*: chosen: of what was set by hand the fewest {cost} {bound} below the best, or what takes fewer "
-                f"{cost} than that, scores no less, and is {bound} below by a paired interval."
+                f"*: chosen: the hand-made setting with the fewest {cost} {bound} below the best one, or one with "
+                f"fewer {cost} that scores at least as much and is {bound} below by a paired interval."
             )
         if self.points and self.reference is None:
-            notes.append("Scores are those of the prompts that chose, which flatter: the other half was not measured.")
+            notes.append("Scores are those of the choosing half, which are optimistic: the other was not measured.")
         elif self.points:
             exact = "Wilson's" if self.exact else "bootstraps over prompts"
-            notes.append(f"Intervals are {exact}. alike: points whose scores these prompts do not separate.")
+            notes.append(f"Intervals are {exact}. alike: points whose scores do not differ by these prompts.")
         if self.setup["score"] == "agreement":
             reported = "truth" if self.by_truth and self.reference is not None else "agreement too"
-            notes.append(f"Chosen by agreement with one token per step; what is reported is {reported}.")
+            notes.append(f"Chosen by agreement with one token per step; the report shows {reported}.")
         if self.points and (num_choosing := self.setup["prompts"]["choose"]) < FEW:
-            notes.append(f"Only {num_choosing} prompts chose: what is right on these by chance looks best.")
+            notes.append(f"Only {num_choosing} prompts chose: settings that are right on these by chance look best.")
         if not self.complete:
-            notes.append("Incomplete: the same command with the same study goes on.")
+            notes.append("Incomplete: the same command with the same study continues.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]
         return [line for note in notes for line in textwrap.wrap(note, WIDTH)]
 
@@ -260,8 +259,8 @@ def _under(name: str) -> list[str]:
 
 
 def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[Point]:
-    """The points that no other beats in score and costs, the cheapest first; of equals the first, and none more than
-    `loss` (a share) below the best score."""
+    """The Pareto-optimal points in score and costs, the cheapest first; of equal points the first. Points more than
+    `loss` (a share) below the best score are left out."""
     if not points:
         return []
     best_score = max(point.choosing.mean("score") for point in points)
@@ -275,15 +274,15 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
 
 
 def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
-    """Choose the preset, and the hand-made setting that it was measured against.
+    """Choose the preset, and the hand-made setting with which it was compared.
 
-    The hand-made choice costs least (the last cost) among those at most `tolerance` (a share) below their best score.
-    Of hundreds of searched settings the best score is also the luckiest one: a searched setting replaces the choice
-    only if it costs less, scores no less, and the 95 % interval of the paired difference ends at most `tolerance`
-    below. Without hand-made settings all points count.
+    The hand-made choice has the lowest cost (the last of `costs`) among hand-made settings at most `tolerance` (a
+    share) below their best score. The best score among hundreds of searched settings is partly luck. So a searched
+    setting replaces the choice only if it costs less, scores at least as much, and the lower end of the 95 % interval
+    of the paired difference is at least -`tolerance`. Without hand-made settings, all points count as such.
 
     points: measured on the whole choosing half. groups: of every choosing prompt.
-    Returns (chosen, hand-made), twice the same where nothing replaces it, or nothing without points."""
+    Returns [chosen, hand-made], which may be the same point; or [] without points."""
     if not points:
         return []
 
@@ -294,7 +293,7 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
         return point.choosing.mean("score")
 
     by_hand = [point for point in points if point.by_hand] or points
-    # a share of right answers is no sum of tenths: 97.8 - 1 is 96.8, whatever the last bit says
+    # 1e-9 for rounding: 97.8 - 1 must count as 96.8
     min_score = max(map(score, by_hand)) - tolerance - 1e-9
     hand = min(
         (point for point in by_hand if score(point) >= min_score), key=lambda point: (cost(point), -score(point))
@@ -308,25 +307,25 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
 
 
 def surely_below(measured: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
-    """Whether one of the others, on the same prompts, is better by more than `loss` (a share), whatever chance did:
-    the 95 % interval of the paired difference says so."""
+    """Whether one of the others, measured on the same prompts, is surely better by more than `loss` (a share): by the
+    95 % interval of the paired difference."""
     mean_score = measured.mean("score")
-    # most need no bootstrap
+    # the condition on the means avoids most bootstraps
     return any(
         paired(measured, other, groups)[1] < -loss for other in others if mean_score < other.mean("score") - loss
     )
 
 
 def paired(first: Measured, second: Measured, groups: Sequence[str]) -> tuple[float, float]:
-    """95 % interval of the mean difference of two scores, prompt by prompt: a bootstrap over groups."""
+    """95 % interval of the mean paired difference of two scores, by a bootstrap over groups."""
     return bootstrap([a - b for a, b in zip(first.score, second.score, strict=True)], groups)
 
 
 def thinned(
     points: Sequence[Point], chosen: Point | None, costs: Sequence[str], max_points: int = MOST_POINTS
 ) -> tuple[list[Point], int | None]:
-    """Thin a front out, keeping the chosen, the cheapest and the best point: those closest to a neighbour's score go.
-    Returns the front and the chosen point's index in it."""
+    """Reduce a front to `max_points`, including the chosen point. Points closest to a neighbour's score are removed
+    first; the chosen, the cheapest and the best one stay. Returns the front and the chosen point's index in it."""
     front = list(points)
     if chosen is not None and all(point is not chosen for point in front):
         front = sorted([*front, chosen], key=lambda point: point.choosing.point(costs)[1:])

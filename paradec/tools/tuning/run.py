@@ -1,4 +1,4 @@
-"""`tune`: try settings on one half of the prompts, and measure the best ones on the other half."""
+"""`tune`: search settings on one half of the prompts, and measure the best ones on the other half."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from paradec.tools.tuning.space import Candidate, Space
 from paradec.tools.tuning.study import SCHEMA, Study, check_installed, rung_of, up_to
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
-"""Costs that each objective minimises while it maximises the score; the last one chooses the preset."""
+"""Costs that each objective minimises, besides maximising the score; the last cost chooses the preset."""
 SHARED = (
     *("attention", "max_new_tokens", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "stop", "chat"),
     "compile",
 )
-"""Fields of a request that are fixed during the search; the preset contains them."""
+"""Fields of a request that callers may set for the whole search; the preset contains them."""
 TRIALS = 40
-"""Proposed settings, in addition to the hand-made ones."""
+"""Default number of proposed settings, in addition to the hand-made ones."""
 STATES = {"COMPLETE": "measured", "PRUNED": "stopped early", "FAIL": "failed", "RUNNING": "under way"}
 SLOW = 0.5
-"""Forwards per position up to which hand-made settings are dropped only if surely worse."""
+"""Hand-made settings with at most this many forwards per position are dropped only if surely worse."""
 
 Progress = Callable[[str, float], None]
-"""Called after every rung and batch: a label of what was measured, and the share of the work done, in [0, 1]."""
+"""Called after every rung and batch with the name of the measured setting and the share of work done, in [0, 1]."""
 
 
 def tune(
@@ -69,33 +69,33 @@ def tune(
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
     The choosing half of the prompts is decoded with all hand-made settings (defaults and sweeps), then with settings
-    that Optuna proposes. Successive halving drops the worse ones early (`paradec.tools.tuning.halving`); those that no
-    other dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper one that is surely not
-    worse (`paradec.tools.tuning.result.choose`). The reporting half measures the front only, next to the reference of
-    one token per step (`low_confidence` in the model's default blocks without a cache), which is never a candidate.
+    that Optuna proposes. Successive halving drops the worse ones early (`paradec.tools.tuning.halving`); settings that
+    no other dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper one that is surely
+    not worse (`paradec.tools.tuning.result.choose`). On the reporting half only the front is measured, and the
+    reference: one token per step (`low_confidence` in the model's default blocks without a cache), never a candidate.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a mask token.
         prompts: a file of JSON lines (`paradec.tools.tuning.read_prompts`), or a sequence of texts, chats, rows of ids
-            or questions (`paradec.tools.evaluation.packaged_questions`). Ids may hold the mask id, to be filled.
+            or questions (`paradec.tools.evaluation.packaged_questions`). Mask ids in rows of ids are filled.
         answers: one per prompt of a sequence: a text, a list of texts, the ids of the filled positions, or None.
         score: "answers", "checker", or "agreement" with the reference's tokens. The default is the checker if there is
             one, else answers if all prompts have one, else agreement.
         checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
-        mask: text for one token to fill ("<mask>"), as in `paradec.infill`.
-        samplers: names and combinations; by default every masked sampler that works here.
+        mask: text in a prompt that stands for one token to fill ("<mask>"), as in `paradec.infill`.
+        samplers: names and combinations; by default every masked sampler that supports the model and the prompts.
         caches: names; by default "none" if the objective is "forwards", else all.
         blocks: block lengths, None for the model's; by default that, half and twice of it, and the whole answer.
         objective: "forwards", "seconds" (wall time on this machine), or "both".
-        trials: proposed settings besides the hand-made ones, summed over all processes on one study.
-        minutes: begin no trial or rung after this time. The report takes additional time.
+        trials: number of proposed settings besides the hand-made ones, over all processes on one study.
+        minutes: no trial or rung starts after this time. The report takes additional time.
         study: an SQLite file from which the same call continues, after Ctrl-C or a crash, or in several processes.
         tolerance: points (of 100) by which the preset may score below the best hand-made setting on the choosing
             half.
-        loss: settings more points than this below the best score are dropped, hand-made ones only if surely so.
-        eta: growth of the rungs; about 1 in `eta` trials goes on after each.
+        loss: settings more than `loss` points below the best score are dropped; hand-made ones only if surely below.
+        eta: growth of the rungs; after each rung, about 1 in `eta` trials continues.
         batch: prompts decoded together.
-        seed: seed of the split into halves, the proposals and random samplers.
+        seed: of the split into halves, of the proposals and of samplers that draw.
         progress: called with a label and the share of the work done.
         arguments: fields of `paradec.Request` for all settings and the preset (`paradec.tools.tuning.run.SHARED`).
 
@@ -146,7 +146,7 @@ def tune(
         eta=eta,
         progress=progress,
     )
-    for half in (search.choosing, search.reporting):  # raise errors of the arguments themselves
+    for half in (search.choosing, search.reporting):  # raise errors of the shared arguments
         method = Request(**arguments, sampler=spaces.REFERENCE, seed=seed)
         with registered.create(spaces.REFERENCE).start(model, half.prompts, method).release_stores_on_exit():
             pass
@@ -184,7 +184,7 @@ def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batc
 
 
 def fingerprint_checkpoint(model: Any) -> str:
-    """Fingerprint of a checkpoint: names, shapes, types and first values of all weights; "unknown" without a module."""
+    """Digest of a checkpoint's names, shapes, dtypes and first values of all weights; "unknown" without a module."""
     module = getattr(model, "module", None)
     if module is None:
         return "unknown"
@@ -240,7 +240,7 @@ class _Search:
         return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
-        """Run all hand-made settings and `trials` proposals, until time is up, then measure the front on the other
+        """Run all hand-made settings and `trials` proposals within `minutes`, then measure the front on the reported
         half."""
         self.num_trials = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
@@ -275,7 +275,7 @@ class _Search:
         return len(self.starts) - len(started) + max(0, self.num_trials - proposed)
 
     def _trial(self) -> bool:
-        """Run one trial. Returns whether anything was measured."""
+        """Run one trial. Returns False if the trial was refused without decoding."""
         trial, other_trials = self.study.next_trial(self.starts)
         try:
             candidate = self.space.suggest(trial)
@@ -309,7 +309,7 @@ class _Search:
                     trial.set_user_attr("owner", "")  # another process may continue it
                     return
                 start = self.rungs[rung - 1] if rung else 0
-                if self.scorer.kind == "agreement":  # with the reference's tokens
+                if self.scorer.kind == "agreement":  # needs the reference's tokens
                     self._refer(self.choosing, stop)
                 try:
                     part = self._measure(self.choosing, request, start, stop)
@@ -373,7 +373,7 @@ class _Search:
     # ---- results ------------------------------------------------------------------------------------------------
 
     def _front(self) -> Tuning:
-        """Build the front of the candidates that were measured on the whole choosing half."""
+        """Build the result: the front of the candidates that were measured on the whole choosing half."""
         counts = dict.fromkeys(("measured", "stopped early", "refused", "failed", "under way"), 0)
         points: dict[str, Point] = {}
         failures: dict[str, None] = {}

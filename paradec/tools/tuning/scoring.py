@@ -1,4 +1,4 @@
-"""Scores of answers (by known answers, the caller's checker, or one token per step), and costs."""
+"""Scores of answers (by known answers, a checker, or agreement with one token per step), and costs of decoding."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from paradec.tools.evaluation.questions import Question
 
 SCORES = ("answers", "checker", "agreement")
 Checker = Callable[[Any, Any], float]
-"""`checker(prompt, answer)`: how good an answer (a text, or ids of models without a tokenizer) is, from 0 to 1."""
+"""`checker(prompt, answer)` scores an answer (a text, or ids of a model without a tokenizer) from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Score that chooses between settings. `kind` is "answers" (known ones), "checker" (the caller's), or "agreement"
-    with one token per step."""
+    """Scorer of answers, by which settings are chosen. `kind`: "answers" (known answers), "checker" (the caller's
+    function), or "agreement" with one token per step."""
 
     kind: str
     checker: Checker | None = None
 
     @classmethod
     def of(cls, questions: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
-        """The scorer that was asked for; by default a checker, else answers where all prompts have one, else agreement.
-        Raises ValueError: an unknown kind, or one that lacks what it needs; TypeError: a checker that cannot be
-        called."""
+        """Build the scorer of a kind; by default the checker if there is one, else answers if all prompts have one,
+        else agreement. Raises ValueError: an unknown kind, or a missing or superfluous checker or answers; TypeError: a
+        checker that is not callable."""
         if checker is not None and not callable(checker):
             raise TypeError(f"checker={shown(checker)} must be callable: checker(prompt, answer)")
         missing = sum(not entry.judged for entry in questions)
@@ -54,12 +54,12 @@ class Scorer:
 
         tokens: ids of the filled positions, in order, up to the end token.
         text: the same without special tokens; None without a tokenizer. reference: the ids of one token per step.
-        Raises ValueError: a checker that returns something else."""
+        Raises ValueError: a checker returned another value."""
         if self.kind == "agreement":
             return agreement(tokens, reference or ())
         if self.kind == "answers":
             true_share = truth(question, tokens, text)
-            assert true_share is not None  # `of` has looked
+            assert true_share is not None  # checked at construction
             return true_share
         assert self.checker is not None
         value = self.checker(question.prompt, list(tokens) if text is None else text)
@@ -73,25 +73,25 @@ class Scorer:
 
 
 def truth(question: Question, tokens: Sequence[int], text: str | None) -> float | None:
-    """How much of what is known of an answer is right, from 0 to 1; None where nothing is known."""
+    """Share of the known answer that is right, from 0 to 1; None if the answer is unknown."""
     if question.truth is not None:
         return agreement(tokens, question.truth)
     if question.right is None:
         return None
     if text is None:
-        raise ValueError("answers that are texts need a model with a tokenizer; give answers as ids")
+        raise ValueError("text answers need a model with a tokenizer; give answers as ids")
     return float(question.right(text))
 
 
 def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
-    """Share of positions with equal ids, of the longer one's."""
+    """Share of positions with equal ids, relative to the longer sequence."""
     longest = max(len(tokens), len(reference))
     equal = sum(a == b for a, b in zip(tokens, reference))
     return equal / longest if longest else 1.0
 
 
 FAILURES = (ValueError, FloatingPointError, RuntimeError, NotImplementedError)
-"""What decoding raises where a setting does not work, with a device that is out of memory among it."""
+"""Errors of decoding by which a setting counts as failed; out of memory is a RuntimeError."""
 
 
 class Failed(Exception):
@@ -100,28 +100,28 @@ class Failed(Exception):
 
 @dataclass
 class Measured:
-    """What was measured, one entry per prompt, in the half's order."""
+    """Measurements, one entry per prompt, in the half's order."""
 
     score: list[float] = field(default_factory=list)
-    """From 0 to 1, by what chooses."""
+    """Score by the `Scorer`, from 0 to 1."""
     truth: list[float | None] = field(default_factory=list)
-    """From 0 to 1; None where nothing is known of the answer."""
+    """Score by the known answer, from 0 to 1; None if it is unknown."""
     forwards: list[int] = field(default_factory=list)
     positions: list[float] = field(default_factory=list)
-    """Positions evaluated, padding excluded; a batch's are spread over its rows evenly."""
+    """Positions evaluated, padding excluded; a batch's total is divided evenly among its rows."""
     seconds: list[float] = field(default_factory=list)
-    """Wall time of decoding, spread in the same way."""
+    """Wall time of decoding; a batch's total is divided evenly among its rows."""
 
     def __len__(self) -> int:
         return len(self.score)
 
     def add(self, other: Measured) -> None:
-        """Append what was measured of the prompts that follow."""
+        """Append the measurements of the next prompts."""
         for entry in fields(self):
             getattr(self, entry.name).extend(getattr(other, entry.name))
 
     def mean(self, name: str) -> float:
-        """The mean of one of the lists, of what is known of it."""
+        """Mean of one of the lists, without None."""
         values = [value for value in getattr(self, name) if value is not None]
         return sum(values) / len(values)
 
@@ -131,11 +131,11 @@ class Measured:
 
 
 class Half:
-    """The prompts that choose, or those that are reported, encoded once."""
+    """The prompts of the choosing or the reported half, encoded once."""
 
     def __init__(self, name: str, model: Any, questions: Sequence[Question], chat: bool | None, mask: str | None):
         self.name, self.model, self.questions = name, model, list(questions)
-        # numbered among all: what a row draws does not depend on the batch that it is decoded in
+        # duplicates are numbered over the whole half: a row's draws do not depend on its batch
         self.prompts: Prompts = encode(
             model, [entry.prompt for entry in questions], chat=chat, placeholder=mask
         ).number_duplicates()
@@ -144,11 +144,11 @@ class Half:
         return len(self.questions)
 
     def decode(self, request: Request, first: int, stop: int) -> tuple[Any, list[list[int]], list[str | None]]:
-        """Decode the prompts from `first` to `stop` (exclusive): the output, and of each row the ids that were filled
-        up to its end token, and the text. Raises Failed: the request does not work."""
+        """Decode the prompts from `first` to `stop` (exclusive). Returns the output, and for each row the filled ids up
+        to its end token, and the text. Raises Failed: the request does not work."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # advice for one request; here they are compared
+                warnings.simplefilter("ignore")  # advice for single requests
                 sampler = make_sampler(self.model, request.sampler)
                 output = decode_request(self.model, self.prompts.slice_rows(first, stop), request, sampler)
         except FAILURES as error:
@@ -173,10 +173,10 @@ class Half:
         """Decode the prompts from `first` to `stop` (exclusive), `batch` together.
 
         Args:
-            references: by prompt, the ids of one token per step, where the scorer needs them.
-            is_reference: whether the request is that one: the ids are put into `references`.
+            references: by prompt, the ids of one token per step, if the scorer needs them.
+            is_reference: whether the request is the reference; its ids are then stored in `references`.
 
-        Raises: as `decode`; whatever the checker raises.
+        Raises: as `decode`; errors of the checker.
         """
         measured = Measured()
         for start in range(first, stop, batch):

@@ -1,7 +1,7 @@
 """Search space: samplers and their settings, caches, block lengths, without pairs that do not work.
 
-A sampler's `sweep` says which settings trade quality for speed. A number is drawn from the range of its defaults,
-presets and `sweep`, extended by a quarter where the sampler allows it. Defaults and sweeps are the first trials.
+A sampler's `sweep` names the settings that trade quality for speed. A number is drawn from the range of its defaults,
+presets and `sweep`, extended at both ends where the sampler allows it. Defaults and sweeps are the first trials.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Confi
 REFERENCE = "low_confidence"
 """The sampler of one token per step, the most confident first: LLaDA's."""
 LOG = 8
-"""Ranges whose ends are so far apart, as a factor, are drawn from by their logarithm."""
+"""Ranges with a ratio of at least this between their ends are drawn on a logarithmic scale."""
 BLOCKS = (16, 32, 64)
-"""Lengths that are tried where the model has none of its own."""
+"""Block lengths for models without a default length."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Numbers from `low` to `high`, whole ones or rounded to three digits."""
+    """Domain of numbers from `low` to `high`: integers (`whole`), or numbers rounded to three digits."""
 
     low: float
     high: float
@@ -38,7 +38,7 @@ class Span:
     log: bool = False
 
     def suggest(self, trial: Any, name: str) -> float:
-        """A value that Optuna draws."""
+        """Draw a value by Optuna."""
         if self.whole:
             return int(trial.suggest_int(name, int(self.low), int(self.high), log=self.log))
         return min(self.high, max(self.low, rounded(trial.suggest_float(name, self.low, self.high, log=self.log))))
@@ -49,12 +49,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values."""
+    """Domain of several values."""
 
     values: tuple[Any, ...]
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """A value that Optuna draws; lists travel as text."""
+        """Draw a value by Optuna, which stores values as JSON text."""
         return json.loads(trial.suggest_categorical(name, [json.dumps(to_data(value)) for value in self.values]))
 
     def to_data(self) -> list[Any]:
@@ -68,10 +68,10 @@ class Candidate:
     sampler: str
     """A registered name, or a combination as text."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the defaults; a fraction for `steps` is that share of the undecided positions."""
+    """Settings that differ from the defaults; a fraction for `steps` is a share of the undecided positions."""
     cache: str = "none"
     block_length: int | None = None
-    """None is the model's own, or the sampler's."""
+    """None is the default of the model or the sampler."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "changes", dict(sorted(self.changes.items())))
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """All of it in one line."""
+        """The whole setting in one line."""
         parts = [] if self.cache == "none" else [f"cache {self.cache}"]
         parts += [] if self.block_length is None else [f"blocks of {self.block_length}"]
         return ", ".join([self.configuration.name, *parts])
@@ -94,20 +94,20 @@ class Candidate:
 
 @dataclass
 class Space:
-    """Everything that a trial may be."""
+    """All settings that a trial may have."""
 
     settings: dict[str, dict[str, Span | Choice]]
-    """By sampler, what of it is varied; "steps" is a share of the undecided positions."""
+    """By sampler, the domains of its varied settings; "steps" is a share of the undecided positions."""
     starts: list[Candidate]
-    """Set by hand, the cheapest first as far as one can know; all of them are tried, before anything else."""
+    """Hand-made settings, which are all tried first; estimated cheapest ones first."""
     caches: dict[str, tuple[str, ...]]
     """By sampler, the caches that work with it on this model."""
     block_lengths: tuple[int | None, ...]
     left_out: dict[str, str] = field(default_factory=dict)
-    """Samplers, and pairs of sampler and cache, that do not work here, and why."""
+    """Samplers, and pairs of sampler and cache, that do not work here, with the reason."""
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON holds it; equal for equal spaces."""
+        """Convert to JSON data, which is equal for equal spaces."""
         return {
             "samplers": {
                 name: {setting: domain.to_data() for setting, domain in settings.items()}
@@ -118,7 +118,7 @@ class Space:
         }
 
     def suggest(self, trial: Any) -> Candidate:
-        """The point that Optuna proposes with a trial. What has one value only is not asked for."""
+        """Build the candidate that Optuna proposes in a trial. Parameters with a single value are left out."""
         names = list(self.settings)
         sampler = names[0] if len(names) == 1 else trial.suggest_categorical("sampler", names)
         values = {
@@ -134,7 +134,7 @@ class Space:
         return Candidate(sampler, changes, cache, length)
 
     def params(self, candidate: Candidate) -> dict[str, Any]:
-        """What Optuna is given so that `suggest` returns this point."""
+        """Convert a candidate to Optuna's parameters, from which `suggest` builds it."""
         sampler = candidate.sampler
         values: dict[str, Any] = {} if len(self.settings) == 1 else {"sampler": sampler}
         default = self.defaults(sampler)
@@ -148,12 +148,12 @@ class Space:
         return values
 
     def _cache_name(self, sampler: str) -> str:
-        """Samplers with the same caches share what is learned about them."""
+        """Name of the cache parameter; samplers with the same caches share one, and so what Optuna learns."""
         return "cache: " + ", ".join(self.caches[sampler])
 
     @staticmethod
     def defaults(sampler: str) -> dict[str, Any]:
-        """A sampler's settings at their defaults, and "steps": all of the positions, one by one."""
+        """A sampler's default settings, and "steps": 1.0, one step per position."""
         settings = samplers.get(sampler).settings() if sampler in samplers.registry else {}
         return {**settings, "steps": 1.0}
 
@@ -168,11 +168,11 @@ def build_space(
 ) -> Space:
     """Build the space of a model and its prompts.
 
-    prompts: the first of them, encoded; each sampler starts on it to see whether it can.
+    prompts: the first prompt, encoded; each sampler is started on it as a check.
     base: arguments that all requests share.
     names: samplers, and combinations as text; None is every masked sampler that works, and `COMBINATIONS`.
-    Raises ValueError: an unknown name, a sampler of another family, a named one that does not work here, or none that
-    does."""
+    Raises ValueError: an unknown name, a sampler of another family, a named one that does not work here, or no sampler
+    that works."""
     masked_names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
     selected = [*masked_names, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
     for length in block_lengths:
@@ -197,14 +197,14 @@ def build_space(
         space.caches[name] = allowed
         space.settings[name] = {} if cls is None else domains(cls)
         sweep = () if cls is None else cls.sweep
-        # a schedule at its default is one token per step, as dear as the reference: its frontier has faster ones
+        # a schedule's default is one token per step, as slow as the reference; its sweep has faster settings
         one_by_one = "steps" in space.settings[name]
         by_hand = [*([] if one_by_one and name != BASELINE else [{}]), *sweep]
         space.starts += [Candidate(name, changes, allowed[0], block_lengths[0]) for changes in by_hand]
     if not space.settings:
         why = "; ".join(f"{name}: {reason}" for name, reason in space.left_out.items())
         raise ValueError(f"no sampler works with {model.facts.name} and these prompts: {why}")
-    # what costs least to know first: the baseline, then what needs no schedule, then the shorter schedules
+    # cheapest first: the baseline, then samplers without a schedule, then short schedules
     space.starts.sort(key=lambda start: (start.sampler != BASELINE, _slow(start)))
     return space
 
@@ -212,7 +212,7 @@ def build_space(
 def _allowed(
     space: Space, model: Any, prompts: Any, base: Mapping[str, Any], name: str, method: Any, names: Sequence[str]
 ) -> tuple[str, ...]:
-    """The caches that work with a sampler here; those that do not are noted."""
+    """The caches that work with a sampler here; the others are recorded in `space.left_out`."""
     allowed = []
     for cache_name in names:
         cache = caches.create(cache_name)
@@ -231,15 +231,15 @@ def _allowed(
 
 
 def _start(model: Any, prompts: Any, request: Any) -> None:
-    """Begin to decode, and leave it at that. Raises: what the sampler's `start` does."""
+    """Start a sampler without decoding, to check whether it works. Raises: errors of the sampler's `start`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice for one request; here it is asked whether it works at all
+        warnings.simplefilter("ignore")  # advice for single requests
         with request.sampler.start(model, prompts, request).release_stores_on_exit():
             pass
 
 
 def _slow(start: Candidate) -> float:
-    """Forwards of a start, as a share of the positions; a guess that needs no decoding."""
+    """Estimate the forwards of a start, as a share of the positions."""
     share = start.changes.get("steps")
     if share is not None:
         return float(share)
@@ -247,7 +247,7 @@ def _slow(start: Candidate) -> float:
 
 
 def domains(cls: type[Any]) -> dict[str, Span | Choice]:
-    """What of a sampler is varied: the settings that its `sweep` changes."""
+    """The domains of the settings that a sampler's `sweep` changes."""
     default = Space.defaults(cls.name)
     used: dict[str, list[Any]] = {}
     for changes in cls.sweep:
@@ -287,13 +287,13 @@ def _takes(cls: type[Any], setting: str, value: float) -> bool:
 
 
 def rounded(value: float) -> float:
-    """Three digits."""
+    """Round to three digits."""
     return float(f"{value:.3g}")
 
 
 def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
-    """The model's own blocks first (None), then half of them, twice, and all positions; of models that were trained
-    with blocks, their own alone."""
+    """The model's default block length (None) first, then half of it, twice it, and all positions; for models that were
+    trained with blocks, only their own."""
     if model.facts.topology in ("block_causal", "causal_context"):
         return (None,)
     model_length = model.default_block_length
@@ -309,10 +309,10 @@ def request_of(
     lengths: Sequence[tuple[int, int]],
     holes: bool = False,
 ) -> Request:
-    """Build the request of a point.
+    """Build the request of a candidate.
 
-    positions: mean of the undecided positions of a row.
-    lengths: start and end of each row's answer; the row with most blocks shares the steps.
+    positions: mean number of undecided positions per row.
+    lengths: start and end of each row's answer; steps are shared among the blocks of the row with most blocks.
     holes: whether prompts have masks.
     Raises ValueError: settings that exclude each other."""
     configuration = candidate.configuration
@@ -327,7 +327,7 @@ def request_of(
 
 
 def is_reference(request: Request, positions: int) -> bool:
-    """Whether a request is one token per step itself, in the reference's own blocks and without a cache."""
+    """Whether a request equals the reference: one token per step in default blocks, without a cache."""
     method: Any = request.sampler
     return (
         method.name == REFERENCE

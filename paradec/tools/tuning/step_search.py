@@ -1,7 +1,7 @@
-"""Search for the steps to evaluate, for a number of them: even starts, annealing, climbing.
+"""Search for the best set of steps to evaluate, of fixed size: evenly spread starts, annealing, then hill climbing.
 
-After BudCache (arXiv 2606.13496), which starts at random, with absolute temperatures. Here the start is the best even
-one, temperatures are shares of its loss, and a move may shift all later steps. Shares no code with it.
+Follows BudCache (arXiv 2606.13496), which starts at random and uses absolute temperatures. Here the start is the best
+evenly spread set, temperatures are shares of its loss, and a move may shift all later steps.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from collections.abc import Callable, Iterator
 
 Steps = tuple[int, ...]
 Loss = Callable[[Steps, float], float]
-"""The loss of a set, or infinity where it is not below the bound."""
+"""Called with a set and a bound: the loss of the set, or infinity if it is not below the bound."""
 
 REACH = 3
-"""Steps that a move goes at most."""
+"""Maximum distance by which a move shifts one step."""
 TEMPERATURES = (0.05, 1e-5)
-"""Of the first and the last proposal, as shares of the start's loss."""
+"""Temperatures of the first and the last proposal, as shares of the start's loss."""
 
 
 def even_starts(total: int, budget: int) -> list[Steps]:
-    """Evenly spread sets of `budget` of `total` steps: every k-th, rounded down from equal shares, ends included."""
+    """Evenly spread sets of `budget` of `total` steps: every k-th step, equal shares rounded down, and equal shares
+    including both ends."""
     spread = (
         range(0, total, -(-total // budget)),
         [total * i // budget for i in range(budget)],
         [round((total - 1) * i / max(budget - 1, 1)) for i in range(budget)],
     )
-    sets = {tuple(sorted(set(steps))): None for steps in spread}  # a set that is there twice counts once
+    sets = {tuple(sorted(set(steps))): None for steps in spread}  # without duplicates
     return [steps for steps in sets if len(steps) == budget]
 
 
 def moves(steps: Steps, total: int) -> Iterator[Steps]:
-    """The neighbours of a set: one step moved by up to `REACH`, or all steps from one on by 1; step 0 stays."""
+    """The neighbours of a set: one step is moved by up to `REACH`, or all steps from one on by 1; the first step
+    stays."""
     for distance in range(1, REACH + 1):
         for index in range(1, len(steps)):
             for offset in (-distance, distance):
@@ -47,10 +49,11 @@ def moves(steps: Steps, total: int) -> Iterator[Steps]:
 
 
 def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0) -> tuple[Steps, Steps]:
-    """Return the best of `starts`, and the best set found from there; of equal ones the earlier.
+    """Return the best of `starts`, and the best set found from there; of equal sets the earlier one.
 
-    loss: of a set; cached by the caller.
-    runs: new sets beyond the starts, a third of them annealing, the others climbing. seed: of the proposals."""
+    loss: see `Loss`; the caller caches it.
+    runs: number of sets evaluated besides the starts, a third by annealing, the others by climbing.
+    seed: of the proposals."""
     rng, evaluated = random.Random(seed), set(starts)
     values = {steps: loss(steps, math.inf) for steps in starts}
     even = best = min(starts, key=values.__getitem__)

@@ -1,7 +1,7 @@
-"""Optuna's study with its file, and the trials of several processes.
+"""Optuna study in a file, shared by several processes.
 
-All measurements are in the study: rungs with their trial, reference and reported half with the study. A trial of a
-process that has ended continues at its rung.
+The study stores all measurements: those of a rung in the attributes of the trial, those of the reference and the
+reported half in its own. Other processes continue the trials of a process that has ended.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from paradec.tools.tuning.scoring import Measured
 NAME = "paradec"
 SCHEMA = "paradec-tune/2"
 UNOWNED = 30.0
-"""Seconds after which a trial that nobody has put a name to is believed abandoned."""
+"""Seconds after which a trial without an owner counts as abandoned."""
 
 _working: set[str] = set()
-"""Runs of this process that are under way."""
+"""Names of this process's runs in progress."""
 _claiming = threading.Lock()
 
 
@@ -42,7 +42,7 @@ def check_installed() -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Optuna's logger and warnings."""
-    import optuna  # noqa: F401 - its logger
+    import optuna  # noqa: F401 - creates the logger
 
     logger = logging.getLogger("optuna")
     level = logger.level
@@ -60,9 +60,9 @@ class Study:
     """An Optuna study, in a file or in memory, and this run's name in it.
 
     file: an SQLite file, created if missing; None keeps the study in memory.
-    setup: facts that must be equal to those of an existing study.
+    setup: data that must be equal to that of an existing study.
     directions: Optuna's, one per objective. seed: of the proposals.
-    Raises ValueError: a file of another kind or setup; the message names the difference. OSError: it cannot be written.
+    Raises ValueError: a file of another kind or setup; the message names the difference. OSError: an unwritable file.
     """
 
     def __init__(self, file: str | os.PathLike[str] | None, setup: Mapping[str, Any], directions: list[str], seed: int):
@@ -88,7 +88,7 @@ class Study:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the file's connections back."""
+        """Close the connections to the file."""
         _working.discard(self.run)
         engine = getattr(getattr(self.study._storage, "_backend", None), "engine", None)
         if engine is not None:
@@ -97,11 +97,11 @@ class Study:
     # ---- trials -------------------------------------------------------------------------------------------------
 
     def trials(self) -> list[Any]:
-        """Every trial, as Optuna's frozen ones."""
+        """All trials, as Optuna's frozen trials."""
         return self.study.get_trials(deepcopy=False)
 
     def next_trial(self, starts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:
-        """Return an abandoned trial, else the first of the `starts` that is not begun, else Optuna's proposal; and all
+        """Return an abandoned trial, else the first entry of `starts` not yet started, else Optuna's proposal; and all
         other trials."""
         with _claiming, _quiet():
             trials = self.trials()
@@ -114,7 +114,7 @@ class Study:
             unstarted = [k for k in range(len(starts)) if k not in started]
             if unstarted:
                 self.study.enqueue_trial(dict(starts[unstarted[0]]), user_attrs={"start": unstarted[0]})
-            # a proposal depends on what is known and on the seed: a study that was interrupted goes on as it would have
+            # the seed depends on the number of trials only: an interrupted study continues as if uninterrupted
             self.study.sampler = self.optuna.samplers.TPESampler(
                 multivariate=True, group=True, seed=self.seed + len(trials)
             )
@@ -123,13 +123,13 @@ class Study:
             return trial, trials
 
     def tell(self, trial: Any, state: str, values: list[float] | None = None) -> None:
-        """The end of a trial: "COMPLETE" with values, "PRUNED" or "FAIL"."""
+        """End a trial in state "COMPLETE" with values, "PRUNED" or "FAIL"."""
         with _quiet():
             chosen = self.optuna.trial.TrialState[state]
             self.study.tell(trial, values, state=None if values else chosen, skip_if_finished=True)
 
     def left_behind(self, frozen: Any) -> bool:
-        """Whether a trial has no end, and nobody is at work on it."""
+        """Whether a trial has not ended and no process works on it."""
         if frozen.state.name != "RUNNING":
             return bool(frozen.state.name == "WAITING")
         owner = frozen.user_attrs.get("owner")
@@ -145,13 +145,13 @@ class Study:
 
 
 def rung_of(frozen: Any, rung: int) -> Measured | None:
-    """Measurements of a trial on one rung; None before it."""
+    """Measurements of a trial on one rung; None if it has not finished the rung."""
     data = frozen.user_attrs.get(f"rung {rung}")
     return None if data is None else Measured(**data)
 
 
 def up_to(frozen: Any, rung: int) -> Measured | None:
-    """Measurements of a trial up to the end of a rung; None before that."""
+    """Measurements of a trial up to the end of a rung; None if it has not finished the rung."""
     total = Measured()
     for k in range(rung + 1):
         part = rung_of(frozen, k)
@@ -170,11 +170,11 @@ def describe_difference(before: Any, after: Any, path: str = "") -> str | None:
                 return difference
         return None
     before, after = ([*value] if isinstance(value, (list, tuple)) else value for value in (before, after))
-    return None if before == after else f"{path}: {shown(before)} there, {shown(after)} here"
+    return None if before == after else f"{path}: {shown(before)}, not {shown(after)} as here"
 
 
 def _storage(file: Path) -> Any:
-    """The storage of a file. Raises ValueError: a file that is no study; OSError: a folder that is not there."""
+    """Open the storage in a file. Raises ValueError: a file that is not a study; OSError: a missing folder."""
     import optuna
     from sqlalchemy.exc import DatabaseError
 
@@ -183,12 +183,12 @@ def _storage(file: Path) -> Any:
     if file.exists() and file.stat().st_size:
         with file.open("rb") as opened:
             if opened.read(15) != b"SQLite format 3":
-                raise ValueError(f"study={str(file)!r} is no study: it is no SQLite file")
+                raise ValueError(f"study={str(file)!r} is not a study: it is not an SQLite file")
     for attempt in range(5):
         try:
-            # 60 s: how long a process waits while others write
+            # wait up to 60 s while other processes write
             return optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 60}})
-        except DatabaseError as error:  # two processes made the tables at once: the loser looks again
+        except DatabaseError as error:  # another process creates the tables at the same time: try again
             if attempt == 4:
                 raise ValueError(f"study={str(file)!r} cannot be opened: {error.orig}") from error
             time.sleep(0.2 * 2**attempt)
@@ -196,10 +196,10 @@ def _storage(file: Path) -> Any:
 
 
 def _alive(pid: int) -> bool:
-    if os.name == "nt":  # signal 0 is Ctrl-C there: believed alive, and its trial is left to it
+    if os.name == "nt":  # signal 0 is Ctrl-C on Windows: assume that the process is alive
         return True
     try:
         os.kill(pid, 0)
-    except OSError as error:  # a process of someone else may not be asked
+    except OSError as error:  # another user's process exists but cannot be signalled
         return isinstance(error, PermissionError)
     return True

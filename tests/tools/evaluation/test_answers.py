@@ -83,7 +83,7 @@ def test_what_a_task_cannot_ask(packaged64: Model) -> None:
     lm = Answering(packaged64)
     with pytest.raises(ValueError, match="holds the mask id 122"):
         lm.generate_until(asked(("Sort: pear <|mdm_mask|>", {})))
-    with pytest.raises(ValueError, match="num_beams=4, which paradec does not do"):
+    with pytest.raises(ValueError, match="num_beams=4, which paradec does not support"):
         lm.generate_until(asked(("Sort: pear", {"num_beams": 4})))
     assert lm.generate_until([]) == []
 

@@ -54,4 +54,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["complete"] and set(found["aup"]) == {"threshold", "factor"} and len(found["results"]) == 4
     assert "tokens per forward" in plot.read_text() or plot.stat().st_size > 1000
     wrong = CliRunner().invoke(cli.app, ["bench", "parallel", "--samplers", "klass"])
-    assert wrong.exit_code == 2 and "ask for fewer of all" in wrong.stderr
+    assert wrong.exit_code == 2 and "settings=" in wrong.stderr

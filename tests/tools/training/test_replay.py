@@ -240,7 +240,7 @@ def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
     model = tiny(2)
     given: dict[str, Any] = {"sampler": "low_confidence", "block_length": 5, "cache": "dual"}
     rollout = paradec.generate(model, ROWS, max_new_tokens=10, rollout=True, **given).rollout
-    with pytest.warns(UserWarning, match="decoded with cache='dual', another policy"):
+    with pytest.warns(UserWarning, match="decoded with cache='dual', a policy other than"):
         found = paradec.replay(model, rollout).detach()
     assert (found - rollout.logp).nan_to_num().abs().max() > 1e-3
     assert_logp(found, masked_logp(model, rollout), 1e-5)
@@ -295,11 +295,11 @@ def test_what_has_no_replay_is_refused() -> None:
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
         *((model, rollout, {name: 0}, f"{name}=0 must be") for name in ("shrink", "batch_size", "temperature")),
         *((model, rollout, {name: 1}, f"{name}=1 must be") for name in ("one_forward", "writes")),
-        (model, rollout, {"one_forward": True}, "LlamaForCausalLM: a block-causal model that takes masks"),
-        (model, rollout, {"writes": True}, "writes=True: sampler 'threshold' takes nothing back"),
+        (model, rollout, {"one_forward": True}, "LlamaForCausalLM: a block-causal model that accepts attention masks"),
+        (model, rollout, {"writes": True}, "writes=True: sampler 'threshold' never revises"),
         (model, None, {}, "rollout=None must be a paradec.Rollout"),
         (None, rollout, {}, "replay takes a language model"),
-        (causal, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM: .* what sees what"),
+        (causal, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM: .* topology differ"),
         (causal, unnamed, {}, "rollout is of None"),
         (model, said, {}, "rollout is of LlamaForCausalLM, not of"),
         (model, dataclasses.replace(said, settings={}), {}, "rollout is of None, not of"),

@@ -1,4 +1,4 @@
-"""The packaged prompts as lm-evaluation-harness reads them, and the checkers of `paradec.tools.evaluation.tasks`."""
+"""The packaged prompts and their checkers (`paradec.tools.evaluation.tasks`) for lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paradec.tools.evaluation.tasks import Example, get_task, load_prompts
 
 
 def prompts(task: str, **_: Any) -> DatasetDict:
-    """The shipped prompts of one task; what else the harness hands over is not for them."""
+    """Load the packaged prompts of one task; other arguments of the harness are ignored."""
     rows = [asdict(example) for example in load_prompts(task)]
     return DatasetDict(test=Dataset.from_list([row | {"answer": row["answer"] or ""} for row in rows]))
 
 
 def judged(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Whether the answer is right: exactly one of those that the task accepts."""
+    """Judge the answer: 1.0 if the task accepts it."""
     example = Example(**{**doc, "items": tuple(doc["items"])})
     return {"exact_match": float(get_task(example.task).check(example, results[0]))}
