@@ -170,7 +170,7 @@ def describe_difference(before: Any, after: Any, path: str = "") -> str | None:
                 return difference
         return None
     before, after = ([*value] if isinstance(value, (list, tuple)) else value for value in (before, after))
-    return None if before == after else f"{path}: {shown(before)}, not {shown(after)} as here"
+    return None if before == after else f"{path}: {shown(before)} there, {shown(after)} here"
 
 
 def _storage(file: Path) -> Any:

@@ -75,7 +75,7 @@ def test_prompts_of_python() -> None:
     assert [e.judged for e in found] == [True, False, True, True]
     assert found[1].prompt == [{"role": "user", "content": "b"}] and found[2].prompt == [1, 2]
     assert found[2].truth == (3, 4) and found[3].task == question.task
-    with pytest.raises(ValueError, match="judged by itself"):
+    with pytest.raises(ValueError, match="which has its judge"):
         prompts_of([question], ["x"])
 
 
