@@ -1,1 +1,1 @@
-"""Where something else owns the loop or the model: diffusers, transformers, engines, a server, Ray."""
+"""Integrations into libraries that own the loop or the model: diffusers, transformers, engines, a server, Ray."""

@@ -1,10 +1,10 @@
-"""Ray Data: a class for `map_batches`, and a job that can be stopped and gone on with.
+"""Ray Data: a class for `map_batches`, and a job that can be stopped and continued.
 
 >>> prompts = ray.data.read_json("prompts.jsonl")                    # columns "id" and "prompt" # doctest: +SKIP
 >>> paradec.integrations.ray.answer(prompts, "answers", workers=4)                               # doctest: +SKIP
 
-Ray Data restarts a worker that died (from 2.60 on), but not a job that was stopped: `answer` writes parts of Parquet,
-and begins with the ids that no part holds.
+Ray Data restarts a worker that died (from 2.60 on), but not a job that was stopped. So `answer` writes Parquet files
+in parts, and skips the ids that a part already has.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ LARGEST = 2**63 - 1
 
 
 class Predictor:
-    """Answers to prompts, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
+    """Model that answers rows of prompts, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
 
-    A row's answer depends on its prompt, its id and the seed alone, not on worker, batch, order or restarts.
+    A row's answer depends only on its prompt, its id and the seed, not on worker, batch, order or restarts.
 
-    source: for `paradec.load`; None is the packaged model. load: its further arguments (dtype, device, ...).
+    source: for `paradec.load`; None is the packaged model. load: further arguments of `paradec.load` (dtype, ...).
     prompt, id: names of the columns. Ids are unique texts or ints.
     seed: of all draws; a row draws with `seed_of(seed, id)`.
-    model: a function without arguments that makes the model, instead of `source`.
+    model: a function without arguments that returns the model, instead of `source`.
     batch_size, arguments: as for `paradec.generate_many`."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Predictor:
         self.arguments = {"batch_size": batch_size, **arguments}
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Columns of a batch -> the same, and "text", "tokens", "forwards" and "error" (empty where there is none)."""
+        """Answer a batch. Returns its columns, and "text", "tokens", "forwards" and "error" ("" without an error)."""
         import paradec
 
         for name in (self.prompt, self.id):
@@ -72,7 +72,7 @@ class Predictor:
 
 
 def seed_of(seed: int, id: str | int) -> int:
-    """The seed of a row: equal prompts under different ids draw different numbers."""
+    """Derive a row's seed from its id, so that equal prompts with different ids draw different numbers."""
     digest = hashlib.blake2b(f"{seed}:{type(id).__name__}:{id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & LARGEST
 
@@ -80,13 +80,13 @@ def seed_of(seed: int, id: str | int) -> int:
 def answer(
     dataset: Any, folder: str | Path, *, workers: int = 1, rows_per_part: int = 64, id: str = "id", **arguments: Any
 ) -> None:
-    """Answer the prompts of a Ray dataset into parts of Parquet in a folder. A second call answers the missing ones.
+    """Answer the prompts of a Ray dataset, in Parquet files in a folder. Another call answers the missing prompts.
 
-    dataset: with columns "id" and "prompt", and any others, which are kept.
-    folder: of this job alone. Rows with an error count as answered.
-    workers: processes with a model each, on one CPU of Ray's unless `num_cpus` is given; leave one CPU free.
-    rows_per_part: rows that a worker loses at most when the job is stopped.
-    arguments: as for `Predictor`; `num_gpus` and `num_cpus` of each worker.
+    dataset: with columns "id" and "prompt"; other columns are copied.
+    folder: for this job only. Rows with an error count as answered.
+    workers: processes, each with its own model, on one CPU of Ray unless `num_cpus` is given; leave one CPU free.
+    rows_per_part: maximum number of rows that a worker loses when the job is stopped.
+    arguments: as for `Predictor`; and `num_gpus` and `num_cpus` of each worker.
     Raises ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not
     unique, before anything is decoded."""
     check_installed()
@@ -113,20 +113,21 @@ def check_ids(dataset: Any, id: str = "id") -> None:
     """Check that the ids of a Ray dataset are distinct texts or ints. Raises ValueError."""
     columns = dataset.columns()
     if not columns:
-        return  # Ray knows none where there are no rows
+        return  # Ray knows no columns without rows
     if id not in columns:
         raise ValueError(f"the dataset has no column {id!r}; it has {sorted(columns)}")
     _once((_plain(row[id]) for row in dataset.select_columns([id]).iter_rows()), set(), "the dataset")
 
 
 def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
-    """The rows of a dataset whose id is in no part of the folder (an anti-join)."""
+    """Select the rows of a dataset whose ids are in no part of the folder (an anti-join)."""
     finished_ids = answered_ids(folder, id=id)
     return dataset.filter(lambda row: _plain(row[id]) not in finished_ids) if finished_ids else dataset
 
 
 def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
-    """The ids in a folder's parts; an unreadable part is renamed to NAME.broken. Raises ValueError for an id twice."""
+    """Read the ids in a folder's parts. An unreadable part is renamed to NAME.broken. Raises ValueError for a duplicate
+    id."""
     check_installed()
     import pyarrow
     import pyarrow.parquet
@@ -135,8 +136,8 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
     for part in sorted(Path(folder).rglob("*.parquet")):
         try:
             ids = pyarrow.parquet.read_table(part, columns=[id]).column(id).to_pylist()
-        except (pyarrow.ArrowInvalid, OSError) as error:  # the job was stopped while it was written
-            log.warning("%s cannot be read and is done again: %s", part, error)
+        except (pyarrow.ArrowInvalid, OSError) as error:  # the job was stopped while writing this part
+            log.warning("%s cannot be read; its rows are answered again: %s", part, error)
             part.rename(part.with_name(part.name + ".broken"))
             continue
         ids_of_parts |= _once(ids, ids_of_parts, part)
@@ -144,7 +145,7 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
 
 
 def check_installed() -> None:
-    """Raise ImportError unless ray[data] is installed; the message says how it is."""
+    """Raise ImportError, with the command to install it, unless ray[data] is installed."""
     missing = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
@@ -158,11 +159,11 @@ def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
         if isinstance(name, bool) or not isinstance(name, (str, int)):
             raise ValueError(f"id {shown(name)} in {part} is neither a text nor an int")
         if name in new or name in before:
-            raise ValueError(f"id {shown(name)} occurs twice, the second time in {part}; each must be there once")
+            raise ValueError(f"id {shown(name)} occurs twice, the second time in {part}; ids must be unique")
         new.add(name)
     return new
 
 
 def _plain(value: Any) -> Any:
-    """A cell as Python has it: numpy's numbers and arrays become ints and lists."""
+    """Convert a cell to plain Python: numpy's numbers and arrays become ints and lists."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""`hf_generate`: paradec inside transformers' own `model.generate(..., custom_generate=paradec.hf_generate)`."""
+"""`hf_generate`: paradec inside transformers' `model.generate(..., custom_generate=paradec.hf_generate)`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ READ_FROM_CONFIG = frozenset(
         "EosTokenCriteria",
     }
 )
-"""Logits processors and stopping criteria that transformers makes from settings which paradec reads itself."""
+"""Logits processors and stopping criteria that transformers builds from settings which `hf_generate` reads itself."""
 UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES})
-"""What transformers hands to a decoding method beside ids; anything else would be ignored, so it is refused."""
+"""Arguments, besides ids, that transformers passes to a decoding method. Others would be ignored, so they are
+refused."""
 
 UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
@@ -56,25 +57,25 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit")),
     **dict.fromkeys(("constraints", "force_words_ids")),
 }
-"""Fields of a generation config that ask for another decoding method or output, and the value that asks for none."""
+"""Fields of a generation config that request another decoding method or output, with the neutral value."""
 KEPT_BACK = {
     "assistant_model": "is not supported; a causal model takes sampler=paradec.samplers.create('speculative', "
     "drafter=...)",
-    "streamer": "does not reach a decoding method that the caller brings; bind it: custom_generate="
+    "streamer": "is not passed to custom decoding methods by transformers; bind it: custom_generate="
     "functools.partial(paradec.hf_generate, streamer=...)",
 }
-"""Arguments of transformers' `generate` that it hands to its own decoding methods alone."""
+"""Arguments of transformers' `generate` that it passes only to its own decoding methods."""
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 @dataclass
 class MaskedDiffusionOutput(ModelOutput):
-    """What `model.generate(..., custom_generate=paradec.hf_generate, return_dict_in_generate=True)` returns."""
+    """Output of `model.generate(..., custom_generate=paradec.hf_generate, return_dict_in_generate=True)`."""
 
     sequences: Tensor | None = None
     """[B, L] int64: prompts and answers, padded after their ends."""
     nfe: int | None = None
-    """Forward calls of the row that took part in most."""
+    """Maximum number of forward calls over the rows."""
     tokens_per_forward: float | None = None
     """Answer tokens per forward call, padding excluded."""
 
@@ -109,7 +110,7 @@ def hf_generate(
     progress: bool | None = None,
     **model_kwargs: Any,
 ) -> Tensor | MaskedDiffusionOutput:
-    """Decode a masked diffusion model, or a causal one, that transformers loaded, from within its own `generate`.
+    """Decode a masked diffusion model or a causal model, loaded by transformers, inside transformers' `generate`.
 
     ```
     # a masked model
@@ -124,34 +125,34 @@ def hf_generate(
     model.generate(ids, custom_generate=paradec.hf_generate, sampler="sjd")
     ```
 
-    transformers prepares the inputs and calls this; the model is wrapped for the call and left as it was. The usual
-    arguments mean what they mean there: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 unless set, its
+    transformers prepares the inputs and calls this function; the model is wrapped for the call, then restored. These
+    arguments of transformers keep their meaning: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 by
     default), `top_p` and `min_p`, `repetition_penalty`, `bad_words_ids`, `min_new_tokens` or `min_length`,
-    `suppress_tokens`, `guidance_scale` (the prompt masked), `num_return_sequences`, `eos_token_id`, `pad_token_id`,
-    `return_dict_in_generate`. Logits processors and stopping criteria beyond these are written for one next token, and
-    are refused, as are fields that ask for another method (`UNSUPPORTED`) and an `assistant_model`.
+    `suppress_tokens`, `guidance_scale` (against the masked prompt), `num_return_sequences`, `eos_token_id`,
+    `pad_token_id`, `return_dict_in_generate`. Other logits processors and stopping criteria expect one next token at a
+    time, and are refused, as are fields that request another method (`UNSUPPORTED`) and an `assistant_model`.
 
-    transformers hands neither `streamer` nor `tokenizer` to a decoding method that the caller brings; bind them:
+    transformers passes neither `streamer` nor `tokenizer` to custom decoding methods; bind them:
     `custom_generate=functools.partial(paradec.hf_generate, streamer=..., tokenizer=...)`.
 
     Args:
-        model: a transformers causal language model, as it is, or with weights that were trained for masked diffusion
-            (Llama, Qwen2, ...). It is causal where nothing speaks of masks, as in `paradec.wrap`.
+        model: a causal language model of transformers, or such a model with weights trained for masked diffusion
+            (Llama, Qwen2, ...). Without mask token and `prediction` it counts as causal, as in `paradec.wrap`.
         input_ids: [B, L] int64; masks in it are filled as well.
-        mask_token_id: by default what the generation config, the model's config or the tokenizer names.
-        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream). Not to be
-            guessed from the architecture: it must be given for a masked model.
-        topology, tokenizer: as in `paradec.wrap`; of a masked model "bidirectional" by default.
-        kv_cache: `cache` of `paradec.generate`. `cache` is transformers' argument, for a cache of its own.
-        preset: as in `paradec.generate`, for what transformers' own arguments do not say.
-        sampler, ..., progress: as in `paradec.generate`; None takes the preset's.
+        mask_token_id: by default that of the generation config, the model's config or the tokenizer.
+        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 predicts it: Dream). Required
+            for a masked model, since the architecture does not show it.
+        topology, tokenizer: as in `paradec.wrap`; the topology of a masked model is "bidirectional" by default.
+        kv_cache: `cache` of `paradec.generate` (the argument `cache` belongs to transformers).
+        preset: as in `paradec.generate`; transformers' own arguments override it.
+        sampler, ..., progress: as in `paradec.generate`; None: the preset's value.
 
     Returns:
         [B, L + N] int64, where N is the longest answer; shorter ones are padded after their end. Prompts are padded on
         the left. A `MaskedDiffusionOutput` with `return_dict_in_generate=True`.
 
     Raises:
-        ValueError: a setting that cannot be honoured, by name. Otherwise as `paradec.wrap` and `paradec.generate`.
+        ValueError: an unsupported setting, by name. Otherwise as `paradec.wrap` and `paradec.generate`.
     """
     arguments = {name: value for name, value in locals().items() if name in FIELDS and value is not None}
     if generation_config is None:
@@ -206,7 +207,7 @@ def hf_generate(
     holes = output.filled[:, :prompt].sum(1).tolist()
     longest = max(tokens - filled for tokens, filled in zip(output.tokens, holes, strict=True))
     sequences = output.sequences[:, : prompt + longest].to(input_ids.device)
-    # columns that are padding in every row belong to the caller's prompt all the same
+    # restore the caller's columns that are padding in every row
     sequences = torch.nn.functional.pad(sequences, (input_ids.shape[1] - prompt, 0), value=wrapped.facts.fill_token_id)
     if not config.return_dict_in_generate:
         return sequences
@@ -215,7 +216,7 @@ def hf_generate(
 
 @contextmanager
 def _training_flags(module: torch.nn.Module) -> Iterator[None]:
-    """Put the caller's `training` flags back at the end."""
+    """Restore the `training` flags of all modules at the end."""
     flags = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -225,11 +226,11 @@ def _training_flags(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for what was asked of transformers and would be ignored here."""
+    """Raise ValueError for transformers' arguments and settings that would be ignored here."""
     for item in called:
         name = type(item).__name__
         if name not in READ_FROM_CONFIG:
-            raise ValueError(f"{name} is made for one next token at a time; hf_generate cannot apply it")
+            raise ValueError(f"{name} expects one next token at a time; hf_generate cannot apply it")
         if (getattr(item, "unconditional_context", None) or {}).get("input_ids") is not None:
             raise ValueError("negative_prompt_ids is not supported: guidance_scale is against the masked prompt")
     frame: FrameType | None = sys._getframe(1)
@@ -249,11 +250,11 @@ def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> Non
         if cache is not None and not isinstance(cache, TransformersCache):
             raise ValueError(f"{name}={shown(cache)} must be a cache of transformers; give kv_cache={shown(cache)}")
         if cache is not None and cache.get_seq_length():
-            raise ValueError(f"{name} holds tokens already; hf_generate keeps its own store: choose a kv_cache")
+            raise ValueError(f"{name} already has tokens, and hf_generate has its own cache: choose a kv_cache")
 
 
 def _check_positions(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
-    """Raise ValueError unless positions count a row's tokens from 0, as they do here."""
+    """Raise ValueError unless positions count each row's tokens from 0, as paradec does."""
     if position_ids is None:
         return
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)

@@ -81,11 +81,11 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NoPipeline"}))
     for arguments, message in (
         (("vllm", "new"), "unknown kind: 'vllm'"),
-        (("generate", "full"), "has something in it"),
+        (("generate", "full"), "is not empty"),
         (("generate", "new", "--model", str(DIGITS)), "is for the kind 'pipeline'"),
-        (("pipeline", "new"), "give a pipeline's folder"),
+        (("pipeline", "new"), "needs a pipeline's folder"),
         (("pipeline", "new", "--model", "full"), "has no model_index.json"),
-        (("pipeline", "new", "--model", "."), "'NoPipeline', which is no pipeline"),
+        (("pipeline", "new", "--model", "."), "'NoPipeline', which is not a diffusers pipeline"),
         (("pipeline", "new", "--model", str(DIGITS), "--sampler", "seecache"), "did you mean 'seacache'"),
     ):
         before = os.getcwd()

@@ -165,12 +165,12 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor is made for one next token"),
-        ({"max_time": 9.0}, "MaxTimeCriteria is made for one next token"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor expects one next token"),
+        ({"max_time": 9.0}, "MaxTimeCriteria expects one next token"),
         ({"num_beams": 2}, "num_beams=2 is not supported; it must be 1"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 is not supported; it must be None"),
         ({"assistant_model": object()}, "assistant_model=.*object.* is not supported; a causal model takes sampler="),
-        ({"streamer": SimpleNamespace(put=len)}, "streamer=.*Namespace.* does not reach .* bind it: .*partial"),
+        ({"streamer": SimpleNamespace(put=len)}, "streamer=.*Namespace.* is not passed to .* bind it: .*partial"),
         ({"position_ids": torch.tensor([[3, 4, 5]])}, "position_ids=.* must count each row's tokens from 0"),
         ({"negative_prompt_ids": torch.tensor([[1]]), "guidance_scale": 2.0}, "negative_prompt_ids is not supported"),
         ({"prediction": None}, "prediction is needed to wrap"),

@@ -1,4 +1,4 @@
-"""paradec inside other people's engines: the engine owns model, memory and requests, the sampler decides what is final.
+"""Samplers inside inference engines: the engine owns model, memory and requests, the sampler decides what is final.
 
-`hosted.py` is what the engines share; each engine has a file of its own, which imports without the engine.
+The engines share `hosted.py`. Each engine has its own file or package, which can be imported without the engine.
 """

@@ -1,8 +1,8 @@
-"""Rows of masked samplers whose logits an engine computes.
+"""Hosted rows: rows of masked samplers whose logits an inference engine computes.
 
-The engine forwards the open block of each request and passes the logits to `Hosted.step`. A row is the sampler's own
-state, decided by its own `propose` and `commit`: schedules, stop rules, edits and random numbers, and so the tokens,
-are those of `paradec.generate`.
+The engine forwards the open block of each request and passes the logits to `Hosted.step`. A row is a state of the
+sampler, decoded by its `propose` and `commit`. So schedules, stop rules, edits, random numbers and tokens are those of
+`paradec.generate`.
 """
 
 from __future__ import annotations
@@ -33,53 +33,53 @@ FIELDS = (
     *("block_length", "steps", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
 )
-"""Fields of `paradec.Request` that a hosted row may have. The others are the engine's business, or need the model."""
+"""Fields of `paradec.Request` that a hosted row may have. The engine decides the others, or they need the model."""
 MOST_ROWS = 2**20
-"""That share a state."""
+"""Maximum number of rows that share a state."""
 OWN = ("start", "query", "step")
-"""What a sampler must leave to the family, since the engine makes its calls."""
+"""Methods that a hosted sampler must not override, since the engine calls the model."""
 
 
 def refusal(sampler: Any) -> str | None:
-    """Why an engine cannot host a sampler, as a clause with "it" for the sampler; None where it can."""
+    """The reason why an engine cannot host a sampler, as a clause with "it" for the sampler; None if it can."""
     if not isinstance(sampler, MaskedSampler):
-        return f"it is of family {sampler.family!r}, and engines host the masked one"
+        return f"it is of family {sampler.family!r}, and engines host the family 'masked'"
     if "text" not in sampler.models:
         return f"it decodes models that make {', '.join(sampler.models)}"
     if sampler.needs.multi_step:
-        return "it evaluates drafts of later steps beside the row"
+        return "it evaluates drafts of later steps next to the row"
     if sampler.needs.mask_probes:
         return "it evaluates masks that the rest of the row does not see"
     if sampler.blocks(None) is not None:
-        return "it cuts the blocks itself, and an engine's are fixed"
+        return "it chooses the blocks itself, and an engine's blocks are fixed"
     if "height" in sampler.settings():
-        return "it reads the answer as a picture"
+        return "it decodes images"
     if overridden := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
-        return f"it has a `{overridden[0]}` of its own, and the engine calls the model"
+        return f"it overrides `{overridden[0]}`, and the engine calls the model"
     return None
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step did to a row."""
+    """Result of one step of a row."""
 
     tokens: Tensor
-    """[W] int64, on the rows' device: the window that was stepped, as it is now."""
+    """[W] int64, on the rows' device: the window's tokens after the step."""
     changed: bool
-    """Whether any of them is another one than before. If not, the engine has just evaluated them as they are."""
+    """Whether the step changed a token. If not, the engine has just evaluated the current tokens."""
     closed: bool
-    """Whether the window is final. `Hosted.window` is the next one then, unless the row is done."""
+    """Whether the window is final. If so, `Hosted.window` is the next window, unless the row is done."""
     done: bool
-    """Whether the answer is whole, or has ended."""
+    """Whether the answer is complete."""
     error: FloatingPointError | None = None
-    """The logits were not finite: nothing was written, and the row is where it was."""
+    """Set if the logits were not finite; the row is unchanged then."""
 
 
 class Hosted:
-    """Rows of one sampler and one model, by keys of the engine.
+    """Hosted rows of one sampler and one model, by keys of the engine.
 
-    A row equals a single prompt of `paradec.generate`: equal prompts with equal seeds draw alike, so give each its own
-    seed. Not for several threads at a time.
+    A row is decoded as a single prompt of `paradec.generate`: equal prompts with equal seeds draw the same, so give
+    each row its own seed. Not thread-safe.
 
     Args:
         sampler: a masked sampler, its name, or a combination ("credit+localleap").
@@ -87,7 +87,7 @@ class Hosted:
         device: of the logits.
 
     Raises:
-        ValueError: a sampler that engines cannot host (`refusal`), or a model without a mask.
+        ValueError: a sampler that engines cannot host (`refusal`), or a model without a mask token.
     """
 
     def __init__(self, sampler: str | Sampler, facts: ModelFacts, device: str | torch.device = "cpu"):
@@ -101,8 +101,8 @@ class Hosted:
             raise TypeError(f"facts={shown(facts)} must be paradec.core.facts.ModelFacts")
         if facts.prompt_aligned:
             raise ValueError(
-                f"{facts.name} counts its blocks from the end of the prompt, and engines count theirs from position 0; "
-                "use paradec.generate"
+                f"{facts.name} has blocks that begin at the prompt's end, and engines' blocks begin at position 0; use "
+                "paradec.generate"
             )
         if facts.mask_token_id is None or facts.topology not in ("bidirectional", "block_causal"):
             raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
@@ -122,20 +122,20 @@ class Hosted:
         return len(self._rows)
 
     def keys(self) -> list[Hashable]:
-        """The keys of the rows, in the order in which they were opened."""
+        """The keys of the open rows, in the order of `open`."""
         self._sweep()
         return list(self._rows)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def open(self, key: Hashable, prompt_ids: Any, max_new_tokens: int, **fields: Any) -> None:
-        """Begin a row.
+        """Open a row.
 
         Args:
-            key: not that of an open row.
+            key: not the key of an open row.
             prompt_ids: ids, a sequence or [L] int64. Mask ids among them are holes to fill.
-            max_new_tokens: masks after it, at least 0.
-            fields: of `paradec.Request`, those in `FIELDS`.
+            max_new_tokens: number of masks after the prompt, at least 0.
+            fields: fields of `paradec.Request` that are in `FIELDS`.
 
         Raises:
             ValueError, TypeError: an argument out of its range, or one that hosted rows do not support; no row is
@@ -146,9 +146,7 @@ class Hosted:
             raise ValueError(f"key={shown(key)} is open already; close it first")
         for name in fields:
             if name in DEFAULTS and name not in FIELDS:
-                raise ValueError(
-                    f"{name}={shown(fields[name])} has no meaning for a row inside an engine: leave it out"
-                )
+                raise ValueError(f"{name}={shown(fields[name])} is not supported inside an engine: leave it out")
             if name not in FIELDS:
                 raise TypeError(unknown_name("argument", name, FIELDS))
         if isinstance(prompt_ids, (str, bytes, Mapping)):
@@ -160,7 +158,7 @@ class Hosted:
         if state.batch != 1:
             raise ValueError(f"prompt_ids holds {state.batch} rows; open one at a time")
         if "early_stops" in state.features:
-            raise ValueError(f"stop={shown(request.stop)} reads the logits after the open block: engines have none")
+            raise ValueError(f"stop={shown(request.stop)} needs logits after the open block, which engines lack")
         unit = self.facts.block_unit
         if (request.block_length or 1) > unit > 1:
             raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
@@ -169,7 +167,7 @@ class Hosted:
         self._enter(key, request, state)
 
     def _enter(self, key: Hashable, request: Request, state: MaskedState) -> None:
-        """Give a row a slot among those that are stepped together: rows of alike requests."""
+        """Add a row to the group of rows with similar requests, which are stepped together."""
         kind = {name: value for name, value in request.changes().items() if name not in MASKED_ROW_FIELDS}, state.blocks
         group = next((group for group in self._groups if group.key == kind), None)
         row = _Row(group or Group(kind, self.sampler, state, 0, self._answering, self._answering))
@@ -183,7 +181,7 @@ class Hosted:
         self._rows[key] = row
 
     def close(self, key: Hashable) -> None:
-        """Forget a row, whether it is done or not."""
+        """Remove a row, done or not."""
         row = self._row(key)
         group, slot = row.group, row.slot
         del self._rows[key]
@@ -196,7 +194,7 @@ class Hosted:
             group.compact()
 
     def discard(self, key: Hashable) -> None:
-        """`close` when there is time, if the row is still open. May be called from anywhere, a finalizer too."""
+        """Close a row at the next call of another method, if it is still open. May be called from a finalizer."""
         self._gone.append(key)
 
     def _sweep(self) -> None:
@@ -207,27 +205,27 @@ class Hosted:
                 self.close(key)
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
-        """Return the sampler's memory of a row beyond its blocks, by name, each [1, ...], for a row that continues it
-        (`remember`). Empty for most samplers."""
+        """Return the part of the sampler's memory that lasts over all blocks, by name, each [1, ...], for a row that
+        continues this one (`remember`). Empty for most samplers."""
         state, slot = self._place(key)
         names = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
         return {name: state.memory[name][slot : slot + 1].clone() for name in names}
 
     def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
-        """Begin a row with what another one `remembered`. Before its first step. Raises ValueError: the row has been
-        stepped, or the sampler remembers nothing of such a name or shape."""
+        """Initialise a row's memory with another row's `remembered`, before its first step. Raises ValueError: the row
+        has been stepped, or the sampler has no memory of such a name or shape."""
         state, slot = self._place(key)
         if state.row_step[slot]:
-            raise ValueError(f"key={shown(key)} has been stepped; what it remembers is its own")
+            raise ValueError(f"key={shown(key)} has been stepped; remember works before the first step")
         for name, value in memory.items():
             if name not in state.memory or state.memory[name][:1].shape != value.shape:
-                raise ValueError(f"sampler {self.sampler.name!r} remembers no {name!r} of shape {list(value.shape)}")
+                raise ValueError(f"sampler {self.sampler.name!r} has no memory {name!r} of shape {list(value.shape)}")
         with _plain():
             for name, value in memory.items():
                 state.memory.write(name, np.array([slot]), value.clone())
 
     def state(self, key: Hashable) -> MaskedState:
-        """The sampler's own state of a row, to look at: of a row among several a copy."""
+        """The sampler's state of a row, for inspection; a copy if the row shares a state with others."""
         state, slot = self._place(key)
         if state.batch == 1:
             return state
@@ -240,32 +238,32 @@ class Hosted:
     def window(self, key: Hashable) -> tuple[int, Tensor]:
         """Return the position of the open block's first token, and its tokens [W] int64 (a copy).
 
-        On a block-causal model it is the model's whole block, with given tokens, and masks where undecided. Raises
-        ValueError: the row is done.
+        On a block-causal model this is the model's whole block, with prompt tokens in it, and masks at undecided
+        positions. Raises ValueError: the row is done.
         """
         state, slot = self._running(key)
         start, stop = self._window(state, slot)
         return start, state.canvas[slot, start:stop].clone()
 
     def answer(self, key: Hashable) -> list[int]:
-        """The ids of the answer that are final: all of them once the row is done, its end token included."""
+        """The final ids of the answer so far, including its end token."""
         state, slot = self._place(key)
         final = int(state.final_ends(np.array([slot]))[0])
         ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
         return ids
 
     def done(self, key: Hashable) -> bool:
-        """Whether a row has nothing left to decide."""
+        """Whether a row is complete."""
         return self._row(key).done
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, logits: Mapping[Hashable, Tensor]) -> dict[Hashable, Stepped]:
-        """Step some rows; those of similar requests together.
+        """Step some rows; rows with similar requests are stepped together.
 
         Args:
-            logits: by key [W, V] of the row's `window`, any floating dtype, not written to: row i predicts the token at
-                start + i (of models that predict "shifted": one position to the left).
+            logits: for each key, logits [W, V] of the row's `window`, any floating dtype, not modified. Row i predicts
+                the token at start + i; models that predict "shifted" computed it one position to the left.
 
         Raises:
             ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape, before any
@@ -294,7 +292,7 @@ class Hosted:
             raise ValueError(f"logits of key={shown(key)} have shape {list(logits.shape)}, not {list(shape)}")
 
     def _together(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, Stepped]:
-        """One step of the slots for which there are logits [W, V], in ascending order."""
+        """Step the slots that have logits [W, V], in ascending order."""
         if not logits:
             return {}
         slots = list(logits)
@@ -318,7 +316,7 @@ class Hosted:
     def _commit(
         self, state: MaskedState, logits: dict[int, Tensor], starts: dict[int, int]
     ) -> dict[int, FloatingPointError]:
-        """Step and commit these slots; what has no finite logits stays as it is, and is what is returned."""
+        """Step and commit these slots. Slots without finite logits stay unchanged; their errors are returned."""
         errors: dict[int, FloatingPointError] = {}
         while remaining := [slot for slot in logits if slot not in errors]:
             state.let_run(np.array(remaining))
@@ -342,34 +340,34 @@ class Hosted:
         return self._rows[key]
 
     def _place(self, key: Hashable) -> tuple[MaskedState, int]:
-        """The state that has a row, and the row's number in it."""
+        """The state that contains a row, and the row's slot in it."""
         row = self._row(key)
         return row.group.state, row.slot
 
     def _running(self, key: Hashable) -> tuple[MaskedState, int]:
         if self._row(key).done:
-            raise ValueError(f"key={shown(key)} is done; its answer is whole")
+            raise ValueError(f"key={shown(key)} is done; its answer is complete")
         return self._place(key)
 
     def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
-        """The first position of the engine's block, and the one after it."""
+        """The first position of the engine's block, and the position after its last one."""
         unit, longest = self.facts.block_unit, self.facts.max_length
         stop = -(-int(state.block_end[slot]) // unit) * unit
-        if longest is not None:  # where a model's last block is cut off
+        if longest is not None:  # the model's last block may be cut off
             stop = min(stop, longest)
         return int(state.block_start[slot]) // unit * unit, stop
 
 
 @dataclass(eq=False)
 class _Row:
-    """One row: the state that it shares with others of its kind."""
+    """One row, in a group of rows that share a state."""
 
     group: Group
     done: bool = False
 
     @property
     def slot(self) -> int:
-        """Its number in the state."""
+        """The row's slot in the state."""
         return self.group.tickets.index(self)  # type: ignore[arg-type] # what holds a slot is a ticket elsewhere
 
 
@@ -389,8 +387,8 @@ class _Answering:
         self.logits: dict[int, Tensor] = {}
 
     def __call__(self, query: Query) -> Tensor:
-        """[N, W, V], a copy: the sampler writes to what it is given. There is nothing after a shorter block."""
-        assert query.wanted is not None  # a sampler that wants more is not hosted
+        """Return the logits [N, W, V] as a copy, which the sampler may modify; shorter blocks are padded with zeros."""
+        assert query.wanted is not None  # samplers that need logits of all positions are not hosted
         parts, width = [self.logits[row] for row in query.rows.tolist()], query.wanted.shape[1]
         if all(len(part) == width for part in parts):
             return torch.stack(parts)
@@ -399,6 +397,6 @@ class _Answering:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """Neither gradients nor inference tensors: a row may be stepped under either, and go on under the other."""
+    """Disable gradients and inference mode, so that a row can be stepped inside and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

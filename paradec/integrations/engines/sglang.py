@@ -1,7 +1,8 @@
 """paradec's masked samplers as diffusion algorithms of SGLang 0.5.23: `--dllm-algorithm ParadecThreshold`.
 
-SGLang asks an algorithm for one step at a time, with the open blocks, their logits, and which blocks are final. It
-loads this file by the entry point group "sglang.srt.plugins"; importing it does not need SGLang.
+SGLang calls an algorithm for one step at a time with the open blocks and their logits; the algorithm writes tokens and
+returns which blocks are final. SGLang loads this file by the entry point group "sglang.srt.plugins"; importing it does
+not need SGLang.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from paradec.request import Request
 from paradec.samplers.masked.loop import MaskedSampler
 
 PREFIX = "Paradec"
-"""Comes before a sampler's class name in SGLang's list of algorithms."""
+"""Prefix of the samplers' class names in SGLang's list of algorithms."""
 REQUEST = (
     *("block_length", "steps", "temperature", "top_p", "top_k", "seed"),
     *("logits_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
 )
 """Keys of the configuration that are fields of `paradec.Request`."""
 FACTS = {"eos_token_ids": (), "model_name": "model", "tokenizer_size": None}
-"""Keys that say about the model what SGLang does not tell an algorithm, with their defaults."""
+"""Keys that describe the model, since SGLang does not pass these values to an algorithm; with defaults."""
 ENGINE = ("block_size", "capture_input_preparation")
 """Keys that SGLang reads itself."""
 IGNORED = {
@@ -49,15 +50,15 @@ IGNORED = {
     "ebnf": None,
     "structural_tag": None,
 }
-"""Sampling parameters of a request that no algorithm here reads, with the values that ask for nothing."""
+"""Sampling parameters of a request that are not supported, with their neutral values."""
 MOST_BETWEEN = 65536
-"""Requests of which something is kept from block to block; of more, those that waited longest begin anew."""
+"""Maximum number of requests whose memory is kept between blocks; the oldest is dropped first."""
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add the algorithms to SGLang's list (entry point, called in each process before arguments are read)."""
+    """Add the algorithms to SGLang's list (entry point; SGLang calls it in each process before it reads arguments)."""
     from sglang.srt.dllm.algorithm import algo_name_to_cls
     from sglang.srt.dllm.algorithm.base import DllmAlgorithm
 
@@ -66,14 +67,13 @@ def register() -> None:
 
 
 def algorithms(base: type) -> dict[str, type]:
-    """Make a subclass of SGLang's `DllmAlgorithm` (`base`) for every registered masked sampler of text, by name, and
-    "ParadecCombination" (`combination: credit+localleap`). Samplers that engines cannot host say why when they are
-    made."""
+    """Create a subclass of SGLang's `DllmAlgorithm` (`base`) for every registered masked sampler of text, by name, and
+    "ParadecCombination" (`combination: credit+localleap`). Samplers that engines cannot host raise at construction."""
     classes = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
     for name in samplers.names():
         try:
             kind = samplers.get(name)
-        except ImportError as error:  # of another package
+        except ImportError as error:  # a plugin's sampler
             log.warning("%s", error)
             continue
         if issubclass(kind, MaskedSampler) and "text" in kind.models:
@@ -86,19 +86,18 @@ def _algorithm(name: str, sampler: str | None, base: type) -> type:
 
 
 class BlockSteps:
-    """SGLang's interface of an algorithm, for any sampler; its loops are those of the next base.
+    """Implementation of SGLang's algorithm interface for any sampler; the loops are those of the other base class.
 
-    Each block is a row: its prompt tokens are given, the masks after them are filled. SGLang keeps the keys and values
-        of
-    the forward that reports a block as final, so that must be a forward that evaluates its final tokens: the step that
-    changes nothing, or an additional one.
+    Each block is a row: its prompt tokens stay, the masks after them are filled. SGLang stores the keys and values of
+    the forward in which a block is reported as final. This must be a forward of the final tokens: a step that changes
+    nothing, or an additional one.
 
     config: SGLang's `DllmConfig`: block_size, mask_id, algorithm_config (the YAML file as a mapping).
     Raises ValueError: a sampler that engines cannot host, an unknown key, a value out of its range, or a model without
     a mask."""
 
     sampler_name: ClassVar[str | None]
-    """In the registry; None makes the combination that the configuration names."""
+    """Name in the registry; None: a combination, named by the configuration."""
     block_size: int
     mask_id: int
 
@@ -109,7 +108,7 @@ class BlockSteps:
             raise ValueError(f"the configuration of {type(self).__name__} must be a mapping, not {shown(settings)}")
         if self.mask_id < 0:
             raise ValueError(
-                f"{type(self).__name__} fills masks, and mask_id={self.mask_id}: this model decodes canvases of noise"
+                f"{type(self).__name__} fills masks; mask_id={self.mask_id} means that this model denoises without them"
             )
         self.sampler = self._sampler(settings)
         if why := refusal(self.sampler):
@@ -117,7 +116,7 @@ class BlockSteps:
         self.fields = {name: settings[name] for name in REQUEST if name in settings}
         self.fields.setdefault("seed", 0)  # the same in all processes of a tensor-parallel group
         check_int("seed", self.fields["seed"], low=0, high=2**63 - 1)
-        Request(sampler=self.sampler, **self.fields)  # refuses what is out of its range
+        Request(sampler=self.sampler, **self.fields)  # raises for values out of range
         self._check_steps()
         self.ends = _ids(settings.get("eos_token_ids", FACTS["eos_token_ids"]))
         self.model_name = settings.get("model_name", FACTS["model_name"])
@@ -130,10 +129,10 @@ class BlockSteps:
         specs = self.sampler.memory().values()
         self._remembers = any(isinstance(spec, MemorySpec) and spec.reset == "sequence" for spec in specs)
         self._between: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
-        """By request: where its next block begins, and what the sampler remembers of the blocks before."""
+        """By request: the begin of its next block, and the sampler's memory of the blocks before."""
 
     def _sampler(self, given: Mapping[str, Any]) -> Any:
-        """The sampler with the settings among the keys of the configuration."""
+        """Create the sampler, with the settings among the keys of the configuration."""
         name = self.sampler_name
         allowed = {"combination"} if name is None else {"preset", *samplers.get(name).settings()}
         for key in given:
@@ -163,19 +162,19 @@ class BlockSteps:
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Return why a request cannot be served, or None. Requests' temperature, top_p and top_k are ignored: the
-        configuration has them, as for SGLang's own algorithms."""
+        """Return the reason why a request cannot be served, or None. Temperature, top_p and top_k of requests are
+        ignored: the configuration sets them, as for SGLang's own algorithms."""
         sampling = req.sampling_params
         ignored = [name for name, idle in IGNORED.items() if (getattr(sampling, name, idle) or idle) != idle]
         ignored += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
         return f"{cls.__name__} does not read {', '.join(ignored)}" if ignored else None
 
     def init_step_state(self, forward_batch: Any) -> list[Any]:
-        """A fresh block for each row; it is opened at its first step, when its logits are there."""
+        """Create a block for each row; its hosted row is opened at its first step, which has logits."""
         return [_Block() for _ in range(forward_batch.batch_size)]
 
     def max_steps(self, block_size: int) -> int:
-        """The most steps that a block takes, and the one that finds it final."""
+        """Maximum number of steps of a block, including the last one, which changes nothing."""
         part = block_size // self.parts
         most = part
         if self.sampler.needs.revises:
@@ -185,8 +184,9 @@ class BlockSteps:
         return most * self.parts + 1
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
-        """One step of every block, written to `forward_batch.input_ids`; which of them are final, and evaluated so.
-        Raises FloatingPointError: logits that are not finite, with the request's name."""
+        """Step every block, and write its tokens to `forward_batch.input_ids`. Returns which blocks are final and were
+        evaluated with their final tokens. Raises FloatingPointError, with the request's name, for NaN or infinite
+        logits."""
         size = self.block_size
         ids = forward_batch.input_ids.view(-1, size)
         logits = full_logits.view(len(states), size, -1)
@@ -195,7 +195,7 @@ class BlockSteps:
         is_given = self._given(forward_batch, tokens)
         for index, block in enumerate(states):
             if block.tokens is not None and block.tokens != tokens[index]:
-                block.forget()  # the engine has begun it anew
+                block.forget()  # the engine has restarted the block
             if block.tokens is None:
                 self._open(hosted, block, forward_batch, index, tokens[index], is_given[index])
         stepping = {block.key: index for index, block in enumerate(states) if not block.final}
@@ -204,14 +204,14 @@ class BlockSteps:
         for key, result in results.items():
             if result.error is not None:
                 for block in states:
-                    block.forget()  # nothing is written: whoever goes on begins with what is there
+                    block.forget()  # nothing is written: a retry restarts with the current tokens
                 name, start = self._place(forward_batch, stepping[key])
                 raise FloatingPointError(f"{result.error}: request {name!r}, block at position {start}")
         new_ids = ids
         if results:
             rows = torch.tensor(list(stepping.values()), device=ids.device)
             new_ids = ids.index_copy(0, rows, torch.stack([result.tokens for result in results.values()]).to(ids.dtype))
-            if forward_batch.dllm_prompt_mask is not None:  # a mask that the prompt spells out stays one
+            if forward_batch.dllm_prompt_mask is not None:  # mask tokens of the prompt stay
                 new_ids = torch.where(forward_batch.dllm_prompt_mask.view(-1, size), ids, new_ids)
             tokens = new_ids.tolist()
         for key, index in stepping.items():
@@ -225,7 +225,7 @@ class BlockSteps:
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
     def _host(self, logits: Tensor) -> Hosted:
-        """The rows, for a model of which the first logits have come."""
+        """The hosted rows; created at the first logits, which show the vocabulary's size."""
         if self._hosted is None:
             facts = ModelFacts(
                 vocab_size=logits.shape[-1],
@@ -240,7 +240,7 @@ class BlockSteps:
         return self._hosted
 
     def _given(self, forward_batch: Any, ids: list[list[int]]) -> list[list[bool]]:
-        """What is not to be decided of each block, where one begins now."""
+        """For each block, which positions are prompt tokens, not to be decided."""
         mask = forward_batch.dllm_prompt_mask
         if mask is not None:
             flags: list[list[bool]] = mask.view(-1, self.block_size).tolist()
@@ -250,13 +250,13 @@ class BlockSteps:
     def _open(
         self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], is_given: list[bool]
     ) -> None:
-        """Begin a block of ids [W] of which `given` [W] stays; without anything else it is final as it is."""
+        """Open a block of ids [W], of which `is_given` [W] stay; if all stay, the block is final at once."""
         block.tokens = ids
         if all(is_given):
             block.final = True
             return
         name, start = self._place(forward_batch, index)
-        filler = hosted.facts.fill_token_id  # for masks that the prompt spells out
+        filler = hosted.facts.fill_token_id  # replaces mask tokens of the prompt
         prompt = [filler if is_kept and token == self.mask_id else token for token, is_kept in zip(ids, is_given)]
         text = f"{self.fields['seed']} {start} {name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -268,14 +268,14 @@ class BlockSteps:
         self._opened += 1
         block.key = self._opened
         hosted.open(block.key, prompt, 0, **fields)
-        # a request that is taken back leaves its block to the garbage collector, and nobody else hears of it
+        # an aborted request is not reported: its block is only garbage-collected
         block.release = weakref.finalize(block, hosted.discard, block.key)
         block.release.atexit = False
         if previous is not None and previous[0] == start:
             hosted.remember(block.key, previous[1])
 
     def _after(self, hosted: Hosted, block: _Block, stepped: Stepped, forward_batch: Any, index: int) -> None:
-        """What a step leaves of a block."""
+        """Close a block whose row is done, and store the sampler's memory for the request's next block."""
         if not stepped.done:
             return
         block.final = True
@@ -287,7 +287,7 @@ class BlockSteps:
         block.close()
 
     def _place(self, forward_batch: Any, index: int) -> tuple[str, int]:
-        """The request's name, and the position of its block; where SGLang says neither, "" and 0."""
+        """The request's name, and the position of its block; "" and 0 if SGLang does not pass them."""
         names, positions = getattr(forward_batch, "rids", None), getattr(forward_batch, "positions", None)
         name = "" if names is None else str(names[index])
         return name, 0 if positions is None else int(positions[index * self.block_size])
@@ -303,22 +303,22 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Block:
-    """What SGLang carries of a row from step to step of one block."""
+    """State of a block, which SGLang keeps from step to step."""
 
     key: int | None = None
-    """Of the hosted row; None where there is none."""
+    """Key of the hosted row; None without one."""
     tokens: list[int] | None = None
-    """[W], as the last step left them; None before the first."""
+    """[W]: tokens after the last step; None before the first."""
     final: bool = False
     release: Any = None
 
     def close(self) -> None:
-        """Let the hosted row go."""
+        """Close the hosted row."""
         if self.release is not None:
             self.release()
             self.release, self.key = None, None
 
     def forget(self) -> None:
-        """Be a fresh block."""
+        """Reset to a new block."""
         self.close()
         self.tokens, self.final = None, False

@@ -1,4 +1,4 @@
-"""Folders for transformers and diffusers."""
+"""Export of folders for transformers and diffusers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ tags:
 model.generate(ids, custom_generate="{folder}", trust_remote_code=True, max_new_tokens=64, sampler="sjd")
 ```
 
-`sampler`, `seed`, `kv_cache` and the other arguments of `paradec.hf_generate` may be given beside transformers' own.
-Without one, a model without masks decodes by "sjd", which is lossless. A masked model needs `prediction="same"` or
-`"shifted"`, and `mask_token_id` where its config has none. Do not give `revision` or `token`: transformers reads the
-folder with them. In a model's own repository, `custom_generate/` becomes its `generate`.
+`sampler`, `seed`, `kv_cache` and the other arguments of `paradec.hf_generate` can be used next to transformers' own.
+Without `sampler`, a model without masks is decoded by "sjd", which is lossless. A masked model needs
+`prediction="same"` or `"shifted"`, and `mask_token_id` if its config has none. Do not pass `revision` or `token`:
+transformers uses them to read the folder. In a model's repository, `custom_generate/` replaces its `generate`.
 """,
     "pipeline": """---
 library_name: diffusers
@@ -50,7 +50,7 @@ pipe = DiffusionPipeline.from_pretrained("path/to/weights", custom_pipeline="{fo
 print(pipe.paradec.report())  # after a run; pipe.paradec.detach() leaves the plain pipeline
 ```
 
-The sampler is `{sampler}`. With the folders of the weights copied beside `model_index.json`,
+The sampler is `{sampler}`. With the folders of the weights copied next to `model_index.json`,
 `DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True)` loads both.
 """,
 }
@@ -62,21 +62,21 @@ Written with {versions}. Install `{requirement}` first; PyPI's `paradec` is anot
 def export_folder(
     kind: str, folder: str | os.PathLike[str], *, model: str | None = None, sampler: str | None = None
 ) -> list[Path]:
-    """Write a folder that transformers or diffusers loads, with paradec in it.
+    """Write a folder with code that transformers or diffusers loads and that calls paradec.
 
-    kind: "generate" (transformers' `custom_generate`) or "pipeline" (the class of a pipeline of diffusers).
-    folder: empty or missing.
+    kind: "generate" (transformers' `custom_generate`) or "pipeline" (a diffusers pipeline class).
+    folder: an empty folder, or a new name.
     model: for "pipeline", a pipeline's folder; its model_index.json names the class.
-    sampler: for "pipeline", a name that `paradec.accelerate` takes; by default "taylorseer".
+    sampler: for "pipeline", a sampler's name for `paradec.accelerate`; by default "taylorseer".
     Returns the files. Raises ValueError for an argument out of its range, a folder that is not empty, or a class that
-    diffusers lacks; OSError where it cannot write."""
+    diffusers lacks; OSError if it cannot write."""
     check_choice("kind", kind, KINDS)
     for name, value in (("model", model), ("sampler", sampler)):
         if kind != "pipeline" and value is not None:
             raise ValueError(f"{name}={shown(value)} is for the kind 'pipeline'; leave it out")
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"folder={os.fspath(folder)!r} has something in it; give an empty one, or a new name")
+        raise ValueError(f"folder={os.fspath(folder)!r} is not empty; give an empty folder, or a new name")
     files = {"generate": _generate_files, "pipeline": _pipeline_files}[kind](model, sampler)
     libraries = ("torch", "transformers" if kind == "generate" else "diffusers")
     versions = ", ".join([f"paradec {__version__}", *(f"{name} {version(name)}" for name in libraries)])
@@ -100,17 +100,17 @@ def _generate_files(model: str | None, sampler: str | None) -> dict[str, Any]:
 
 def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     if model is None:
-        raise ValueError("model=None: a pipeline's folder must say which class it is; give a pipeline's folder")
+        raise ValueError("model=None: kind 'pipeline' needs a pipeline's folder, whose class it exports")
     packaged = model in PACKAGED_FOLDERS and not Path(model).exists()
     try:
         index = read_json(Path(packaged_image(model) if packaged else model) / "model_index.json")
     except OSError:
-        raise ValueError(f"model={model!r} has no model_index.json: it is no folder of a pipeline") from None
+        raise ValueError(f"model={model!r} has no model_index.json: it is not a pipeline's folder") from None
     base = index.get("_class_name")
     import diffusers
 
     if not isinstance(base, str) or not (base in PACKAGED_PIPELINES or hasattr(diffusers, base)):
-        raise ValueError(f"model={model!r}: model_index.json names {shown(base)}, which is no pipeline of diffusers")
+        raise ValueError(f"model={model!r}: model_index.json names {shown(base)}, which is not a diffusers pipeline")
     from paradec.samplers.forecast.methods import sampler_from
 
     sampler_from(sampler)  # raises for a wrong name

@@ -1,6 +1,6 @@
 """`model.generate(ids, custom_generate=<this folder or repository>, trust_remote_code=True)`: decode with paradec.
 
-Takes what `paradec.hf_generate` takes beside transformers' own arguments: sampler, seed, preset, kv_cache, ...
+Accepts the arguments of `paradec.hf_generate` next to transformers' own: sampler, seed, preset, kv_cache, ...
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ except ImportError as error:
     ) from error
 
 OF_MASKS = ("sampler", "preset", "prediction", "mask_token_id")
-"""Arguments that say how to decode; without any of them, a model without masks is decoded by "sjd", losslessly."""
+"""Arguments that choose the decoding; without any of them, a model without masks is decoded by "sjd", losslessly."""
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
-    """As `model.generate`. `model` comes by name, so that ids by position work in a model's own repository too."""
+    """Decode as `model.generate` does. `model` is keyword-only, so positional ids also work in a model's repository."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     masked = getattr(model.config, "mask_token_id", None) is not None
     if not masked and not any(name in kwargs for name in OF_MASKS):

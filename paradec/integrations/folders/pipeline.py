@@ -1,4 +1,4 @@
-"""A pipeline's class with paradec attached as soon as it is loaded.
+"""A pipeline class that attaches paradec when it is loaded.
 
 ```
 pipe = DiffusionPipeline.from_pretrained(weights, custom_pipeline=folder, trust_remote_code=True)
@@ -20,13 +20,13 @@ except ImportError as error:
         "package paradec on PyPI is another project"
     ) from error
 
-# diffusers takes the only pipeline of the file: its base must not be a name of the file as well
+# diffusers uses the only pipeline class of this file, so the base class must not be imported by name
 
 
 class AcceleratedPipeline(diffusers.DiTPipeline):
     """The pipeline with a sampler of paradec on its transformer."""
 
-    # its arguments are the components that diffusers loads
+    # diffusers loads the components that the signature names
     @functools.wraps(diffusers.DiTPipeline.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""A server with OpenAI's endpoints over a batch that stays full: `paradec serve`.
+"""Server with OpenAI's endpoints and continuous batching: `paradec serve`.
 
-`app.py` has the routes, `limits.py` what is in front of them, `answers.py` the way from a body (`request_body.py`,
-`chat.py`) over the batch (`engine.py`) to a response (`logprobs.py`)."""
+`app.py` has the routes, `limits.py` the middleware. `answers.py` checks a body (`request_body.py`, `chat.py`), decodes
+it in the batch (`engine.py`) and builds the response (with `logprobs.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_installed() -> None:
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:
-    """Open a listening socket; port 0 takes a free one. Raises OSError for an address that cannot be used."""
+    """Open a listening socket; port 0 selects a free port. Raises OSError for an unusable address."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
 
 

@@ -1,4 +1,4 @@
-"""The endpoints: a body is checked and encoded, decoded by the engine, and answered as a whole or as a stream."""
+"""The endpoints: check and encode a body, decode it in the engine, and respond as a whole or as a stream."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from paradec.integrations.server.limits import ApiError, Call, to_api_error
 from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
 from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody, read_changes, read_constraint
 
-MAX_CHOICES = 1024  # answers to one body
-MAX_DRAFTS = 4  # waiting events beyond which no draft is added
+MAX_CHOICES = 1024  # maximum number of answers to one body
+MAX_DRAFTS = 4  # number of waiting events from which drafts are dropped
 
 
 class Service:
-    """One model under one name. presets: fields of a request by name. max_answer: tokens that a client may ask for."""
+    """One model and its name for clients. presets: request fields by name. max_answer: maximum `max_tokens`."""
 
     def __init__(self, engine: Engine, name: str, presets: Mapping[str, Mapping[str, Any]], max_answer: int):
         self.engine, self.name, self.presets, self.max_answer = engine, name, presets, max_answer
@@ -49,23 +49,23 @@ class Service:
     def check_name(self, name: Any) -> None:
         """Raise ApiError for the name of another model."""
         if name not in (None, self.name):
-            raise ApiError(f"model={shown(name)} is not served here; {self.name!r} is", 404, "model")
+            raise ApiError(f"model={shown(name)} is not served here, but {self.name!r}", 404, "model")
 
     async def respond(self, call: Call, body: ChatBody | TextBody) -> Response:
-        """Answer a body. Raises what `to_api_error` converts."""
+        """Respond to a body. Raises errors that `to_api_error` converts."""
         self.check_name(body.model)
         reply = await asyncio.to_thread(Reply, self, call, body, asyncio.get_running_loop())
         return await reply.respond()
 
 
 class Answer:
-    """One choice of a response. It is the streamer of its row too: `put` and its like run in the engine's thread."""
+    """One choice of a response, and the streamer of its row: `put...` and `end` run in the engine's thread."""
 
     def __init__(self, reply: Reply, index: int, echo: Piece):
         self.reply, self.index, self.prompt = reply, index, reply.rows[index // reply.n]
         self._model = reply.service.model
-        self.num_tokens = self.num_calls = self.num_reused = 0  # reused: tokens of the prompt that were not evaluated
-        self.begin, self._num_sent = echo, len(echo.content)  # what its first piece begins with; characters of the text
+        self.num_tokens = self.num_calls = self.num_reused = 0  # reused: prompt tokens that were not evaluated
+        self.begin, self._num_sent = echo, len(echo.content)  # begin of the first piece; number of characters sent
         self._cutter, self._parser = StopCutter(reply.stops), AnswerParser(reply.end, reply.template, reply.tools)
         self._decoder, self._text = DecodeStream([], skip_special_tokens=False), ""
         self._scores: TokenScores | None = None
@@ -74,17 +74,17 @@ class Answer:
         self._has_begun, self._put_scores = False, None
 
     def put(self, ids: Tensor) -> None:
-        """Take the prompt [1, P], then ids [1, n] that are final with everything left of them."""
+        """Receive the prompt [1, P], then ids [1, n] that are final, as all ids to their left are."""
         if self._has_begun:
             self.reply.send(self, partial(self._feed, ids[0].tolist(), self._put_scores))
         self._has_begun = True
 
     def put_logprobs(self, scores: Any) -> None:
-        """Take the log-probabilities of the ids that `put` takes next."""
+        """Receive the log-probabilities of the ids of the next `put`."""
         self._put_scores = scores
 
     def put_draft(self, ids: Tensor) -> None:
-        """Take ids [1, n] to the right of the final ones."""
+        """Receive ids [1, n] to the right of the final ones; they may still change."""
         reply, mask_id, decode = self.reply, self._model.facts.mask_token_id, self._model.tokenizer.decode
         if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_DRAFTS and not self._cutter.is_over:
             texts = [None if token == mask_id else decode([token]) for token in ids[0].tolist()]
@@ -94,14 +94,14 @@ class Answer:
         """Do nothing; the output follows."""
 
     def _feed(self, ids: list[int], scores: Any, whole: str | None = None) -> Piece:
-        # whole: the text of the answer, with its last tokens
+        # whole: the text of the whole answer, only with its last tokens
         if self.reply.body.stream and ids and not self.num_tokens:
             self.reply.service.engine.metrics.first.observe(time.perf_counter() - self.reply.began)
         self.num_tokens, is_last = self.num_tokens + len(ids), whole is not None
         if whole is None:
             step = partial(self._decoder.step, self._model.tokenizer._tokenizer)
             text = "".join(step(token) or "" for token in ids if token not in self.reply.hidden)
-        else:  # with characters that the decoder holds back
+        else:  # includes characters that the decoder held back
             text = whole.removeprefix(self._text) if whole.startswith(self._text) else ""
         self._text += text
         text = self._cutter.feed(text, is_last)
@@ -117,7 +117,7 @@ class Answer:
         return piece._replace(content=content, scores=scores, role=begin.role)
 
     def finish(self, ticket: Ticket) -> Piece:
-        """The last piece, of the tokens that were not streamed. Raises ApiError."""
+        """Build the last piece, of the tokens that were not streamed. Raises ApiError."""
         output: Any = ticket.output
         if output.error is not None:
             raise to_api_error(output.error) from output.error
@@ -136,10 +136,10 @@ class Answer:
 class Reply:
     """The `n` answers to each prompt of a body.
 
-    changes: fields of `paradec.Request`. markers, hidden: special tokens that stay in texts, and those that do not."""
+    changes: fields of `paradec.Request`. markers, hidden: special tokens that are kept in texts, and removed ones."""
 
     def __init__(self, service: Service, call: Call, body: ChatBody | TextBody, loop: asyncio.AbstractEventLoop):
-        """Check and encode a body, in any thread. Raises ApiError, ValueError, TypeError."""
+        """Check and encode a body; thread-safe. Raises ApiError, ValueError, TypeError."""
         self.service, self.call, self.body, self._loop = service, call, body, loop
         self.n, self.is_chat, self.began = body.n or 1, isinstance(body, ChatBody), time.perf_counter()
         self.queue: asyncio.Queue[tuple[Answer, Callable[[], Piece]]] = asyncio.Queue()
@@ -153,14 +153,14 @@ class Reply:
         else:
             is_chat, count = body.paradec.get("chat", False), body.logprobs
             if body.echo and is_chat:
-                raise ApiError("echo is for prompts that are no chat", 400, "echo")
+                raise ApiError("echo does not work with chat=true", 400, "echo")
             try:
                 for prompt in body.prompt:
                     self.rows += encode(model, prompt, chat=is_chat if isinstance(prompt, str) else None).rows
             except ValueError as error:
                 raise to_api_error(error, "prompt") from error
         if any(model.facts.hole_id in row for row in self.rows):
-            raise ApiError("the prompt holds the mask token, and a server fills no masks")
+            raise ApiError("the prompt contains the mask token, and the server does not fill masks")
         if (size := len(self.rows) * self.n) > MAX_CHOICES:
             raise ApiError(f"{len(self.rows)} prompts with n={self.n} are more than {MAX_CHOICES} answers", 400, "n")
         default = self.changes.get("constraint", defaults.constraint)
@@ -168,7 +168,7 @@ class Reply:
         if constraint is not None:
             self.end = constraint.after if self.is_chat else None
         if constraint is not None and self.changes.get("stop_strings"):
-            raise ApiError("stop may end an answer before it has its form; leave it out", 400, "stop")
+            raise ApiError("stop may end an answer before its constraint is met; leave it out", 400, "stop")
         stops = self.changes.get("stop_strings", defaults.stop_strings) or ()
         self.stops = (stops,) if isinstance(stops, str) else stops
         # special tokens that belong to a format of calls or end the reasoning
@@ -195,11 +195,11 @@ class Reply:
         return Piece(content=text, scores=scores.take())
 
     def send(self, answer: Answer, read: Callable[[], Piece]) -> None:
-        """Queue the next piece of an answer for the event loop, from any thread."""
+        """Queue the next piece of an answer for the event loop; thread-safe."""
         self._loop.call_soon_threadsafe(self.queue.put_nowait, (answer, read))
 
     async def respond(self) -> Response:
-        """Give the prompts to the engine; return the response, or its stream. Raises what `to_api_error` converts."""
+        """Submit the prompts; return the response, or its stream. Raises errors that `to_api_error` converts."""
         for answer in self.answers:
             self._submit(answer)
         if self.body.stream:
@@ -212,7 +212,7 @@ class Reply:
     def _submit(self, answer: Answer) -> None:
         service, facts, size = self.service, self.service.model.facts, len(answer.prompt)
         new = self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
-        if new is None:  # as many as there is room for
+        if new is None:  # as many as fit
             room = min(service.model.default_max_new_tokens, service.max_answer)
             new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
         check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1, high=service.max_answer)
@@ -221,7 +221,7 @@ class Reply:
             self.send(answer, lambda: answer.begin._replace(finish_reason="length"))
             return
         if isinstance(self.texts, TokenAutomaton) and not self.texts.reach(new)[0]:
-            raise ApiError(f"max_tokens={new} is too few: no answer of this form is that short", 400, "max_tokens")
+            raise ApiError(f"max_tokens={new} is too small: no answer of this form is that short", 400, "max_tokens")
         changes = {**self.changes, "max_new_tokens": new, "streamer": answer if self.body.stream else None}
         if (number := answer.index % self.n) and isinstance(seed := changes.get("seed"), int):
             changes["seed"] = (seed + number) % 2**63
@@ -241,7 +241,7 @@ class Reply:
         events = ""
         try:
             async for answer, piece in self._pieces():
-                if piece.draft:  # a comment, since clients read all data as chunks
+                if piece.draft:  # sent as a comment, since clients read all data events as chunks
                     events += f": {piece.draft}\n\n"
                 elif any(piece):
                     events += f"data: {self._to_json([self._build_choice(answer, piece)])}\n\n"
@@ -258,7 +258,7 @@ class Reply:
         response: dict[str, Any] = {**self._head, "choices": choices}
         if has_usage:
             prompt, completion = sum(map(len, self.rows)), sum(answer.num_tokens for answer in self.answers)
-            reused = [answer.num_reused for answer in self.answers]  # a prompt counts once
+            reused = [answer.num_reused for answer in self.answers]  # each prompt counts once
             cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
             counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             response["usage"] = {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
@@ -274,7 +274,7 @@ class Reply:
             return CompletionChoice.model_construct(text=piece.content, logprobs=logprobs, **fields)
         functions = [{"type": "function", "function": call.model_dump()} for call in piece.calls]
         calls: Any = [{"id": f"call_{uuid.uuid4().hex}", **function} for function in functions]
-        if stream:  # the calls of this piece are the last ones so far
+        if stream:  # number the calls over all pieces
             calls = [{"index": index, **call} for index, call in enumerate(calls, answer.num_calls - len(calls))]
         parts: Any = {"content": piece.content, "reasoning_content": piece.reasoning, "tool_calls": calls}
         message: Any = {"role": piece.role, "content": None if calls else ""} if piece.role else {}
@@ -285,14 +285,14 @@ class Reply:
 
 
 def build_question(parsed: Any) -> Question:
-    """Build a question for `paradec.decide` from transformers'."""
+    """Convert a question parsed by transformers to one for `paradec.decide`."""
     values = {"noul": [option == "true" for option in parsed.options], "choice": parsed.options}
     options = tuple(values.get(parsed.type, range(len(parsed.options))))
     return Question(parsed.type, parsed.instructions, parsed.labels, parsed.descriptions, options)
 
 
 class Decisions:
-    """Answers bodies with questions, one at a time. Raises ValueError for a malformed decision.json."""
+    """Endpoint of questions; answers one body at a time. Raises ValueError for a malformed decision.json."""
 
     def __init__(self, engine: Engine):
         self.model, self._turn = engine.model, asyncio.Lock()
@@ -300,20 +300,20 @@ class Decisions:
         folder = str(getattr(self.model.module, "name_or_path", ""))
         try:
             self.config = import_decision().DecisionConfig.from_pretrained(folder if os.path.isdir(folder) else "")
-        except ImportError:  # `answer` says so
+        except ImportError:  # raised by `answer`
             pass
-        except Exception as error:  # of any kind: the file can hold anything
+        except Exception as error:  # any kind of error: the file may contain anything
             raise ValueError(f"decision.json in {folder!r} cannot be read: {shown(str(error))}") from error
 
     async def answer(self, call: Call, body: DecisionBody) -> dict[str, Any]:
-        """Answer the questions of a body until the client leaves. Raises what `to_api_error` converts."""
+        """Answer the questions of a body until the client leaves. Raises errors that `to_api_error` converts."""
         if body.assets:
-            raise ApiError("assets are images, and this server answers about text; leave them out", 400, "assets")
+            raise ApiError("assets (images) are not supported; leave them out", 400, "assets")
 
         def before_call(tokens: int) -> None:
             if call.has_ended:
                 raise Cancelled("the client has left")
-            if not call.num_reserved:  # the first call of several reserves for all
+            if not call.num_reserved:  # the first of several calls reserves for all
                 call.reserve(tokens)
 
         check_json("state", body.state)
@@ -323,12 +323,12 @@ class Decisions:
         except (ValueError, TypeError, RecursionError) as error:
             raise ApiError(f"questions: {error}", 422, "questions") from error
         if self.config.chat_template is not None:
-            raise ApiError("this model asks with its own decision_template.jinja, which is not supported here")
+            raise ApiError("this model has a custom decision_template.jinja, which is not supported")
         questions = {question.name: build_question(question) for question in parsed}
         state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
         temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
         ask = partial(decide, self.model, state, questions, temperature=temperature, before_call=before_call)
-        async with self._turn:  # several together would share the machine's memory
+        async with self._turn:  # one at a time, to bound the memory
             decisions = await asyncio.to_thread(ask)
         answers = {query.name: query.answer([*decisions[query.name].probabilities.values()]) for query in parsed}
         return {"answers": answers, "usage": {"input_tokens": decisions.input_tokens, "output_tokens": 0}}

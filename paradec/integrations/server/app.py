@@ -38,9 +38,9 @@ def build_app(
     Args:
         name: the model's name for clients.
         presets: fields of a request by name (`request_body.read_presets`), for the body's field "preset".
-        max_answer: tokens that a client may ask for.
+        max_answer: maximum `max_tokens` of a request.
         api_key, max_body, max_requests, max_work, timeout: as for `Limits`.
-        cors: let pages of any origin read the answers.
+        cors: whether web pages of any origin may read the answers.
 
     Raises ValueError for an argument out of its range, or a model without a fast tokenizer."""
     bounds: dict[str, Any] = {"max_body": max_body, "max_requests": max_requests, "max_work": max_work}
@@ -50,7 +50,7 @@ def build_app(
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty; give a key, or None")
     if not hasattr(engine.model.tokenizer, "_tokenizer"):
-        raise ValueError(f"{engine.model.facts.name} has no tokenizer of the fast kind, which streams of text need")
+        raise ValueError(f"{engine.model.facts.name} has no fast tokenizer (of tokenizers), which streaming needs")
     service, decisions = Service(engine, name, presets or {}, max_answer), Decisions(engine)
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
 
@@ -98,6 +98,6 @@ def build_app(
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests have ten more seconds."""
+    """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests may then take ten more seconds."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
     uvicorn.Server(config).run(sockets=[listening])

@@ -1,4 +1,4 @@
-"""Chats: messages and tools become a prompt; the text of an answer becomes reasoning, content and tool calls."""
+"""Chats: encode messages and tools as a prompt; split the text of an answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paradec.integrations.server.request_body import ChatBody
 
 
 def _call_format(function: Any, **field: Any) -> dict[str, Any]:
-    """The `response_template` of a format of tool calls."""
+    """Build the `response_template` of a format of tool calls."""
     field |= {"repeats": True, "transform": {"type": "function", "function": function}}
     return {"start_anchor": "assistant", "fields": {"tool_calls": field}}
 
@@ -46,12 +46,12 @@ GEMMA = _call_format(
     content="json",
     content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
 )
-# names that `chat_template_kwargs` may not have; a template is a program
+# names that `chat_template_kwargs` must not contain: they are parameters of `apply_chat_template`
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
 class Piece(NamedTuple):
-    """A part of an answer. role: of the first one. finish_reason: of the last one. draft: JSON of further tokens."""
+    """A part of an answer. role: only in the first. finish_reason: only in the last. draft: undecided text, as JSON."""
 
     content: str = ""
     reasoning: str = ""
@@ -63,10 +63,10 @@ class Piece(NamedTuple):
 
 
 class AnswerParser:
-    """Splits the text of an answer, which may come in pieces.
+    """Parser that splits the text of an answer, piece by piece.
 
-    reasoning_end: the text that ends the reasoning with which the answer begins, if it does.
-    template: the format of calls; None leaves them in the content. tools: of the body."""
+    reasoning_end: the text that ends the reasoning; None if the answer does not begin with reasoning.
+    template: the format of tool calls; None leaves calls in the content. tools: of the body."""
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
         self._reasoning = None if reasoning_end is None else StopCutter([reasoning_end])
@@ -76,7 +76,7 @@ class AnswerParser:
             self._call = regex.compile(rf"\s*(?:{field.open_re.pattern}).*?(?:{field.close_re.pattern})", regex.DOTALL)
 
     def feed(self, text: str, is_last: bool = False) -> Piece:
-        """Split the next piece. Text that may belong to a call, and space before it, waits for the next one."""
+        """Split the next piece of text. Text that may belong to a call, and space before it, waits for more text."""
         reasoning, content, calls = "", "", list[Function]()
         if self._reasoning is not None:
             reasoning = self._reasoning.feed(text, is_last)
@@ -98,20 +98,20 @@ class AnswerParser:
                 arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
                 calls.append(Function.model_validate({"name": name or None, "arguments": arguments}))
                 content, self._follows_call = content + text[: match.start()], True
-            except (ValueError, RuntimeError, KeyError, TypeError):  # content, as it is no call
+            except (ValueError, RuntimeError, KeyError, TypeError):  # not a call, so it is content
                 content += text[: match.end()]
             text = text[match.end() :]
         return Piece(content + text, reasoning, tuple(calls))
 
 
 class StopCutter:
-    """Cuts a text, which comes in pieces, where the stop sequence begins that is complete first."""
+    """Cutter of a text, piece by piece, at the begin of the stop sequence that is complete first."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Take the next piece; return the new text that cannot belong to a stop sequence. `rest` is what follows."""
+        """Add a piece; return the new text that cannot belong to a stop sequence. `rest` is the text after it."""
         if self.is_over:
             return ""
         text = self.rest + text
@@ -126,7 +126,7 @@ class StopCutter:
 
 
 def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
-    """The format of tool calls: the tokenizer's own, or that of its chat template; None if it is not known."""
+    """The format of tool calls: the tokenizer's `response_template`, else a known one in its chat template, or None."""
     own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
     if own is not None:
         return own if "tool_calls" in own["fields"] else None
@@ -135,11 +135,11 @@ def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[Any], Any, str | None]:
-    """The ids of a chat's prompt, its tools, those of which one must be called, the format of calls, and the text that
-    ends the reasoning block which the prompt opens. Raises ApiError."""
+    """Encode a chat. Returns the prompt's ids, the tools, the tools of which one must be called, the format of calls,
+    and the text that ends the reasoning if the prompt opens a reasoning block. Raises ApiError."""
     param, variables, choice = "chat_template_kwargs", body.chat_template_kwargs, body.tool_choice
     if name := next((name for name in variables if name in RESERVED), None):
-        raise ApiError(f"{param}: {name} is for the server to choose; give variables of the template", 422, param)
+        raise ApiError(f"{param}: {name} is set by the server; give other variables of the template", 422, param)
     messages = [message.model_dump(exclude_none=True) for message in body.messages]
     tools = [] if choice == "none" else [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
     template = response_template_of(model.tokenizer) if tools else None
@@ -148,16 +148,16 @@ def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[
         function = choice["function"]["name"] if isinstance(choice, dict) else None
         required = [tool for tool in tools if function in (None, tool["function"]["name"])]
         if not required:
-            reason = f": {shown(function)} is none of the tools" if tools else " needs tools"
+            reason = f": {shown(function)} is not one of the tools" if tools else " needs tools"
             raise ApiError(f"tool_choice{reason}", 422, "tool_choice")
     if required and template is not HERMES:
-        raise ApiError(f"tool_choice={shown(choice)} is not offered for this model", 422, "tool_choice")
+        raise ApiError(f"tool_choice={shown(choice)} is not supported with this model", 422, "tool_choice")
     render = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
         text = render(messages, tools=tools or None, **variables)
         ids = tokenize(model.tokenizer, text)
-    except Exception as error:  # the template's own code, on data of a client
-        reason = f"the chat template or the tokenizer does not take this: {error}"
+    except Exception as error:  # any error of the template's code with the client's data
+        reason = f"the chat template or the tokenizer refuses this: {error}"
         raise ApiError(reason, 400, "tools" if tools else "messages") from error
     fields = (getattr(model.tokenizer, "response_template", None) or {"fields": {}})["fields"]
     block = fields.get("reasoning_content") or fields.get("thinking") or {}

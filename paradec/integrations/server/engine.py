@@ -1,4 +1,4 @@
-"""The batch of a server, the one thread that steps it, and its metrics."""
+"""Engine of a server: the batch, the thread that steps it, and metrics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Engine:
-    """Decode prompts of many threads with one model. Arguments and errors: as of `paradec.batching.Batch`."""
+    """Decoder of prompts from many threads, with one model. Arguments and errors: as `paradec.batching.Batch`."""
 
     def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
-        self.steps, self.seconds_per_answer = 0, 0.0  # the seconds are a moving mean
+        self.steps, self.seconds_per_answer = 0, 0.0  # seconds: a moving mean
         self.metrics = Metrics(self)
         self._thread = threading.Thread(target=self._run, name="paradec-steps", daemon=True)
         self._thread.start()
@@ -39,8 +39,8 @@ class Engine:
         return not self.batch.closed
 
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
-        """Give a prompt to the batch, as `Batch.add`; the answer is that of `paradec.generate` on it alone.
-        `on_done` is called in the engine's thread. Without a seed one is drawn."""
+        """Add a prompt to the batch, as `Batch.add`; the answer equals that of `paradec.generate` on it alone.
+        `on_done` is called in the engine's thread. Without a seed, one is drawn."""
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
 
@@ -49,7 +49,7 @@ class Engine:
             self.metrics.record_answer(ticket)
             try:
                 on_done(ticket)
-            except Exception:  # of one client: the others go on
+            except Exception:  # an error of one client must not stop the others
                 log.exception("the answer of prompt %s could not be delivered", ticket.number)
 
         return self.batch.add(prompt, on_done=deliver, alone=True, **arguments)
@@ -59,7 +59,7 @@ class Engine:
         return min(60, max(1, math.ceil(self.seconds_per_answer * (1 + self.batch.waiting / self.batch.batch_size))))
 
     def close(self) -> None:
-        """End unfinished answers with `paradec.batching.slots.Cancelled`, then the thread."""
+        """End unfinished answers with `paradec.batching.slots.Cancelled`, then stop the thread."""
         self.batch.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -78,7 +78,7 @@ class Engine:
                             log.error("prompt %s failed", ticket.number, exc_info=error)
                             generate(self.model, [[int(self.model.facts.mask_token_id == 0)]], max_new_tokens=1)
                     failures = 0
-            except Exception as error:  # the batch is as after its last commit
+            except Exception as error:  # the batch is in the state after its last commit
                 failures += 1
                 log.exception("a step failed (%s of %s)", failures, MAX_FAILURES)
                 if failures == MAX_FAILURES:
@@ -86,7 +86,7 @@ class Engine:
 
 
 class Metrics:
-    """Metrics of one engine and its server, in a registry of their own."""
+    """Metrics of one engine and its server, in their own Prometheus registry."""
 
     def __init__(self, engine: Engine):
         self.registry = CollectorRegistry()
@@ -98,24 +98,24 @@ class Metrics:
         self.waiting = times("paradec_waiting_seconds", "Seconds that a prompt waits for a row.")
         self.committed = times("paradec_first_token_seconds", "Seconds to the first committed step, waiting included.")
         self.per_token = times("paradec_token_seconds", "Seconds of decoding per token.", buckets=TOKEN_SECONDS)
-        self.answers = count("paradec_answers", "Answers by how they ended.", ("end",))
+        self.answers = count("paradec_answers", "Answers by kind of end.", ("end",))
         self.tokens = count("paradec_tokens", "Tokens of prompts and answers.", ("of",))
-        self.row_calls = count("paradec_row_calls", "Forwards that each answer took, added.")
-        self.positions = count("paradec_positions", "Positions that these evaluated.")
-        prefixes = engine.batch.prefixes  # None where no keys and values are kept
+        self.row_calls = count("paradec_row_calls", "Forwards of all answers.")
+        self.positions = count("paradec_positions", "Positions evaluated by these forwards.")
+        prefixes = engine.batch.prefixes  # None without a prefix cache
         for name, text, owner, attribute in (
             ("rows_occupied", "Rows that are decoded.", engine.batch, "occupied"),
             ("prompts_waiting", "Prompts that wait for a row.", engine.batch, "waiting"),
             ("steps", "Steps of the batch since the start.", engine, "steps"),
             ("prefix_rows", "Rows that began with stored keys and values.", prefixes, "hits"),
-            ("prefix_tokens", "Positions that these did not evaluate.", prefixes, "saved"),
-            ("prefix_bytes", "Bytes of stored beginnings.", prefixes, "nbytes"),
+            ("prefix_tokens", "Positions that these rows did not evaluate.", prefixes, "saved"),
+            ("prefix_bytes", "Bytes of stored prefixes.", prefixes, "nbytes"),
             ("alive", "1 until decoding stops.", engine, "alive"),
         ):
             Gauge(f"paradec_{name}", text, registry=self.registry).set_function(partial(getattr, owner, attribute, 0))
 
     def record_answer(self, ticket: Ticket) -> None:
-        """Record a prompt that has ended now: its tokens, its work, and the times of its row."""
+        """Record a prompt that has just ended: its tokens, costs and times."""
         output: Any = ticket.output
         end = "whole" if output.error is None else "cancelled" if isinstance(output.error, Cancelled) else "failed"
         self.answers.labels(end).inc()

@@ -1,4 +1,4 @@
-"""Errors for clients, and a middleware: keys, sizes, requests and tokens at once, clients that leave or stall."""
+"""Errors for clients, and a middleware that checks keys, sizes, concurrent work, and clients that leave or stall."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from paradec.core.checks import shown
 from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
-MAX_DRAINED = 64 * 2**20  # bytes of a body that is too long, which are read so that its client reads the response
+MAX_DRAINED = 64 * 2**20  # bytes read beyond `max_body`, so that the client gets to read the response
 CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLIENT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}  # of fields
+CLIENT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}  # in bodies
 
 
 class ApiError(Exception):
@@ -42,14 +42,14 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Convert any error. A client can correct a ValueError or TypeError, of the field `param` or the one it names."""
+    """Convert any error. ValueError and TypeError are the client's: of the field `param`, else the one they name."""
     message = str(error) or f"{type(error).__name__} in the server"
     match error:
         case ApiError():
             return error
         case RequestValidationError():
             first = error.errors()[0]
-            if first["type"] == "json_invalid" and len(first["loc"]) == 2:  # a body and a position
+            if first["type"] == "json_invalid" and len(first["loc"]) == 2:  # "body" and a position
                 return ApiError("the body is not JSON")
             if not (path := first["loc"][1:]):
                 return ApiError("the body must be a JSON object (content-type application/json)", 422)
@@ -69,31 +69,31 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
 
 
 class Call:
-    """One request: its prompts in the batch and its tokens of work, until it ends or the client leaves."""
+    """One HTTP request: its prompts in the batch and its reserved tokens, until it ends or the client leaves."""
 
     def __init__(self, limits: Limits):
         self.limits, self.has_ended, self.num_reserved, self._tickets = limits, False, 0, list[Ticket]()
         limits.calls.add(self)
 
     def reserve(self, tokens: int) -> None:
-        """Reserve tokens until the end, from any thread. Raises ApiError: 400 if they never fit, 429 if not now."""
+        """Reserve tokens until `end`; thread-safe. Raises ApiError: 400 if they never fit, 429 if not now."""
         limits, limit = self.limits, self.limits.max_work
         if tokens > limit:
-            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server takes, {limit}")
+            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server's limit of {limit}")
         with limits.lock:
             if (used := sum(call.num_reserved for call in tuple(limits.calls))) + tokens > limit:
-                message = f"{used} tokens are being answered or wait, and {tokens} more are beyond {limit}; try again"
+                message = f"{used} tokens are in progress or waiting; {tokens} more exceed {limit}; try again"
                 raise ApiError(message, 429, retry_after=limits.engine.retry_after())
             self.num_reserved += tokens
 
     def submit(self, prompt: Any, **arguments: Any) -> None:
-        """Give a prompt to the engine; see `Engine.submit`."""
+        """Submit a prompt to the engine; see `Engine.submit`."""
         self._tickets.append(self.limits.engine.submit(prompt, **arguments))
         if self.has_ended:
             self.end()
 
     def end(self) -> None:
-        """Cancel unfinished prompts and give the tokens back."""
+        """Cancel unfinished prompts and release the reserved tokens."""
         self.has_ended, self.num_reserved = True, 0
         self.limits.calls.discard(self)
         for ticket in self._tickets:
@@ -102,11 +102,11 @@ class Call:
 
 @dataclass
 class Limits:
-    """An ASGI middleware: gives each request a `Call`, makes responses of errors, and counts requests.
+    """ASGI middleware: creates a `Call` for each request, converts errors to responses, and counts requests.
 
-    api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: bytes of a body.
-    max_requests, max_work: requests, and tokens of prompts and possible answers, at once; more get 429.
-    timeout: seconds in which a client must send its body, or take a piece of an answer."""
+    api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: maximum bytes of a body.
+    max_requests, max_work: maximum concurrent requests, and tokens of their prompts and answers; others get 429.
+    timeout: seconds within which a client must send its body, or receive a piece of an answer."""
 
     app: Any
     engine: Engine
@@ -121,7 +121,7 @@ class Limits:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        began, status = time.perf_counter(), 499  # the client left unanswered
+        began, status = time.perf_counter(), 499  # 499: the client left before the response
 
         async def send_in_time(message: Any) -> None:
             nonlocal status
@@ -134,7 +134,7 @@ class Limits:
             call.end()
 
         async def replay() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()  # until it is cancelled
+            return messages.pop() if messages else await asyncio.Event().wait()  # until the task is cancelled
 
         with ExitStack() as stack:
             try:
@@ -167,7 +167,7 @@ class Limits:
             self.engine.batch.check_open()
             if len(self.calls) >= self.max_requests:
                 wait = self.engine.retry_after()
-                raise ApiError(f"{len(self.calls)} requests are being answered; try again", 429, retry_after=wait)
+                raise ApiError(f"{len(self.calls)} requests are in progress; try again", 429, retry_after=wait)
 
     async def _read_body(self, scope: Any, receive: Any) -> bytes:
         body, length = bytearray(), 0
@@ -179,7 +179,7 @@ class Limits:
                         break
                     body += part if length <= self.max_body else b""
         except TimeoutError:
-            raise ApiError(f"the body did not come within {self.timeout:g} s", 408, connection="close") from None
+            raise ApiError(f"the body did not arrive within {self.timeout:g} s", 408, connection="close") from None
         if length > self.max_body:
             raise ApiError(f"the body is longer than {self.max_body} bytes", 413, connection="close")
         return bytes(body)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the two endpoints of OpenAI write them."""
+"""Log-probabilities of tokens in the formats of OpenAI's two endpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paradec.core.family_queries import build_rows_query
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
 from paradec.core.weights import weights_lock
 
-IMPOSSIBLE = -9999.0  # OpenAI's number for a token without a probability
-MAX_LOGITS = 2**27  # logits of a prompt that are held at once
+IMPOSSIBLE = -9999.0  # OpenAI's value for a token of probability 0
+MAX_LOGITS = 2**27  # maximum number of a prompt's logits in memory
 
 
 class TokenScore(NamedTuple):
-    """A token, its bytes and log-probability, where it begins in the text (in characters), and the likeliest tokens."""
+    """A token: its bytes, log-probability, offset in the text (in characters), and the likeliest tokens."""
 
     token: int
     text: bytes
@@ -29,21 +29,21 @@ class TokenScore(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its text, or its bytes where they are no whole characters."""
+        """The token's text, or its bytes if they are not whole characters."""
         try:
             return self.text.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.text)
 
     def to_dict(self) -> dict[str, Any]:
-        """An entry of `chat_logprobs`."""
+        """Convert to an entry of `chat_logprobs`."""
         return {"token": self.name, "logprob": self.logprob, "bytes": [*self.text]}
 
 
 class TokenScores:
-    """Collects the tokens of one text from left to right until it is sent.
+    """Buffer of the scored tokens of one text, from left to right, until they are sent.
 
-    begin: characters before them. markers: special tokens in the text. is_prompt: list others too, by their names."""
+    begin: characters before them. markers: special tokens in the text. is_prompt: add other special tokens by name."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
@@ -67,20 +67,20 @@ class TokenScores:
 
     def _score(self, token: int, logprob: float) -> TokenScore:
         text = self._text(token) or str(self._tokenizer.convert_ids_to_tokens(token)).encode()
-        missing = None if self._is_prompt and math.isnan(logprob) else IMPOSSIBLE  # a prompt's first token has none
+        missing = None if self._is_prompt and math.isnan(logprob) else IMPOSSIBLE  # None for a prompt's first token
         return TokenScore(token, text, logprob if math.isfinite(logprob) else missing, self._offset)
 
     def _text(self, token: int) -> bytes:
-        """The bytes of a token after the last one; none of a special token that is not in the text."""
+        """The bytes of a token after the last one; empty for a special token that is not in the text."""
         if token in self._markers:
             return self._markers[token].encode()
-        if (spelling := self._spelling) is None:  # how tokens join is not known
+        if (spelling := self._spelling) is None:  # the way of joining tokens is unknown
             return str(self._tokenizer.decode([token], skip_special_tokens=True)).encode()
         return spelling.texts[spelling.after.get(self._last, 0)].get(token, b"")
 
 
 def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
-    """Log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first one."""
+    """Compute log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first token."""
     parts, size = [], max(1, MAX_LOGITS // model.facts.vocab_size)
     with torch.inference_mode(), weights_lock(model):
         for positions in torch.arange(len(ids)).split(size):
@@ -99,7 +99,7 @@ def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
 
 
 def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/completions; the keys of a token are distinct, and it is among them."""
+    """`logprobs` of a choice of /v1/completions; each top list has distinct keys and includes the token itself."""
     tops = list[dict[str, Any] | None]()
     for score in scores:
         top: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Bodies of the endpoints: the fields of `paradec.Request` that they set, and the form of their answers."""
+"""Bodies of the endpoints: their fields, the `paradec.Request` that they set, and the constraint of their answers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
 from paradec.samplers.features.token_controls import CONTROLS
 
-OWN = "paradec"  # the body's field with fields of `paradec.Request`, and `drafts`; `extra_body` of OpenAI's clients
-HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")  # fields that no body sets
+OWN = "paradec"  # the body's field with fields of `paradec.Request`, and `drafts` (OpenAI's clients: `extra_body`)
+HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")  # request fields that no body may set
 FIELDS = tuple(name for name in REQUEST_FIELDS if name not in HIDDEN)
-SAMPLING = {  # fields of a body, and the fields of `paradec.Request` that they set, which checks them
+SAMPLING = {  # fields of a body, and the fields of `paradec.Request` that they set
     CLIENT_NAMES.get(name, name): name
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop_strings", *CONTROLS)
 } | {"max_completion_tokens": "max_new_tokens"}
-OFF: Any = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": ([],)}  # other values for null
-INERT: dict[str, Any] = {  # fields that are not supported, and the value besides null that changes nothing; ... is any
+OFF: Any = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": ([],)}  # values that mean null
+INERT: dict[str, Any] = {  # unsupported fields, and the only value besides null that is accepted; ...: any value
     **{"best_of": 1, "modalities": ["text"], "skip_special_tokens": True, "verbosity": "medium", "suffix": ""},
     **{"echo": False, "user": ..., "metadata": ..., "store": ..., "service_tier": ..., "safety_identifier": ...},
     **{"prompt_cache_key": ..., "prompt_cache_retention": ..., "parallel_tool_calls": ...},
@@ -40,7 +40,7 @@ MAX_ENTRIES, MAX_LENGTH = {"stop": 16, "bad_words": 256, "logit_bias": 1024}, 25
 
 
 def _check_own(name: str, value: Any) -> None:
-    """Raise ApiError for an unknown field of `OWN`, or a setting that is not a number: it may name a file."""
+    """Raise ApiError for an unknown field of `OWN`, or a setting that is not a number, as it could name a file."""
     if name not in (*FIELDS, "drafts"):
         raise ApiError(unknown_name(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
     if name in ("drafts", "chat") and not isinstance(value, bool):
@@ -49,7 +49,7 @@ def _check_own(name: str, value: Any) -> None:
         return
     try:
         parts = [value] if isinstance(value, dict) else [part.settings for part in parse_components(name, str(value))]
-    except ValueError:  # `Request` raises it
+    except ValueError:  # `Request` will raise it
         return
     for setting, entry in (pair for settings in parts for pair in settings.items()):
         if setting != name and not isinstance(entry, bool | int | float | None):
@@ -70,7 +70,7 @@ def _list_prompts(value: Any) -> list[Any]:
 
 
 class Function(BaseModel, extra="allow", strict=True):
-    """`function` of a tool or of a call; all fields go to the chat template."""
+    """`function` of a tool or of a call; all fields are passed to the chat template."""
 
     __pydantic_extra__: dict[str, JsonValue]
     name: Annotated[str, Field(min_length=1)]
@@ -80,7 +80,7 @@ class Function(BaseModel, extra="allow", strict=True):
 
 
 class FunctionPart(BaseModel, extra="allow", strict=True):
-    """A tool that the model may call, or a call of one."""
+    """A tool that the model may call, or a call of a tool."""
 
     __pydantic_extra__: dict[str, JsonValue]
     type: Literal["function"] = "function"
@@ -101,7 +101,7 @@ Count = Annotated[int, Field(ge=0, le=20)]
 
 
 class Body(BaseModel, extra="allow", strict=True):
-    """The fields of both endpoints; `SAMPLING`, `FORMATS` and `INERT` are others."""
+    """Fields of both endpoints, besides `SAMPLING`, `FORMATS` and `INERT`."""
 
     model: Any = None
     stream: bool | None = None
@@ -141,11 +141,11 @@ class DecisionBody(BaseModel, extra="forbid", strict=True):
 
 
 def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Read the fields of `paradec.Request`, those of the body over its preset's; a constraint is the preset's. Raises
-    ApiError, ValueError or TypeError for a field, a value or a preset that is not supported."""
+    """Read the fields of `paradec.Request`: the body's, then its preset's. A constraint is only read from the preset.
+    Raises ApiError, ValueError or TypeError for an unsupported field, value or preset."""
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT)
     changes = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}
-    sources = dict.fromkeys(changes, OWN)  # fields of the body
+    sources = dict.fromkeys(changes, OWN)  # by request field, the body's field that sets it
     for name, value in (body.model_extra or {}).items():
         if name not in known:
             raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
@@ -155,7 +155,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
             continue
         value = None if value in OFF.get(name, ()) else value
         if field in sources and (sources[field] == OWN or changes[field] != value):
-            raise ApiError(f"{name} and {sources[field]} say the same; give one", 400, name)
+            raise ApiError(f"{name} and {sources[field]} set the same field; give one", 400, name)
         changes[field], sources[field] = value, name
     if body.preset is not None and body.preset not in presets:
         raise ApiError(f"preset={shown(body.preset)} must be one of {', '.join(presets) or 'none'}", 400, "preset")
@@ -164,7 +164,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     for name, value in body.paradec.items():
         _check_own(name, value)
     if isinstance(body, ChatBody) and "chat" in body.paradec:
-        raise ApiError("chat is for /v1/completions; messages are a chat", 422, OWN)
+        raise ApiError("chat is for /v1/completions; leave it out", 422, OWN)
     if body.paradec.get("drafts") and not body.stream:
         raise ApiError("drafts=true needs stream=true", 400, OWN)
     stops = changes.get("stop_strings")
@@ -180,7 +180,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the files NAME.json of a folder, which `Request.save` wrote, by name. Raises ValueError, OSError."""
+    """Read the files NAME.json of a folder, written by `Request.save`, by name. Raises ValueError, OSError."""
     if not (files := sorted(folder.glob("*.json"))):
         raise ValueError(f"presets={str(folder)!r} is no folder, or holds no .json file; Request.save writes one")
     return {file.stem: Request.merge_arguments({}, file) for file in files}
@@ -189,9 +189,9 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
 def read_constraint(
     body: Body, tools: list[Any], default: Any, model: Any, compiler: Compiler, after: str | None = None
 ) -> tuple[Any, Any]:
-    """Build the constraint of an answer and its texts in the model's tokens, or None and None. tools: of which one must
-    be called. default: the constraint of the preset or the server. after: the end of the reasoning that the prompt
-    opens, where the body has no other marker. Raises ApiError."""
+    """Build the constraint of an answer, and its automaton over the model's tokens; or None and None. tools: one must
+    be called. default: the constraint of the preset or the server. after: marker that ends the reasoning opened by the
+    prompt, if the body has no other marker. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools or None}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
@@ -199,7 +199,7 @@ def read_constraint(
         return None, None
     (name, value), *others = formats.items()
     if others:
-        raise ApiError(f"{name} and {others[0][0]} both say the form of an answer; give one", 400, others[0][0])
+        raise ApiError(f"{name} and {others[0][0]} both set the form of an answer; give one", 400, others[0][0])
     facts, ends = model.facts, tuple(sorted(model.facts.eos_token_ids))
     try:
         data = value if name == "tool_choice" else _read_format(name, value)
@@ -220,7 +220,7 @@ def read_constraint(
 
 
 def _read_format(name: str, value: Any) -> Any:
-    """Convert to plain data of `paradec.Request`. Raises ValueError for another form."""
+    """Convert a field of `FORMATS` to data that `constraint_of` reads. Raises ValueError for a malformed value."""
     match name, value:
         case "paradec" | "preset", _:
             return value

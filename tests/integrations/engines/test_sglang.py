@@ -118,7 +118,7 @@ def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], mess
 
 
 def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
-    with pytest.raises(ValueError, match="ParadecThreshold fills masks, and mask_id=-1"):
+    with pytest.raises(ValueError, match="ParadecThreshold fills masks; mask_id=-1"):
         ALGORITHMS["ParadecThreshold"](dllm_config(mask=-1))
     with pytest.raises(ValueError, match="must be a mapping"):
         ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": [1]}))

@@ -68,7 +68,7 @@ def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
         ({"async_scheduling": True}, "async-scheduling"),
         ({"hf_overrides": {"paradec": {"samplr": "klass"}}}, "samplr"),
         ({"hf_overrides": {"paradec": {"sampler": "klas"}}}, "klas"),
-        ({"hf_overrides": {"canvas_length": None}}, "how long its blocks are"),
+        ({"hf_overrides": {"canvas_length": None}}, "has the block length"),
     ],
 )
 def test_engines_that_are_refused(options: Any, words: str, tmp_path: Path) -> None:

@@ -146,9 +146,9 @@ def test_no_body_stops_the_server(server: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        ({"chat_template": "{{ 'fig ' * 2000 }}"}, 422, "chat_template is for the server to choose"),
-        ({"add_generation_prompt": False}, 422, "add_generation_prompt is for the server"),
-        ({"max_length": 3}, 422, "max_length is for the server"),
+        ({"chat_template": "{{ 'fig ' * 2000 }}"}, 422, "chat_template is set by the server"),
+        ({"add_generation_prompt": False}, 422, "add_generation_prompt is set by the server"),
+        ({"max_length": 3}, 422, "max_length is set by the server"),
         ({"raise_exception": 3, "enable_thinking": False}, 200, "apple fig pear"),
         ({"documents": [{"title": "t", "text": "x"}]}, 200, "apple fig pear"),
     ],

@@ -312,7 +312,7 @@ def test_least_lengths_and_forms_of_answers_exclude_each_other() -> None:
             with pytest.raises(openai.BadRequestError, match=f"{field}={value}: constraint") as raised:
                 both(client, extra_body={field: value, "guided_choice": ["yes"]})
             assert raised.value.param == field
-        with pytest.raises(openai.BadRequestError, match="min_tokens and paradec say the same"):
+        with pytest.raises(openai.BadRequestError, match="min_tokens and paradec set the same field"):
             both(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
 
 

@@ -1,4 +1,4 @@
-"""The refusal of requests that cannot be served, where vLLM admits them: before any work, with the reason."""
+"""Refusal of unsupported requests when vLLM admits them, before any work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from paradec.integrations.engines.vllm.settings import server_defaults, settings_of
 
 _served: dict[str, Any] = {}
-"""The vLLM model configurations of this process, by what is served."""
+"""vLLM's model configurations in this process, by model name."""
 
 
 def serve(model_config: Any) -> None:
-    """Note which model this process admits requests for. Raises ValueError, TypeError: defaults of the server that no
-    request could have."""
+    """Record a model for which this process admits requests. Raises ValueError, TypeError for wrong defaults of the
+    server."""
     from vllm import SamplingParams
 
     settings_of(SamplingParams(max_tokens=None), server_defaults(model_config.hf_config))
@@ -22,21 +22,21 @@ def serve(model_config: Any) -> None:
 
 
 class Admission(LogitsProcessor):
-    """vLLM asks the logits processors of a model about the parameters of each request. As a processor it does nothing,
-    and the sampler never calls it."""
+    """Check of each request's parameters, as a logits processor: vLLM calls `validate_params` of these. It processes no
+    logits, and the sampler never calls it."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse what no request of these models can say. Raises ValueError: the message names the parameter, its value
-        and what is allowed."""
+        """Raise ValueError for unsupported parameters; the message names the parameter, its value and what is
+        allowed."""
         models = list(_served.values())
-        # which of several models is meant is not said here: then only what holds for all of them is looked at
+        # the call does not name the model: with several models, only checks that hold for all are made
         only = models[0] if len(models) == 1 else None
         try:
             settings = settings_of(sampling_params, None if only is None else server_defaults(only.hf_config))
             if only is not None:
                 _check_fit(settings, only)
-        except TypeError as error:  # vLLM answers ValueError with the message, and TypeError not at all
+        except TypeError as error:  # vLLM reports the message of a ValueError, but not of a TypeError
             raise ValueError(str(error)) from None
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
@@ -47,15 +47,15 @@ class Admission(LogitsProcessor):
 
 
 def _check_fit(settings: Any, model_config: Any) -> None:
-    """What takes the model, but not the prompt. Raises ValueError, TypeError: as `Served.opened`."""
+    """Check the settings against the model, without the prompt. Raises ValueError, TypeError: as `Served.opened`."""
     from paradec.integrations.engines.vllm.slots import served_by
 
     served = served_by(model_config)
     for token in settings.template:
         if token >= served.facts.vocab_size:
-            raise ValueError(f"template={token} is no token of the vocabulary (0 to {served.facts.vocab_size - 1})")
+            raise ValueError(f"template={token} is not in the vocabulary (0 to {served.facts.vocab_size - 1})")
     plain = 1 if served.facts.mask_id == 0 else 0
-    fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # they go by the prompt
+    fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # depends on the prompt
     room = max(1, (served.facts.max_length or 2) - 1 - len(settings.template))
     new = min(settings.max_new_tokens, room) if settings.template else max(1, min(settings.max_new_tokens, room))
     served.opened([plain], type(settings)(settings.sampler, settings.template, new, fields, settings.stop_ids))

@@ -1,8 +1,8 @@
 """config.json of the published checkpoints, for vLLM, by the rules of `paradec.load`.
 
-transformers knows no `model_type` of these checkpoints, and their configuration classes are remote code. The result has
-the field names of the transformers class with the same blocks, and `canvas_length`, which marks a diffusion model for
-vLLM: the block that the checkpoint was trained with.
+transformers does not know the `model_type` of these checkpoints, and their configuration classes are remote code. The
+result has the field names of the transformers class with the same layers, and `canvas_length`, the block length of the
+training, which marks a diffusion model for vLLM.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ARCHITECTURES = {
 
 
 class _BlockConfig(PretrainedConfig):
-    """Base of the four. Fields are those of `Family.config`, with the ids that the checkpoint states."""
+    """Base class, with the fields of `Family.config` and the token ids of the checkpoint."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a config.json. Raises CheckpointError: a field is missing, or asks for maths that is not supported."""
+        """Read a config.json. Raises CheckpointError: a field is missing, or has an unsupported value."""
         from paradec.models.loading import FAMILIES  # which imports torch
 
         fields = dict(config_dict)
@@ -35,7 +35,7 @@ class _BlockConfig(PretrainedConfig):
         if canvas is None:
             canvas = family.block_length(fields, source)
         built = family.config(fields)
-        # other names of the same fields, by which vLLM's classes read some of them
+        # add the alternative field names that vLLM's classes read
         values = built.to_dict() | {name: getattr(built, name) for name in built.attribute_map}
         for name in ("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"):
             values.pop(name, None)

@@ -1,7 +1,8 @@
 """Inputs and attention of a forward, for vLLM's second model runner.
 
 Attention is block-causal, but vLLM has one flag for each request, causal or not. So a prompt of several blocks is
-passed as that many requests: each sees itself and the pages before it, which every layer writes before it reads.
+passed as one request per block: each block sees itself and the blocks before it, since every layer writes the keys and
+values of the batch before it reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paradec.integrations.engines.vllm.slots import Slot, pieces_of, served_by
 
 
 class BlockModelState(DefaultModelState):
-    """See the module. vLLM asks the model class for it (`models.py`)."""
+    """Model state described above; vLLM gets it from the model class (`models.py`)."""
 
     supports_prompt_embeds = False
     num_new_sampled_tokens_per_step = 0
@@ -29,7 +30,7 @@ class BlockModelState(DefaultModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         self.served = served_by(self.model_config)
         self.slots: dict[int, Slot | None] = {}
-        """By vLLM's slot numbers; None is a request that could not be begun."""
+        """By vLLM's slot numbers; None: a request that could not be started."""
         self.numbers: dict[str, int] = {}
         """Slot numbers by request."""
         self.shifts = bool(self.served.facts.shift)
@@ -37,14 +38,14 @@ class BlockModelState(DefaultModelState):
             model.make_left(self.max_num_reqs, self.max_num_tokens, device)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """The sampler in place of vLLM's; nothing is verified or rejected after it."""
+        """Return the replacement of vLLM's sampler, and None: no rejection sampler."""
         mask, width = self.served.facts.mask_id, self.served.block
         return BlockSampler(sampler, self.slots, width, mask, self.shifts, SamplerOutput), None
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
-        """Begin a request, or go on with one that vLLM had taken out for a while."""
+        """Start a request, or resume a preempted one."""
         name = new_req_data.req_id
         self.numbers[name] = req_index
         tokens, prompt = list(new_req_data.prefill_token_ids), list(new_req_data.prompt_token_ids or ())
@@ -53,18 +54,18 @@ class BlockModelState(DefaultModelState):
             settings = settings_of(new_req_data.sampling_params, self.served.defaults, name)
             hosted = self.served.opened(prompt, settings, tokens[len(prompt) :], self.device)
         except (ValueError, TypeError):
-            return  # the scheduler says why (`BlockScheduler`)
+            return  # the scheduler reports the reason (`BlockScheduler`)
         self.slots[req_index] = Slot(self.served, hosted, len(tokens))
 
     def remove_request(self, req_id: str) -> None:
-        """Forget a request that has ended, was aborted or was taken out."""
+        """Remove a request that has ended, was aborted or preempted."""
         super().remove_request(req_id)
         self.slots.pop(self.numbers.pop(req_id, -1), None)
 
     # ---- a forward --------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """For models that predict shifted: which hidden state is left of each position."""
+        """Prepare inputs; for models that predict shifted, also which hidden state is left of each position."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.shifts:
             self._say_left(input_batch)
@@ -103,7 +104,7 @@ class BlockModelState(DefaultModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """The attention's description of the batch, one request for each block of it."""
+        """Build the attention metadata of the batch, with one request for each block."""
         from vllm.config.compilation import CUDAGraphMode
 
         padded = cudagraph_mode == CUDAGraphMode.FULL
@@ -112,7 +113,7 @@ class BlockModelState(DefaultModelState):
         begins = input_batch.query_start_loc_np[: count + 1]
         seq_lens, upper = input_batch.seq_lens, input_batch.seq_lens_cpu_upper_bound
         begins_on_device, longest = input_batch.query_start_loc[: count + 1], int(np.diff(begins).max())
-        # where vLLM measures its memory, rows are no requests
+        # when vLLM measures its memory, rows are not requests
         is_real = len(self.numbers) > 0 and self.slots.keys() >= {*input_batch.idx_mapping_np[: input_batch.num_reqs]}
         if longest > self.served.block and is_real:
             rows, begins, ends = pieces_of(begins, input_batch.num_computed_tokens_np, self.served.block)

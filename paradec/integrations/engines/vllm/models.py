@@ -1,7 +1,7 @@
 """vLLM's own model classes under the architecture names of the checkpoints, with the model state of this package.
 
-Names of weights are brought to vLLM's where the published ones differ (LLaDA2). Fast-dLLM v2 predicts shifted: `Left`
-turns that into logits in place.
+Published names of weights are converted to vLLM's (LLaDA2). Fast-dLLM v2 predicts shifted: `Left` moves its hidden
+states to the predicted positions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paradec.models.text.llada2 import FUSED, KEY_MAPPING
 
 
 class _InBlocks:
-    """What the four have in common."""
+    """Base of the four classes."""
 
     @staticmethod
     def get_model_state_cls() -> Any:
-        """vLLM asks for it once the model is loaded."""
+        """Return the model state class; vLLM calls this once the model is loaded."""
         from paradec.integrations.engines.vllm.model_state import BlockModelState
 
         return BlockModelState
@@ -44,7 +44,7 @@ class LLaDA2(_InBlocks, Glm4MoeForCausalLM):
     """LLaDA2.0 and 2.1."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Read the published files: other names, and one matrix for queries, keys and values."""
+        """Load the published files, which have other names, and one matrix for queries, keys and values."""
         config: Any = self.config
         width = config.head_dim
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -53,7 +53,7 @@ class LLaDA2(_InBlocks, Glm4MoeForCausalLM):
 
 
 def _of_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """LLaDA2's weights under Glm4Moe's names. rows: of queries, keys and values."""
+    """Yield LLaDA2's weights under Glm4Moe's names. rows: numbers of rows of queries, keys and values."""
     for published, tensor in weights:
         name = rename_weight(published, KEY_MAPPING)
         for fused, parts in FUSED.items():
@@ -73,12 +73,12 @@ class FastDLLM(_InBlocks, Qwen2ForCausalLM):
         self.left: Left | None = None
 
     def make_left(self, requests: int, tokens: int, device: torch.device) -> None:
-        """Make the buffers, once the model is loaded."""
+        """Create the buffers, once the model is loaded."""
         config: Any = self.config
         dtype = next(self.parameters()).dtype
         self.left = Left(requests, tokens, config.hidden_size, dtype, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states [N, D] of the left neighbours."""
+        """Compute the hidden states [N, D] of the left neighbours."""
         hidden = super().forward(*args, **kwargs)
         return hidden if self.left is None else self.left(hidden)

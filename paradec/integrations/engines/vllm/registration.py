@@ -1,4 +1,4 @@
-"""What vLLM is told of the checkpoints, and how an engine for one of them is configured."""
+"""Registration of the checkpoints with vLLM, and the configuration of an engine for them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MODELS = {
     "Fast_dLLM_QwenForCausalLM": "paradec.integrations.engines.vllm.models:FastDLLM",
     "LLaDA2MoeModelLM": "paradec.integrations.engines.vllm.models:LLaDA2",
 }
-"""Where the model class of an architecture is; imported when one is loaded."""
+"""Model class of each architecture, imported when a model is loaded."""
 SCHEDULER = "paradec.integrations.engines.vllm.scheduler.BlockScheduler"
 ADMISSION = "paradec.integrations.engines.vllm.admission:Admission"
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Sampling parameters of requests that give none, in place of generation_config.json's: vLLM refuses another
-temperature for a diffusion model."""
+"""Default sampling parameters of requests, instead of those of generation_config.json: vLLM refuses another temperature
+for a diffusion model."""
 
 
 def register() -> None:
-    """Tell vLLM and transformers of the checkpoints. What vLLM has of its own under the same name is left alone."""
+    """Register the checkpoints with vLLM and transformers, except architectures that vLLM itself supports."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -39,25 +39,25 @@ def register() -> None:
 
 
 class EngineConfig:
-    """The configuration hooks of these models, as vLLM calls them."""
+    """Hooks that vLLM calls to configure these models."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Called when the model's part of the configuration is made. Raises ValueError: neither config.json nor its
-        folder's name says the block."""
+        """Check the model's configuration and set defaults. Raises ValueError: neither config.json nor the folder's
+        name has the block length."""
         canvas = getattr(model_config.hf_config, "canvas_length", None)
         if isinstance(canvas, bool) or not isinstance(canvas, int) or canvas < 1:
             raise ValueError(
-                f"neither config.json nor the name of {model_config.model!r} says how long its blocks are; give "
-                "--hf-overrides '{\"canvas_length\": N}' as it was trained"
+                f"neither config.json nor the name of {model_config.model!r} has the block length; give that of the "
+                "training: --hf-overrides '{\"canvas_length\": N}'"
             )
         for name, value in NEUTRAL.items():
             model_config.override_generation_config.setdefault(name, value)
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Called when the whole configuration is made, before its last checks. Raises ValueError: a part of it that
-        these models cannot have."""
+        """Check and complete the whole configuration. Raises ValueError: a setting that these models do not
+        support."""
         from vllm.config.diffusion import DiffusionConfig
 
         from paradec.integrations.engines.vllm import admission
@@ -74,34 +74,33 @@ class EngineConfig:
             )
         elif diffusion.max_denoising_steps is not None:
             raise ValueError(
-                f"max_denoising_steps={diffusion.max_denoising_steps} of --diffusion-config has no meaning here: give "
-                "`steps` of a request, which are those of all its blocks"
+                f"max_denoising_steps={diffusion.max_denoising_steps} of --diffusion-config is not supported: give "
+                "`steps` of a request, for all its blocks together"
             )
         if parallel.pipeline_parallel_size > 1:
-            raise ValueError("these models cannot be cut into a pipeline: leave --pipeline-parallel-size at 1")
+            raise ValueError("pipeline parallelism is not supported: leave --pipeline-parallel-size at 1")
         if getattr(parallel, "enable_batch_sharded_sampling", False):
-            raise ValueError("a sampler of paradec sees all rows of a step: leave batch-sharded sampling off")
+            raise ValueError("paradec's samplers need all rows of a step: leave batch-sharded sampling off")
         if vllm_config.speculative_config is not None:
-            raise ValueError("a block of masks takes the place of speculative tokens: leave --speculative-config out")
+            raise ValueError("blocks of masks replace speculative tokens: leave --speculative-config out")
         if not vllm_config.use_v2_model_runner:
             raise ValueError(
-                "diffusion models take vLLM's second model runner: set VLLM_USE_V2_MODEL_RUNNER=1, with a Triton that "
-                "is usable here"
+                "diffusion models need vLLM's second model runner, which needs Triton: set VLLM_USE_V2_MODEL_RUNNER=1"
             )
         if scheduler.max_num_batched_tokens < block:
             raise ValueError(
-                f"max_num_batched_tokens={scheduler.max_num_batched_tokens} holds no block of {block}: give more"
+                f"max_num_batched_tokens={scheduler.max_num_batched_tokens} must be at least a block of {block}"
             )
         if scheduler.scheduler_cls not in (None, SCHEDULER):
-            raise ValueError(f"scheduler_cls={scheduler.scheduler_cls!r} knows no blocks; leave --scheduler-cls out")
+            raise ValueError(f"scheduler_cls={scheduler.scheduler_cls!r} is not supported; leave --scheduler-cls out")
         scheduler.scheduler_cls = SCHEDULER
         if scheduler.async_scheduling:
-            raise ValueError("a step's tokens are the next one's input: leave --async-scheduling out")
+            raise ValueError("a step needs the tokens of the step before: leave --async-scheduling out")
         scheduler.async_scheduling = False
         scheduler.long_prefill_token_threshold = 0
         if cache.enable_prefix_caching and cache.block_size is not None and cache.block_size % block:
             logger.warning(
-                "prefix caching is off: pages of %d tokens are no whole blocks of %d; give --block-size a multiple",
+                "prefix caching is off: the page size %d must be a multiple of the model's block %d; set --block-size",
                 cache.block_size,
                 block,
             )

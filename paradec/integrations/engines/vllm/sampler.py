@@ -1,7 +1,7 @@
 """Replacement of vLLM's sampler.
 
-It writes the next canvas of each request to `draft_tokens`, which vLLM forwards, the number of final tokens to
-`num_sampled`, and the number of evaluated tokens to evaluate again to `num_rejected`. Imports nothing of vLLM.
+For each request it writes the next canvas to `draft_tokens`, which vLLM forwards. `num_sampled` is the number of
+emitted tokens, `num_rejected` the number of tokens that must be evaluated again. Does not import vLLM.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from paradec.integrations.engines.vllm.slots import Slot
 
 
 class BlockSampler:
-    """A step of all rows of a batch.
+    """Sampler that steps all rows of a batch.
 
-    base: vLLM's own sampler, for its buffers of requests.
-    slots: the requests of the engine by vLLM's slot numbers; None is one that could not be begun.
-    width: W, positions of a canvas. mask: the token that represents a request that has failed. again: see `Slot.step`.
+    base: vLLM's own sampler, whose request buffers are used.
+    slots: the requests of the engine by vLLM's slot numbers; None: a request that could not be started.
+    width: W, positions of a canvas. mask: the token that reports a failed request. again: see `Slot.step`.
     output: vLLM's `SamplerOutput`."""
 
     compute_nans = False
     penalties_state = SimpleNamespace(output_bin_counts=None)
-    """vLLM reads this of a sampler; None says that there is no bookkeeping."""
+    """vLLM reads this attribute of a sampler; None: no token counts."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class BlockSampler:
         self.slots, self.width, self.mask, self.again, self.output = slots, width, mask, again, output
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """The model state has begun the request already."""
+        """Add a request to vLLM's buffers; the model state has already started it."""
         self.sampling_states.add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
-        """As vLLM's own."""
+        """Apply the staged writes of vLLM's buffers."""
         self.sampling_states.apply_staged_writes()
 
     def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None) -> Any:
-        """One step. logits: [N, V], of the canvases alone, one after the other in the order of the batch."""
+        """Step all rows. logits: [N, V], of the canvases only, concatenated in the order of the batch."""
         count = input_batch.num_reqs
         begins = np.zeros(count + 1, np.int64) if input_batch.num_draft_tokens == 0 else input_batch.cu_num_logits_np
         evaluated = np.diff(input_batch.query_start_loc_np[: count + 1])
@@ -88,12 +88,12 @@ class BlockSampler:
 
 
 class Left(nn.Module):
-    """Hidden states one position to the left: logits of models that predict shifted are at the token that they predict.
+    """Shift of hidden states by one position, so that models that predict shifted have logits at the predicted token.
 
-    The left neighbour of a block's first position was evaluated in an earlier forward: the last hidden state that a
-    request stored is kept. All buffers stay where they are, as CUDA graphs need it.
+    The left neighbour of a block's first position was evaluated in an earlier forward, so each request's last stored
+    hidden state is kept. All buffers keep their addresses, as CUDA graphs require.
 
-    requests: S, slots of vLLM. tokens: N, the most in a batch. hidden: D."""
+    requests: S, slots of vLLM. tokens: N, the maximum in a batch. hidden: D."""
 
     kept: Tensor  # [S, D]
     source: Tensor
@@ -107,8 +107,8 @@ class Left(nn.Module):
         self.register_buffer("keep", torch.zeros(requests, dtype=torch.int64, device=device), persistent=False)
 
     def say(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
-        """For the next forward: where the left neighbours are, [total] int64 of [hidden of the forward; kept], and
-        which column of it each slot keeps."""
+        """Set the indices for the next forward: source [total] int64 of the left neighbours, in the concatenation of
+        the forward's hidden states and `kept`; and the column that each slot keeps."""
         keep = total + np.arange(self.requests)
         for row_id, column in columns.items():
             keep[row_id] = column
@@ -116,7 +116,7 @@ class Left(nn.Module):
         self.keep.copy_(torch.from_numpy(keep))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, D]."""
+        """Shift hidden states [N, D]."""
         combined = torch.cat((hidden, self.kept))
         self.kept.copy_(combined.index_select(0, self.keep))
         return combined.index_select(0, self.source[: len(hidden)])

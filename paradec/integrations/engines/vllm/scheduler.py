@@ -1,8 +1,8 @@
 """vLLM's scheduler for models whose blocks count from the prompt's first token.
 
-It differs in three ways. Prompts are evaluated in chunks of whole blocks, because tokens of a block see each other. If
-a prompt ends within a block, the first canvas is the rest of that block, and each of its steps evaluates the prompt's
-tail again; so `num_computed_tokens` is always a block's start. A canvas is scheduled whole or not at all.
+It differs from vLLM's in three ways. Prompts are evaluated in chunks of whole blocks, because tokens of a block see
+each other. If a prompt ends within a block, the first canvas is the rest of that block, and each of its steps evaluates
+the prompt's tail again; so `num_computed_tokens` is always a block's start. A canvas is never scheduled in parts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BlockScheduler(DiffusionScheduler):
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """End with an error each request that could not begin: its token is the mask, which no sampler proposes."""
+        """End requests that have failed with an error; their token is the mask, which no sampler proposes."""
         if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
             request.status = RequestStatus.FINISHED_ERROR
             request.stop_reason = self.served.refusal(request.prompt_token_ids, request.sampling_params)

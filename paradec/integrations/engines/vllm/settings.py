@@ -1,9 +1,9 @@
-"""What a request says to its sampler: `SamplingParams.extra_args["paradec"]`, over HTTP `vllm_xargs`.
+"""Settings of a request: `SamplingParams.extra_args["paradec"]`, over HTTP `vllm_xargs`.
 
-It is a mapping of the fields of `paradec.Request` that a row inside an engine can have, or the same as JSON text, since
-`vllm_xargs` holds no mappings. "sampler" is a name, or a mapping of the name and settings, as presets have it. One more
-name is for infilling: "template". Names that a request leaves out are the server's: those of
-`--hf-overrides '{"paradec": ...}'`, then of the environment variable PARADEC_VLLM, both of the same form.
+They are a mapping of fields of `paradec.Request` that hosted rows support, or the same as JSON text, since `vllm_xargs`
+has no mappings. "sampler" is a name, or a mapping of name and settings, as in presets. The additional name "template"
+is for infilling. Defaults are set by the server: by `--hf-overrides '{"paradec": ...}'`, then by the environment
+variable PARADEC_VLLM, in the same form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paradec.request import Request
 KEY = "paradec"
 VARIABLE = "PARADEC_VLLM"
 ELSEWHERE = {"max_new_tokens": "max_tokens of the request", "stop": "a rule made in Python, with paradec.generate"}
-"""Fields that a request cannot give here, and what serves instead."""
+"""Fields of `paradec.Request` that are not accepted here, and their replacements."""
 NAMES = ("sampler", "template", *(name for name in FIELDS if name not in ELSEWHERE))
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
@@ -32,17 +32,17 @@ LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a request says, as the fields that a row is opened with."""
+    """Settings of a request, as needed to open its row."""
 
     sampler: Sampler
     template: tuple[int, ...]
-    """Ids that the answer begins with; masks among them are filled, everything else stays."""
+    """Ids with which the answer begins; masks among them are filled, other ids stay."""
     max_new_tokens: int
-    """Masks after the template."""
+    """Number of masks after the template."""
     fields: dict[str, Any]
-    """Of `paradec.Request`."""
+    """Fields of `paradec.Request`."""
     stop_ids: tuple[int, ...]
-    """What ends the answer for vLLM."""
+    """Ids that end the answer for vLLM."""
 
 
 def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_id: str = "") -> Settings:
@@ -53,17 +53,17 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
     Raises ValueError, TypeError: an unknown name, or a value out of its range."""
     for name, neutral in PENALTIES.items():
         if getattr(params, name) != neutral:
-            raise ValueError(f"{name}={getattr(params, name)} is not served for diffusion models: leave it out")
+            raise ValueError(f"{name}={getattr(params, name)} is not supported for diffusion models: leave it out")
     for name in LOGPROBS:
         if getattr(params, name, None) is not None:
-            raise ValueError(f"{name}={shown(getattr(params, name))} is not served here: leave it out")
+            raise ValueError(f"{name}={shown(getattr(params, name))} is not supported here: leave it out")
     plain: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
     plain |= {"top_k": params.top_k} if params.top_k > 0 else {}
     settings = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
     template = _template(settings.pop("template", ()))
     longest = params.max_tokens
     if longest is not None and len(template) > longest:
-        raise ValueError(f"template holds {len(template)} tokens, more than max_tokens={longest}")
+        raise ValueError(f"template has {len(template)} tokens, more than max_tokens={longest}")
     sampler = settings.pop("sampler", "threshold")
     method: Any = samplers.registry.from_dict(sampler) if isinstance(sampler, Mapping) else samplers.create(sampler)
     if params.ignore_eos:
@@ -79,13 +79,13 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
 
 
 def server_defaults(hf_config: Any = None) -> dict[str, Any]:
-    """What the server says for requests that do not. Raises ValueError, TypeError: no such form, or an unknown name."""
+    """Read the server's default settings. Raises ValueError, TypeError: another form, or an unknown name."""
     defaults = _mapping(os.environ.get(VARIABLE) or None, VARIABLE)
     return defaults | _mapping(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
 
 
 def _mapping(value: Any, place: str) -> dict[str, Any]:
-    """What is in one place, by name."""
+    """Read settings from a mapping or JSON text; `place` names the source in errors."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -97,7 +97,7 @@ def _mapping(value: Any, place: str) -> dict[str, Any]:
         raise TypeError(f"{place}={shown(value)} must be a mapping, or JSON text of one")
     for name in value:
         if name in ELSEWHERE:
-            raise ValueError(f"{place}: {name} is not given here, but by {ELSEWHERE[name]}")
+            raise ValueError(f"{place}: {name} is not accepted here; use {ELSEWHERE[name]}")
         if name not in NAMES:
             raise TypeError(f"{place}: {unknown_name('name', name, NAMES)}")
     return dict(value)

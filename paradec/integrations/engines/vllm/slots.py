@@ -1,4 +1,4 @@
-"""A request inside vLLM: its row, and which block of it the engine is at. Nothing here imports vLLM."""
+"""A request inside vLLM: its hosted row, and the block that the engine evaluates. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from paradec.integrations.engines.hosted import Hosted
 from paradec.integrations.engines.vllm.settings import Settings, server_defaults, settings_of
 
 ROW = 0
-"""A slot's row has one state, under this key."""
+"""Key of the only row of a slot's `Hosted`."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model of an engine, and what its server says for requests."""
+    """The model of an engine, and the server's defaults for requests."""
 
     facts: ModelFacts
     defaults: dict[str, Any]
 
     @property
     def block(self) -> int:
-        """Positions of a block, which is vLLM's canvas."""
+        """Number of positions of a block, which vLLM calls a canvas."""
         return self.facts.block_unit
 
     def opened(
         self, prompt: Sequence[int], settings: Settings, written: Sequence[int] = (), device: Any = "cpu"
     ) -> Hosted:
-        """The row of a request. written: the answer so far, where vLLM had taken the request out for a while. Raises
-        ValueError, TypeError: what this model, or this prompt, cannot have."""
+        """Open the row of a request. written: the answer so far, if vLLM resumes a preempted request. Raises
+        ValueError, TypeError: settings that this model or prompt does not support."""
         facts = self.facts
         if facts.mask_id in prompt:
             raise ValueError(
-                f"the prompt holds the mask id {facts.mask_id}, and vLLM never writes to a prompt: begin the answer "
-                "with a template instead"
+                f"the prompt contains the mask id {facts.mask_id}, and vLLM never writes to a prompt: use a template, "
+                "with which the answer begins"
             )
         if not prompt:
             raise ValueError("the prompt is empty")
         ends = tuple(end for end in settings.stop_ids if end != facts.mask_id) or facts.eos_token_ids
         fields = dict(settings.fields)
         if not settings.stop_ids:
-            fields["eos_early_stop"] = False  # vLLM would not end the request
+            fields["eos_early_stop"] = False  # without stop ids, vLLM does not end the request
         template = settings.template[len(written) :]
         new = settings.max_new_tokens - max(0, len(written) - len(settings.template))
         hosted = Hosted(settings.sampler, dataclasses.replace(facts, eos_token_ids=ends), device)
@@ -55,7 +55,7 @@ class Served:
         return hosted
 
     def refusal(self, prompt: Sequence[int], params: Any) -> str:
-        """Why a request could not be begun."""
+        """The reason why a request could not be started."""
         try:
             self.opened(prompt, settings_of(params, self.defaults))
         except (ValueError, TypeError) as error:
@@ -64,8 +64,8 @@ class Served:
 
 
 def served_by(model: Any) -> Served:
-    """The model of an engine, by its checkpoint's own files. model: vLLM's `ModelConfig`. Raises CheckpointError: files
-    that do not say what is needed."""
+    """Read the model of an engine from its checkpoint's files. model: vLLM's `ModelConfig`. Raises CheckpointError for
+    missing data."""
     from paradec.models.checkpoint import read_json
     from paradec.models.family import read_facts, read_tokenizer
     from paradec.models.loading import FAMILIES
@@ -82,8 +82,8 @@ def served_by(model: Any) -> Served:
 
 
 class Slot:
-    """One request of the batch. `block` is forwarded next, from `begin` on; `storing`: it is final, and this forward's
-    keys and values stay. `known` are vLLM's tokens of the request: the prompt and the emitted part of the answer."""
+    """One request of the batch. The block from `begin` on is forwarded next. storing: the block is final, so this
+    forward's keys and values stay. known: number of vLLM's tokens of the request: prompt and emitted answer."""
 
     def __init__(self, served: Served, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
@@ -104,24 +104,24 @@ class Slot:
         return self.hosted.state(ROW)
 
     def canvas(self) -> Tensor:
-        """[n] int64: the tokens of the block that are not the prompt's, as they are forwarded next."""
+        """[n] int64: the current tokens of the block, without prompt tokens."""
         ids: Tensor = self.state.canvas[0, self.known : self.stop]
         return ids
 
     def step(self, logits: Tensor, again: bool) -> list[int]:
-        """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. `again`: whether tokens that a
-        step leaves unchanged must be forwarded once more to be stored."""
+        """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. `again`: whether even tokens
+        that a step leaves unchanged must be forwarded once more to be stored."""
         if self.storing:
             return self._emitted()
         tail = self.known - self.begin
-        if tail:  # the given ones are not read
+        if tail:  # logits of prompt tokens are not read
             logits = torch.cat((logits.new_zeros((tail, logits.shape[1])), logits))
         result = self.hosted.step({ROW: logits})[ROW]
         if result.error is not None:
             self.failed = True
             return [self.served.facts.mask_id]
         if result.done and min(int(self.state.end[0]), int(self.state.requested_end[0])) <= self.stop:
-            return self._emitted()  # vLLM ends the request: nothing reads what would be stored
+            return self._emitted()  # vLLM ends the request, so its keys and values need not be stored
         if result.closed:
             self.storing = True
             if not result.changed and not again:
@@ -129,19 +129,19 @@ class Slot:
         return []
 
     def _emitted(self) -> list[int]:
-        """The canvas as it is; the next block is open then."""
+        """Emit the canvas, and continue with the next block."""
         state = self.state
         tokens = state.canvas[0, self.known : min(self.stop, int(state.end[0]))].tolist()
         if state.done and int(state.end[0]) < int(state.requested_end[0]):
             ends = state.facts.eos_token_ids
             if not tokens or tokens[-1] not in ends:
-                tokens.append(ends[0])  # the sampler cut the row off, and vLLM must hear of it
+                tokens.append(ends[0])  # tells vLLM that the sampler has ended the answer
         self.known = self.begin = self.stop
         self._arrive()
         return tokens
 
     def _arrive(self) -> None:
-        """At a block: is there anything to decide in it?"""
+        """Set `storing` if the current block has nothing to decide."""
         self.storing = self.hosted.done(ROW) or self.hosted.window(ROW)[0] > self.begin
 
 
@@ -149,9 +149,9 @@ def pieces_of(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.
     """Cut each row's query where its blocks end.
 
     begins: [R + 1] int: where the rows' queries begin in the batch, and where the last one ends.
-    computed: [R] int: positions left of each row's query.
-    Returns rows [P], begins [P + 1] and ends [P], int32: whose piece it is, where it begins in the batch, and the
-    position after it in its row."""
+    computed: [R] int: number of positions left of each row's query.
+    Returns, for P pieces, int32: their rows [P], their begins in the batch [P + 1] (with the end of the last one), and
+    the positions after them in their rows [P]."""
     rows, cuts, ends = [], [int(begins[0])], []
     for row in range(len(begins) - 1):
         first, position = int(begins[row]), int(computed[row])
