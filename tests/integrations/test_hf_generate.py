@@ -195,7 +195,7 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
     ids = torch.tensor([[1, 2, 3]])
     name = cache_argument(plain)
     past = getattr(plain(ids[:, :2], use_cache=True), name)
-    refuses(lambda: plain.generate(ids, max_new_tokens=4, **{name: past}, **arguments), f"{name} holds tokens already")
+    refuses(lambda: plain.generate(ids, max_new_tokens=4, **{name: past}, **arguments), f"{name} already has tokens")
     empty = plain.generate(ids, max_new_tokens=4, **{name: DynamicCache()}, **arguments)
     assert torch.equal(empty, plain.generate(ids, max_new_tokens=4, **arguments))
 

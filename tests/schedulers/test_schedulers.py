@@ -226,7 +226,7 @@ def test_block_causal_modules_attend_as_their_model_does() -> None:
         found = BlockCausalModule(paradec.wrap(module, **facts))(**given).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     model.facts = dataclasses.replace(model.facts, whole_blocks=True)
-    refuses(lambda: BlockCausalModule(model)(**given), "11 positions cuts a block of 4")
+    refuses(lambda: BlockCausalModule(model)(**given), "11 positions splits a block of 4")
     BlockCausalModule(model)(**{name: value[:, :8] for name, value in given.items()})
 
 

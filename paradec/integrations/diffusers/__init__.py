@@ -1,1 +1,1 @@
-"""Forecasts inside the pipelines of diffusers. (Schedulers for its pipelines are in `paradec.schedulers`.)"""
+"""Forecasts inside pipelines of diffusers. (Schedulers for these pipelines are in `paradec.schedulers`.)"""

@@ -1,7 +1,7 @@
 """Calibrations from plain runs: MagCache's ratios, and BAC's schedules (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-As in BAC's public code, unlike the paper's text, a segment is scored by its similarity to the features at its first
-step, and the bubbling union may apply to any module.
+Follows BAC's public code, where it differs from the paper's text: a segment is scored by its similarity to the features
+at its first step, and the bubbling union may apply to any module.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def calibrate_magcache(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> M
     """Measure the magnitude ratios of a model, for `MagCache(mag_ratios=...)`.
 
     Args:
-        pipe: a diffusers pipeline (of two transformers, each is measured at its steps), or a transformer; restored.
+        pipe: a diffusers pipeline (each transformer is measured at its steps), or a transformer; restored at the end.
         run: makes one plain run with all steps.
-        runs: calls of `run`. Runs, and the calls of a step (guidance), are averaged.
+        runs: number of runs. Ratios are averaged over the runs and over the calls of a step (guidance).
 
-    Raises ValueError for invalid `runs`, no blocks, or runs of unequal lengths; TypeError for another `pipe`.
+    Raises ValueError for invalid `runs`, no blocks, or runs of different lengths; TypeError for another `pipe`.
     """
     check_int("runs", runs, low=1)
     measured: list[list[float]] = []
@@ -80,12 +80,12 @@ def calibrate_bac(
         pipe: a diffusers pipeline, or a transformer; restored at the end.
         run: makes one plain run with all steps.
         updates: n: evaluations of each module in a run, before the bubbling union.
-        runs: calls of `run`, which are averaged.
+        runs: number of runs that are averaged.
         metric: similarity of features: "cosine" (the paper's), "l1" or "mse".
-        bubbling: number of modules that get the bubbling union.
-        samples: compared entries of a feature, evenly strided (4 bytes each, per module and step).
+        bubbling: number of modules with the bubbling union.
+        samples: number of compared entries of a feature, evenly spaced (4 bytes each, per module and step).
 
-    Raises ValueError for an invalid setting, no such modules, or runs of unequal lengths; TypeError for another `pipe`.
+    Raises ValueError for an invalid setting, no such modules, or runs of other lengths; TypeError for another `pipe`.
     """
     check_int("updates", updates, low=1)
     check_int("runs", runs, low=1)
@@ -150,15 +150,15 @@ def _compare(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
-    """Choose the best `updates` steps to evaluate a module, beginning with step 0; ties go to the earliest.
+    """Choose the best `updates` steps to evaluate a module, beginning with step 0; of equal sets, the earliest.
 
-    scores: [T, T]; entry [a, t] is how well the features of step a serve at step t. maximise: whether larger is better.
+    scores: [T, T]; entry [a, t] scores the features of step a at step t. maximise: whether larger scores are better.
     """
     total = len(scores)
     check_int("updates", updates, low=1, high=total)
     scores = np.asarray(scores, np.float64) if maximise else -np.asarray(scores, np.float64)
     sums = np.cumsum(scores, axis=1)
-    # cost[a, c]: a serves steps a to c
+    # cost[a, c]: score of the features of step a at steps a to c
     cost = sums - np.take_along_axis(sums, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
     cost[np.tril_indices(total, -1)] = -np.inf
     best, starts = cost[0], []
@@ -176,11 +176,11 @@ def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -
 def bubbling_union(
     steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], num_modules: int = 3
 ) -> dict[str, list[int]]:
-    """Evaluate the modules with the largest caching errors also when a feed-forward after them is evaluated.
+    """Extend the schedules of the modules with the largest errors by the steps of later feed-forward modules.
 
     steps: schedules by module, in the order of evaluation.
     errors: by module, the mean distance between its features at two steps. feed_forward: names of feed-forward modules.
-    num_modules: n: modules that get the union (3 in the README, 5 in the simulations); below 2, none."""
+    num_modules: n: number of extended schedules (3 in the README, 5 in the simulations); below 2, none."""
     names = list(steps)
     united = {name: sorted(set(steps[name])) for name in names}
     if num_modules < 2:

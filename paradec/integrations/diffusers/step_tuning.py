@@ -1,4 +1,4 @@
-"""`tune_steps`: search the evaluated solver steps of a diffusers pipeline."""
+"""`tune_steps`: search the solver steps at which a diffusers pipeline evaluates its transformer."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ SCHEMA = "paradec-tune-steps/1"
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 Progress = Callable[[str, float], None]
-"""Called after every set with a description and the share of the work done."""
+"""Called after every set of steps with a description and the share of the work done."""
 
 
 @dataclass(frozen=True)
 class StepTuning:
-    """The result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents."""
+    """Result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents."""
 
-    even: StepSchedule  # the best even steps on the choosing seeds
-    best: StepSchedule  # of the search, on these seeds
-    seeds: tuple[int, ...]
-    report: tuple[int, ...]
+    even: StepSchedule  # the best evenly spread set on the choosing seeds
+    best: StepSchedule  # the best set of the search on the choosing seeds
+    seeds: tuple[int, ...]  # choosing seeds
+    report: tuple[int, ...]  # reporting seeds
     errors: dict[str, dict[str, list[float]]]  # by "even" and "best", then "choose" and "report"; one per seed
     num_sets: int  # number of evaluated sets
     sampler: Forecast  # for `accelerate(pipe, tuned.sampler)`, with the chosen steps
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """Mean of best minus even on the reporting seeds, and the ends of its paired 95 % interval."""
+        """Mean of (best - even) on the reporting seeds, and the two ends of its paired 95 % interval."""
         return paired(self.errors["best"]["report"], self.errors["even"]["report"])
 
     @property
@@ -107,24 +107,24 @@ def tune_steps(
     >>> tuned = paradec.tune_steps(pipe, lambda seed: pipe("a fox", generator=...), budget=7)    # doctest: +SKIP
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
-    Sets of steps are compared with full runs by the final latents (the last `scheduler.step`) of several
-    seeds. The search anneals from the best even set, then climbs. The best set is chosen if, on other seeds, the
-    paired interval of best minus even is below 0.
+    Sets of steps are compared with full runs by the final latents (the last `scheduler.step`) for several seeds. The
+    search anneals from the best evenly spread set, then climbs. The best set is chosen if, on other seeds, the paired
+    interval of (best - even) is below 0.
 
     Args:
         pipe: a diffusers pipeline; restored at the end.
         run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use.
-        budget: n: steps to evaluate.
-        seeds, report: those that choose and those that report, or their numbers (from 0).
+        budget: n: number of steps to evaluate.
+        seeds, report: the choosing and the reporting seeds, or numbers of seeds (counted from 0).
         sampler: a sampler or its name, without a schedule or rule; by default `Forecast(where="output")`.
-        runs: new sets to evaluate, besides full runs, even starts and the report.
-        study: a JSON file of the measurements; the same call continues with it.
+        runs: number of new sets to evaluate, besides full runs, evenly spread starts and the report.
+        study: a JSON file of the measurements, with which the same call continues.
         seed: of the search.
         progress: called with a description and the share done.
 
     Raises:
-        TypeError: `pipe` is no pipeline with a scheduler. ValueError: an argument out of its range, before any run; a
-            budget above the run's steps, runs of unequal lengths, or another call's study.
+        TypeError: `pipe` is not a pipeline with a scheduler. ValueError: an argument out of its range, before any run;
+            a budget above the run's steps, runs of different lengths, or another call's study.
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
     choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
@@ -150,15 +150,15 @@ def _check(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the choosing and the reporting seeds. Raises as `tune_steps`."""
     if not hasattr(pipe, "scheduler"):
-        raise TypeError(f"pipe={shown(pipe)} must be a diffusers pipeline: its scheduler tells the steps")
+        raise TypeError(f"pipe={shown(pipe)} must be a diffusers pipeline: its scheduler counts the steps")
     find_transformers(pipe)
     check_int("budget", budget, low=1)
     check_int("runs", runs, low=0)
     check_int("seed", seed, low=0)
     if not isinstance(sampler, FeatureForecast):
-        raise TypeError(f"sampler={shown(sampler)} forecasts nothing; give a paradec.Forecast or its name")
+        raise TypeError(f"sampler={shown(sampler)} must be a paradec.Forecast or its name")
     if (when := sampler.to_forecast().when) not in (None, Every()):
-        raise ValueError(f"sampler has when={shown(when)}, which says when to evaluate already")
+        raise ValueError(f"sampler has when={shown(when)}, but tune_steps chooses the steps: leave when out")
     seed_sets: list[tuple[int, ...]] = []
     for name, value in (("seeds", seeds), ("report", report)):
         first_seed = max(seed_sets[0]) + 1 if seed_sets else 0
@@ -172,14 +172,14 @@ def _check(
     choosing, reporting = seed_sets
     if not choosing or len(reporting) < 2 or len(set(choosing + reporting)) < len(choosing + reporting):
         raise ValueError(
-            f"seeds={shown(seeds)}, report={shown(report)}: give one seed that chooses and two that report, each once"
+            f"seeds={shown(seeds)}, report={shown(report)}: give at least one and two seeds, all different"
         )
     return choosing, reporting
 
 
 @dataclass
 class _Runner:
-    """Measures errors of step sets; saves the study."""
+    """Measures the errors of sets of steps, and saves the study."""
 
     pipe: Any
     run: Callable[[int], Any]
@@ -189,7 +189,7 @@ class _Runner:
     progress: Progress | None
     total: int = 0
     guidance: float | None = None
-    max_errors: int = 1  # errors to measure at most
+    max_errors: int = 1  # maximum number of errors to measure
     measured: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
     full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, distance from noise
 
@@ -197,7 +197,7 @@ class _Runner:
         """Make the full runs, and read the study."""
         saved = read_json(self.study) if self.study is not None and self.study.exists() else None
         if saved is not None and saved.get("schema") != SCHEMA:
-            raise ValueError(f"study={str(self.study)!r} is no study of {SCHEMA}")
+            raise ValueError(f"study={str(self.study)!r} is not a study of {SCHEMA}")
         for seed in seeds:
             run = self._make_run(seed, None)
             self.total, self.guidance = run.total, run.guidance
@@ -206,8 +206,8 @@ class _Runner:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
         if self.guidance is None:
             warnings.warn(
-                "run: no pipeline's call tells its guidance scale, so that these steps will be taken for any; use them "
-                "with the guidance that they were found with",
+                "run: the guidance scale is unknown, so these steps will be accepted with any; use them only with the "
+                "guidance of this run",
                 stacklevel=3,
             )
         self.setup: dict[str, Any] = {
@@ -227,7 +227,7 @@ class _Runner:
         return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.where)
 
     def loss(self, steps: Steps, bound: float) -> float:
-        """Return the mean error over the choosing seeds; infinity once it cannot be below the bound."""
+        """Return the mean error over the choosing seeds, or infinity as soon as it cannot be below the bound."""
         error_sum, count = 0.0, len(self.choosing)
         for seed in self.choosing:
             error_sum += self.error(steps, seed)
@@ -249,8 +249,8 @@ class _Runner:
         return row[seed]
 
     def _make_run(self, seed: int, steps: Steps | None) -> SimpleNamespace:
-        """Make one run, a full one if `steps` is None. Return its `noise`, final `latent` (float64), `total` steps, and
-        `guidance`."""
+        """Make one run, a full one if `steps` is None. Return its initial `noise`, final `latent` (both float64),
+        `total` steps, and `guidance`."""
         scheduler, run = self.pipe.scheduler, SimpleNamespace(total=0)
         original_step = scheduler.step
 
@@ -287,7 +287,7 @@ class _Runner:
 
 
 def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of new - old, pair by pair, and the ends of its 95 % interval (Student's t)."""
+    """Return the mean paired difference new - old, and the ends of its 95 % interval (Student's t)."""
     differences = [a - b for a, b in zip(new, old, strict=True)]
     mean, count = statistics.fmean(differences), len(differences)
     half = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(differences) / math.sqrt(count)

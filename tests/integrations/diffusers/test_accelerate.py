@@ -716,7 +716,7 @@ def test_report(flux: Any) -> None:
     assert report.full_steps == [0, 5, 10, 15]
     full = median(call.seconds for call in report.calls if call.kind == "full")
     assert report.speedup == pytest.approx(full * len(report.calls) / sum(call.seconds for call in report.calls))
-    assert f"{report.speedup:.2f} times as fast as with full calls" in str(report)
+    assert f"{report.speedup:.2f} times as fast as with only full calls" in str(report)
     with accelerate(flux, create("taylorseer", preset="paper")) as session:
         run_flux(flux)
         report = session.report()

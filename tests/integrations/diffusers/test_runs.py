@@ -212,7 +212,7 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
         assert torch.equal(direct(), expected) and torch.equal(in_thread(direct), expected)
     assert len(session.report().calls) == calls and session.transformers[0].state.count_bytes() == 0
     assert torch.equal(case.run(case.pipe), case.fast) and torch.equal(direct(), expected)
-    assert "1 calls of a transformer were not the run's" in str(session.report())
+    assert "1 calls of a transformer did not belong to the run" in str(session.report())
     if "Pipeline" in case.name:  # which name their calls: one without a name is not the run's, in a callback too
         results: list[Any] = []
         assert torch.equal(case.run(case.pipe, at(2, direct, results)), case.fast)

@@ -192,10 +192,10 @@ def test_seacache_is_refused(wan: Any) -> None:
     wan.scheduler = UniPCMultistepScheduler()
     refuses(lambda: accelerate(wan, "seacache"), "flow matching.*UniPC")
     with accelerate(flux, SeaCache()):
-        refuses(lambda: flux(inputs), r"LoopPipeline gives its transformer cells in one row, .*\(1, 16, 4\)")
+        refuses(lambda: flux(inputs), r"LoopPipeline passes cells of shape \(1, 16, 4\)")
     # a picture of 2 x 1 cells and one of 1 x 2 beside it, as FLUX Kontext gives them, are no picture of 2 x 2
     two = {"img_ids": torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]]), "hidden_states": torch.randn(1, 4, 4)}
-    refuses(lambda: unpack_latent(flux_pipeline(), two["hidden_states"], two), r"FluxPipeline gives its transformer")
+    refuses(lambda: unpack_latent(flux_pipeline(), two["hidden_states"], two), r"FluxPipeline passes cells")
     conditioned, _ = loop_pipeline("Wan")
     conditioned.transformer.register_to_config(in_channels=36)
     refuses(lambda: accelerate(conditioned, SeaCache()), "given 36 channels and returns 4")

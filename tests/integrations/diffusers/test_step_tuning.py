@@ -120,11 +120,11 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     with accelerate(dit, StepSchedule((0, 2), 4, "DDIMScheduler", 4.0)) as session:
         run_dit(dit, 4)
         assert session.report().full_steps == [0, 2]
-        assert "the run does not tell its guidance_scale, so" in str(session.report())
+        assert "the run's guidance_scale is unknown, so" in str(session.report())
     loop, inputs = loop_pipeline("SD3")
     with accelerate(loop, StepSchedule((0, 2), 4, None, 4.0)) as session:
         loop(inputs, 4)
-        assert "the run does not tell its guidance_scale, so" in str(session.report())
+        assert "the run's guidance_scale is unknown, so" in str(session.report())
     refuses(lambda: Forecast(when=found, where="module"), "leave where='module' out")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
@@ -174,6 +174,6 @@ def test_arguments_are_checked(digits: Any) -> None:
     ):
         refuses(partial(tune_steps, digits, run, budget=budget, seeds=1, report=2), message)
     loop, inputs = loop_pipeline("SD3")
-    with pytest.warns(UserWarning, match="no pipeline's call tells its guidance scale"):
+    with pytest.warns(UserWarning, match="the guidance scale is unknown"):
         found = tune_steps(loop, lambda seed: loop(inputs, 2), budget=2, seeds=1, report=2)
     assert found.schedule.guidance is None

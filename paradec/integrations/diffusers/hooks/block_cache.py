@@ -1,6 +1,6 @@
-"""A block cache for LLaDA2Pipeline: finished blocks are evaluated once (Fast-dLLM v2, arXiv 2509.26328).
+"""Block cache for LLaDA2Pipeline: finished blocks are evaluated once (Fast-dLLM v2, arXiv 2509.26328).
 
-It is exact for block-causal models, and refused for others.
+The cache is exact for block-causal models; other models are refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class BlockCacheReport:
     """Counts since a `BlockCache` was attached."""
 
     calls: int = 0
-    evaluated: int = 0  # positions, all rows together
+    evaluated: int = 0  # positions of all rows
     whole: int = 0  # positions that would have been evaluated without the cache
-    bytes: int = 0  # of keys and values, at most
+    bytes: int = 0  # maximum bytes of keys and values
 
     short = property(str, doc="One line, as `str`.")
 
@@ -42,12 +42,12 @@ class BlockCacheReport:
 
 
 class BlockCache(Attached, nn.Module):
-    """A block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
+    """Block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
 
-    It takes the place of `pipe.model`, whose attributes it has, and evaluates the positions from the open block on (and
-    a finished block once) over a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a
-    model without a key/value cache or (tested with random tokens) with blocks that see later ones, or with other logits
-    over a cache.
+    It replaces `pipe.model`, forwards its attributes, and evaluates the positions from the open block on (and each
+    finished block once) with a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a
+    model without a key/value cache, or (tested with random tokens) a model whose blocks see later ones or whose logits
+    change with a cache.
     """
 
     def __init__(self, pipe: Any):
@@ -56,15 +56,15 @@ class BlockCache(Attached, nn.Module):
         config = getattr(scheduler, "config", {})
         if not isinstance(model, nn.Module) or "block_length" not in config:
             raise TypeError(
-                "cache='block' is for LLaDA2Pipeline, with a model and a scheduler that has a block_length, not for "
+                "cache='block' is for LLaDA2Pipeline, with a model and a scheduler with a block_length, not for "
                 f"{type(pipe).__name__}"
             )
         if isinstance(model, BlockCache):
             raise ValueError(f"{type(pipe).__name__} has a block cache already; detach that session first")
         if cache_argument(model) is None:
             raise ValueError(
-                f"cache='block' needs a model that takes a key/value cache; {type(model).__name__} does not. A model "
-                "that paradec loaded or wrapped does as BlockCausalModule(model), of "
+                f"cache='block' needs a model that takes a key/value cache; {type(model).__name__} does not. Convert "
+                "a model that paradec loaded or wrapped with BlockCausalModule(model), of "
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
         self.pipe, self.inner = pipe, model
@@ -92,7 +92,7 @@ class BlockCache(Attached, nn.Module):
 
     @torch.no_grad()
     def _probe(self, block: int) -> None:
-        """Raise ValueError unless the model is causal in such blocks, with the same logits over a cache."""
+        """Raise ValueError unless the model is block-causal with this block length, with and without a cache."""
         model, device = self.inner, next(self.inner.parameters()).device
         vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
@@ -112,9 +112,7 @@ class BlockCache(Attached, nn.Module):
         full_logits = logits(torch.cat((first, second), 1))
         logits(torch.cat((first, other), 1), cache)
         if not len(cache) or cache.get_seq_length() != 2 * block:
-            raise ValueError(
-                f"{type(model).__name__} wrote nothing into its key/value cache; cache='block' needs its keys"
-            )
+            raise ValueError(f"{type(model).__name__} did not write to the key/value cache that cache='block' passes")
         first_logits = logits(torch.cat((first, other), 1))[:, :block]
         cache.crop(-block)
         cached_logits = logits(second, cache)
@@ -126,19 +124,19 @@ class BlockCache(Attached, nn.Module):
             )
         if (cached_logits[:, -block:] - full_logits[:, block:]).abs().max() > tolerance:
             raise ValueError(
-                f"{type(model).__name__} answers otherwise over a key/value cache than without: with one it seems to "
-                "mask its own block (causally, say); cache='block' cannot be used"
+                f"{type(model).__name__} has other logits with a key/value cache than without: with a cache it may "
+                "mask inside its block (causally, for example); cache='block' cannot be used"
             )
         self.tested.add(block)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        """Evaluate what is not cached, and return the open block's logits. Raises ValueError for blocks that see later
-        ones."""
+        """Evaluate the positions that are not cached, and return the open block's logits. Raises ValueError for a new
+        block length with which the model is not block-causal."""
         block = read_block_length(self.pipe.scheduler)
         if block not in self.tested:
             self._probe(block)
         inputs = torch.stack((input_ids, attention_mask))
-        prefix, self.prefix = self.prefix, None  # an exception in the call leaves nothing behind
+        prefix, self.prefix = self.prefix, None  # an exception in the call leaves no half-written cache
         if prefix is None or not torch.equal(prefix[1], inputs[..., :-block][..., : prefix[1].shape[-1]]):
             prefix = DynamicCache(), inputs[..., :0]
         cache, start = prefix[0], prefix[1].shape[-1]
@@ -161,9 +159,10 @@ class BlockCache(Attached, nn.Module):
 
 
 class BlockCausalModule(ModuleUtilsMixin, nn.Module):
-    """A block-causal model of paradec with the call of LLaDA2Pipeline's model.
+    """Adapter of a block-causal paradec model to the interface of LLaDA2Pipeline's model.
 
-    model: from `paradec.load` or `paradec.wrap`; a ValueError without topology "block_causal" and prediction "same".
+    model: from `paradec.load` or `paradec.wrap`. Raises ValueError unless its topology is "block_causal" and its
+    prediction "same".
     """
 
     def __init__(self, model: Model):
@@ -172,7 +171,7 @@ class BlockCausalModule(ModuleUtilsMixin, nn.Module):
         if facts.topology != "block_causal" or facts.prediction != "same" or facts.prompt_aligned:
             where = ", in blocks from the prompt's end" if facts.prompt_aligned else ""
             raise ValueError(
-                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}{where}; LLaDA2Pipeline takes "
+                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}{where}; LLaDA2Pipeline needs "
                 "block_causal models that predict in place ('same'), with blocks from position 0"
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit
@@ -186,17 +185,17 @@ class BlockCausalModule(ModuleUtilsMixin, nn.Module):
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K], 0 for padding; K includes cached ones.
-        Raises ValueError for parts of blocks, of models that choose experts for whole ones."""
+        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K], 0 for padding; K includes cached keys.
+        Raises ValueError for parts of blocks if the model chooses experts for whole blocks."""
         if self.whole_blocks and position_ids.shape[1] % self.block_length:
             raise ValueError(
-                f"a call of {position_ids.shape[1]} positions cuts a block of {self.block_length}, for which the model "
-                f"chooses experts as a whole; give the pipeline block_length={self.block_length}, or a multiple"
+                f"a call of {position_ids.shape[1]} positions splits a block of {self.block_length}, and the model "
+                f"chooses experts for whole blocks; give the pipeline block_length={self.block_length}, or a multiple"
             )
         keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
         visible = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         visible = visible & attention_mask[:, None, :].bool()
-        # left padding, which sees no key, sees itself: its softmax must be defined
+        # left padding sees no key, so let it see itself: its softmax must be defined
         visible |= (position_ids[:, :, None] == keys) & ~visible.any(-1, keepdim=True)
         return self.model(
             input_ids=input_ids,
@@ -208,10 +207,10 @@ class BlockCausalModule(ModuleUtilsMixin, nn.Module):
 
 
 def read_block_length(scheduler: Any) -> int:
-    """Read the positions per block of a scheduler's run. Raises ValueError if unknown."""
+    """Read the block length of a scheduler's run. Raises ValueError if it is unknown."""
     attributes = vars(scheduler)
     if "block_length" in attributes:
         return int(attributes["block_length"])
-    if attributes.get("_transfer_schedule") is not None:  # diffusers' spreads a block's positions over its steps
+    if attributes.get("_transfer_schedule") is not None:  # diffusers' number of positions to commit in each step
         return int(attributes["_transfer_schedule"].sum())
-    raise ValueError(f"{type(scheduler).__name__} does not say how long blocks are; use one of paradec.schedulers")
+    raise ValueError(f"{type(scheduler).__name__} does not have its block length; use one of paradec.schedulers")

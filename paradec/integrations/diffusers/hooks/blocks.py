@@ -1,4 +1,4 @@
-"""Find a transformer's residual blocks and their branches by module names, with tables of exceptions.
+"""Search for a transformer's residual blocks and their branches by module names, with tables of exceptions.
 
 A block is an entry of a `ModuleList` right under the transformer, with attention or feed-forward modules.
 """
@@ -23,7 +23,7 @@ class Place:
     """A hooked module."""
 
     name: str  # within the transformer; "" is the transformer
-    kind: Kind  # "stack": the residual of all blocks is forecast; "skip": not evaluated, its sink is forecast
+    kind: Kind  # "stack": the residual of all blocks is forecast; "skip": neither evaluated nor forecast
     block: str
     sink: str | None = None  # the forecast module that a skipped module feeds, if known
     narrow: bool = False  # whether a skipped module's placeholder may have width 0
@@ -31,7 +31,7 @@ class Place:
 
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
-# norms, modulations and parts of a branch, which are not branches
+# modules that are not branches: norms, modulations and parts of a branch
 NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
 # children of single-stream blocks (FLUX): proj_out sums attention and feed-forward and is forecast, the others skipped
 FUSED = ("attn", "proj_mlp", "proj_out")
@@ -39,11 +39,11 @@ FUSED = ("attn", "proj_mlp", "proj_out")
 # single-stream blocks that only concatenate the outputs of skipped modules: placeholders may have width 0
 NARROW = re.compile(r"(Flux|HunyuanVideo(TokenReplace)?|HunyuanImage|Chroma)SingleTransformerBlock")
 
-# lists of blocks that work on texts or a control video, not on the denoised stream
+# lists of blocks that process texts or a control video, not the denoised stream
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
 STREAMS = ("hidden_states", "encoder_hidden_states")
 MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # the argument that holds the denoised stream
-# blocks that return the text's rows before the picture's
+# blocks that return the text's tensor before the image's
 TEXT_ROWS_FIRST = re.compile(
     r"(Flux2?(Single)?|Flux3Single|QwenImage|(AuraFlow)?Joint|Bria(Single|Fibo)?|Chroma|(LongCat|Ovis)Image(Single)?)"
     r"TransformerBlock"
@@ -55,7 +55,7 @@ RETURNS = {
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
 """Arguments that a block's outputs continue, by class. Others: `STREAMS`, reversed for `TEXT_ROWS_FIRST`."""
-TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # returns the text's rows before the latent's
+TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # transformers that return text rows and latent rows in one tensor
 CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents, by prefix of the class name; default 1
 
 
@@ -217,7 +217,7 @@ def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple
     for name in matches:
         parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in chosen]
         if parents:
-            raise ValueError(f"modules or skip match {name!r} and {parents[0]!r}, which holds it; leave one out")
+            raise ValueError(f"modules or skip match {name!r} and {parents[0]!r}, which contains it; leave one out")
     last_forecast = max(index for index, name in enumerate(matches) if chosen[name] == "forecast")
     unused = matches[last_forecast + 1 :]
     if unused:

@@ -1,7 +1,7 @@
 """Track runs and solver steps of a pipeline: one run at a time, in one thread.
 
 The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. If these are not called, a step begins
-when the timestep changes, and a run when the timesteps turn back.
+when the timestep changes, and a run when timesteps change direction.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Run:
     foreign_calls: int = 0  # calls of the transformers that are not part of the run
     thread: int | None = None  # id of the thread that makes its calls
     is_stepped: bool = False  # whether the scheduler has made a step
-    is_named: bool | None = None  # whether its calls name a `cache_context`; None before the first call
+    is_named: bool | None = None  # whether calls are inside a `cache_context`; None before the first call
     timestep: float | None = None
     direction: float = 0.0  # sign of the last change of `timestep`
 
 
 class Clock:
-    """A counter of runs and steps. on_begin: called at the start of a run."""
+    """Counter of runs and steps. on_begin: called at the start of a run."""
 
     def __init__(self, on_begin: Callable[[], None] = lambda: None):
         self.pipe: Any = None  # its scheduler is observed; None for a transformer alone
@@ -81,13 +81,13 @@ class Clock:
                 state.forget()
 
     def locate_call(self, timestep: Any, context: str | None) -> Run | None:
-        """Return the run of a call with this timestep and `cache_context`; None outside of runs.
+        """Return the run to which a call with this timestep and `cache_context` belongs; None outside of runs.
 
-        Raises RuntimeError in another thread than the run's, ValueError if there is no pipeline and no timestep.
+        Raises RuntimeError in another thread than the run's, ValueError without both a pipeline and a timestep.
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
-            self.observe(self.pipe)  # the scheduler was exchanged since the last run
+            self.observe(self.pipe)  # the scheduler was replaced since the last run
             self.begin()
         if self.pipe is None and not self.run.is_open:
             self.begin()
@@ -103,7 +103,7 @@ class Clock:
         return run
 
     def observe(self, pipe: Any) -> None:
-        """Replace `set_timesteps` and `step` of the pipeline's scheduler, until `release`."""
+        """Wrap `set_timesteps` and `step` of the pipeline's scheduler, until `release`."""
         self.release()
         self.pipe, self.scheduler = pipe, pipe.scheduler
         for name, wrapper in (("set_timesteps", _set_timesteps), ("step", _step)):
@@ -125,8 +125,8 @@ class Clock:
         if not isinstance(timestep, (Tensor, int, float)):
             if self.pipe is None:
                 raise ValueError(
-                    "without a pipeline, steps are counted by the transformer's argument timestep, which this call "
-                    "does not have; attach to the pipeline instead"
+                    "without a pipeline, steps are counted by the transformer's argument timestep, which is missing "
+                    "in this call; attach to the pipeline instead"
                 )
             return run
         # the mean: frames may have different timesteps
@@ -155,8 +155,8 @@ class Clock:
     def _thread_error(self) -> RuntimeError:
         name = "transformer" if self.pipe is None else type(self.pipe).__name__
         return RuntimeError(
-            f"the accelerated {name} is used by another thread in the middle of a run; it serves one run at a time. "
-            "Wait for the end of that run, or load a second pipeline"
+            f"the accelerated {name} is used by another thread during a run, and supports one run at a time. Wait for "
+            "the end of that run, or load a second pipeline"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clock:

@@ -1,4 +1,4 @@
-"""A function around a module's forward, in diffusers' hook registry."""
+"""Hooks around a module's forward, in diffusers' hook registry."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 
 NAME = "paradec"
 Around = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
-"""Gets the module's forward, and the arguments of a call."""
+"""Called with the module's forward and the arguments of a call; returns the output."""
 
 
 class Hook(ModelHook):
-    """Calls `around(forward, args, kwargs)` instead of a module's forward or compiled code, until `remove`.
+    """Hook that calls `around(forward, args, kwargs)` instead of a module's forward or compiled code, until `remove`.
 
-    name: in the registry, where a module has one hook of a name. on_reset: called at the end of a pipeline's run.
+    name: unique among the module's hooks in the registry. on_reset: called at the end of a pipeline's run.
     """
 
     def __init__(self, module: nn.Module, around: Around, name: str = NAME, on_reset: Callable[[], None] | None = None):
@@ -27,7 +27,7 @@ class Hook(ModelHook):
         self.module, self.name, self.on_reset = module, name, on_reset
         self.around: Around = torch.compiler.disable(around)
         self._is_stateful = on_reset is not None
-        self.states = StateManager(BaseState)  # never asked for a state: ours is in `clock.Run`
+        self.states = StateManager(BaseState)  # only its context is used; states are in `clock.Run`
         self.slot = "forward" if hasattr(module, "_orig_mod") else None
         if module._compiled_call_impl is not None:
             self.slot = "_compiled_call_impl"
@@ -61,7 +61,7 @@ class Hook(ModelHook):
         return self.slot is None and self.module._compiled_call_impl is not None
 
     def remove(self) -> None:
-        """Restore the module. Hooks that were registered since stay."""
+        """Restore the module. Hooks that were registered later stay."""
         module = self.module
         if self.slot is not None:
             if vars(module).get(self.slot) is self.placed:
@@ -89,7 +89,7 @@ class Attached:
     """Base of sessions on a pipeline: a context manager that detaches at its end."""
 
     def report(self) -> Any:
-        """Return the report of the latest run, or so far; `.short` is one line."""
+        """Return the report of the latest or current run; `.short` is one line."""
         raise NotImplementedError
 
     def detach(self) -> None:
@@ -108,7 +108,7 @@ class Attached:
 
 @contextmanager
 def beneath_offloading(module: nn.Module) -> Iterator[None]:
-    """Change the forward that accelerate's offloading hook on a module calls, and restores when it is removed."""
+    """In this context, `module.forward` is the forward below accelerate's offloading hook, which calls it."""
     attributes = vars(module)
     outer, inner = attributes.get("forward"), attributes.get("_old_forward")
     if inner is None:

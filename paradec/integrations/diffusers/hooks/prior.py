@@ -1,4 +1,4 @@
-"""A sampler on GLM-Image's prior in `GlmImagePipeline`, in place of `vision_language_encoder.generate`."""
+"""Sampler for GLM-Image's prior in `GlmImagePipeline`; replaces `vision_language_encoder.generate`."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class PriorReport:
 
 
 class PriorSession(Attached):
-    """A sampler on the prior of a GlmImagePipeline, from `paradec.accelerate(pipe, prior="scd")`. A context manager.
+    """Sampler on the prior of a GlmImagePipeline, from `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
     prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler", "temperature",
-    "seed", ...); the others come from the encoder's generation config. Raises TypeError for another pipeline,
+    "seed", ...); missing ones come from the encoder's generation config. Raises TypeError for another pipeline,
     ValueError as `generate_images`, or for an unsupported generation config or an encoder with a session.
     """
 
@@ -73,7 +73,7 @@ class PriorSession(Attached):
             if getattr(config, name, None) not in (None, value):
                 raise ValueError(f"{name}={shown(getattr(config, name))} of {ENCODER}'s generation config is not read")
         if any(token in self.model.cells for token in getattr(config, "suppress_tokens", None) or ()):
-            raise ValueError(f"suppress_tokens of {ENCODER}'s generation config names codes, which all may be drawn")
+            raise ValueError(f"suppress_tokens of {ENCODER}'s generation config must not contain codes")
         greedy = self.arguments.get("temperature", 1.0 if do_sample else 0.0) == 0
         defaults = {"temperature": 0.0} if greedy else {name: getattr(config, name, None) for name in SAMPLING_SETTINGS}
         return picture_request(self.model, {**defaults, **self.arguments})
@@ -91,14 +91,14 @@ class PriorSession(Attached):
         max_new_tokens: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return [B, L + N] int64: prompts and N tokens of rasters. A missing seed is drawn from torch's generator.
+        """Return [B, L + N] int64: prompts and N image tokens. A missing seed is drawn from torch's generator.
 
-        Raises ValueError for an argument that the pipeline does not use, or grids of unlike sizes.
+        Raises ValueError for an argument that the pipeline does not use, or grids of different sizes.
         """
         if image_grid_thw is None or any(value is not None for value in others.values()):
             unexpected = next((name for name, value in others.items() if value is not None), "image_grid_thw=None")
             raise ValueError(
-                f"{unexpected}: {ENCODER}.generate is paradec's, for the pipeline alone; detach the session first"
+                f"{unexpected}: {ENCODER}.generate is replaced for the pipeline's use only; detach the session first"
             )
         model = self.model
         prompts = model.insert_codes(input_ids, image_grid_thw, images_per_sample, pixel_values)
@@ -106,7 +106,7 @@ class PriorSession(Attached):
         rows = [ids[keep.bool()].tolist() for ids, keep in zip(prompts, mask, strict=True)]
         grid, sources = model.read_grids(rows, image_grid_thw, images_per_sample)
         if max_new_tokens is not None and max_new_tokens < grid.length:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: the rasters have {grid.length} tokens")
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least {grid.length}, the image's tokens")
         request = self._request(do_sample)
         if request.seed is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))

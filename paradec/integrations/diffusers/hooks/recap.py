@@ -1,6 +1,6 @@
 """ReCAP on AmusedPipeline (arXiv 2505.19089).
 
-In a local step the layers evaluate the cells of the scheduler's targets, which attend to keys and values of all cells.
+In a local step the layers evaluate only the cells that the scheduler targets, which attend to keys of all cells.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from paradec.samplers.masked.rules.recap import Recap
 class RecapReport:
     """Counts since a `RecapSession` was attached."""
 
-    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: evaluated cells of an image, and all
-    bytes: int = 0  # of keys, values and hidden states, at most
+    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: evaluated cells and all cells of an image
+    bytes: int = 0  # maximum bytes of keys, values and hidden states
 
     short = property(str, doc="One line, as `str`.")
 
@@ -30,15 +30,15 @@ class RecapReport:
         evaluated, total = (sum(counts) for counts in zip(*self.cells)) if self.cells else (0, 0)
         return (
             f"{len(self.cells)} calls, {num_local} local; the layers evaluated {evaluated} of {total} cells "
-            f"({evaluated / max(total, 1):.0%}); {self.bytes / 1e6:.1f} MB kept at most"
+            f"({evaluated / max(total, 1):.0%}); at most {self.bytes / 1e6:.1f} MB stored"
         )
 
 
 class RecapSession(Attached):
     """ReCAP on an AmusedPipeline, from `paradec.accelerate(pipe, paradec.ReCAP(...))`. A context manager.
 
-    The scheduler is exchanged for a `RecapScheduler`. With `downsample` a cell has 2 x 2 tokens. Raises TypeError for
-    another pipeline, ValueError if it is accelerated already or has an attention processor that is not diffusers'.
+    It replaces the scheduler by a `RecapScheduler`. With `downsample` a cell has 2 x 2 tokens. Raises TypeError for
+    another pipeline, ValueError if it is accelerated already or has a custom attention processor.
     """
 
     def __init__(self, pipe: Any, sampler: Recap):
@@ -59,7 +59,7 @@ class RecapSession(Attached):
         for layer in layers:
             if type(layer.attn1.processor) not in (AttnProcessor, AttnProcessor2_0):
                 name = type(layer.attn1.processor).__name__
-                raise ValueError(f"attention processor {name} cannot be exchanged; call set_default_attn_processor()")
+                raise ValueError(f"attention processor {name} cannot be replaced; call set_default_attn_processor()")
         settings = {name: getattr(sampler, name) for name in sampler.settings()}
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
         self.pipe, self.scheduler, self.original_scheduler = pipe, scheduler, pipe.scheduler
@@ -75,7 +75,7 @@ class RecapSession(Attached):
         self.hooks = [
             Hook(transformer, self._call),
             Hook(layers[0], self._first, "paradec_first"),
-            Hook(layers[-1], self._last, "paradec_last"),  # around the first, where there is one layer
+            Hook(layers[-1], self._last, "paradec_last"),  # with a single layer, outside of the first hook
         ]
 
     def report(self) -> RecapReport:
@@ -139,7 +139,7 @@ class RecapSession(Attached):
 
 
 class _CachingProcessor:
-    """diffusers' attention with stored keys and values of all cells; a local step updates some."""
+    """diffusers' attention with stored keys and values of all cells, of which a local step updates some."""
 
     def __init__(self, session: RecapSession, attention: Any):
         self.session, self.attention, self.original = session, attention, attention.processor

@@ -25,10 +25,10 @@ class CallRecord:
 
     transformer: str
     step: int
-    branch: str  # the `cache_context` ("cond"), where the pipeline opens one, and the number within the step
+    branch: str  # the `cache_context` ("cond") if the pipeline opens one, and the call's number in the step
     kind: str  # "full" (all hooked modules evaluated), "forecast" (none), or "mixed"
     evaluated: int  # hooked modules that were evaluated
-    forecast: int  # hooked modules that were forecast or left out
+    forecast: int  # hooked modules that were forecast or skipped
     bytes: int  # of this transformer's histories after the call
     start: Any = field(repr=False)  # from `read_clock`
     end: Any = field(repr=False)
@@ -48,7 +48,7 @@ class Report:
 
     settings: dict[str, Forecast]  # by transformer
     modules: dict[str, list[str]]
-    coverage: dict[str, float]  # by transformer, the share of its parameters that a forecast step leaves out
+    coverage: dict[str, float]  # by transformer, the share of its parameters that a forecast step does not use
     runs: int
     calls: list[CallRecord]
     notes: list[str]  # automatic decisions
@@ -66,8 +66,8 @@ class Report:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as long the transformers' calls of this run would have taken, had each taken its transformer's
-        median full call; None without full calls."""
+        """Speed-up of this run's transformer calls over calls that all take their transformer's median full call; None
+        without full calls."""
         full: dict[str, list[float]] = {}
         for call in self.calls:
             if call.kind == "full":
@@ -79,7 +79,7 @@ class Report:
 
     @property
     def why_nothing(self) -> str | None:
-        """Why nothing was skipped, in one line; None if something was."""
+        """The reason why nothing was skipped, in one line; None if something was skipped."""
         if any(call.kind != "full" for call in self.calls):
             return None
         steps = len({call.step for call in self.calls})
@@ -87,11 +87,11 @@ class Report:
         if not self.calls:
             why = "no transformer was called in a run, which begins at the scheduler's set_timesteps"
         elif steps == 1 and len(self.calls) > 2:
-            why = "neither the scheduler's step nor a timestep told one step from the next"
+            why = "steps could not be counted: no calls of the scheduler's step, and no changes of the timestep"
         elif isinstance(rule, (StepSchedule, StepMask, Every)):
             why = f"the schedule evaluates each of these {steps} steps"
         else:
-            why = f"{rule.name} asked for an evaluation at each of {steps} steps; a larger threshold skips"
+            why = f"{rule.name} requested an evaluation at each of {steps} steps; a larger threshold skips"
             if self.changes and rule.name in ("first_block", "dbcache"):
                 least = min(self.changes)
                 why += f": the smallest change was {least:.3g}, so a threshold of {1.01 * least:.3g} would"
@@ -112,10 +112,10 @@ class Report:
             lines.append(
                 f"{name}: where={where}, how={settings.forecaster.name}, order {settings.forecaster.order}; "
                 f"{len(self.modules[name])} modules hooked, "
-                f"{self.coverage[name]:.0%} of the parameters left out at a forecast step"
+                f"{self.coverage[name]:.0%} of the parameters unused at a forecast step"
             )
         if self.speedup is not None and self.why_nothing is None:
-            lines.append(f"the transformer was {self.speedup:.2f} times as fast as with full calls alone (by medians)")
+            lines.append(f"the transformer was {self.speedup:.2f} times as fast as with only full calls (by medians)")
         return "\n".join([*lines, *self.notes, *filter(None, [self.why_nothing]), self.short])
 
     @property
@@ -161,7 +161,7 @@ class Report:
 
 
 def read_clock(inputs: list[Any]) -> Any:
-    """Return the time in seconds; of a call with tensors on a GPU an event, so that nothing waits."""
+    """Return the time in seconds, or for inputs on a GPU an event, which does not wait for the GPU."""
     if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in inputs):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

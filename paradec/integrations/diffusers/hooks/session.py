@@ -1,4 +1,4 @@
-"""`accelerate`: attach a sampler of the forecast family to a diffusers pipeline, read its report, and detach it."""
+"""`accelerate` and `Session`: attach a sampler of the forecast family to a diffusers pipeline, report, and detach."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TRANSFORMERS = ("transformer", "transformer_2", "unet")  # components of a pipel
 
 
 class Session(Attached):
-    """A sampler on a pipeline, from `accelerate`. A context manager: leaving it detaches."""
+    """Sampler on a pipeline, from `accelerate`. A context manager that detaches at its end."""
 
     def __init__(self, pipe: Any, method: FeatureForecast):
         sampler = method.to_forecast()
         if sampler.where is None:
             sampler = replace(sampler, where=sampler.rule.where or "module")
         self.pipe, self.sampler = pipe, sampler
-        find_transformers(pipe)  # raises, before the scheduler is checked
+        find_transformers(pipe)  # raises TypeError before the scheduler is checked
         observed = pipe if hasattr(pipe, "scheduler") and not isinstance(pipe, nn.Module) else None
         sampler.rule.noise_levels(getattr(observed, "scheduler", None))
         self.transformers: list[Transformer] = []
@@ -40,7 +40,7 @@ class Session(Attached):
             self.clock.observe(observed)
 
     def _attach(self) -> None:
-        """Attach to the transformers, if they were exchanged since the last run."""
+        """Attach to the transformers, if they were replaced since the last run."""
         components = find_transformers(self.pipe)
         if list(components.values()) != [transformer.module for transformer in self.transformers]:
             for transformer in self.transformers:
@@ -50,12 +50,12 @@ class Session(Attached):
                 self.transformers.append(Transformer(name, module, self.sampler, self.clock))
 
     def report(self) -> Report:
-        """Return the report of the latest run so far; `print` shows a table, `.short` is one line."""
+        """Return the report of the latest or current run; `print` shows a table, `.short` is one line."""
         run, transformers = self.clock.run, self.transformers
         calls: list[CallRecord] = [record for state in run.states.values() for record in state.records]
         notes = [note for transformer in transformers for note in transformer.notes.values()]
         if run.foreign_calls:
-            notes.append(f"{run.foreign_calls} calls of a transformer were not the run's, and left alone")
+            notes.append(f"{run.foreign_calls} calls of a transformer did not belong to the run: not changed")
         return Report(
             settings={t.name: t.settings for t in transformers},
             modules={t.name: list(t.names) for t in transformers},
@@ -67,11 +67,11 @@ class Session(Attached):
         )
 
     def reset(self) -> None:
-        """End the run and free its histories, after a custom loop was broken off."""
+        """End the run and free its histories, after a custom loop was interrupted."""
         self.clock.end()
 
     def detach(self) -> None:
-        """Restore the pipeline; the report stays. A second call does nothing."""
+        """Restore the pipeline; the report stays available. A second call does nothing."""
         with self.clock.lock:
             self.clock.end()
             self.clock.release()
@@ -86,14 +86,14 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     >>> pipe("a tiger"); print(session.report()); session.detach()               # doctest: +SKIP
 
     Args:
-        pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer: there the argument
-            `timestep` gives the step, and a run begins when timesteps change direction.
+        pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer: its argument
+            `timestep` then counts the steps, and a run begins when timesteps change direction.
         sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule (`Forecast(when=rule)`), a
-            config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)"; for AmusedPipeline
-            `ReCAP`.
+            config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)"; `ReCAP` for
+            AmusedPipeline.
         cache: "block", for LLaDA2Pipeline (`hooks.block_cache.BlockCache`), without a sampler.
         prior: for GlmImagePipeline: the sampler of its prior, or a mapping with more settings
-            (`hooks.prior.PriorSession`); alone, or next to a sampler for its DiT.
+            (`hooks.prior.PriorSession`); with or without a `sampler` for its DiT.
         settings: of the named sampler.
 
     Raises:
@@ -145,7 +145,7 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
 
 
 def check_every_step(problem: str, steps: list[int], num_steps: int) -> None:
-    """Raise ValueError unless a calibration's run has all steps, and `num_steps` as the run before (0: none)."""
+    """Raise ValueError unless a calibration's run has all steps, and as many as the run before (0: no such run)."""
     if not steps or steps != list(range(len(steps))):
         raise ValueError(f"run: {problem} at every step of one run, but at {steps}")
     if num_steps not in (0, len(steps)):

@@ -1,8 +1,9 @@
-"""All blocks of a transformer as one stack with one residual.
+"""Forecast of a transformer's blocks as one stack with one residual.
 
-At a forecast step the blocks between the rule's probe and the last ones return their inputs; the last of them adds the
-residual (output of the last minus input of the first). A segment with its own residual ends where a block's streams
-have other shapes, or where another list of blocks gets other tensors than the last block returned.
+A rule evaluates some first blocks (its probe) and some last blocks at every step. At a forecast step the blocks in
+between return their inputs; the last one adds the residual (output of the last minus input of the first). The stack is
+cut into segments, each with its own residual, where a block's streams have other shapes, or where the next list of
+blocks gets other tensors than the last block returned.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
 Build = Callable[[dict[str, Tensor]], Any]
-"""Makes a block's output of its streams by name, with the evaluated output's other values."""
+"""Builds a block's output from streams by name; other values are those of the evaluated output."""
 
 
 @dataclass(eq=False)
 class StackHistory:
-    """The stack's history in one branch. Positions count the calls of blocks."""
+    """History of the stack in one branch. Positions count the calls of blocks."""
 
     rule_progress: RunProgress = field(default_factory=RunProgress)
     blocks: dict[int, tuple[Place, Build]] = field(default_factory=dict)  # of the latest evaluation
@@ -40,7 +41,7 @@ class StackHistory:
 
 @dataclass(eq=False)
 class StackCall:
-    """One call of the transformer."""
+    """State of one call of the transformer."""
 
     history: StackHistory
     entry: dict[str, Tensor]
@@ -57,7 +58,7 @@ class StackCall:
 
 
 class Stack:
-    """The hooks on all blocks of a `Transformer` (owner). A rule that always evaluates all is a ValueError."""
+    """Hooks on all blocks of a `Transformer` (owner). Raises ValueError for a rule that always evaluates all blocks."""
 
     def __init__(self, owner: Any, rule: Rule, places: list[Place], modules: dict[str, nn.Module]):
         self.owner = owner
@@ -67,7 +68,7 @@ class Stack:
         if self.first >= self.last:
             raise ValueError(
                 f"when={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
-                f"{owner.name} has {len(places)}, so that none is left to skip"
+                f"{owner.name} has {len(places)}, so there is none to skip"
             )
         self.forecasts = places[self.first : self.last]
         self.walk: StackCall | None = None
@@ -89,7 +90,7 @@ class Stack:
     def _call(
         self, module: nn.Module, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        if not self.owner.is_inside:  # used by itself
+        if not self.owner.is_inside:  # called outside of the transformer
             return forward(*args, **kwargs)
         streams = find_streams(module, args, kwargs)
         walk = self.walk
@@ -136,15 +137,15 @@ class Stack:
             walk.step = progress.index if full else rule.forecast_at(state)
             state.finish_step(full)
             state.latent = None
-            owner.state.decision = full or bool(owner.state.decision)  # the step's, of all its calls
+            owner.state.decision = full or bool(owner.state.decision)  # over all calls of the step
         if full:
             history.blocks, history.ends = {}, {}
         return full
 
     def _start(self, walk: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the input of a segment's first block, or of the probe if a forecast replaces that too."""
+        """Return the input of a segment's first block, or of the probe if a forecast replaces the probe too."""
         is_whole = self.rule is not None and self.rule.replaces_probe and walk.position == self.first
-        # not where the probe has changed the shapes
+        # only if the probe keeps the shapes
         return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
 
     def _split(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Build, dict[str, Tensor]]:
@@ -156,7 +157,7 @@ class Stack:
                 alternative = "use where='block' or 'module'" if self.rule is None else "use a rule that counts steps"
                 raise RuntimeError(
                     f"{type(module).__name__} returns a tensor of shape {tuple(leaf.shape)} that continues none of its "
-                    f"inputs, so that its blocks are no stack; {alternative}"
+                    f"inputs, so its blocks are not a stack; {alternative}"
                 )
         constants = [leaf if name is None else None for name, leaf in zip(names, leaves, strict=True)]
         returned = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
@@ -194,8 +195,8 @@ class Stack:
         evaluated, build = history.blocks.get(position, (None, None))
         if build is None or evaluated is not place:
             raise RuntimeError(
-                f"{owner.name} calls block {place.name}, which it left out when it was evaluated; "
-                "call session.reset() where the blocks that are called change"
+                f"{owner.name} calls block {place.name}, but did not call it in the latest evaluation; call "
+                "session.reset() when the called blocks change"
             )
         if position in history.ends:
             walk.begin, walk.end = position, history.ends[position]
@@ -213,7 +214,7 @@ class Stack:
 
 
 def _continues(walk: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
-    """Whether a block belongs to the segment: the shapes are equal, and a list's first block gets its tensors."""
+    """Whether a block continues the segment: shapes are equal, and the first block of a list gets its tensors."""
     if _shapes(streams) != _shapes(walk.start):
         return False
     assert walk.place is not None

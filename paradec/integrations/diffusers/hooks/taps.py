@@ -1,4 +1,4 @@
-"""A hook on one module that evaluates it, forecasts its output, or skips it."""
+"""Hook on one module that evaluates it, forecasts its output, or skips it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paradec.samplers.forecast.refresh import relative_error
 
 @dataclass
 class ModuleHistory:
-    """The flattened output of a module, in one branch."""
+    """History of a module's flattened output, in one branch."""
 
     leaves: list[Any]  # of the output; None where there is a history
     histories: list[History | None]
@@ -30,7 +30,7 @@ class ModuleHistory:
 
 
 class Tap:
-    """One hooked module of a `Transformer` (owner). verified: it is evaluated at forecast steps too."""
+    """Hook on one module of a `Transformer` (owner). verified: evaluate it at forecast steps too, for the error."""
 
     def __init__(self, owner: Any, place: Place, module: nn.Module, verified: bool = False):
         self.owner, self.place, self.module, self.verified = owner, place, module, verified
@@ -38,7 +38,7 @@ class Tap:
 
     def call(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         owner, place = self.owner, self.place
-        if not owner.is_inside:  # used by itself
+        if not owner.is_inside:  # called outside of the transformer
             return forward(*args, **kwargs)
         call_index = owner.call_index(place.name)
         history = owner.histories.get(place.name + call_index)
@@ -101,7 +101,7 @@ class Tap:
         return [streams[name] if name else None for name in match_outputs(self.module, streams, shapes)]
 
     def _make_placeholder(self, leaf: Any) -> Any:
-        """Make the output of a skipped module: of width 0 where that is enough, else NaN."""
+        """Make a placeholder output of a skipped module: with width 0 if `place.narrow`, else NaN."""
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         if self.place.narrow:

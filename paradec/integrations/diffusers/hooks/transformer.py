@@ -1,7 +1,7 @@
 """One transformer of a session: the hooks on its modules, and the state of its run.
 
-The first hooked module that is called in a solver step asks the sampler, for all modules and both guidance branches (a
-`BlockSchedule` has the steps of each module).
+When the first hooked module is called in a solver step, the sampler decides for all modules and both guidance branches
+(a `BlockSchedule` decides for each module).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import Modules
 
 logger = logging.getLogger("paradec")
-WATCH = "paradec_watch"  # the name of hooks on modules that may be forecast too
+WATCH = "paradec_watch"  # name of additional hooks, on modules that may have a forecast hook too
 
 
 class _InputReached(Exception):
-    """The watched tensor, raised out of a block."""
+    """Carries the watched tensor out of a block's forward."""
 
 
 @dataclass(eq=False)
@@ -57,11 +57,11 @@ class RunState:
     num_calls: dict[str | None, int] = field(default_factory=dict)  # calls in this step by `cache_context`
     records: list[CallRecord] = field(default_factory=list)
     levels: Sequence[float] = ()
-    is_deciding: bool = False  # whether the present call decided for its step
+    is_deciding: bool = False  # whether the current call decided for its step
     changes: list[float] = field(default_factory=list)  # as in `Report`
 
     def advance_to_step(self, index: int) -> None:
-        """Begin a call at this solver step; the first one ends the step before."""
+        """Begin a call at this solver step; the first call of a step ends the step before."""
         if self.decision is not None:
             if self.run_progress.index == index:
                 return
@@ -78,10 +78,10 @@ class RunState:
 
 
 class Transformer:
-    """One transformer of a session.
+    """One transformer of a session, with its hooks.
 
-    Raises ValueError if it is accelerated already, has a diffusers cache, is compiled as a whole (unless `where` is
-    "output"), or lacks a module that the settings name. Nothing is changed then.
+    Raises ValueError, without changing the module, if it is accelerated already, has a diffusers cache, is compiled as
+    a whole (unless `where` is "output"), or lacks a module that the settings name.
     """
 
     def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
@@ -89,12 +89,12 @@ class Transformer:
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
-        self.is_inside = False  # whether it is called in a run; else its modules are left alone
+        self.is_inside = False  # whether a call in a run is in progress; otherwise hooks do nothing
         self.run_progress = RunProgress()
         self.state = RunState(self.run_progress)
-        self.latent: Tensor | None = None  # of the present call
-        self.level = 0.0  # the noise level of the present step
-        self.histories: dict[str, Any] = {}  # of the present branch
+        self.latent: Tensor | None = None  # of the current call
+        self.level = 0.0  # the noise level of the current step
+        self.histories: dict[str, Any] = {}  # of the current branch
         self.evaluated: list[str] = []
         self.forecast: list[str] = []
         self.call_counts: dict[str, int] = {}
@@ -124,8 +124,8 @@ class Transformer:
     def _check_compiled(self) -> None:
         if self.settings.where != "output":
             raise ValueError(
-                f"{self.name} is compiled as a whole, so that nothing inside it can be forecast; use "
-                "where='output', or compile its blocks: transformer.compile_repeated_blocks()"
+                f"{self.name} is compiled as a whole, so nothing inside it can be forecast; use where='output', or "
+                "compile its blocks: transformer.compile_repeated_blocks()"
             )
 
     def _hook_modules(self) -> None:
@@ -133,7 +133,7 @@ class Transformer:
         self._unhook_modules()
         self.taps: list[Tap] = []
         self.stack: Stack | None = None
-        self.attention: nn.Module | None = None  # its input is watched where blocks decide
+        self.attention: nn.Module | None = None  # the module whose input is watched, if blocks are hooked
         rule, where = settings.rule, settings.where or "module"
         if isinstance(where, Modules):
             places = match_patterns(self.base, where.modules, where.skip)
@@ -150,8 +150,8 @@ class Transformer:
         is_verified, kind, last = isinstance(rule, Verification), places[0].kind, places[-1].block
         if is_verified and kind in ("output", "stack"):
             raise ValueError(
-                f"when=Verification(...) evaluates the last block to measure the error, and where={kind!r} leaves it "
-                "out; use where='module' or 'block'"
+                f"when=Verification(...) evaluates the last block to measure the error, and where={kind!r} skips it; "
+                "use where='module' or 'block'"
             )
         modules = dict(self.base.named_modules(remove_duplicate=False))
         first = {id(module): name for name, module in reversed(modules.items())}
@@ -160,7 +160,7 @@ class Transformer:
             self.stack = Stack(self, rule, places, modules)
             self.hooks += self.stack.hooks
             places = self.stack.forecasts
-        places = [place for place in places if first[id(modules[place.name])] == place.name]  # shared ones once
+        places = [place for place in places if first[id(modules[place.name])] == place.name]  # shared modules once
         self._run_eagerly(places, modules)
         if self.stack is None:
             self.taps = [Tap(self, place, modules[place.name], is_verified and place.block == last) for place in places]
@@ -175,7 +175,7 @@ class Transformer:
         self.coverage = sum(covered.values()) / max(total, 1)
 
     def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
-        """Hook what is needed to read a tensor that is not the input of the module that decides."""
+        """Add the hook or module needed to watch a tensor other than the input of the first hooked module."""
         if watch == "hidden" and self.settings.where == "module":
             place = find_places(self.base, "block", True)[0]
             self.hooks.append(Hook(modules[place.name], partial(self._decide_at, place), WATCH))
@@ -213,7 +213,7 @@ class Transformer:
 
     @property
     def _is_stale(self) -> bool:
-        """Whether a hooked module was replaced (by a LoRA), or compiled since."""
+        """Whether a hooked module was replaced (by a LoRA) or compiled after it was hooked."""
         return (
             any(holder._compiled_call_impl is not None for holder in self.holders)
             or any(hook.is_overtaken for hook in self.hooks)
@@ -235,7 +235,7 @@ class Transformer:
             arguments = bind_arguments(self.base, args, kwargs)
             timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
             run = clock.locate_call(timestep, self.root.context)
-            # not detached while we waited
+            # check that the session was not detached while waiting for the lock
             if run is not None and vars(self.base).get("_paradec_session") is self:
                 return self._call_in_run(run, forward, args, kwargs)
         return forward(*args, **kwargs)
@@ -293,12 +293,12 @@ class Transformer:
     def _begin(self, run: Run) -> RunState:
         rule, clock = self.settings.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
-            self._note("schedule", f"the run does not tell its {', '.join(unknown)}, so the steps may not fit it")
+            self._note("schedule", f"the run's {', '.join(unknown)} is unknown, so the schedule may not fit it")
         self.notes.pop("steps", None)
         if clock.total is not None and clock.total <= FEW_STEPS and rule.name in ("every", "step_mask"):
             self._note(
                 "steps",
-                f"a run of {clock.total} steps: models distilled to a few steps bear few forecasts; compare pictures",
+                f"a run of {clock.total} steps: models distilled to few steps allow few forecasts; compare the images",
             )
         state = RunState(RunProgress(clock.total, run.index, clock.first))
         run.states[self.name] = state
@@ -306,7 +306,7 @@ class Transformer:
         return state
 
     def _branch(self, leaves: list[Any]) -> str:
-        """Return the name of the branch: each call of a step has its histories, and other shapes begin new ones."""
+        """Return the name of the branch. Each call of a step is a branch; changed shapes begin new histories."""
         state, context = self.state, self.root.context
         count = state.num_calls[context] = state.num_calls.get(context, -1) + 1
         branch = f"{context or 'call'} {count}"
@@ -329,7 +329,7 @@ class Transformer:
             )
 
     def call_index(self, name: str) -> str:
-        """Count a module's calls in this call of the transformer; return a suffix of its name from the second on."""
+        """Count a module's calls in this call of the transformer; return a suffix for its name: "" for the first."""
         count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
 
@@ -346,7 +346,7 @@ class Transformer:
                     self.settings.rule.observe_change(self.run_progress, state.watched_input, watched)
                 else:
                     self.run_progress.memory = {}
-                state.watched_input = watched.detach().clone()  # what is called next may write into it
+                state.watched_input = watched.detach().clone()  # the next modules may write into it
             state.decision, state.is_deciding = self.settings.evaluates(self.run_progress), True
         return state.decision
 
@@ -366,13 +366,13 @@ class Transformer:
         if not all(leaf.isfinite().all() for leaf in tree_leaves(output) if is_feature(leaf)):
             self.clock.end()
             raise RuntimeError(
-                f"skip: what {', '.join(skipped[:6])} would have returned reached the output of {self.name}; a skipped "
-                "module must feed nothing but modules that are forecast"
+                f"skip: the placeholder of {', '.join(skipped[:6])} reached the output of {self.name}; the output of a "
+                "skipped module must only be used by modules that are forecast"
             )
         self.must_check_skipped = False
 
     def _note(self, topic: str, text: str) -> None:
-        """Note an automatic decision in the report, and once in the log."""
+        """Record an automatic decision in the report, and once in the log."""
         text = f"{self.name}: {text}"
         if text not in self.logged:
             self.logged.add(text)
@@ -399,7 +399,7 @@ def _signature(leaf: Any) -> Any:
 def read_modulated_input(
     attention: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Tensor:
-    """The input [B, ...] of a block's attention in a call of the block with these arguments."""
+    """Run a block up to its attention, and return the attention's input [B, ...]."""
 
     def leave(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         raise _InputReached(find_main_stream(attention, args, kwargs).detach())
@@ -416,7 +416,7 @@ def read_modulated_input(
 
 
 def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Return the latent that a transformer is given as [B, C, (frames,) rows, columns].
+    """Return a transformer's latent as [B, C, (frames,) rows, columns].
 
     Cells [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline. Raises ValueError if their positions are
     unknown.
@@ -428,26 +428,26 @@ def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
     if unpack_latents is not None and scale is not None and rows * columns == latent.shape[1]:
         try:
             picture: Tensor = unpack_latents(latent, rows * 2 * scale, columns * 2 * scale, scale)
-        except TypeError:  # of another form
+        except TypeError:  # other parameters
             picture = latent
-        except RuntimeError:  # cells that are no squares of 2 x 2 (Qwen-Image 2.1)
+        except RuntimeError:  # cells without 2 x 2 packing (Qwen-Image 2.1)
             return latent.transpose(1, 2).unflatten(2, (rows, columns))
         config = getattr(getattr(pipe, "vae", None), "config", {})
         channels = config.get("latent_channels", config.get("z_dim", picture.shape[1]))
         if picture.ndim in (4, 5) and picture.shape[1] == channels:
             return picture
     raise ValueError(
-        f"a rule that filters the latent needs its rows and columns, and {type(pipe).__name__} gives its transformer "
-        f"cells in one row, of shape {tuple(latent.shape)}, without telling which is where; use another rule"
+        f"a rule that filters the latent needs its rows and columns, and {type(pipe).__name__} passes cells of shape "
+        f"{tuple(latent.shape)} without their positions; use another rule"
     )
 
 
 def _grid(kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Rows and columns of the cells, or (0, 0)."""
+    """Numbers of rows and columns of the cells, or (0, 0) if unknown."""
     ids, shapes = kwargs.get("img_ids"), kwargs.get("img_shapes")
     if isinstance(ids, Tensor) and ids.shape[-1] == 3 and not ids[..., 0].any():  # [(B,) cells, (picture, row, column)]
         return int(ids[..., 1].max()) + 1, int(ids[..., 2].max()) + 1
-    if shapes:  # of every row of the batch: [(frames, rows, columns), ...]
+    if shapes:  # for every row of the batch: [(frames, rows, columns), ...]
         shape = shapes[0] if isinstance(shapes[0], tuple) else shapes[0][0]
         return int(shape[-2]), int(shape[-1])
     return 0, 0
