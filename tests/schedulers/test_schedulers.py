@@ -275,7 +275,7 @@ def test_block_cache_is_refused_where_it_is_not_exact(
         paradec.accelerate(amused, cache="block")
     refuses(lambda: paradec.accelerate(pipe, cache="blok"), "unknown cache: 'blok'")
     refuses(lambda: paradec.accelerate(pipe, paradec.TaylorSeer(), cache="block"), "give one")
-    refuses(lambda: BlockCausalModule(tiny(1)), "is bidirectional.*LLaDA2Pipeline takes block_causal")
+    refuses(lambda: BlockCausalModule(tiny(1)), "is bidirectional.*LLaDA2Pipeline needs block_causal")
     with paradec.accelerate(pipe, cache="block"):
         refuses(lambda: paradec.accelerate(pipe, cache="block"), "has a block cache already")
         for length in (2, 6):  # not whole blocks of the model: keys would lack what they see
