@@ -1,10 +1,10 @@
 """Answer prompts on several devices: every process has the whole model and decodes its share of them.
 
     accelerate launch --num_processes 4 examples/accelerate_batch.py prompts.jsonl answers.jsonl --model LLADA
-    torchrun --nproc_per_node 2 examples/accelerate_batch.py --tiny       # without a GPU, where accelerate starts one
+    torchrun --nproc_per_node 2 examples/accelerate_batch.py --tiny       # without a GPU
 
 Every line of the file is {"prompt": ...}. Process r of n answers the lines r, r + n, ... into answers.jsonl.r-of-n; the
-first one then puts them together in order. A row's answer is the same whichever process decodes it.
+first process then joins these files in order. A row's answer does not depend on the process that decodes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TINY = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime
 
 
 def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch: int, **request: Any) -> None:
-    """Answer this process's lines, and on the first one put all together."""
+    """Answer this process's lines; the first process then joins the files of all processes."""
     lines = [json.loads(line) for line in source.read_bytes().split(b"\n") if line.strip()]
     share = range(state.process_index, len(lines), state.num_processes)
     asked = ({"prompt": lines[number]["prompt"], "id": number, "seed": seed_of(0, number)} for number in share)
@@ -50,7 +50,7 @@ def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch
 
 
 def part_of(out: Path, rank: int, count: int) -> Path:
-    """What a process writes."""
+    """The file that a process writes."""
     return out.with_name(f"{out.name}.{rank}-of-{count}")
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path)
     parser.add_argument("--model", default=None, help="hub id or folder; by default the packaged model")
     parser.add_argument("--tiny", action="store_true", help="the packaged model, with prompts that it knows")
-    parser.add_argument("--batch", type=int, default=8, help="rows that a process decodes at once")
+    parser.add_argument("--batch", type=int, default=8, help="rows that a process decodes together")
     parser.add_argument("--sampler", default="threshold")
     parser.add_argument("--dtype", default=None)
     args = parser.parse_args()
@@ -71,7 +71,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as own:
             folder = [own]
             if state.num_processes > 1:
-                broadcast_object_list(folder)  # the first process's, for all of them
+                broadcast_object_list(folder)  # all processes use the folder of the first one
             source, out = Path(folder[0]) / "prompts.jsonl", Path(folder[0]) / "answers.jsonl"
             if state.is_main_process:
                 source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TINY))

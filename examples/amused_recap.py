@@ -1,10 +1,10 @@
-"""Amused with other samplers: diffusers' scheduler, MaskGIT's, Halton's, and ReCAP's with its hooks in one session.
+"""Amused with several schedulers: diffusers' own, MaskGIT's, Halton's, and ReCAP's, whose session also adds hooks.
 
     python examples/amused_recap.py --device cuda "a red fox in the snow"     # writes amused-recap.png
     python examples/amused_recap.py --tiny             # random weights: no download, no GPU, no file
 
-The picture of diffusers' own scheduler comes first. In ReCAP's local steps the transformer's layers evaluate the cells
-alone that the group chose, over the keys and values that its full step kept; what every step evaluated is printed.
+The images of diffusers' own scheduler come first. In ReCAP's local steps the transformer's layers evaluate only the
+cells that their group chose, with the keys and values of its full step; the cells evaluated in every step are printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paradec.schedulers import HaltonScheduler, MaskGITScheduler
 
 
 def tiny() -> tuple[AmusedPipeline, dict[str, Any]]:
-    """An Amused of two layers that paints 8 x 8 pixels of as many codes, and what serves as a prompt."""
+    """A random Amused of two layers for images of 8 x 8 pixels and codes, and arguments that replace a prompt."""
     torch.manual_seed(0)
     embeds = {"cond_embed_dim": 8, "encoder_hidden_size": 8, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10}
     sizes = {"hidden_size": 8, "in_channels": 8, "block_out_channels": 8, "intermediate_size": 8, "num_res_blocks": 1}
@@ -55,7 +55,7 @@ def main() -> None:
         pipe = AmusedPipeline.from_pretrained(args.model).to(args.device)
         call = {"prompt": args.prompt}
     pipe.set_progress_bar_config(disable=True)
-    cells: list[int] = []  # what each call's layers evaluate of a picture
+    cells: list[int] = []  # cells of an image that the layers evaluate in each call
     pipe.transformer.transformer_layers[0].attn1.to_q.register_forward_hook(
         lambda module, given, found: cells.append(found.shape[1])
     )
@@ -77,7 +77,7 @@ def main() -> None:
         run(cls.__name__)
     pipe.scheduler = theirs
     recap = paradec.samplers.create("recap", local_steps=args.local_steps, full_groups=args.full_groups)
-    with paradec.accelerate(pipe, recap) as session:  # exchanges the scheduler and hooks the layers
+    with paradec.accelerate(pipe, recap) as session:  # replaces the scheduler and hooks the layers
         run("ReCAP")
         print(session.report())
     assert pipe.scheduler is theirs

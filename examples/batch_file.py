@@ -1,9 +1,9 @@
-"""Answer a file of prompts in batches, a line for each, so that it can be broken off and gone on with.
+"""Answer a file of prompts in batches, with a line per answer; an interrupted run can be continued.
 
     python examples/batch_file.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --device cuda
     python examples/batch_file.py --tiny               # the small model inside the package: no download, no GPU
 
-`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same; copy this where an answer needs more.
+`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same; copy this file to do more per answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import paradec
 
 
 def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any) -> tuple[int, int]:
-    """Answer the prompts that `out` has no answer to yet. Returns how many were answered, and how many failed."""
+    """Answer the prompts without an answer in `out`. Returns the numbers of new answers and of failures."""
     prompts = [json.loads(line)["prompt"] for line in source.read_bytes().split(b"\n") if line.strip()]
     lines = out.read_bytes().split(b"\n")[:-1] if out.exists() else []
-    out.write_bytes(b"".join(line + b"\n" for line in lines))  # without a last one that was cut off
+    out.write_bytes(b"".join(line + b"\n" for line in lines))  # removes a last line that is incomplete
     done = {json.loads(line)["line"] for line in lines}
     waiting = [number for number in range(len(prompts)) if number not in done]
     answered = failed = 0
@@ -32,12 +32,12 @@ def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any)
                 file.write(json.dumps({"line": number, "prompt": prompts[number], **found}) + "\n")
                 failed += "error" in found
                 answered += "error" not in found
-            file.flush()  # what is answered is safe
+            file.flush()  # answers so far are safe
     return answered, failed
 
 
 def answers(model: Any, prompts: list[str], **request: Any) -> list[dict[str, Any]]:
-    """What is written of each prompt. Rows of a batch do not depend on each other; one that is refused is found out."""
+    """Fields to write for each prompt. If a batch is refused, decode its prompts one by one to find the bad one."""
     try:
         out = paradec.generate(model, prompts, **request)
     except (ValueError, FloatingPointError) as error:
@@ -66,7 +66,7 @@ def main() -> None:
             source, out = Path(folder) / "prompts.jsonl", Path(folder) / "answers.jsonl"
             texts = ["Sort: pear fig apple", "Hello", "Reverse: pear fig apple kiwi"]
             source.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-            for _ in range(2):  # the second time nothing is left to be done
+            for _ in range(2):  # the second call finds nothing to do
                 print("{} answered, {} failed".format(*answer_file(model, source, out, 2, sampler=args.sampler)))
             print(out.read_text(), end="")
     elif args.source is None or args.out is None:

@@ -1,10 +1,10 @@
-"""A conversation: every turn takes over the keys and values of those before it, and streams its answer.
+"""A conversation: every turn reuses the keys and values of the turns before it, and streams its answer.
 
     python examples/chat_loop.py --model JetLM/SDAR-1.7B-Chat --device cuda
     python examples/chat_loop.py --tiny                # the small model inside the package: no download, no GPU
 
-On block-causal models (SDAR, Fast-dLLM v2) what is taken over is exact with the cache "block"; on others it is
-approximate (docs/caches.md). `paradec chat` is this with commands.
+With the cache "block", the reuse is exact on block-causal models (SDAR, Fast-dLLM v2); on other models it is
+approximate (docs/caches.md). `paradec chat` is such a loop with commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import paradec
 
 
 def converse(model: Any, lines: Iterable[str], **request: Any) -> None:
-    """Answer line by line."""
+    """Answer each line as a turn of one conversation."""
     turns: list[dict[str, str]] = []
     kept = None
     for line in lines:
@@ -31,13 +31,13 @@ def converse(model: Any, lines: Iterable[str], **request: Any) -> None:
         kept = out.prefix
         reused = out.cost.reused_tokens[0]
         forwards = f"{out.nfe} forward{'s' * (out.nfe != 1)}"
-        print(f"({out.tokens[0]} tokens, {forwards}, {reused} positions of the turns before reused)")
+        print(f"({out.tokens[0]} tokens, {forwards}, {reused} positions of earlier turns reused)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="JetLM/SDAR-1.7B-Chat", help="hub id or folder (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="the packaged model, which knows single turns alone")
+    parser.add_argument("--tiny", action="store_true", help="the packaged model, which was trained on single turns")
     parser.add_argument("--sampler", default="threshold")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--dtype", default="bfloat16")
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.tiny:
-        print("The packaged model: it answers the first turn, and was never trained on a second one.")
+        print("The packaged model: it answers the first turn, but was not trained on second turns.")
         lines = ["Reverse: pear fig apple kiwi", "Sort: pear fig apple"]
         converse(paradec.load(device=args.device), lines, sampler=args.sampler, cache="prefix", max_new_tokens=32)
         return

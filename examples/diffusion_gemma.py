@@ -18,7 +18,7 @@ import paradec
 
 
 def write_tiny(folder: str) -> None:
-    """A checkpoint in the published format: a random model over the packaged model's tokens, canvases of 8."""
+    """Write a checkpoint in the published format: a random model with the packaged model's tokens, canvases of 8."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     packaged = paradec.load()
@@ -42,7 +42,7 @@ def write_tiny(folder: str) -> None:
     module = DiffusionGemmaForBlockDiffusion(config)
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            if weight.ndim > 1:  # with smaller weights no canvas would settle
+            if weight.ndim > 1:  # with smaller weights no canvas would become stable
                 weight.normal_(0, 1.0 if "embed_tokens" in name else 0.1)
     module.generation_config.pad_token_id = packaged.facts.pad_token_id
     module.generation_config.confidence_threshold = 0.2

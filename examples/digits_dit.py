@@ -1,10 +1,10 @@
-"""Digits by the packaged diffusion transformer: all DDIM steps, fewer of them, and TaylorSeer at as many evaluations.
+"""Digits by the packaged diffusion transformer: all DDIM steps, fewer steps, and TaylorSeer with as few evaluations.
 
     python examples/digits_dit.py                      # offline, no GPU; writes digits-dit.png, a row for each run
     python examples/digits_dit.py --interval 3 --basis newton --order 2
-    python examples/digits_dit.py --tiny               # two pictures, few steps, no file
+    python examples/digits_dit.py --tiny               # two images, few steps, no file
 
-`paradec.accelerate` attaches to the pipeline as to any other of diffusers, and `session.report()` says what it did.
+`paradec.accelerate` attaches to this pipeline as to any diffusers pipeline; `session.report()` lists its calls.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--interval", type=int, default=5, help="evaluate every so many steps")
+    parser.add_argument("--interval", type=int, default=5, help="steps from one evaluation to the next")
     parser.add_argument("--order", type=int, default=1)
     parser.add_argument("--basis", default="taylor", help="taylor, newton, hermite, reuse, foca, dmd")
     parser.add_argument("--target", default="module", help="module, block, output")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", metavar="FILE.png", default="digits-dit.png", help="(default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="two pictures, 10 steps, no file")
+    parser.add_argument("--tiny", action="store_true", help="two images, 10 steps, no file")
     args = parser.parse_args()
     if args.tiny:
         args.classes, args.steps = [3, 8], 10
@@ -47,7 +47,7 @@ def main() -> None:
         begin = time.perf_counter()
         rows.append(paint(steps))
         away = (rows[-1] - rows[0]).abs().mean()
-        print(f"{name}: {time.perf_counter() - begin:.2f} s, pixels {away:.4f} away from the full run's")
+        print(f"{name}: {time.perf_counter() - begin:.2f} s, mean difference from the full run's pixels {away:.4f}")
 
     run(f"{args.steps} steps", args.steps)
     fewer = -(-args.steps // args.interval)

@@ -1,7 +1,7 @@
-"""A class-conditional DiT, plain and with TaylorSeer: how long both take, how far the pictures are apart, a report.
+"""A class-conditional DiT, plain and with TaylorSeer: times, difference of the images, and the report.
 
     python examples/dit_taylorseer.py --device cuda --classes "golden retriever" volcano --compare dit.png
-    python examples/dit_taylorseer.py --tiny           # random weights: no download, no GPU, no picture worth a look
+    python examples/dit_taylorseer.py --tiny           # random weights: no download, no GPU; the images are noise
 
 The settings are the paper's for DiT-XL/2: 50 DDIM steps of which 14 are evaluated, fourth order.
 """
@@ -20,7 +20,7 @@ from paradec.api.images import contact_sheet
 
 
 def tiny() -> DiTPipeline:
-    """A DiT of two layers."""
+    """A random DiT of two layers."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
     transformer = DiTTransformer2DModel(**heads, in_channels=4, out_channels=8).eval()
@@ -32,11 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="facebook/DiT-XL-2-256", help="hub id or folder (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="use random weights")
-    parser.add_argument("--classes", nargs="+", default=["golden retriever", "volcano"], help="words of ImageNet")
+    parser.add_argument("--classes", nargs="+", default=["golden retriever", "volcano"], help="ImageNet class names")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--basis", default="taylor", help="taylor, newton, hermite, reuse, foca, dmd")
     parser.add_argument("--target", default="module", help="module, block, output")
-    parser.add_argument("--compare", metavar="FILE.png", help="save the pictures, the plain run's above")
+    parser.add_argument("--compare", metavar="FILE.png", help="save the images, those of the plain run above")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Chat with Dream, with its authors' settings (entropy, temperature 0.2, top_p 0.95), and watch the text arrive.
+"""Chat with Dream, with its authors' settings (entropy, temperature 0.2, top_p 0.95), and stream the text.
 
 python examples/dream_generate.py --device cuda "Write a haiku about rain."
-python examples/dream_generate.py --tiny           # an untrained model of Dream's shape: shows the steps, says noise
+python examples/dream_generate.py --tiny           # an untrained model like Dream: shows the steps, writes noise
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import paradec
 
 
 def untrained() -> paradec.models.adapter.Model:
-    """A small random Qwen2 that sees both ways and predicts shifted by one, as Dream does, over the packaged tokens."""
+    """A small random Qwen2 that is bidirectional and predicts shifted, as Dream, with the packaged model's tokens."""
     packaged = paradec.load()
     facts = packaged.facts
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def main() -> None:
 
     if args.tiny:
         model, question, length = untrained(), "Sort: pear fig apple", 16
-        print("An untrained model of Dream's shape: its answer is noise.")
+        print("An untrained model like Dream: its answer is noise.")
     else:
         model = paradec.load(args.model, dtype=args.dtype, device=args.device)
         question, length = "Write a haiku about rain.", 256

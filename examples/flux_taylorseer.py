@@ -1,4 +1,4 @@
-"""FLUX, plain and with TaylorSeer: how long both take, how far the latents are apart, and the report.
+"""FLUX, plain and with TaylorSeer: times, difference of the latents, and the report.
 
     python examples/flux_taylorseer.py --device cuda --compare flux.png "a tiger in the snow"
     python examples/flux_taylorseer.py --device cuda --max-memory 2GB "a tiger in the snow"
@@ -21,7 +21,7 @@ from paradec.api.images import contact_sheet
 
 
 def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
-    """A FLUX of one double-stream and two single-stream blocks, and what serves as a prompt."""
+    """A random FLUX of one double-stream and two single-stream blocks, and arguments that replace a prompt."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
     embeds = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--interval", type=int, default=6)
     parser.add_argument("--target", default="module", help="module, block, output")
-    parser.add_argument("--max-memory", default=None, help='what the histories may take, "2GB", say')
+    parser.add_argument("--max-memory", default=None, help='limit of the histories, for example "2GB"')
     parser.add_argument("--compare", metavar="FILE.png", help="save both pictures side by side, the plain run's first")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Fill masked tokens in the middle of a text: what a model that sees both sides can do and a left-to-right one cannot.
+"""Fill masked tokens in the middle of a text, which needs a model that sees both sides.
 
     python examples/infill.py --device cuda "The cat <mask> on the <mask:2>, which was still warm."
     python examples/infill.py --tiny                   # the small model inside the package: no download, no GPU
 
-`<mask>` means one token, `<mask:3>` for three. With an instruction (`--prompt`) the text is the answer to it.
+`<mask>` stands for one token, `<mask:3>` for three. With an instruction (`--prompt`) the text is the answer to it.
 """
 
 from __future__ import annotations

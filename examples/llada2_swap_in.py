@@ -1,12 +1,12 @@
-"""Exchange the scheduler of diffusers' LLaDA2Pipeline, and count what it saves.
+"""Replace the scheduler of diffusers' LLaDA2Pipeline, and count the forwards.
 
 python examples/llada2_swap_in.py --model inclusionAI/LLaDA2.1-mini --trust-remote-code --device cuda
 python examples/llada2_swap_in.py --tiny           # the small model inside paradec: no download, no GPU
 
-Forwards alone say nothing: a scheduler that commits more at once needs fewer of them, and is wrong where tokens depend
-on each other. With --tiny the question is a Latin square (every line and column has each letter once), which can be
-checked: diffusers' own scheduler takes 8 forwards to a wrong square, CreditDecoding 13 to one with a wrong last line,
-the other two 16 to a right one. Of a published checkpoint the answers are printed to be read beside each other.
+Few forwards are not enough: a scheduler that commits more tokens at once needs fewer forwards, but makes errors where
+tokens depend on each other. With --tiny the question is a Latin square (every line and column has each letter once),
+which can be checked: diffusers' scheduler takes 8 forwards to a wrong square, CreditDecoding 13 to a square with a
+wrong last line, the other two 16 to a right one. For a published checkpoint, compare the printed answers yourself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paradec.tools.evaluation.tasks import Example, get_task
 
 
 def tiny_pipeline(device: str | None) -> tuple[LLaDA2Pipeline, str, dict[str, Any]]:
-    """The packaged model sees both ways and was trained without blocks: one block holds everything."""
+    """The packaged model in a pipeline. It is bidirectional and was trained without blocks: use one large block."""
     model = paradec.load(device=device)
     pipe = LLaDA2Pipeline(model.module, BlockRefinementScheduler(block_length=64), model.tokenizer)
     request = {"gen_length": 40, "num_inference_steps": 64, "mask_token_id": model.facts.mask_token_id}
@@ -31,7 +31,7 @@ def tiny_pipeline(device: str | None) -> tuple[LLaDA2Pipeline, str, dict[str, An
 
 
 def published_pipeline(args: argparse.Namespace) -> tuple[LLaDA2Pipeline, str, dict[str, Any]]:
-    """A published LLaDA2: its model's code comes with the checkpoint."""
+    """A published LLaDA2, whose model code is in the checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trusted = {"trust_remote_code": args.trust_remote_code}
@@ -42,7 +42,7 @@ def published_pipeline(args: argparse.Namespace) -> tuple[LLaDA2Pipeline, str, d
 
 
 def judged(question: str, answer: str) -> str:
-    """Whether an answer of the packaged model is right, in words; nothing where that cannot be checked."""
+    """Judge an answer to a Latin square, in words; "" for other questions."""
     task = get_task("latin_square")
     verb, _, symbols = question.partition(": ")
     if verb != task.template.partition(":")[0]:

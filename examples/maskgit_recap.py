@@ -1,11 +1,11 @@
-"""Digits by the packaged masked transformer: MaskGIT, Halton order and ReCAP, and what each of them evaluates.
+"""Digits by the packaged masked transformer: MaskGIT, Halton order and ReCAP, and the positions that they evaluate.
 
     python examples/maskgit_recap.py                   # offline, no GPU; writes a sheet for each sampler
     python examples/maskgit_recap.py --steps 16 --classes 4 2
     python examples/maskgit_recap.py --tiny            # few steps, no files
 
-All three fill the 49 codes of a picture in the same number of steps. ReCAP chooses the codes of two steps at once and
-evaluates only those in the second, over the keys and values that the first one kept.
+All three fill the 49 codes of an image in the same number of steps. ReCAP chooses the codes of two steps at once; the
+second step evaluates only its codes, with the keys and values that the first step stored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--local-steps", type=int, default=1, help="l: local steps after a full one")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="two pictures, 4 steps, no files")
+    parser.add_argument("--tiny", action="store_true", help="two images, 4 steps, no files")
     args = parser.parse_args()
     if args.tiny:
         args.classes, args.steps = [3, 8], 4
@@ -39,7 +39,7 @@ def main() -> None:
             model, class_labels=args.classes, sampler=sampler, steps=args.steps, seed=args.seed
         )
         read = [max(step.forwarded) for step in out.trace.steps]
-        print(f"{name}: {out.nfe} forwards that read {read} positions (both guidance branches), {out.seconds:.2f} s")
+        print(f"{name}: {out.nfe} forwards of {read} positions (both guidance branches), {out.seconds:.2f} s")
         if not args.tiny:
             contact_sheet(out.images, columns=len(args.classes), enlarge=4).save(f"digits-{name}.png")
 

@@ -1,9 +1,9 @@
-"""A sampler of your own, measured beside the library's: one pure function is all that a method is.
+"""A custom sampler, measured next to the library's: a method is one pure function.
 
     python examples/own_sampler.py --device cuda --model GSAI-ML/LLaDA-8B-Instruct --prompts mine.jsonl
     python examples/own_sampler.py --tiny              # the small model inside the package: no download, no GPU
 
-A line of mine.jsonl is {"prompt": ..., "answer": ...}; docs/write_a_sampler.md says what else a sampler may declare.
+A line of mine.jsonl is {"prompt": ..., "answer": ...}; docs/write_a_sampler.md has the further options of a sampler.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paradec.tools import evaluation
 
 @dataclass(frozen=True)
 class LargestGap(MaskedSampler):
-    """Sort the block's confidences and commit all that are above the largest gap between two of them.
+    """Sort the block's confidences and commit all positions above the largest gap between two neighbours.
 
     Args:
-        floor: what is less sure than this is left for later, but for the best position; in [0, 1].
+        floor: minimum confidence, in [0, 1], of committed positions, except the best one.
     """
 
     floor: float = 0.5
@@ -49,13 +49,13 @@ class LargestGap(MaskedSampler):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="hub id or folder; by default the packaged model")
-    parser.add_argument("--prompts", type=Path, help="a .jsonl of your own; by default the packaged tasks")
+    parser.add_argument("--prompts", type=Path, help="a .jsonl file; by default the packaged tasks")
     parser.add_argument("--tiny", action="store_true", help="the packaged model, on a few of its prompts")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--device", default=None)
     args = parser.parse_args()
 
-    paradec.samplers.register("largest_gap", LargestGap)  # from now on a name like any other
+    paradec.samplers.register("largest_gap", LargestGap)  # makes it available by name
     model = paradec.load(None if args.tiny else args.model, dtype=args.dtype, device=args.device)
     if args.prompts is not None:
         questions = evaluation.read_questions(args.prompts, None, None)

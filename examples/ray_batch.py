@@ -1,10 +1,10 @@
-"""Answer prompts with several workers of Ray Data; stopped and started again, it goes on with what is missing.
+"""Answer prompts with several workers of Ray Data; after an interruption the same command answers the missing ones.
 
     pip install -e ".[ray]"
     python examples/ray_batch.py prompts.jsonl answers --model GSAI-ML/LLaDA-8B-Instruct --workers 4 --gpus 1
     python examples/ray_batch.py --tiny                # the small model inside the package: no download, no GPU
 
-Every line of the file is {"id": ..., "prompt": ...}; the answers are parts of Parquet in a folder.
+Every line of the file is {"id": ..., "prompt": ...}; the answers are Parquet files in a folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="hub id or folder; by default the packaged model")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpus", type=float, default=0, help="of each worker")
-    parser.add_argument("--batch", type=int, default=8, help="rows that a worker decodes at once")
+    parser.add_argument("--batch", type=int, default=8, help="rows that a worker decodes together")
     parser.add_argument("--sampler", default="threshold")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -39,7 +39,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             asked = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee"]
             rows = [{"id": number, "prompt": text} for number, text in enumerate(asked)]
-            for count in (2, 4):  # the second time two of them are there
+            for count in (2, 4):  # the second call answers the two missing ones
                 paradec.integrations.ray.answer(ray.data.from_items(rows[:count]), folder, rows_per_part=1, **job)
             for row in ray.data.read_parquet(folder).sort("id").take_all():
                 print(row["id"], row["prompt"], "->", row["text"])
@@ -49,7 +49,7 @@ def main() -> None:
         paradec.integrations.ray.answer(
             ray.data.read_json(args.prompts, lines=True), args.folder, source=args.model, **job
         )
-        print(len(paradec.integrations.ray.answered_ids(args.folder)), "prompts are answered")
+        print(len(paradec.integrations.ray.answered_ids(args.folder)), "prompts have answers")
 
 
 if __name__ == "__main__":

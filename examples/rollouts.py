@@ -2,14 +2,14 @@
 
     python examples/rollouts.py                        # about a minute on one core, no download
     python examples/rollouts.py --task latin_square --rounds 60 --seed 1
-    python examples/rollouts.py --tiny                 # two small rounds, to see that it runs
+    python examples/rollouts.py --tiny                 # two small rounds, as a test
 
-"Insert a word anywhere" has many right answers. Tokens that are drawn at once, independently of each other, mix them,
-and the answer is wrong; the model has to agree with itself on one of them. The reward is 1 for a right answer and 0 for
-others. Each round draws several answers to each of a few prompts; an answer's advantage is its reward less the mean of
-its prompt's, over their deviation (GRPO, arXiv 2402.03300). The loss is PPO's clipped one over all decisions, with the
-ratio of the replayed log-probabilities to the recorded ones. The decoding model and the trained one are two: the second
-hands its weights over after each round. Prompts to learn from and prompts to measure with are never the same.
+"Insert a word anywhere" has many right answers. Tokens that are drawn together, independently of each other, mix
+several right answers into a wrong one, so the model must learn to prefer one answer. The reward is 1 for a right answer
+and 0 for a wrong one. Each round draws several answers to each of a few prompts. An answer's advantage is its reward
+minus the mean of its prompt's rewards, divided by their standard deviation (GRPO, arXiv 2402.03300). The loss is PPO's
+clipped loss over all decisions, with the ratio of replayed to recorded probabilities. The trained model is a copy of
+the decoding model, which gets its weights after each round. Prompts for training and measuring are disjoint.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ GIVEN = {"sampler": "threshold(threshold=0)", "max_new_tokens": 16}
 
 
 def rewards(task: Any, examples: list[Any], out: Any) -> Tensor:
-    """[B] float32: 1 for a right answer."""
+    """[B] float32: 1 for right answers, else 0."""
     return torch.tensor([float(task.check(each, text)) for each, text in zip(examples, out.text, strict=True)])
 
 
 def measured(model: Any, task: Any, examples: list[Any], seed: int) -> str:
-    """The share of right answers: drawn, and of the likeliest tokens."""
+    """Measure the shares of right answers: of drawn ones, and of those of the likeliest tokens."""
     prompts = [each.prompt for each in examples]
     drawn = paradec.generate(model, prompts * 4, temperature=1.0, seed=seed, **GIVEN)
     likeliest = paradec.generate(model, prompts, **GIVEN)
@@ -44,7 +44,7 @@ def measured(model: Any, task: Any, examples: list[Any], seed: int) -> str:
 
 
 def loss_of(model: Any, rollout: paradec.Rollout, advantage: Tensor, clip: float = 0.2) -> tuple[Tensor, Tensor]:
-    """PPO's clipped loss, and how far the ratios are from 1."""
+    """PPO's clipped loss, and the largest distance of a ratio from 1."""
     decided = rollout.decided
     ratio = (paradec.replay(model, rollout, batch_size=32) - rollout.logp)[decided].exp()
     gain = advantage.unsqueeze(1).expand(decided.shape)[decided]
@@ -72,7 +72,7 @@ def main() -> None:
     policy = paradec.load()
     trained = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(trained.module.parameters(), lr=args.rate, weight_decay=0.0)
-    print(f"{args.task}, seed {args.seed}: {len(held_out)} prompts to measure with")
+    print(f"{args.task}, seed {args.seed}: {len(held_out)} prompts for measuring")
     print(f"before: {measured(policy, task, held_out, args.seed)}")
     for number in range(1, args.rounds + 1):
         examples = [task.make(draws) for _ in range(args.prompts)]

@@ -1,11 +1,11 @@
-r"""Speculative Jacobi decoding of pictures: one token per forward, then several, and compare.
+r"""Speculative Jacobi decoding of images: one token per forward, then several, compared.
 
     python examples/sjd_images.py --tiny                # the digit generator inside the package: no download, no GPU
     python examples/sjd_images.py --model c2i_XL_384.pt --vq vq_ds16_c2i.pt --device cuda --classes 207 360 387
     python examples/sjd_images.py --model BAAI/Emu3-Gen-hf --device cuda --prompt "a portrait of a young girl"
     python examples/sjd_images.py --model deepseek-community/Janus-Pro-1B --device cuda \
         --prompt "<|User|>: a red fox in the snow\n\n<|Assistant|>:"
-    python examples/sjd_images.py --tiny --drafter digits-ar-drafter     # and speculative decoding
+    python examples/sjd_images.py --tiny --drafter digits-ar-drafter     # also with speculative decoding
 
 `--sampler gsd`, `lantern` and `jacobi` are compared in the same way.
 """
@@ -22,16 +22,16 @@ from paradec.api.images import contact_sheet
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="c2i_XL_384.pt", help="hub id, folder, or a LlamaGen file on the hub")
-    parser.add_argument("--vq", help="the VQ's file, for models that keep it apart (LlamaGen, Chameleon)")
+    parser.add_argument("--vq", help="file of the VQ, for models with a separate one (LlamaGen, Chameleon)")
     parser.add_argument("--text-encoder", help="for LlamaGen's captions: a folder or hub id of flan-t5-xl")
     parser.add_argument("--classes", nargs="*", type=int, default=[207, 360, 387], help="ImageNet labels")
     parser.add_argument("--prompt", action="append", help="a text instead of classes; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="use the small model inside the package")
-    parser.add_argument("--sampler", default="sjd", help="what to compare with (default: %(default)s)")
-    parser.add_argument("--drafter", help="a smaller model of the same pictures: also compare with `speculative`")
+    parser.add_argument("--sampler", default="sjd", help="sampler to compare (default: %(default)s)")
+    parser.add_argument("--drafter", help="a smaller model of the same images: also compare with `speculative`")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device")
-    parser.add_argument("--out", type=Path, help="a .png file for the pictures of all runs, a row each")
+    parser.add_argument("--out", type=Path, help="a .png file for the images, with a row for each run")
     args = parser.parse_args()
 
     if args.tiny:

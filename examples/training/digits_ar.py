@@ -1,18 +1,18 @@
-"""Train the autoregressive digit generator that ships inside paradec, its VQ, classifier and drafter, on one CPU core.
+"""Train the packaged autoregressive generator of digits, its VQ, classifier and drafter, on one CPU core.
 
     python examples/training/digits_ar.py --out runs/digits          # Ctrl-C at any time; the same command continues
 
 Five stages, each with a budget of CPU minutes:
 
-1. a classifier, which later judges what is generated (class accuracy, and Frechet distance on its features);
+1. a classifier, which later judges generated images (class accuracy, and Frechet distance on its features);
 2. a VQ autoencoder: 28 x 28 pixels as 7 x 7 codes out of 256;
 3. a class-conditional LlamaGen (arXiv 2406.06525) over those codes; one label in ten is dropped, for guidance;
-4. one of a sixth of its size, trained likewise: it drafts for the large one (`speculative`);
-5. the small one continues with the large one's distributions in place of the codes (Hinton et al., arXiv 1503.02531; of
-   drafters: DistillSpec, arXiv 2310.08461). A draft is accepted with probability sum of min(p, q), whatever the data
-   say. p and q are the guided distributions, at a scale drawn anew every step.
+4. a LlamaGen of a sixth of its size, trained in the same way: the drafter of the large one (`speculative`);
+5. distillation of the large one into the drafter, with distributions as targets instead of codes (Hinton et al., arXiv
+   1503.02531; for drafters: DistillSpec, arXiv 2310.08461), because a draft is accepted with probability sum of
+   min(p, q). p and q are the guided distributions, at a new random scale in every step.
 
-`runs/digits/export` then holds the folders of `paradec/assets`: `digits/` (VQ, classifier), `digits-ar/` and
+`runs/digits/export` then contains the folders of `paradec/assets`: `digits/` (VQ, classifier), `digits-ar/` and
 `digits-ar-drafter/`.
 """
 
@@ -45,7 +45,7 @@ VQ = VQConfig(
 AR = LlamaGenConfig(dim=128, n_layer=4, n_head=4, multiple_of=32, vocab_size=256, grid=7, num_classes=10)
 DRAFTER = replace(AR, dim=64, n_layer=2)
 SCALES = (1.0, 3.0)
-"""Guidance scales at which the drafter learns to follow the large network."""
+"""Range of guidance scales in the distillation."""
 
 
 def train_classifier(args: argparse.Namespace, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor) -> DigitClassifier:
@@ -94,7 +94,7 @@ def train_vq(args: argparse.Namespace, x: Tensor, hx: Tensor, classifier: DigitC
 
 
 def logits_of(model: LlamaGen, codes: Tensor, labels: Tensor) -> Tensor:
-    """codes [B, 49], labels [B] -> [B, 49, 256]."""
+    """Compute logits [B, 49, 256] of codes [B, 49] with labels [B]."""
     first = model.cls_embedding.embedding_table(labels).unsqueeze(1)
     embeddings = torch.cat((first, model.tok_embeddings(codes[:, :-1])), 1)
     cells = torch.arange(-1, AR.grid**2 - 1)
@@ -102,7 +102,7 @@ def logits_of(model: LlamaGen, codes: Tensor, labels: Tensor) -> Tensor:
 
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Codes [N, 49] of digits, their labels, and both of held-out digits."""
+"""Codes [N, 49] of digits, their labels, then codes and labels of held-out digits."""
 
 
 def train_network(name: str, config: LlamaGenConfig, args: argparse.Namespace, stage: int, data: Data) -> LlamaGen:
@@ -130,7 +130,7 @@ def train_network(name: str, config: LlamaGenConfig, args: argparse.Namespace, s
 
 
 def distil(model: LlamaGen, teacher: LlamaGen, args: argparse.Namespace, data: Data) -> None:
-    """Bring the model's guided distributions near the teacher's."""
+    """Train the model towards the teacher's guided distributions."""
     codes, y, held, hy = data
 
     def guided(network: LlamaGen, codes: Tensor, labels: Tensor, scale: float) -> Tensor:

@@ -1,10 +1,10 @@
-"""Train the diffusion transformer of digits that ships inside paradec, on one CPU core.
+"""Train the packaged diffusion transformer of digits, on one CPU core.
 
     python examples/training/digits_dit.py --out runs/digits-dit     # Ctrl-C at any time; the same command continues
 
-A DiT (Peebles and Xie, arXiv 2212.09748; diffusers' `DiTTransformer2DModel`) paints 28 x 28 pixels in patches of 4 x 4.
-It predicts the velocity v of Salimans and Ho (arXiv 2202.00512) under the cosine schedule; one label in ten is dropped,
-for guidance. `runs/digits-dit/export` then holds `paradec/assets/digits-dit`, an ordinary diffusers folder.
+A DiT (Peebles and Xie, arXiv 2212.09748; diffusers' `DiTTransformer2DModel`) denoises 28 x 28 pixels in patches of
+4 x 4. It predicts the velocity v of Salimans and Ho (arXiv 2202.00512) under the cosine schedule; one label in ten is
+dropped, for guidance. `runs/digits-dit/export` is then `paradec/assets/digits-dit`, a diffusers folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def network() -> DiTTransformer2DModel:
         patch_size=4,
         num_embeds_ada_norm=CLASSES,
     )
-    for block in model.transformer_blocks:  # every block begins as the identity, as in the paper
+    for block in model.transformer_blocks:  # every block is initialised as the identity, as in the paper
         nn.init.zeros_(block.norm1.linear.weight)
         nn.init.zeros_(block.norm1.linear.bias)
     nn.init.zeros_(model.proj_out_2.weight)
@@ -43,7 +43,7 @@ def network() -> DiTTransformer2DModel:
 
 
 def schedule() -> DDIMScheduler:
-    # clipping the image but not the noise that goes with it pulls guided pictures apart, the more steps the further
+    # no clipping: clipping the image but not its noise distorts guided images, more with more steps
     return DDIMScheduler(
         beta_schedule="squaredcos_cap_v2",
         prediction_type="v_prediction",
@@ -58,7 +58,7 @@ def train(args: argparse.Namespace, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor
     steps = noising.config.num_train_timesteps
 
     def loss_at(images: Tensor, labels: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        model.eval()  # in training mode each block drops labels by itself; here all see the same
+        model.eval()  # in training mode each block would drop labels on its own
         noisy, target = noising.add_noise(images, noise, t), noising.get_velocity(images, noise, t)
         return mse_loss(model(noisy, timestep=t, class_labels=labels).sample, target)
 
@@ -85,7 +85,7 @@ def main() -> None:
     model = train(args, *digits(args.csv))
     PixelDiTPipeline(model.half(), schedule()).save_pretrained(args.out / "export")
     for file in (args.out / "export").rglob("*.safetensors"):
-        file.chmod(0o644)  # safetensors makes files that only their owner can read
+        file.chmod(0o644)  # safetensors creates files that only their owner can read
 
 
 if __name__ == "__main__":

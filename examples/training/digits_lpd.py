@@ -1,12 +1,12 @@
-"""Train the packaged LPD of handwritten digits, a transformer that writes a picture's codes in any order.
+"""Train the packaged LPD of handwritten digits, a transformer that writes an image's codes in any order.
 
     python examples/training/digits_lpd.py                # one thread; the same command continues
 
-The codes are 7 x 7 of 256, by the packaged VQ autoencoder. For every batch a random order is drawn for each picture.
-Half of the batches decide one code after the other, so that the network knows the distribution of a code given any
-others, which exact decoding in any order reads (`create("groups", lossless=True)`); the other half decides groups of a
-random order, as LPD does (Zhang et al., arXiv 2507.01957). One class in ten is left out, for guidance.
-`runs/digits-lpd/export` then holds `paradec/assets/digits-lpd`.
+The codes are 7 x 7 out of 256, by the packaged VQ autoencoder. A random order is drawn for each image of a batch. Half
+of the batches decode one code after the other: the network learns the distribution of a code given any others, which
+exact decoding in any order needs (`create("groups", lossless=True)`). The other half decodes groups of codes in a
+random order, as LPD does (Zhang et al., arXiv 2507.01957). One class in ten is dropped, for guidance.
+`runs/digits-lpd/export` is then `paradec/assets/digits-lpd`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def network() -> LPD:
 
 
 def loss_in(model: LPD, codes: Tensor, labels: Tensor, order: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Nats a code: codes [B, 49], labels [B] (10: none), order [B, 49]."""
+    """Loss in nats per code of codes [B, 49], labels [B] (10: none), order [B, 49]."""
     logits = model(codes, labels, order, sizes)
     return cross_entropy(logits.flatten(0, 1), codes.gather(1, order).flatten())
 
@@ -67,7 +67,7 @@ def train(args: argparse.Namespace, vq: VQModel, x: Tensor, y: Tensor, hx: Tenso
     @torch.no_grad()
     def judge() -> str:
         loss = loss_in(model.eval(), held, hy, held_order, single)
-        return f"held-out loss {loss:.4f} nats a code, one after the other in a random order"
+        return f"held-out loss {loss:.4f} nats per code, one after the other in a random order"
 
     fit("lpd", model, 2e-3, args, 0, loss_of, judge)
     return model

@@ -1,14 +1,14 @@
-"""Train the masked digit generator that ships inside paradec, on one CPU core.
+"""Train the packaged masked generator of digits, on one CPU core.
 
     python examples/training/digits_masked.py     # Ctrl-C at any time; the same command continues
 
-28 x 28 grey pixels are 7 x 7 codes out of 256, by the packaged VQ autoencoder. A transformer that attends in both
-directions reads a class token and the codes, some of them masked, and predicts the masked ones: MaskGIT (Chang et al.,
-arXiv 2202.04200), with its cosine schedule of mask ratios. One class token in ten is masked too, for guidance.
+The packaged VQ autoencoder encodes 28 x 28 grey pixels as 7 x 7 codes out of 256. A bidirectional transformer reads a
+class token and the codes, some of them masked, and predicts the masked ones: MaskGIT (Chang et al., arXiv 2202.04200),
+with its cosine schedule of mask ratios. One class token in ten is masked too, for guidance.
 
-The network is the U-ViT of MaskGIT-r (`paradec.models.images.uvit`), small. Its token embeddings begin as the
-codebook's vectors, projected at random, its positions as sines and cosines of row and column, and its bias as the
-codes' log-frequencies. `runs/digits-maskgit/export` then holds `paradec/assets/digits-maskgit`.
+The network is a small U-ViT of MaskGIT-r (`paradec.models.images.uvit`). Its token embeddings are initialised with the
+codebook's vectors, projected at random, its positions with sines and cosines of row and column, and its bias with the
+codes' log-frequencies. `runs/digits-maskgit/export` is then `paradec/assets/digits-maskgit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paradec.models.images.uvit import UViT
 from paradec.models.images.vq import VQModel, load_vq
 
 SIZES = {"size": 7, "codebook_size": 256, "classes": 11, "width": 128, "depth": 2, "heads": 4}
-"""The last class is none of the ten."""
+"""The last class is none of the ten digits."""
 CELLS, MASK, CLASSES = SIZES["size"] ** 2, SIZES["codebook_size"], SIZES["classes"] - 1
 LABEL_DROP = 0.1
 
@@ -50,7 +50,7 @@ def waves(size: int, width: int) -> Tensor:
 
 
 def informed(model: UViT, vq: VQModel, codes: Tensor) -> UViT:
-    """Begin with the codebook's geometry, the grid's, and the codes' frequencies."""
+    """Initialise the model with the codebook's vectors, the grid's positions and the codes' frequencies."""
     book = normalize(vq.quantize.embedding.weight, dim=-1)
     counts = torch.bincount(codes.flatten(), minlength=len(book)).double() + 1
     with torch.no_grad():
@@ -61,14 +61,14 @@ def informed(model: UViT, vq: VQModel, codes: Tensor) -> UViT:
 
 
 def logits_of(model: UViT, codes: Tensor, masked: Tensor, labels: Tensor) -> Tensor:
-    """codes [B, 49], masked [B, 49] bool, labels [B] (-1: none) -> logits [B, 49, 256]."""
+    """Compute logits [B, 49, 256] of codes [B, 49], masked [B, 49] bool, labels [B] (-1: none)."""
     first = torch.where(labels < 0, MASK, MASK + 1 + labels).unsqueeze(1)
     ids = torch.cat((first, codes.masked_fill(masked, MASK)), 1)
     return model(ids).logits[:, 1:, :MASK]
 
 
 def draw_mask(rows: int) -> Tensor:
-    """[rows, 49] bool: as many masks as the cosine schedule gives, at random positions; one at least."""
+    """Draw masks [rows, 49] bool at random positions; their number follows the cosine schedule, at least one."""
     count = (CELLS * torch.cos(math.pi / 2 * torch.rand(rows, 1))).ceil().clamp(min=1)
     return torch.rand(rows, CELLS).argsort(1).argsort(1) < count
 

@@ -1,14 +1,14 @@
-"""Train the two next-scale digit generators that ship inside paradec, on one CPU core.
+"""Train the two packaged next-scale generators of digits, on one CPU core.
 
     python examples/training/digits_var.py --out runs/digits-var     # Ctrl-C at any time; the same command continues
 
 Three stages, each with a budget of CPU minutes:
 
-1. a multi-scale VQ autoencoder: 28 x 28 pixels as code maps of 1, 2, 3, 5 and 7 codes a side;
+1. a multi-scale VQ autoencoder: 28 x 28 pixels as code maps of 1, 2, 3, 5 and 7 codes per side;
 2. a class-conditional VAR (arXiv 2404.02905) over those codes; one label in ten is dropped, for guidance;
-3. one of a sixth of its size over the same codes, for the fine scales (CoDe, arXiv 2411.17787).
+3. a VAR of a sixth of its size over the same codes, for the fine scales (CoDe, arXiv 2411.17787).
 
-`runs/digits-var/export` then holds `digits/multi_scale_vq.safetensors`, `digits-var/` and `digits-var-small/` of
+`runs/digits-var/export` then contains `digits/multi_scale_vq.safetensors`, `digits-var/` and `digits-var-small/` of
 `paradec/assets`.
 """
 
@@ -51,7 +51,7 @@ def train_vq(args: argparse.Namespace, x: Tensor, hx: Tensor) -> MultiScaleVQ:
 
     @torch.no_grad()
     def residuals(images: Tensor) -> Tensor:
-        """Inputs of the codebook at all scales, [n, 8]."""
+        """Compute the inputs [n, 8] of the codebook at all scales."""
         rest, inputs = model.features(images), []
         for index, side in enumerate(SCALES):
             reduced = model.downsample(rest, side)
@@ -92,7 +92,7 @@ def train_network(
     held: Tensor,
     hy: Tensor,
 ) -> VAR:
-    """codes [N, 88] of digits with labels y; held, hy: those held out."""
+    """Train a VAR on codes [N, 88] of digits with labels y; held, hy: codes and labels of held-out digits."""
     torch.manual_seed(0)
     model = VAR(**COMMON, **sizes)
     for key, parameter in model.named_parameters():
@@ -100,7 +100,7 @@ def train_network(
             nn.init.normal_(parameter, std=0.02)
         if key in ("head.weight", "head_nm.ada_lin.1.weight", "shared_ada_lin.1.weight"):
             nn.init.normal_(parameter, std=1e-3)
-        if key.endswith("ada_gss"):  # gates small, scales and shifts nothing
+        if key.endswith("ada_gss"):  # gates begin at 0.5, scales and shifts near 0
             nn.init.normal_(parameter, std=1e-3)
             with torch.no_grad():
                 parameter[:, :, :2] += 0.5

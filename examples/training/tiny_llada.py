@@ -1,14 +1,14 @@
-"""Train the masked diffusion model of text that ships inside paradec, on two CPU cores.
+"""Train the packaged masked diffusion model of text, on two CPU cores.
 
     python examples/training/tiny_llada.py --out runs/tiny               # Ctrl-C at any time ...
     python examples/training/tiny_llada.py --out runs/tiny --resume      # ... and continue
 
 The model (under 2M parameters) learns the list tasks of `paradec.tools.evaluation.tasks` as a masked diffusion model
-(LLaDA, arXiv 2502.09992): the prompt is visible, some positions of the answer are replaced by the mask token, and the
-model, which attends in both directions, predicts them all at once.
+(LLaDA, arXiv 2502.09992): the prompt is visible, some positions of the answer are masked, and the bidirectional model
+predicts them all at once.
 
-`runs/tiny/checkpoint.pt` continues a run; `runs/tiny/export` holds the model in the file format of the published LLaDA
-checkpoints (`paradec.load("runs/tiny/export")`).
+A run continues from `runs/tiny/checkpoint.pt`; `runs/tiny/export` is the model in the file format of the published
+LLaDA checkpoints (`paradec.load("runs/tiny/export")`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (UNK, SYSTEM, USER, ASSISTANT, BOS, EOS, MASK)
 TOKEN_PATTERN = r"\n|\w+|[^\w\s]"
 
-CHAT_TEMPLATE = (  # like LLaDA's it ends with the assistant's turn, asked for or not
+CHAT_TEMPLATE = (  # like LLaDA's it always ends with the begin of the assistant's turn
     "{% for message in messages %}"
     f"{{{{ ('{BOS}' if loop.first else '') + '<|' + message['role'] + '|>' }}}}"
     "{{ message['content'] | trim }}"
@@ -59,10 +59,10 @@ CHAT_TEMPLATE = (  # like LLaDA's it ends with the assistant's turn, asked for o
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word, number, punctuation mark and line break.
+    """Build a tokenizer with one token per word, digit, punctuation mark and line break.
 
-    A capital at the start of a word is lowered ("Sort" and "sort" are one token); single letters keep their case, as
-    the symbols of Latin squares.
+    A capital at the start of a word is lowered ("Sort" and "sort" are one token); single letters, the symbols of Latin
+    squares, keep their case.
     """
     templates = re.sub(r"{\w+}", "", " ".join(task.template for task in TASKS.values()))
     instructions = re.findall(r"[A-Za-z]{2,}", templates)
@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, example: Example) -> list[
 
 
 LENGTHS = {24: 0.5, 32: 0.25, 44: 0.15, 80: 0.1}
-"""Length of a batch's rows -> how often. Answers are filled with end tokens, so no batch has padding."""
+"""Probability of each row length. Answers are filled up with end tokens, so no batch has padding."""
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -108,7 +108,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, mixture: dict[str, float], tokens: int) -> Batch:
-    """Draw about ``tokens`` tokens' worth of examples, all rows of one length, and mask them."""
+    """Draw masked examples of about ``tokens`` tokens in all; all rows have one length."""
     (length,) = rng.choices(list(LENGTHS), LENGTHS.values())
     names, weights = list(mixture), list(mixture.values())
     rows: list[list[int]] = []
@@ -128,10 +128,10 @@ def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, mixture: dict[st
 
 
 def draw_mask(rng: Random, region: int, answer: int) -> list[bool]:
-    """Which of the `region` positions after the prompt to mask (at least one of them).
+    """Draw which of the `region` positions after the prompt to mask (at least one).
 
-    Mostly a uniform ratio, as in LLaDA; else the states that decoding meets: everything masked, or all known to the
-    left of a block that the `answer` and its first end token reach, and all masked to the right of it.
+    Mostly with a uniform ratio, as in LLaDA; else as in decoding: everything masked, or positions left of a random
+    block all known and right of it all masked. The block begins within `answer`, the length with one end token.
     """
     pattern, ratio = rng.random(), rng.random()
     if pattern < 0.15:
@@ -167,16 +167,16 @@ def build_model(vocab_size: int) -> LlamaForCausalLM:
 
 
 def logits_of(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Logits (rows, length, vocabulary) for ids (rows, length), every position seeing every one."""
+    """Compute logits (rows, length, vocabulary) of ids (rows, length) with bidirectional attention."""
     rows, length = ids.shape
     visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device)
     return model(input_ids=ids, attention_mask=visible.expand(rows, -1, -1, -1)).logits
 
 
 def loss_of(model: torch.nn.Module, batch: Batch, mask_id: int) -> Tensor:
-    """Weighted cross-entropy of the masked positions.
+    """Compute the weighted cross-entropy of the masked positions.
 
-    Without label smoothing many confidences would be exactly 1.0 in float32, and their order an accident.
+    Without label smoothing many confidences would be exactly 1.0 in float32, and their order random.
     """
     ids, masked, weight = batch
     logits = logits_of(model, ids.masked_fill(masked, mask_id))
@@ -186,7 +186,7 @@ def loss_of(model: torch.nn.Module, batch: Batch, mask_id: int) -> Tensor:
 
 
 def accuracy(folder: Path, examples: list[Example], sampler: str) -> dict[str, float]:
-    """Share of right answers by task, of the exported model."""
+    """Compute the share of right answers of the exported model, by task."""
     model = paradec.load(folder)
     right: dict[str, list[bool]] = defaultdict(list)
     for length in (32, 64):
@@ -198,7 +198,7 @@ def accuracy(folder: Path, examples: list[Example], sampler: str) -> dict[str, f
 
 
 def llada_name(name: str) -> str:
-    """The LLaDA name of a Llama weight (`ff_out` has two meanings there)."""
+    """Convert the name of a Llama weight to LLaDA's (where two kinds of weights are called `ff_out`)."""
     for llama, llada in (
         ("model.layers.", "model.transformer.blocks."),
         ("model.embed_tokens.", "model.transformer.wte."),
@@ -219,7 +219,7 @@ def llada_name(name: str) -> str:
 def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the model in LLaDA's file format, with its tokenizer.
 
-    The fields of the JSON files are those of the packaged model, with this model's sizes.
+    The JSON files have the fields of the packaged model, with this model's sizes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {llada_name(k): v.cpu().contiguous() for k, v in model.state_dict().items()}
@@ -240,10 +240,10 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
 
 
 class Trainer:
-    """Everything that a checkpoint holds, and the step that advances it.
+    """State of the training, which checkpoints save, and its step.
 
-    Matrices take Muon's steps, which needed a quarter fewer than AdamW's. torch's Muon orthogonalizes in bfloat16; the
-    packaged weights were trained with the same iterations in float32.
+    Matrices are trained with Muon, which needed a quarter fewer steps than AdamW. torch's Muon orthogonalises in
+    bfloat16; the packaged weights were trained with the same iterations in float32.
     """
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
@@ -262,10 +262,10 @@ class Trainer:
         self.step, self.seconds = 0, 0.0
 
     def train_step(self, batches: list[Batch], pool: Executor, progress: float) -> float:
-        """One optimizer step on the mean loss of the batches; returns it.
+        """Make one optimizer step on the mean loss of the batches; return this loss.
 
         The rate is constant, then falls to zero over the last half of `progress` in [0, 1]. Each thread of the pool
-        takes a batch at a time: a core that is busy elsewhere then delays one batch, not every operation.
+        processes whole batches, so a core that is busy elsewhere delays one batch, not every operation.
         """
         scale = min(1.0, (self.step + 1) / 200, max(0.0, 2.0 * (1.0 - progress)))
         for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
@@ -290,7 +290,7 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def averaged(self) -> LlamaForCausalLM:
-        """The model with the moving average of the weights."""
+        """Build the model with the moving average of the weights."""
         model = LlamaForCausalLM(self.model.config)
         model.load_state_dict(self.average)
         return model.eval()
@@ -321,7 +321,7 @@ class Trainer:
 
 
 def report(title: str, folder: Path, examples: list[Example]) -> dict[str, float]:
-    """Print the right answers by task; return those of the confidence threshold."""
+    """Print the shares of right answers by task; return those of the confidence threshold."""
     samplers = ("low_confidence", "threshold(threshold=0.9)", "threshold(threshold=0)")
     scores = {sampler: accuracy(folder, examples, sampler) for sampler in samplers}
     print(f"{title:16}" + "".join(f"{name:>26}" for name in scores))
@@ -335,7 +335,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=90.0, help="of training (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="end after so many steps")
+    parser.add_argument("--steps", type=int, help="maximum number of steps")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the examples")
     args = parser.parse_args()
@@ -350,7 +350,7 @@ def main() -> None:
     trainer = Trainer(model, tokenizer, args.seed)
     if args.resume:
         trainer.load(checkpoint)
-    stop = threading.Event()  # an exception could come between two halves of a step
+    stop = threading.Event()  # an exception could interrupt a step
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     begin, before, losses = time.monotonic(), trainer.seconds, []
@@ -372,7 +372,7 @@ def main() -> None:
             probe = Random(f"{args.seed} {trainer.step}")  # new prompts: the packaged ones stay unseen
             examples = [task.make(probe) for task in TASKS.values() for _ in range(32)]
             scores = report(f"step {trainer.step}", folder, examples)
-            # tasks not yet learned are drawn up to five times as often
+            # tasks with errors are drawn up to five times as often
             trainer.mixture = {name: 1.0 + 4.0 * (1.0 - score) for name, score in scores.items()}
             evaluated = time.monotonic()
         if now - saved > 120:
