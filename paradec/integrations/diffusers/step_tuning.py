@@ -172,7 +172,7 @@ def _check(
     choosing, reporting = seed_sets
     if not choosing or len(reporting) < 2 or len(set(choosing + reporting)) < len(choosing + reporting):
         raise ValueError(
-            f"seeds={shown(seeds)}, report={shown(report)}: give at least one and two seeds, all different"
+            f"seeds={shown(seeds)}, report={shown(report)}: give one choosing and two reporting seeds, all different"
         )
     return choosing, reporting
 

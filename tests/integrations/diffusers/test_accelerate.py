@@ -660,7 +660,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         (dit, Modules("proj_out_2", "layers.*"), "skip: pattern 'layers"),
         # diffusers' lite mode on DiT: blocks are left out, and nothing after them is forecast
         (dit, Modules(r"transformer_blocks\.0\.attn1", r"transformer_blocks\.1"), "no forecast.*blocks.1"),
-        (dit, [r".*\.0\.attn1", r"transformer_blocks\.0"], "which holds it"),
+        (dit, [r".*\.0\.attn1", r"transformer_blocks\.0"], "which contains it"),
         (flux, Modules("proj_out", "proj_out"), "modules and skip both match 'proj_out'"),
     ):
         refuses(partial(accelerate, pipe, TaylorSeer(where=[target] if isinstance(target, str) else target)), message)

@@ -153,7 +153,7 @@ def test_arguments_are_checked(digits: Any) -> None:
         ({"budget": 0}, "budget=0"),
         ({"runs": -1}, "runs=-1"),
         ({"seeds": [1, 2], "report": [2, 3]}, r"seeds=\[1, 2\], report=\[2, 3\]"),
-        ({"report": 1}, "two that report"),
+        ({"report": 1}, "two reporting seeds"),
         ({"seeds": 0}, "seeds=0"),
         ({"sampler": Forecast(when="first_block")}, "sampler has when"),
         ({"sampler": TaylorSeer(where=["nothing"])}, "nothing"),
