@@ -1,9 +1,9 @@
-"""AntiBERTy, a masked language model of antibody sequences, out of the `antiberty` wheel.
+"""AntiBERTy, a masked language model of antibody sequences, from the `antiberty` wheel.
 
 Ruffolo, Gray and Sulam, "Deciphering antibody affinity maturation with language models and weakly supervised learning",
-arXiv 2112.07782. The wheel (MIT licence) holds 26M parameters, trained on 558M natural antibody sequences, and code for
-an older transformers. Only its data files are read here: no code of the package is imported, and the pickled weights
-are unpickled as tensors alone.
+arXiv 2112.07782. The wheel (MIT licence) contains 26M parameters, trained on 558M natural antibody sequences, and code
+for an older transformers. Only its data files are read here: no code of the package is imported, and the weights are
+unpickled as tensors only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from paradec.models.adapter import Model
 from paradec.models.wrapping import wrap
 
 NOT_THE_LANGUAGE_MODEL = ("bert.embeddings.position_ids", "bert.pooler.", "cls.species.", "cls.chain.", "cls.graft.")
-"""Weights of the classification heads, and a buffer that is made anew."""
+"""Weights of the classification heads, and a buffer that transformers creates itself."""
 
 
 def load_antiberty() -> Model:
-    """Load AntiBERTy as a model that samplers can decode with: a `Model` around transformers' `BertForMaskedLM`,
-    float32, on the CPU.
+    """Load AntiBERTy as a `Model` around transformers' `BertForMaskedLM`, float32, on the CPU.
 
     The vocabulary has 25 tokens: [PAD], [UNK], [CLS], [SEP], [MASK] and the 20 amino acids. The model was trained on
-    `[CLS] residues [SEP]`, one token per residue: `model.tokenizer("E V Q L")["input_ids"]` gives that. It sees up to
-    512 positions, predicts in place and has no end token (lengths are the user's choice).
+    `[CLS] residues [SEP]`, one token per residue, as `model.tokenizer("E V Q L")["input_ids"]` returns. It has up to
+    512 positions, predicts in place and has no end token (users choose lengths).
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message says how to install it.

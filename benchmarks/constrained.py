@@ -1,10 +1,9 @@
-"""What constraints do to the packaged model's answers: right ones and forwards, without and with a constraint.
+"""Effect of constraints on the packaged model's answers: right answers and forwards, without and with a constraint.
 
     python benchmarks/constrained.py [--limit 48]
 
-The constraint of a task is what can be said of its answers before they are known: an order of the prompt's words
-(`sort`, `reverse`, `shuffle`: a choice of all orders), or the prompt's words in lines and columns (`latin_square`: a
-pattern).
+The constraint of a task follows from the prompt alone: all orders of the prompt's words (`sort`, `reverse`, `shuffle`:
+a choice), or the prompt's words in rows and columns (`latin_square`: a pattern).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def constraint_of(task: str, items: list[str]) -> Constraint:
-    """What an answer must be."""
+    """Build the constraint of a task's answers."""
     if task == "latin_square":
         row = " ".join(["(" + "|".join(items) + ")"] * len(items))
         return paradec.Regex("\n".join([row] * len(items)))

@@ -1,15 +1,15 @@
-"""What every preset costs and keeps on the packaged digit generator: forwards, class accuracy, Frechet distance.
+"""Measure cost and quality of samplers on the packaged digit generator: forwards, class accuracy, Frechet distance.
 
-    python benchmarks/digits.py                    # 500 pictures of each setting; writes results/digits.json
-    python benchmarks/digits.py --figure docs/figures/digits.png    # the pictures alone
+    python benchmarks/digits.py                    # 500 images of each setting; writes results/digits.json
+    python benchmarks/digits.py --figure docs/figures/digits.png    # only the figure
     python benchmarks/tables.py                    # afterwards: the tables of docs/results.md
 
-Class accuracy is how often the packaged classifier (98 % right on held-out digits) sees the class that was asked for;
-the distance is between the features of the pictures and those of a thousand held-out real digits. Intervals are 95 %:
-Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance. Each setting is held
-against token-by-token decoding under the same distribution: the difference in accuracy, and how often a random split of
-both sets of pictures, class by class, is further apart than they are (a permutation test; for lossless samplers
-uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted by themselves.
+Class accuracy is the share of images in which the packaged classifier (98 % right on held-out digits) sees the
+requested class. The distance is between the features of the images and those of a thousand held-out real digits.
+Intervals are 95 %: Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance.
+Each setting is compared with token-by-token decoding under the same distribution by a permutation test: p is the share
+of random splits of both sets of images, class by class, with a larger distance than the real one (for lossless samplers
+uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted separately.
 """
 
 from __future__ import annotations
@@ -57,29 +57,29 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("sjd, keep", "sjd", {"refresh": "keep"}),
     ("lantern, uniform q", "lantern", {"guess_distribution": "uniform"}),
 ]
-"""(label, sampler, settings); what is left out is the sampler's default: a window of 16, 5 with a drafter."""
+"""(label, sampler, settings); other settings have their defaults: a window of 16, 5 with a drafter."""
 PICTURED = 7
-"""Settings in the figure: the first ones."""
+"""Number of settings in the figure, from the first one on."""
 BATCH = 100
 PERMUTATIONS = 999
 BOOTSTRAPS = 200
 
 
 def create(name: str, settings: dict[str, Any]) -> Any:
-    """The sampler; a drafter is given by its name."""
+    """Create the sampler; a drafter in `settings` is loaded by its name."""
     loaded = {"drafter": paradec.load(settings["drafter"])} if "drafter" in settings else {}
     return paradec.samplers.create(name, **(settings | loaded))
 
 
 def batches(images: int) -> Iterator[tuple[int, list[int]]]:
-    """The first index of every batch of pictures, and their classes, which take turns."""
+    """Yield the first index of every batch of images, and their classes 0 to 9 in turn."""
     for start in range(0, images, BATCH):
         yield start, [index % 10 for index in range(start, min(start + BATCH, images))]
 
 
 @torch.inference_mode()
 def run(model: Any, sampler: Any, images: int, seed: int, guidance: float) -> dict[str, Any]:
-    """`images` pictures, all classes equally often."""
+    """Generate images, all classes equally often."""
     pictures, forwards, drafted = [], [], []
     for start, labels in batches(images):
         out = paradec.generate_images(
@@ -92,7 +92,7 @@ def run(model: Any, sampler: Any, images: int, seed: int, guidance: float) -> di
 
 
 def judged(found: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tensor]:
-    """Numbers of one setting, and the features of its pictures [n, d]."""
+    """Compute the measurements of one setting, and the features [n, d] of its images."""
     with torch.inference_mode():
         features = classifier.features(found["pictures"])
         right = (classifier.output(features).argmax(-1) == torch.arange(len(features)) % 10).numpy()
@@ -112,13 +112,13 @@ def judged(found: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tens
 
 
 def chance(ours: Tensor, base: Tensor) -> float:
-    """How often a random split of both sets of features is further apart than they are."""
+    """Permutation test: share of random splits of both sets of features with at least their distance."""
     features = torch.cat([ours, base])
 
     def apart(mine: Tensor) -> float:
         return frechet_distance(moments(features[mine]), moments(features[~mine]))
 
-    # classes are equally many in both sets, and must be so in every split
+    # both sets have equally many images of each class, and every split must, too
     generator = torch.Generator().manual_seed(0)
     mine = torch.arange(len(features)) < len(ours)
     classes = [torch.arange(label, len(features), 10) for label in range(10)]
@@ -132,7 +132,7 @@ def chance(ours: Tensor, base: Tensor) -> float:
 
 
 def figure(model: Any, file: Path) -> None:
-    """Two of every digit by each preset, a row of pictures above a row of the steps that made their tokens final."""
+    """Draw two of every digit for each setting: a row of images above a row of the steps that wrote their codes."""
     rows = []
     for label, name, settings in SETTINGS[:PICTURED]:
         sampler = create(name, settings)
@@ -147,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--out", type=Path, default=RESULTS / "digits.json")
-    parser.add_argument("--figure", type=Path, help="draw docs/figures/digits.png and do nothing else")
+    parser.add_argument("--figure", type=Path, help="only draw the figure into this file")
     args = parser.parse_args()
 
     if args.images < 10 or args.images % 10:
@@ -162,7 +162,7 @@ def main() -> None:
     base = torch.empty(0)
     for index, (label, name, settings) in enumerate(SETTINGS):
         sampler = create(name, settings)
-        # other numbers for every setting: lossless ones must agree in distribution, not number by number
+        # other seeds for every setting: lossless samplers must agree in distribution, not image by image
         found = run(model, sampler, args.images, 1_000_000 * index, guidance)
         judgement, features = judged(found, classifier)
         row: dict[str, Any] = {"label": label, "lossless": bool(getattr(sampler, "lossless", False)), **judgement}

@@ -1,24 +1,24 @@
 """Checks and timings on one CUDA device: kernels, and whole decoding steps. Made for an H100 or H200; under 10 minutes.
 
     python benchmarks/gpu.py [--only statistics step sparsed] [--out benchmarks/results/gpu.json]
-    python benchmarks/gpu.py --dry-run    # on a CPU: every line of this with tiny shapes, for nothing but typing errors
+    python benchmarks/gpu.py --dry-run    # on a CPU: the same code with tiny shapes, only to find typing errors
 
-Every kernel is first checked against a float64 reference on fresh random inputs; then it is timed.
+Every kernel is checked against a float64 reference on new random inputs, then timed.
 
-- statistics: bytes of logits per second, over those of a copy measured in the same run, and the speed-up over what the
-  public codes do at temperature 0 (argmax, softmax in float64, gather).
+- statistics: bytes of logits per second, as a share of a copy's in the same run, and the speed-up over the public
+  codes' statistics at temperature 0 (argmax, softmax in float64, gather).
 - step: random models of LLaDA-8B's and Dream-7B's shape, bfloat16, a block of 32 at the end of 1024 positions with
-  stored keys and values: forwards per second of paradec's loop ("eager") and of the captured step ("graphed"), as
-  shares of what the memory (and at batch 8 the arithmetic) allows; how much of the graphed step is not the model; what
-  a row that does not fill its canvas costs ("padded": attention by a mask); a request that captures its graphs, and one
-  that finds them; and as yardstick a loop as the public codes have it: all 1024 positions at every step, float64
-  softmax over them. Random weights make times, not texts.
+  stored keys and values. Measured are: forwards per second of paradec's loop ("eager") and of the captured step
+  ("graphed"), as shares of the limit by memory (at batch 8 also arithmetic); the share of the graphed step outside of
+  the model; the step with rows that do not fill their canvas ("padded": attention with a mask); a request that captures
+  its graphs, and one that reuses them; and for comparison a loop like the public codes': all 1024 positions at every
+  step, with a float64 softmax over them. Random weights are enough for times.
 - sparsed: see benchmarks/gpu_sparsed.py.
 
-Writes one JSON file with the device's name and, where that is the default one, the tables of docs/results.md. What
-fails, or does not fit into its section's time, is listed under "problems" there, beside what was measured. Exit code 2
-where there is no CUDA device, 1 where there was a problem. A dry run writes no tables, and JSON only with --out. With
-TRITON_INTERPRET=1 it runs the kernels, elsewhere their references.
+Writes one JSON file with the device's name and, if this is the default file, the tables of docs/results.md. Failures,
+and measurements that do not fit into a section's time, are listed under "problems" in it. Exit code 2 without a CUDA
+device, 1 with a problem. A dry run writes no tables, and JSON only with --out. With TRITON_INTERPRET=1 it runs the
+kernels, otherwise their references.
 """
 
 from __future__ import annotations
@@ -91,23 +91,23 @@ TINY = {
 
 
 def _with_device_step(registry: Any) -> list[str]:
-    """Names of the samplers or caches that the device step takes."""
+    """List the samplers or caches that the device step supports."""
     return [name for name in registry.names() if getattr(registry.get(name), "device_step", False)]
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is; `DRY` goes through the same lines in seconds, on a CPU."""
+    """Sizes of the measurements; with `DRY` the same code runs in seconds, on a CPU."""
 
     checked_vocabularies: tuple[int, ...] = (8193, 50_257, 126_464, 152_064)
     checked_rows: tuple[tuple[int, float], ...] = ((1, 1.0), (37, 0.7), (300, 1.0))
-    """Rows, and the temperature of their statistics."""
+    """Number of rows, and temperature of the statistics."""
     vocabularies: tuple[int, ...] = (126_464, 152_064)
     rows: tuple[int, ...] = (32, 256, 1024)
     working_set: int = 800_000_000
-    """Bytes of logits that are read in turns: several times the second-level cache."""
+    """Bytes of logits that are read in turn: several times the second-level cache."""
     copied: int = 2**31
-    """Bytes of the copy that bandwidth is measured by."""
+    """Bytes of the copy with which bandwidth is measured."""
     samplers: tuple[str, ...] = tuple(sorted(_with_device_step(paradec.samplers)))
     batches: tuple[int, ...] = (1, 8)
     block: int = 32
@@ -140,7 +140,7 @@ def check(holds: bool, what: str) -> None:
 
 
 def copy_bandwidth(device: torch.device, scale: Scale) -> float:
-    """Bytes per second, read and written together, of a copy."""
+    """Measure bytes per second, read plus written, of a copy."""
     source = torch.empty(scale.copied, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * scale.copied / (milliseconds(lambda _: target.copy_(source), device, scale.repeats) * 1e-3)
@@ -154,7 +154,8 @@ def kernel_path(device: torch.device) -> str:
 
 
 def check_statistics(device: torch.device, scale: Scale) -> int:
-    """The kernel against float64, over dtypes, odd vocabularies, strides, temperatures, splits; returns how many."""
+    """Check the kernel against float64, for several dtypes, vocabularies, strides and temperatures; return the number
+    of checks."""
     generator = torch.Generator(device).manual_seed(time.time_ns() % 2**31)
     done = 0
     for vocabulary in scale.checked_vocabularies:
@@ -186,7 +187,7 @@ def check_statistics(device: torch.device, scale: Scale) -> int:
 
 
 def reference_statistics(logits: Tensor) -> Tensor:
-    """What the public codes do at temperature 0."""
+    """Compute the statistics as the public codes do at temperature 0."""
     token = logits.argmax(-1)
     return logits.to(torch.float64).softmax(-1).gather(-1, token.unsqueeze(-1))
 
@@ -225,8 +226,8 @@ def run_statistics(section: Section, device: torch.device, copied: float, scale:
 
 
 def check_steps(device: torch.device, scale: Scale) -> int:
-    """Captured decoding against the plain loop on small random models in float64: the same tokens and counts, for two
-    requests after each other."""
+    """Check captured decoding against the plain loop on small random models in float64, for two requests one after the
+    other: equal tokens and counts. Returns the number of checks."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {
@@ -278,7 +279,7 @@ def check_steps(device: torch.device, scale: Scale) -> int:
 
 
 def build(name: str, device: torch.device, scale: Scale) -> Any:
-    """A random model of a published shape."""
+    """Build a random model of a published shape."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     shape = SHAPES[name]
@@ -303,7 +304,7 @@ def build(name: str, device: torch.device, scale: Scale) -> Any:
 
 
 def roofline(model: Any, batch: int, peaks: tuple[float, float], scale: Scale) -> float:
-    """Forwards per second at best: the weights and the stored keys and values are read once, every weight takes two
+    """Upper bound of forwards per second: weights and stored keys and values are read once, and every weight takes two
     operations per position."""
     config = model.module.config
     embedded = model.module.get_input_embeddings().weight.numel()
@@ -315,7 +316,7 @@ def roofline(model: Any, batch: int, peaks: tuple[float, float], scale: Scale) -
 
 
 class Steps:
-    """Times of one model and batch. Steps are those inside a block, after the forward that opened it."""
+    """Timings of one model and batch size. Only steps inside a block count, after the forward that opened it."""
 
     def __init__(self, model: Any, batch: int, scale: Scale):
         self.model, self.batch, self.scale, self.device = model, batch, scale, model.device
@@ -348,8 +349,8 @@ class Steps:
         return {"eager_per_second": 1 / statistics.median(times[min(3, len(times) - 1) :])}
 
     def graphed(self, shorter: int = 0) -> dict[str, Any]:
-        """Replayed, with the host's wait after each step; also how much of that is the model, and whether the tokens
-        are the eager ones."""
+        """Time captured steps, including the host's wait after each; also the share outside of the model, and whether
+        the tokens equal the eager ones."""
         state, batch = self.start(shorter), self.batch
         with torch.inference_mode():
             table = graphs.block_table(state)
@@ -363,9 +364,9 @@ class Steps:
             while device.running.any():
                 begin = time.perf_counter()
                 device._run_step("window", batch, width)
-                device.flags.tolist()  # what the host waits for at every step
+                device.flags.tolist()  # the host waits for these at every step
                 times.append(time.perf_counter() - begin)
-            # surplus steps take as long, and change nothing
+            # additional steps take the same time, and change nothing
             replayed = milliseconds(lambda _: device._run_step("window", batch, width), self.device, self.scale.repeats)
             seconds = statistics.median(times[1:]) if len(times) > 1 else replayed * 1e-3
             if shorter:
@@ -386,7 +387,7 @@ class Steps:
         }
 
     def requests(self) -> dict[str, float]:
-        """A whole request that captures its graphs, and the next one."""
+        """Time a whole request that captures its graphs, and the next one."""
         seconds = []
         for _ in range(2):
             state = self.start()
@@ -399,7 +400,7 @@ class Steps:
         return {"first_request_seconds": seconds[0], "next_request_seconds": seconds[1]}
 
     def plain(self) -> dict[str, float]:
-        """The public codes' loop."""
+        """Time a loop like the public codes'."""
         model, block, mask = self.model, self.scale.block, self.model.facts.mask_token_id
         x = torch.full((self.batch, self.scale.context), mask, device=self.device)
         x[:, :-block] = torch.tensor(self.prompt, device=self.device)
@@ -456,7 +457,7 @@ HEADINGS = {"statistics": "Token statistics", "step": "Whole steps", "sparsed": 
 
 
 def tables(result: dict[str, Any]) -> str:
-    """What was measured, as Markdown."""
+    """Format the measurements as Markdown."""
     parts = [
         f"On one {result['device']}, torch {result['torch']}; a copy moves {result['copy_bytes_per_second']:.3g} B/s."
     ]
@@ -478,7 +479,7 @@ def main() -> int:
     arguments = parser.parse_args()
     dry = arguments.dry_run
     if not dry and not torch.cuda.is_available():
-        print("no CUDA device here: nothing was checked and nothing was measured", file=sys.stderr)
+        print("no CUDA device: nothing was checked or measured", file=sys.stderr)
         return 2
     device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
     name = "CPU (a dry run: times mean nothing)" if dry else torch.cuda.get_device_name(device)

@@ -1,14 +1,14 @@
-"""What verifying a window of drafts costs beside the model's forward.
+"""Cost of verifying a window of drafts, relative to the model's forward.
 
     python benchmarks/jacobi.py [--out benchmarks/results/jacobi.json]
 
 One thread, window 16, a vocabulary of 16384 (LlamaGen's), one row. The model is a random Llama of LlamaGen-B's shape
-(110M parameters) in float32; its distribution is nearly flat and moves little with what comes before. That is the hard
+(110M parameters) in float32; its distribution is nearly flat and depends little on the tokens before. This is the hard
 case for noise that is drawn once per position: coupled drafts are accepted, and half of a window is new at every step.
-Overhead is everything of a step but the model's call.
+Overhead is the time of a step without the model's call.
 
-Times are the process's own (`time.process_time`), which other work on the machine touches little. Everything is
-measured in turns, one step of each, and ratios are medians of ratios within a turn. Half a minute of processor time.
+Times are the process's CPU time (`time.process_time`), on which other work on the machine has little influence. The
+settings take steps in turn, and ratios are medians of ratios within a turn. Takes half a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def llama() -> LlamaForCausalLM:
-    """A random Llama of LlamaGen-B's shape."""
+    """Build a random Llama of LlamaGen-B's shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -56,7 +56,7 @@ def llama() -> LlamaForCausalLM:
 
 
 class Run:
-    """A decoding of one row under one setting, step by step."""
+    """Decoding of one row with one setting, step by step."""
 
     def __init__(self, model: Any, name: str) -> None:
         kind, settings, request = SAMPLERS[name]
@@ -77,7 +77,7 @@ class Run:
         self.rest.append(time.process_time() - times[2] + times[1] - times[0])
 
     def found(self, warm_up: int) -> dict[str, float]:
-        """Milliseconds of a step's forward and of all else."""
+        """Milliseconds of a step's forward and of the overhead."""
         forward, rest = np.array(self.forward[warm_up:]), np.array(self.rest[warm_up:])
         return {
             "forward_ms": round(1e3 * float(np.median(forward)), 2),
@@ -88,7 +88,7 @@ class Run:
 
 
 def overhead(model: Any) -> dict[str, dict[str, float]]:
-    """Every setting, over steps of a full window."""
+    """Measure every setting, over steps with a full window."""
     runs = {name: Run(model, name) for name in SAMPLERS}
     warm_up = 2  # the first step evaluates the prompt
     with torch.inference_mode():
@@ -99,7 +99,7 @@ def overhead(model: Any) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure and write what was found."""
+    """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "jacobi.json")
     options = parser.parse_args()

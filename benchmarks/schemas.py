@@ -1,11 +1,12 @@
-"""Measure JSON schemas: how many are accepted, whether their automata agree with instances, and what they cost.
+"""Measure JSON schemas: how many are accepted, whether their automata agree with instances, and the costs.
 
     python benchmarks/schemas.py FOLDER [--limit N]
     python benchmarks/schemas.py --steps
 
-FOLDER holds `real.jsonl.gz` (a schema a line: name, schema, tests with data and valid) and may hold `suite.jsonl.gz`
-(a test a line: file, group, schema, test, data, valid). A valid instance is missed if one of its two texts, with and
-without spaces, is not accepted; each is counted under the first reason below whose change makes it accepted.
+FOLDER contains `real.jsonl.gz` (a schema per line: name, schema, tests with data and valid) and optionally
+`suite.jsonl.gz` (a test per line: file, group, schema, test, data, valid). A valid instance is missed if one of its two
+texts, with and without spaces, is not accepted. Missed instances are counted by reason: the first one in
+`missed_reason` whose change makes the instance accepted.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def accepts(automaton: ByteAutomaton, value: Any, escaped: bool = True) -> list[
 
 
 def rewrite(goals: Goals, goal: Goal, value: Any, drop: bool) -> Iterator[Any]:
-    """The value with keys in the order of each alternative, and without unlisted ones (`drop`)."""
+    """Yield the value with its keys in the order of each alternative, with `drop` without unlisted keys."""
     for shape in goals.shapes(goal):
         if isinstance(value, dict) and shape.kind == "object":
             order = [name for name in shape.listed_names() if name in value]
@@ -75,7 +76,7 @@ def rewrite_key(goals: Goals, goal: Goal, value: Any, drop: bool) -> Iterator[An
 
 
 def missed_reason(schema: Any, value: Any) -> str:
-    """Why a valid instance is not accepted."""
+    """Find the reason why a valid instance is not accepted."""
 
     def some(automaton: ByteAutomaton, drop: bool) -> bool:
         goals = Goals(SchemaDocument(schema), MAX_LENGTHS[0])
@@ -113,7 +114,7 @@ def missed_reason(schema: Any, value: Any) -> str:
 
 
 def compile_timed(schema: Any) -> tuple[ByteAutomaton | None, str, float]:
-    """The automaton of a schema or why it has none, and the seconds of CPU time."""
+    """Compile a schema. Returns its automaton or None, the reason of a refusal, and seconds of CPU time."""
     begin = time.process_time()
     signal.alarm(LIMIT_S)
     try:
@@ -125,7 +126,7 @@ def compile_timed(schema: Any) -> tuple[ByteAutomaton | None, str, float]:
 
 
 def short_reason(message: str) -> str:
-    """A refusal without what differs from schema to schema."""
+    """Shorten a refusal to the part that is the same for all schemas."""
     message = re.sub(r"^schema: \S*?([\w$]+(\[\d+\])?) (is|names|regex|and|may)", r"\1 \3", message)
     return re.sub(r"'[^']*'|\d+|=\{.*?(?= allows)", "_", message)[:70]
 
@@ -166,7 +167,7 @@ def measure_real(entries: list[dict[str, Any]]) -> None:
 
 
 def measure_suite(tests: list[dict[str, Any]]) -> None:
-    """Print verdicts by file: right, missed (a valid one), wrong (an invalid one is accepted), refused."""
+    """Count results by file: right, missed (valid but not accepted), wrong (invalid but accepted), refused."""
     automata: dict[str, ByteAutomaton | None] = {}
     verdicts: dict[str, Counter[str]] = {}
     for test in tests:
@@ -221,7 +222,7 @@ def measure_steps(vocab_size: int = 32_000) -> None:
         model = paradec.wrap(module, eos_token_id=1, tokenizer=tokenizer, **ids)
         seconds = list[float]()
         for constraint in (None, paradec.JsonSchema(CALL)):
-            for seed in (0, 1):  # the first makes the automaton
+            for seed in (0, 1):  # the first run compiles the automaton
                 begin = time.process_time()
                 out = paradec.generate(model, [5, 6, 7], sampler=sampler, max_new_tokens=64, temperature=1.0,
                                        seed=seed, constraint=constraint)  # fmt: skip
@@ -234,7 +235,7 @@ def measure_steps(vocab_size: int = 32_000) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--steps", action="store_true", help="the cost of a step instead")
+    parser.add_argument("--steps", action="store_true", help="measure the cost of a step instead")
     parser.add_argument("--limit", type=int)
     options = parser.parse_args()
     if options.steps or options.folder is None:

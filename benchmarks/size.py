@@ -2,8 +2,8 @@
 
     python benchmarks/size.py [FOLDER]
 
-A line of code holds a token that is neither comment nor docstring, as ruff formats the file at 120 columns. Counted is
-what git tracks in FOLDER (this checkout by default).
+A line of code has a token that is neither comment nor docstring, after ruff has formatted the file at 120 columns.
+Files that git tracks in FOLDER (by default this checkout) are counted.
 """
 
 import ast

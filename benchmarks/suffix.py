@@ -1,15 +1,15 @@
-"""What a suffix window saves, beside the same cache without, and what it does to answers.
+"""Measure the savings of suffix windows over the same cache without one, and their effect on answers.
 
     python benchmarks/suffix.py cost
     python benchmarks/suffix.py accuracy [--limit 8]
 
 `cost`: one thread, one process, a random model of hidden size 64 with 8 layers, a prompt of 128 tokens, blocks of 32 in
-four steps (`random`, so that all take the same steps). For every length of answer each way of decoding has its turns,
-one after the other, again and again; medians count, and the quotient of the slowest and the fastest turn is said. CPU
-seconds are the process's. Writes benchmarks/results/suffix.json.
+four steps (sampler `random`, so that all take the same steps). For every answer length the configurations run in turns;
+reported are medians, and the ratio of the slowest to the fastest turn. CPU seconds are the process's. Writes
+benchmarks/results/suffix.json.
 
-`accuracy`: right answers on the packaged prompts with the packaged model, blocks of 8, in slots of 32 and of 128 tokens
-for answers that take a few, and positions evaluated per answer. Writes benchmarks/results/suffix_accuracy.json.
+`accuracy`: right answers on the packaged prompts with the packaged model, blocks of 8, with 32 and 128 slots for short
+answers, and positions evaluated per answer. Writes benchmarks/results/suffix_accuracy.json.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VOCAB = 200
 
 
 def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
-    """One decoding."""
+    """Decode once, and measure."""
     begin = time.process_time()
     out = paradec.generate(
         model,

@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and docs/ from `benchmarks/results/`, and the samplers' settings from their classes.
+"""Write the tables of README.md and docs/ from `benchmarks/results/`, and the samplers' settings from their classes.
 
     python benchmarks/tables.py
 
-Tables on pages are between `<!-- name -->` and `<!-- /name -->`; nothing else is touched. Long tables are CSV files in
-docs/tables.
+Tables on pages are between `<!-- name -->` and `<!-- /name -->`; other text is not changed. Long tables are CSV files
+in docs/tables.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from provenance import RESULTS, read_result  # noqa: E402
 
 Row = dict[str, Any]
 Cells = dict[str, dict[str, str]]
-"""By row and column."""
+"""Texts of cells, by row and column."""
 
 
 class Formatter(string.Formatter):
-    """Formats of cells, next to Python's: "p", a share in per cent ("{right:.1p}"), "q", [quartile, median, quartile],
-    "MiB", bytes; None is an empty cell."""
+    """Formatter of cells with additional formats: "p", a share in per cent ("{right:.1p}"), "q", a list [quartile,
+    median, quartile], "MiB", bytes. None is an empty cell."""
 
     def format_field(self, value: Any, spec: str) -> str:
         if value is None:
@@ -47,37 +47,38 @@ class Formatter(string.Formatter):
 
 
 def table(rows: Iterable[Row], head: str, cells: str) -> str:
-    """Rows as a table of Markdown.
+    """Format rows as a Markdown table.
 
     Args:
-        head: names of the columns, with " | " between them. cells: the same of a row, formats of its values.
+        head: names of the columns, with " | " between them.
+        cells: formats of a row's cells, with " | " between them.
     """
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     return "\n".join([*lines, *(f"| {Formatter().vformat(cells, (), row)} |" for row in rows)])
 
 
 def crossed(corner: str, cells: Cells, missing: str) -> str:
-    """A table of cells by row and column; corner and names of rows may be two columns, "a | b"."""
+    """Format cells by row and column as a table; `corner` and the names of rows may be two columns, "a | b"."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     rows = ({"cells": " | ".join([name, *(row.get(each, missing) for each in columns)])} for name, row in cells.items())
     return table(rows, " | ".join([corner, *columns]).lstrip(), "{cells}")
 
 
 def named(rows: dict[str, Row]) -> Iterable[Row]:
-    """Rows with their names."""
+    """Add the name of each row to the row."""
     return ({"name": name} | row for name, row in rows.items())
 
 
 def setting(changes: dict[str, Any]) -> str:
-    """What an entry changes of the defaults, in words."""
+    """Describe changes of the defaults; "default" without changes."""
     parts = [f"{k} {v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else f"{k} {v}"
              for k, v in changes.items()]  # fmt: skip
     return ", ".join(parts) or "default"
 
 
 def by_sampler(data: Row) -> Iterable[Row]:
-    """The rows of each sampler, the sampler with the most tokens per forward in its first row first; the first row has
-    the sampler's name and AUP."""
+    """Group rows by sampler; only the first row of a group has the sampler's name and AUP. Samplers are sorted by the
+    tokens per forward in their first row, most first."""
     groups = defaultdict(list)
     for row in data["results"]:
         groups[row["sampler"]].append(row)
@@ -100,7 +101,7 @@ def compare_table(data: Row) -> str:
 
 
 def heldout_table(first: Row, second: Row) -> str:
-    """Settings chosen by `first` and measured again by benchmarks/compare_heldout.py, the fastest first."""
+    """Settings chosen in `first` and measured again by benchmarks/compare_heldout.py, the fastest first."""
     before = {(row["sampler"], setting(row["changes"])): row for row in first["results"]}
     base, rows = second["results"][0], []
     num_prompts = base["one_answer"][1] + base["many_answers"][1]
@@ -117,7 +118,7 @@ def heldout_table(first: Row, second: Row) -> str:
 
 
 def schedules_table(rows: list[Row]) -> str:
-    """Samplers with a schedule, beside `threshold`, in blocks of several lengths, of benchmarks/headline.py."""
+    """Samplers with a schedule, and `threshold`, in blocks of several lengths, from benchmarks/headline.py."""
     shown = []
     for row in rows:
         tokens = f"{1 / row['changes'].get('steps', 1):.0f}" if row["changes"] else "as many as are sure"
@@ -130,7 +131,7 @@ def schedules_table(rows: list[Row]) -> str:
 
 
 def _cases(data: Row) -> list[Row]:
-    """What was measured beside public code: ours, theirs, and what is said of ours over theirs."""
+    """Comparisons with public code: for each case paradec's row, the peer's row, and the ratios."""
     cases = []
     for name, case in data["cases"].items():
         contestants = {row["name"]: row for row in case["contestants"]}
@@ -147,7 +148,7 @@ PEAKS = "{ours[peak_mib]:.0f} / {theirs[peak_mib]:.0f}"
 
 
 def peers_text_table(data: Row) -> str:
-    """Whole decodes beside public decoders of LLaDA and Dream, with quartiles."""
+    """Whole answers compared with public decoders of LLaDA and Dream, with quartiles."""
     rows = _cases(data)
     head = "beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens"
     cells = f"{{case}} | {{cpu_over:q}} | {{wall_over:q}} | {PEAKS} | {{tokens}}"
@@ -160,14 +161,14 @@ def peers_text_table(data: Row) -> str:
 
 
 def peers_rule_table(data: Row) -> str:
-    """A step outside of the model's call beside dInfer's rule, with quartiles."""
+    """A step outside of the model's call compared with dInfer's rule, with quartiles."""
     rows = [row | {"step": 1e3 * row["ours"]["cpu_seconds"][1] / data["steps"]} for row in _cases(data)]
     head = "logits | milliseconds a step | over dInfer's | tokens"
     return table(rows, head, "{case} | {step:.1f} | {cpu_over:q} | {tokens}")
 
 
 def peers_sjd_table(sizes: dict[str, Row]) -> str:
-    """Pictures by `sjd` beside its public code, with quartiles: whole ones, and one forward."""
+    """Images by `sjd` compared with its public code, with quartiles: whole images, and one forward."""
     rows = [row | {"size": size} for size, data in sizes.items() for row in _cases(data)]
     for row in rows:
         row["forward"] = row["cpu_over"][1] * row["theirs"]["forwards"] / row["ours"]["forwards"]
@@ -177,7 +178,7 @@ def peers_sjd_table(sizes: dict[str, Row]) -> str:
 
 
 def peers_pictures_table(*results: Row) -> str:
-    """Forecasts beside others: CPU time of a run over that of each of them, with quartiles."""
+    """Forecasts compared with other libraries: ratios of CPU times of a run, with quartiles."""
     rows = []
     for case, entry in [case for data in results for case in data["cases"].items()]:
         for row in entry["contestants"]:
@@ -192,7 +193,7 @@ def peers_pictures_table(*results: Row) -> str:
 
 
 def settings_table() -> str:
-    """The settings of all registered samplers and caches with their defaults, and presets with what they change."""
+    """Settings of all registered samplers and caches with their defaults, and presets with their changes."""
     from paradec import caches, samplers
 
     def listed(values: dict[str, Any]) -> str:
@@ -209,13 +210,13 @@ def settings_table() -> str:
 
 
 def _difference(name: str, digits: int) -> str:
-    """The format of a difference to the baseline and its interval."""
+    """Build the format of a difference to the baseline with its interval."""
     low, high = (f"{{{name}_interval[{end}]:+.{digits}f}}" for end in (0, 1))
     return f"{{{name}:+.{digits}f}} ({low} to {high})"
 
 
 def antibody_table(data: Row) -> str:
-    """Recovered residues and forwards of benchmarks/antibody.py."""
+    """Recovered residues and forwards, from benchmarks/antibody.py."""
     head = "sampler | setting | fillings | forwards | recovered, % | versus baseline (95 %) | AUP"
     cells = "{name} | {setting} | {fillings} | {forwards:.1f} | {recovery:.1f} | "
     return table(by_sampler(data), head, cells + _difference("versus_baseline", 1) + " | {aup:.0f}")
@@ -227,7 +228,7 @@ PROTEIN_CELLS += f" | {{score:.3f}} | {_difference('score_versus_baseline', 3)}"
 
 
 def protein_table(data: Row) -> str:
-    """Recovery, scores and forwards of benchmarks/protein.py, of the settings that were chosen on the other chains."""
+    """Recovery, scores and forwards, from benchmarks/protein.py, of the settings chosen on the other chains."""
     warm = {(row["sampler"], setting(row["changes"])): row for row in data["measuring at 0.1"]}
     rows = [row | {"setting": setting(row["changes"])} for row in _whole(data["measuring at 0"])]
     rows = [row | {"warm": warm[row["sampler"], row["setting"]]} for row in rows]
@@ -237,19 +238,19 @@ def protein_table(data: Row) -> str:
 
 
 def protein_few_table(data: Row) -> str:
-    """The same of ever fewer steps, at both temperatures."""
+    """Recovery, scores and forwards with fewer and fewer steps, at both temperatures."""
     rows = [row | {"temperature": at} for at in ("0", "0.1") for row in _whole(data[f"at {at}"])]
     cells = f"{{temperature}} | `{{sampler}}` | {{forwards:.1f}} | {PROTEIN_CELLS}"
     return table(rows, f"temperature | sampler | forwards | {PROTEIN}", cells)
 
 
 def _whole(rows: list[Row]) -> list[Row]:
-    """What was measured on as many chains as the baseline, which comes first."""
+    """Select the rows measured on as many chains as the baseline, the first row."""
     return [row for row in rows if row["chains"] == rows[0]["chains"]]
 
 
 def protein_exact_table(data: Row) -> str:
-    """Calls of the exact samplers at temperature 0.1 (`jacobi` at each), and CPU time beside the public code's."""
+    """Calls of the exact samplers at temperature 0.1 (`jacobi` at three), and CPU time relative to the public code."""
     columns = [("jacobi", 0.001), ("jacobi", 0.1), ("jacobi", 1), ("jacobi, chain", 0.1), ("sjd", 0.1), ("scd", 0.1)]
     calls_of = {(row["chain"], row["sampler"], row["temperature"]): row["calls"] for row in data["designs"]}
     rows = []
@@ -283,7 +284,7 @@ def digits_table(data: Row, short: bool) -> str:
 
 
 def digits_scales_table(data: Row) -> str:
-    """All ways to make digits in few forwards, of benchmarks/digits_scales.py, by the distance."""
+    """Methods that generate digits in few forwards, from benchmarks/digits_scales.py, sorted by distance."""
     rows = []
     for row in data["methods"]:
         values = row["settings"] | {name: value for name, value in row["request"].items() if name != "steps"}
@@ -297,7 +298,7 @@ def digits_scales_table(data: Row) -> str:
 
 
 def many_table(data: Row) -> str:
-    """A full batch over fixed ones, of benchmarks/many.py."""
+    """Refilled batches compared with fixed ones, from benchmarks/many.py."""
     names = ("slots", "calls_x_batch_size", "cpu_seconds", "wall_seconds")
     ratios = " | ".join(f"{{fixed_over_refilled[{name}]:.2f}}" for name in names)
     head = "| slots | calls x batch | CPU time | wall time | equal answers"
@@ -305,13 +306,13 @@ def many_table(data: Row) -> str:
 
 
 def occupancy_table(data: Row) -> str:
-    """How full batches of several sizes are, of benchmarks/many.py."""
+    """Occupancy of batches of several sizes, from benchmarks/many.py."""
     shares = {str(row["batch_size"]): f"{100 * row['occupancy']:.0f}" for row in data["occupancy"]}
     return crossed("batch", {"slots with a row, %": shares}, missing="")
 
 
 def server_table(data: Row) -> str:
-    """What clients of `paradec serve` waited, of benchmarks/server.py."""
+    """Waiting times of clients of `paradec serve`, from benchmarks/server.py."""
     rows = ({"name": name.replace("_", " ")} | data[name] for name in ("one_at_a_time", "together", "among_bad_ones"))
     head = "| requests | at once | lost | p50, s | p99, s | tokens per second"
     cells = "{name} | {requests} | {at_once} | {lost} | {p50_seconds} | {p99_seconds} | {tokens_per_second}"
@@ -319,7 +320,7 @@ def server_table(data: Row) -> str:
 
 
 def conversations_table(data: Row) -> str:
-    """What conversations cost with and without stored beginnings, of benchmarks/conversations.py."""
+    """Costs of conversations with and without stored prefixes, from benchmarks/conversations.py."""
     rows = []
     for kind in ("causal", "block_causal"):
         costs = {
@@ -334,14 +335,14 @@ def conversations_table(data: Row) -> str:
 
 
 def jacobi_table(data: Row) -> str:
-    """A step beside the model's forward, of benchmarks/jacobi.py."""
+    """Overhead of a step relative to the model's forward, from benchmarks/jacobi.py."""
     head = "setting | forward, ms | all else, ms | ratio | tokens per step"
     cells = "{name} | {forward_ms:.0f} | {overhead_ms:.1f} | {ratio:.1p} % | {committed:.1f}"
     return table(named(data["overhead"]), head, cells)
 
 
 def caches_table(data: Row) -> str:
-    """Speed-ups of caches over none, of `benchmarks/caches.py speed`: one row a cache, one column a request."""
+    """Speed-ups of caches over none, from `benchmarks/caches.py speed`: one row per cache, one column per request."""
     cells: Cells = defaultdict(dict)
     for row in data["rows"]:
         request = "{rows} x ({prompt} + {new}), blocks of {block}, {steps} steps".format(**row)
@@ -352,7 +353,7 @@ def caches_table(data: Row) -> str:
 
 
 def suffix_table(data: Row) -> str:
-    """What suffix windows save, of `benchmarks/suffix.py cost`: one row a length of answer, one column a way."""
+    """Savings of suffix windows, from `benchmarks/suffix.py cost`: a row per answer length, a column per setting."""
     cells: Cells = defaultdict(dict)
     for row in data["rows"]:
         way = f"`{row['cache']}`" + (f", {row['suffix']}" if row["suffix"] else "")
@@ -362,7 +363,7 @@ def suffix_table(data: Row) -> str:
 
 
 def suffix_accuracy_table(data: Row) -> str:
-    """Right answers with suffix windows, of `benchmarks/suffix.py accuracy`: one row a window, one column the slots."""
+    """Right answers with suffix windows, from `benchmarks/suffix.py accuracy`: a row per window, columns of slots."""
     cells: Cells = defaultdict(dict)
     for row in data["rows"]:
         value = f"{100 * row['right']:.1f} ({row['positions']:.0f}; {row['forwards']:.1f} forwards)"
@@ -371,7 +372,7 @@ def suffix_accuracy_table(data: Row) -> str:
 
 
 def caches_accuracy_table(data: Row) -> str:
-    """Right answers under caches, of `benchmarks/caches.py accuracy`: one row a cache, one column a sampler."""
+    """Right answers with caches, from `benchmarks/caches.py accuracy`: a row per cache, a column per sampler."""
     cells: Cells = defaultdict(dict)
     for row in data["rows"]:
         name, *changes = row["cache"].split()
@@ -382,7 +383,7 @@ def caches_accuracy_table(data: Row) -> str:
 
 
 def caches_prefix_table(data: Row) -> str:
-    """Requests over a kept or shared prefix beside the same ones without, of `benchmarks/caches.py prefix`."""
+    """Requests with and without a stored or shared prefix, from `benchmarks/caches.py prefix`."""
     rows = [row | {"speed_up": row["seconds_without"] / row["seconds"]} for row in data["rows"]]
     cells = "{what} | {speed_up:.2f}x | {positions} of {positions_without}"
     cells += " | {store_bytes:MiB} of {store_bytes_without:MiB} MiB"
@@ -390,14 +391,14 @@ def caches_prefix_table(data: Row) -> str:
 
 
 def sparsed_table(data: Row) -> str:
-    """Block-sparse beside dense attention, of benchmarks/sparsed.py."""
+    """Block-sparse compared with dense attention, from benchmarks/sparsed.py."""
     head = "positions | select | blocks read | speed-up | ideal | finding the lists, in dense attentions"
     cells = "{length} | {select} | {density:.0p}% | {speed_up:.2f} | {ideal:.2f} | {estimation:.2f}"
     return table(data["rows"], head, cells)
 
 
 def canvases_table(data: Row) -> str:
-    """Rows, calls and times beside lock step, of `benchmarks/canvases.py --part schedule`."""
+    """Rows, calls and times compared with lock step, from `benchmarks/canvases.py --part schedule`."""
     rows = []
     for row in data["schedule"]["rows"]:
         ours = next(each for each in row["encode_wait"] if each["wait"] == row["default_wait"])
@@ -414,7 +415,7 @@ def canvases_table(data: Row) -> str:
 
 
 def canvases_wait_table(data: Row) -> str:
-    """Decoder and encoder calls: one row a wait, one column a setting."""
+    """Decoder and encoder calls: a row per `encode_wait`, a column per setting."""
     cells: Cells = defaultdict(dict)
     for entry in data["schedule"]["rows"]:
         label = f"{entry['settles']}, {'with' if entry['ends'] else 'no'} ends"
@@ -425,7 +426,7 @@ def canvases_wait_table(data: Row) -> str:
 
 
 def canvases_memory_table(data: Row) -> str:
-    """Peaks above the loaded model, of `benchmarks/canvases.py --part memory`."""
+    """Peak memory above the loaded model, from `benchmarks/canvases.py --part memory`."""
     unit, rows = data["memory"]["logits_of_a_row"], []
     for row in data["memory"]["peaks"]:
         rows.append(row | {"by_stage": ", ".join(f"{name} {size / unit:.1f}" for name, size in row["stages"].items())})
@@ -434,7 +435,7 @@ def canvases_memory_table(data: Row) -> str:
 
 
 def steps_table(data: Row, part: str) -> str:
-    """A part of benchmarks/token_stats.py, as multiples of its first row."""
+    """A part of the result of benchmarks/token_stats.py, as multiples of its first row."""
     cells: Cells = defaultdict(dict)
     for name, row in data[part].items():
         (low, high), middle = row["times_base_quartiles"], row["times_base"]
@@ -445,12 +446,12 @@ def steps_table(data: Row, part: str) -> str:
 
 
 COSTS = {"forwards": "forwards", "positions": "positions", "cpu": "CPU seconds"}
-"""Of benchmarks/ranking.py."""
+"""Costs in benchmarks/ranking.py, with their labels."""
 RANKED = "{forwards:.2f} | {positions:.0f} | {milliseconds:.1f}"
 
 
 def ranking_table(place: Row) -> str:
-    """What was reported at one place of benchmarks/ranking.py: by kind, the least CPU first."""
+    """Reported candidates of one setting ("place") of benchmarks/ranking.py: by kind, the least CPU time first."""
     kinds, rows = ("today", "knobs", "new"), []
     for row in sorted(place["reported"], key=lambda row: (kinds.index(row["kind"]), row["cpu"])):
         labels = ", ".join(label for cost, label in COSTS.items() if cost in row["above"].get("today", {}))
@@ -463,7 +464,7 @@ def ranking_table(place: Row) -> str:
 
 
 def ranking_places_table(data: Row) -> str:
-    """How much was measured at each place of benchmarks/ranking.py."""
+    """Numbers of candidates and prompts at each place of benchmarks/ranking.py."""
     rows = [place | {"candidates": len(place["choosing"]), "rows": len(place["reported"])} for place in named(data)]
     head = "place | candidates | prompts that choose | reported candidates | prompts | in a turn | in a batch"
     cells = "{name} | {candidates} | {prompts[choosing]} | {rows} | {prompts[reported]} | {prompts[timed]}"
@@ -471,7 +472,7 @@ def ranking_places_table(data: Row) -> str:
 
 
 def ranking_answers_table(data: Row) -> str:
-    """By place and cost of benchmarks/ranking.py: how many new candidates are above the others, and the best one."""
+    """By place and cost of benchmarks/ranking.py: the number of new candidates above the others, and the best one."""
     rows = []
     for name, place in data.items():
         for cost, label in COSTS.items():
@@ -482,7 +483,7 @@ def ranking_answers_table(data: Row) -> str:
 
 
 def _best_above(place: Row, cost: str, rivals: str) -> str:
-    """The highest score of what is above and not clearly worse than the baseline, the cheaper one of equal ones."""
+    """Describe the best-scoring candidate that is above its rivals and not clearly worse than the baseline."""
     above = [row for row in place["reported"] if cost in row["above"].get(rivals, {})]
     good = [row for row in above if row["versus_baseline"][2] >= 0]
     if not good:
@@ -494,7 +495,7 @@ def _best_above(place: Row, cost: str, rivals: str) -> str:
 
 
 def ranking_alone_table(place: Row) -> str:
-    """What each addition does to `threshold`, on the half that chose."""
+    """Effect of each addition to `threshold`, on the choosing half."""
     rows = []
     for row in place["choosing"]:
         rule, *more = row["name"].split(", ")
@@ -505,7 +506,7 @@ def ranking_alone_table(place: Row) -> str:
 
 
 def taylorseer_tables(data: Row) -> tuple[str, str]:
-    """Errors of benchmarks/taylorseer.py (ours on the three schedules), and what the kinds of methods cost."""
+    """Errors in benchmarks/taylorseer.py (paradec's on three schedules), and costs of the kinds of methods."""
     errors: Cells = defaultdict(dict)
     costs: Cells = defaultdict(dict)
     for row in data["rows"]:
@@ -525,8 +526,8 @@ def taylorseer_tables(data: Row) -> tuple[str, str]:
 
 
 def evaluations_table(rows: list[Row]) -> str:
-    """Digits in few evaluations, of benchmarks/digits_masked.py; of the diffusion transformer those of the plain runs
-    and crowded schedules, with the pixel error."""
+    """Digits in few evaluations, from benchmarks/digits_masked.py; for the diffusion transformer only the plain runs
+    and uneven schedules, with the pixel error."""
     head = "setting | full evaluations | evaluations | right class, % | Frechet distance"
     cells = "{label} | {full:.1f} | {evaluations[0]:.2f} | " + QUALITY
     if "pixel_error" not in rows[0]:
@@ -536,12 +537,12 @@ def evaluations_table(rows: list[Row]) -> str:
 
 
 def _pixel_error(row: Row) -> str:
-    """To the reference of 20 steps, of 50, or both."""
+    """Format the pixel errors to the references of 20 and 50 steps."""
     return " / ".join(f"{error:.4f}" for _, error in sorted(row["pixel_error"].items()))
 
 
 def evenly_table(rows: list[Row]) -> str:
-    """Right class, Frechet distance and pixel error of every basis and target, a column for each budget."""
+    """Right class, Frechet distance and pixel error by basis and target, with a column for each budget."""
     cells: Cells = defaultdict(dict)
     for row in rows:
         if row["curve"] not in ("ddim", "others"):
@@ -551,7 +552,7 @@ def evenly_table(rows: list[Row]) -> str:
 
 
 def probes_published_table(data: Row) -> str:
-    """Settings as published: error and cost, as they are."""
+    """Published settings: error and cost."""
     cells: Cells = defaultdict(dict)
     for row in data["published"]:
         cells[row["way"]][row["model"]] = _strayed(row)
@@ -559,7 +560,7 @@ def probes_published_table(data: Row) -> str:
 
 
 def forecasts_table(head: str, rows: list[Row], cell: Callable[[Row], str]) -> str:
-    """A row for each budget of steps and way to decide when to evaluate, a column for each model."""
+    """A row for each budget of steps and rule when to evaluate, a column for each model."""
     ways = dict.fromkeys(row["way"] for row in rows)
     cells: Cells = {f"{budget} | {way}": {} for budget in dict.fromkeys(row["budget"] for row in rows) for way in ways}
     for row in rows:
@@ -568,22 +569,22 @@ def forecasts_table(head: str, rows: list[Row], cell: Callable[[Row], str]) -> s
 
 
 def _error(row: Row) -> str:
-    """Mean error and half of its 95 % interval."""
+    """Format the mean error and half of its 95 % interval."""
     return "{:.3f} +- {:.3f}".format(*row["error"])
 
 
 def _over_even(row: Row) -> str:
-    """The error over that of evenly spread evaluations: the geometric mean and its 95 % interval."""
+    """Format the ratio of the error to that of evenly spread evaluations: geometric mean and 95 % interval."""
     return "{:.2f} ({:.2f}-{:.2f})".format(*row["over_even"])
 
 
 def _strayed(row: Row) -> str:
-    """The error, and the cost."""
+    """Format the error and the cost."""
     return f"{_error(row)}; {row['blocks']:.0%}, {row['cpu']:.0%}"
 
 
 def numbers_table(headline: Row, peers: Row, proteins: Row, digits: Row) -> str:
-    """The main numbers: what paradec takes, and what it is compared with."""
+    """The main numbers of paradec, and the numbers with which they are compared."""
     default, baseline = headline["reporting"][:2]
     equal = [row for row in _cases(peers) if row["tokens"] == "equal"]
     cpu = [row["cpu_over"][1] for row in equal]
@@ -615,7 +616,7 @@ def numbers_table(headline: Row, peers: Row, proteins: Row, digits: Row) -> str:
 
 
 def to_csv(text: str) -> str:
-    """A table of Markdown as comma-separated values; lines around the table are left out."""
+    """Convert a Markdown table to comma-separated values; lines around the table are left out."""
     buffer = io.StringIO()
     rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|---")]
     cells = (re.split(r" ?\| ?", row.replace("`", ""))[1:-1] for row in rows)
@@ -624,7 +625,7 @@ def to_csv(text: str) -> str:
 
 
 def replace_marked(text: str, name: str, content: str) -> str:
-    """A page with other text between the marks of a name.
+    """Replace the text between the marks of a name on a page.
 
     Raises:
         SystemExit: the page has no such marks.
@@ -636,10 +637,10 @@ def replace_marked(text: str, name: str, content: str) -> str:
 
 
 def rendered() -> dict[str, str]:
-    """The text of every file that has tables, with the tables of the present results.
+    """Render every file that has tables, with the tables of the current results.
 
     Raises:
-        SystemExit: a page has no place for one of its tables.
+        SystemExit: a page lacks the marks of one of its tables.
     """
     names = ("compare", "compare_heldout", "antibody", "antibody_heldout", "digits", "digits_masked", "headline")
     compare, compare_heldout, antibody, antibody_heldout, digits, digits_masked, headline = map(_result, names)

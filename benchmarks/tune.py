@@ -1,16 +1,16 @@
-"""What `paradec tune` finds, beside the settings that were made by hand, on prompts that chose nothing.
+"""Compare the preset of `paradec tune` with hand-made settings, on prompts that were not used for choosing.
 
     python benchmarks/tune.py packaged [--limit 24] [--trials N]
     python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--trials N]
 
 `packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
-the residues masked once (benchmarks/antibody.py's masks under seed 0); both chains of an antibody stay in one half.
+the residues masked once (with the masks of benchmarks/antibody.py for seed 0); both chains of an antibody stay in one
+half.
 
-Then every setting made by hand that docs/tables/compare.csv lists - defaults and `sweep` of the samplers whose defaults
-take at most `SLOW` of the positions in forwards - fills both halves too. Two of them are named, by one rule, the fewest
-forwards at most a point below the best score: the one that it takes on the half that chose (`fair`), and the one that
-it would take on the reported half itself, which nobody can know beforehand (`oracle`). The preset is compared with both
-by paired bootstraps over prompts, of antibodies over antibodies.
+All hand-made settings of docs/tables/compare.csv (defaults and `sweep` of the samplers whose defaults take at most
+`SLOW` forwards per position) are also measured on both halves. One rule, the fewest forwards at most a point below the
+best score, then chooses two of them: `fair` on the choosing half, and `oracle` on the reported half, which a user
+cannot know. The preset is compared with both by paired bootstraps over prompts (or antibodies).
 
 Writes a row for each of these settings, as measured on the reported half, into benchmarks/results/tune_*.json.
 """
@@ -36,7 +36,7 @@ from paradec.tools.tuning.prompts import halves, prompts_of
 from paradec.tools.tuning.scoring import Half, Scorer
 
 SLOW = {"packaged": 0.1, "antibody": 0.3}
-"""Forwards per undecided position; samplers whose defaults take more have no rows made by hand here, for time."""
+"""Maximum forwards per undecided position of a sampler's defaults; slower samplers are left out, to save time."""
 TOLERANCE = 0.01
 
 
@@ -49,7 +49,7 @@ def by_hand(
     names: Sequence[str] | None = None,
     **request: Any,
 ) -> list[dict[str, Any]]:
-    """Every setting made by hand on these prompts: share of right tokens or answers, and forwards."""
+    """Measure all hand-made settings on these prompts: share of right tokens or answers, and forwards."""
     half, found = Half("hand", model, asked, None, None), []
     slow: set[str] = set()
     for configuration in configurations(names):
@@ -59,7 +59,7 @@ def by_hand(
             method = configuration.make()
             steps = configuration.request(positions, blocks)
             if method.uses_steps and not steps and configuration.sampler in paradec.samplers.registry:
-                continue  # one token per step: measured by tune itself
+                continue  # one token per step is measured by tune
             method.start(model, half.prompts.slice_rows(0, 1), paradec.Request(**request, **steps, sampler=method))
             asking = paradec.Request(**request, **steps, sampler=method, seed=0)
             first = half.measure(asking, 0, min(8, len(half)), 8, Scorer("answers"), {})
@@ -86,7 +86,7 @@ def row(configuration: Configuration, measured: Any) -> dict[str, Any]:
 
 
 def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row with the fewest forwards among those at most a point below the best score."""
+    """Select the row with the fewest forwards among rows at most a point below the best score."""
     least = max(entry["score"] for entry in rows) - TOLERANCE - 1e-9
     return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
 
@@ -94,7 +94,7 @@ def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def beside(
     tuning: Tuning, model: Any, first: list[Question], second: list[Question], **more: Any
 ) -> list[dict[str, Any]]:
-    """The preset, and what is made by hand: the reported half, with the differences of the preset's score."""
+    """Build rows of the preset and the hand-made settings on the reported half, with differences to the preset."""
     choosing, reported = (by_hand(model, half, **more) for half in (first, second))
     fair = taken(choosing)["name"]
     by_hand_rows = {
@@ -114,7 +114,7 @@ def beside(
 
 
 def summary(tuning: Tuning) -> list[dict[str, Any]]:
-    """The reported half of the reference, the baseline and the preset; how far the preset's score is above each."""
+    """Build rows of the reference, the baseline and the preset on the reported half, with differences to the preset."""
     data, chosen = tuning.to_dict(), tuning.points[tuning.chosen or 0]
     point = data["points"][tuning.chosen or 0]
     rows = []
@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("part", choices=("packaged", "antibody"))
     parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
     parser.add_argument("--chains", type=int, default=64)
-    parser.add_argument("--skip", type=int, default=0, help="chains of the file that are left out at its beginning")
-    parser.add_argument("--trials", type=int, default=40, help="settings to propose, beyond those made by hand")
+    parser.add_argument("--skip", type=int, default=0, help="number of chains to skip at the beginning of the file")
+    parser.add_argument("--trials", type=int, default=40, help="proposed settings, besides the hand-made ones")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = {"packaged": packaged, "antibody": antibody}[options.part](options)

@@ -1,12 +1,12 @@
-"""What the benchmarks beside other libraries share: contestants that take turns, and how they are compared.
+"""Shared parts of the comparisons with other libraries: contestants that take turns, and reports.
 
-A contestant is a name and a function that does the whole task once and returns its result (a tensor). All of them do it
-once per turn, each turn in another order, so that other load on the machine falls on all alike. Ratios are taken within
-a turn; their median and quartiles are reported, beside the medians themselves. CPU time is the process's own. So is the
-memory that the last turn takes at most, above what the process held before it.
+A contestant has a name and a function that does the whole task once and returns its result (a tensor). In every turn
+all of them do the task once, in a new order, so that other load on the machine affects all alike. Ratios are computed
+within a turn; their median and quartiles are reported, next to the medians of the times. CPU time and peak memory are
+the process's own; peak memory is that of the last turn, above the memory before it.
 
-A library that needs another environment (an older transformers, say) takes its turns in a script of its own that calls
-`serve`, run by `Elsewhere(name, python, script)`. Nothing of a reference is copied here: scripts call its public
+A library that needs another environment (for example an older transformers) takes its turns in a separate script that
+calls `serve`, run by `Elsewhere(name, python, script)`. Nothing of a reference is copied here: scripts call its public
 functions.
 """
 
@@ -39,21 +39,21 @@ from timing import forget_peak, processor, resident, timed  # noqa: E402
 
 
 def checkout_commit(folder: Path) -> str:
-    """The commit of a checkout; "unknown" where git knows none.
+    """Read the commit of a checkout; "unknown" without git.
 
     Raises:
         FileNotFoundError: not a folder.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder")
+        raise FileNotFoundError(f"{folder} is not a folder")
     done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 @dataclass
 class Contestant:
-    """One of those that take turns. `version` is a release or a commit; `facts` go into the result as they are;
-    `around` is entered around every turn, outside of the clocks."""
+    """One participant of a comparison. `version`: a release or a commit; `facts`: further entries of the result;
+    `around`: a context for every turn, which is not timed."""
 
     name: str
     run: Callable[[], Any]
@@ -64,15 +64,15 @@ class Contestant:
     """Seconds of every turn."""
     result: Any = None
     peak: int = 0
-    """Most bytes that its process held during the last turn, above what it held before it: the model is not in it, nor
-    what the first turn imports and compiles."""
+    """Peak bytes of its process during the last turn, above those before the turn; so without the model, and without
+    imports and compilation in the first turn."""
 
     def turn(self) -> tuple[float, float]:
-        """Do it once; seconds of CPU and of wall time."""
+        """Do the task once; return seconds of CPU time and of wall time."""
         with self.around:
-            gc.collect()  # what the others left is not this one's to sweep
+            gc.collect()  # garbage of other contestants must not count here
             with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL("libc.so.6").malloc_trim(0)  # nor free heap this one's to find
+                ctypes.CDLL("libc.so.6").malloc_trim(0)  # nor must their free heap help
             before = resident("VmRSS")
             forget_peak()
             self.result, cpu, wall = timed(self.run)
@@ -81,7 +81,7 @@ class Contestant:
 
 
 def alternate(contestants: Sequence[Contestant], turns: int, warm_up: int = 1) -> None:
-    """Let all of them take turns. The first `warm_up` turns are not counted."""
+    """Let all contestants take turns. The first `warm_up` turns are not counted."""
     for turn in range(warm_up + turns):
         start = turn % len(contestants)
         for contestant in [*contestants[start:], *contestants[:start]]:
@@ -92,14 +92,14 @@ def alternate(contestants: Sequence[Contestant], turns: int, warm_up: int = 1) -
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """First quartile, median, third quartile."""
+    """Compute the first quartile, the median and the third quartile."""
     if len(values) < 2:
         return [float(values[0])] * 3
     return list(statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def difference(mine: Tensor, reference: Tensor) -> dict[str, Any]:
-    """Whether two results are equal, and their largest difference."""
+    """Compare two results: whether they are equal, and their largest difference."""
     if mine.shape != reference.shape:
         return {"equal": False, "shapes": [list(mine.shape), list(reference.shape)]}
     gap = float((mine.double() - reference.double()).abs().max())
@@ -107,20 +107,20 @@ def difference(mine: Tensor, reference: Tensor) -> dict[str, Any]:
 
 
 def beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[float]) -> list[float]:
-    """Quartiles of (mine - shared) / (theirs - shared), turn by turn: what each takes beyond work that both must do.
-    It moves less than plain ratios do with what else the machine is doing."""
+    """Quartiles of (mine - shared) / (theirs - shared), turn by turn: times beyond the work that both must do. These
+    depend less on other load of the machine than plain ratios do."""
     return quartiles([(a - c) / (b - c) for a, b, c in zip(mine, theirs, shared, strict=True)])
 
 
 def report(
     contestants: Sequence[Contestant], baselines: Sequence[str], aims: dict[str, str], shared: str = ""
 ) -> list[dict[str, Any]]:
-    """What goes into the result, a row for each contestant.
+    """Build the result: a row for each contestant.
 
     Args:
-        baselines: names of those that times are divided by.
-        aims: whose result (by name) a contestant's is compared with.
-        shared: the contestant that does nothing but what all others do, too.
+        baselines: names of contestants by whose times the others' are divided.
+        aims: by contestant, the name of the contestant with whose result its result is compared.
+        shared: name of the contestant that does only the work that all others must do, too.
     """
     known = {contestant.name: contestant for contestant in contestants}
     found = []
@@ -144,7 +144,7 @@ def report(
 
 
 def show(title: str, found: list[dict[str, Any]], baselines: Sequence[str]) -> str:
-    """The same as lines to print."""
+    """Format a report as lines to print."""
     lines = [f"{title:<28} {'CPU, s':>9} " + " ".join(f"{'/ ' + base + ' [quartiles]':>32}" for base in baselines)]
     for entry in found:
         cells = []
@@ -159,13 +159,13 @@ def show(title: str, found: list[dict[str, Any]], baselines: Sequence[str]) -> s
 
 
 def machine() -> dict[str, Any]:
-    """What the times were taken on."""
+    """Describe the machine and its software."""
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return about | {"processor": processor()}
 
 
 def load() -> float:
-    """How many processes of the machine ran or waited, the mean of the last minute."""
+    """Load average of the machine over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -173,11 +173,11 @@ def load() -> float:
 
 
 class Elsewhere(Contestant):
-    """A contestant in another interpreter, which lives as long as this object is entered.
+    """A contestant in another interpreter, which runs while this context is open.
 
     Args:
         python: the interpreter.
-        script: calls `serve`; `arguments` are its own.
+        script: a script that calls `serve`; `arguments`: its command line.
     """
 
     def __init__(self, name: str, python: str, script: Path, *arguments: str):
@@ -211,7 +211,7 @@ class Elsewhere(Contestant):
 
 
 def serve(run: Callable[[], Any], version: str = "") -> None:
-    """Take turns for `Elsewhere`: one for each line on standard input. What `run` prints goes to standard error."""
+    """Take turns for `Elsewhere`: one for each line on standard input. Prints of `run` go to standard error."""
     out, sys.stdout = sys.stdout, sys.stderr
     print(json.dumps({"version": version}), file=out, flush=True)
     served = Contestant("", run)

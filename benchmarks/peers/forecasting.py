@@ -1,4 +1,4 @@
-"""Transformers with random weights that forecast in turns, by paradec, diffusers' hook and cache-dit."""
+"""Comparison of forecasts by paradec, diffusers' hook and cache-dit, on transformers with random weights, in turns."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ import paradec
 MODELS = ("DiT", "FLUX")
 STEPS = 24
 SCHEDULE = {"interval": 5, "order": 1, "first_enhance": 3}
-"""diffusers'."""
+"""Schedule of diffusers."""
 FULL_STEPS = (0, 1, 2, 4, 9, 14, 19)
 TARGETS = ("stack", "output")
-"""Of ours beside "module", which forecasts what diffusers' hook does."""
+"""Further targets of paradec, besides "module", which forecasts the same modules as diffusers' hook."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
     "tiny": {
         "DiT": {"layers": 4, "width": 48, "side": 8, "batch": 2},
         "FLUX": {"layers": 2, "singles": 3, "width": 48, "side": 8, "text": 16, "batch": 1},
     },
-    "deep": {  # as many blocks as DiT-XL and FLUX.1 have, with next to nothing in them
+    "deep": {  # as many blocks as DiT-XL and FLUX.1 have, but very narrow ones
         "DiT": {"layers": 28, "width": 48, "side": 8, "batch": 2},
         "FLUX": {"layers": 19, "singles": 38, "width": 48, "side": 8, "text": 16, "batch": 1},
     },
@@ -43,18 +43,18 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
 """`side` squared is the number of positions."""
 BRANCHES = {
     "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
-    # no module is a single block's sum: its matrix of both is forecast, and what feeds it still computed
+    # a single-stream block has no module for its sum: proj_out is forecast, and its inputs are still computed
     "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
     "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
 }
 BRANCHES["digits"] = BRANCHES["DiT"]
 
 Attach = Callable[[nn.Module, str], contextlib.AbstractContextManager[Callable[[], Any]]]
-"""Accelerates a transformer (of this model) until it is left; calls what it gives at the start of every run."""
+"""Accelerates a transformer (of a model in `MODELS`) in a context, which yields a function to call before every run."""
 
 
 def build(model: str, size: dict[str, int]) -> nn.Module:
-    """A transformer with random weights, all of them in use."""
+    """Build a transformer with random, nonzero weights."""
     torch.manual_seed(0)
     width = size["width"]
     if model == "DiT":
@@ -77,7 +77,7 @@ def build(model: str, size: dict[str, int]) -> nn.Module:
 
 
 def randomise(module: nn.Module) -> nn.Module:
-    """The module with random matrices, all of them in use."""
+    """Fill all matrices of the module with random numbers."""
     for parameter in module.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
@@ -85,7 +85,7 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
-    """The arguments of a call but for the timestep."""
+    """Make the arguments of a call, except the timestep."""
     draw = torch.Generator().manual_seed(1)
     batch, side = size["batch"], size["side"]
     if model == "DiT":
@@ -103,7 +103,7 @@ def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def denoise(model: str, module: nn.Module, given: dict[str, Tensor], steps: int = STEPS) -> Tensor:
-    """The latent after Euler steps from time 1 to 0."""
+    """Compute the latent after Euler steps from time 1 to 0."""
     latent = given["hidden_states"]
     for i in range(steps):
         time = torch.full((len(latent),), (steps - i) / steps) * (1 if model == "FLUX" else 1000)
@@ -115,7 +115,7 @@ def denoise(model: str, module: nn.Module, given: dict[str, Tensor], steps: int 
 
 @contextlib.contextmanager
 def attach_diffusers(module: nn.Module, model: str, **changes: Any) -> Any:
-    """diffusers' own TaylorSeer hook on the branches that ours forecasts, in the context that its pipelines set."""
+    """Attach diffusers' own TaylorSeer hook to the branches that paradec forecasts, in the context of its pipelines."""
     settings = {
         "cache_interval": SCHEDULE["interval"],
         "disable_cache_before_step": SCHEDULE["first_enhance"],
@@ -138,7 +138,7 @@ def attach_diffusers(module: nn.Module, model: str, **changes: Any) -> Any:
 
 @contextlib.contextmanager
 def attach_cachedit(module: nn.Module, model: str) -> Any:
-    """cache-dit's DBCache with its Taylor calibrator at given steps; one block of each list always runs."""
+    """Attach cache-dit's DBCache with its Taylor calibrator at fixed steps; one block of each list always runs."""
     import cache_dit
 
     config = cache_dit.DBCacheConfig(
@@ -158,7 +158,7 @@ def attach_cachedit(module: nn.Module, model: str) -> Any:
 
 
 def ours(**settings: Any) -> Attach:
-    """paradec's session."""
+    """Build an `Attach` with a session of paradec."""
 
     @contextlib.contextmanager
     def attach(module: nn.Module, model: str) -> Any:
@@ -174,7 +174,7 @@ def ours(**settings: Any) -> Attach:
 def contestant(
     stack: contextlib.ExitStack, name: str, attach: Attach, model: str, size: dict[str, int], version: str
 ) -> Contestant:
-    """A method on a transformer of its own, attached until `stack` is closed."""
+    """Build a contestant: a method on its own transformer, attached until `stack` is closed."""
     module, given = build(model, size), inputs(model, size)
     start = stack.enter_context(attach(module, model))
 

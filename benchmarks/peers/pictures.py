@@ -1,15 +1,15 @@
-"""Forecasts inside a transformer: paradec beside diffusers' hook and cache-dit, in time per run.
+"""Forecasts inside a transformer: time per run of paradec, diffusers' hook and cache-dit.
 
     python benchmarks/peers/pictures.py [--sizes tiny wide] [--models DiT FLUX] [--turns 7]
 
 Needs `pip install -e ".[bench]"`. DiT and FLUX transformers with random weights take 24 Euler steps from the same
-noise, one thread. Every method evaluates them at the same 7 steps, those of diffusers' schedule (interval 5, 3 first
-steps, order 1), and forecasts the others. Same modules for diffusers' hook and ours: attention and feed-forward of
-every block. cache-dit evaluates one block of each list at every step, and forecasts the sum of the others. "paradec,
-stack" and "paradec, output" are our other targets on the same schedule: what all blocks add, and the whole output.
+noise, on one thread. Every method evaluates them at the same 7 steps, those of diffusers' schedule (interval 5, 3 first
+steps, order 1), and forecasts the other steps. diffusers' hook and paradec forecast the same modules: attention and
+feed-forward of every block. cache-dit evaluates one block of each list at every step, and forecasts the sum of the
+other blocks. "paradec, stack" and "paradec, output" forecast the residual of all blocks and the whole output.
 
-On DiT our results are compared with diffusers'; on FLUX its hook forecasts the branches of a single block and ours
-their sum. Writes benchmarks/results/peers_pictures.json.
+On DiT paradec's results are compared with diffusers'. On FLUX they differ: diffusers' hook forecasts the branches of a
+single-stream block, paradec their sum. Writes benchmarks/results/peers_pictures.json.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a step takes outside of the model's call, beside dInfer's compiled rule: the same logits, in turns.
+"""Time of a step outside of the model's call, compared with dInfer's compiled rule on the same logits, in turns.
 
     python benchmarks/peers/rule.py --python ENVIRONMENT/bin/python --dinfer CHECKOUT [--turns 15]
 
-The threshold rule at 0.9 fills blocks of 32 in eight steps whose logits are given. dInfer's is its decoder's `decode`
-alone, compiled by torch as it is published. Ours is everything between two calls of the model, `query`, `propose` and
-`commit`, and gets the logits of undecided positions alone, as its calls of the model return them. One thread, CPU time
-of the process. Tokens are compared. Writes benchmarks/results/peers_rule.json.
+The threshold rule at 0.9 fills blocks of 32 in eight steps with prepared logits. dInfer's part is its decoder's
+`decode`, compiled by torch as published. paradec's part is everything between two calls of the model (`query`,
+`propose` and `commit`) with the logits of undecided positions, as its model calls return them. One thread, CPU time of
+the process. Tokens are compared. Writes benchmarks/results/peers_rule.json.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import paradec
 RESULT = common.BENCHMARKS / "results" / "peers_rule.json"
 BLOCK, STEPS, THRESHOLD = 32, 8, 0.9
 CASES = ((126_464, 1), (126_464, 4), (32_000, 1), (32_000, 8))
-"""Sizes of the vocabulary and rows."""
+"""Pairs of vocabulary size and number of rows."""
 
 
 def random_model(vocab: int) -> Any:
-    """A small model that is asked nothing: the logits are given."""
+    """Build a small model that is never called: the logits are prepared."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4}
     module = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=512, **sizes))
     return paradec.wrap(module, mask_token_id=vocab - 1, prediction="same", topology="bidirectional")
 
 
 class Ours(contextlib.AbstractContextManager[None]):
-    """The rule over given logits. Entering makes the state of one block, before the clocks start."""
+    """The rule with prepared logits. Entering creates the state of one block, which is not timed."""
 
     def __init__(self, model: Any, logits: list[torch.Tensor]):
         self.model, self.logits = model, list(logits)
@@ -57,7 +57,7 @@ class Ours(contextlib.AbstractContextManager[None]):
         pass
 
     def _steps(self, wanted: bool = False) -> None:
-        """wanted: keep of each step's logits those that it asks for, once."""
+        """Step through the block. wanted: once, reduce each step's logits to the requested positions."""
         for step, logits in enumerate(self.logits):
             (query,) = self.method.query(self.state)
             columns = query.window.columns

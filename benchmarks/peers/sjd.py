@@ -1,12 +1,12 @@
-"""paradec's `sjd` beside its public code: whole pictures of a random LlamaGen, in turns.
+"""paradec's `sjd` compared with its public code: whole images of a random LlamaGen, in turns.
 
     python benchmarks/peers/sjd.py --python ENVIRONMENT/bin/python --sjd CHECKOUT [--turns 7]
 
 The reference needs an older transformers: `--python` is an interpreter with torch, transformers 4.46.3 and safetensors.
-It runs in a process of its own with the same weights. One thread, CPU time of the process. A window of 16, random
-guesses and guidance, as its script for LlamaGen has them. With top_k=1 both have to write the codes of greedy decoding,
-which are compared; with top_k=1000 each draws its own random numbers, so that forwards differ: their numbers are in the
-result, and the time of one forward is what can be compared.
+It runs in a separate process with the same weights. One thread, CPU time of the process. A window of 16, random guesses
+and guidance, as in its script for LlamaGen. With top_k=1 both must write the codes of greedy decoding, which are
+compared. With top_k=1000 each draws its own random numbers, so the numbers of forwards differ; they are in the result,
+and only the time of one forward is comparable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LABEL, GUIDANCE, WINDOW = 207, 7.5, 16
 
 
 def random_model(size: str) -> LlamaGenModel:
-    """A LlamaGen whose logits are spread widely enough for drafts to be accepted now and then."""
+    """Build a random LlamaGen with logits of such a spread that some drafts are accepted."""
     dim, layers, heads, codes, grid = SIZES[size]
     torch.manual_seed(0)
     module = LlamaGen(LlamaGenConfig(dim=dim, n_layer=layers, n_head=heads, vocab_size=codes, grid=grid))
@@ -49,7 +49,7 @@ def random_model(size: str) -> LlamaGenModel:
 
 
 def ours(model: LlamaGenModel, top_k: int) -> Any:
-    """Codes [1, cells + 1] of one picture: the last one is the number of forwards."""
+    """Build a function that returns the codes of one image and the number of forwards: [1, cells + 1]."""
     sampler = paradec.samplers.create("sjd", window=WINDOW, guess_distribution="one_hot")
     request: dict[str, Any] = {"sampler": sampler, "top_k": top_k, "guidance_scale": GUIDANCE, "temperature": 1.0}
 
@@ -93,7 +93,7 @@ def main() -> None:
             with Elsewhere("sjd", given.python, script, str(given.sjd), f"{away}/task.json") as peer:
                 common.alternate([own, peer], given.turns, warm_up=1)
             contestants = [own, peer]
-            for contestant in contestants:  # of the last turn
+            for contestant in contestants:  # the results of the last turn
                 contestant.facts["forwards"] = int(contestant.result[0, -1])
                 contestant.result = contestant.result[:, :-1]
             found = common.report(contestants, ("sjd",), {"paradec": "sjd"} if top_k == 1 else {})

@@ -1,9 +1,9 @@
-"""SJD's public code on LlamaGen, taking turns for `sjd.py` in an interpreter and environment of its own.
+"""SJD's public code on LlamaGen, run for `sjd.py` in a separate interpreter and environment.
 
     python benchmarks/peers/sjd_reference.py CHECKOUT TASK.json
 
-Nothing of it is changed or copied: its own classes and its solver are called as its own script does. What replaces
-what this machine has not got is listed in `sjd.py`'s result.
+The code is neither changed nor copied: its classes and its solver are called as in its own script. Replacements of
+modules that are missing on this machine are listed in `sjd.py`'s result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common import serve
 
 
 class NoClock:
-    """In the place of a CUDA event: the reference times itself with two of them."""
+    """Replacement of a CUDA event: the reference times itself with two of them."""
 
     def __init__(self, **named: Any):
         pass
@@ -36,7 +36,7 @@ class NoClock:
 
 
 def sjd(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """Codes [1, cells + 1] of one picture: the last one is the number of forwards."""
+    """Build a function that returns the codes of one image and the number of forwards: [1, cells + 1]."""
     sys.modules["absl"] = types.SimpleNamespace(logging=logging)  # type: ignore[assignment]
     torch.cuda.Event, torch.cuda.synchronize = NoClock, lambda: None  # type: ignore[assignment,misc]
     sys.path[:0] = [str(checkout), str(checkout / "lumina_mgpt")]
@@ -67,7 +67,7 @@ def sjd(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     model.to(getattr(torch, task["dtype"])).eval()
     forwards = 0
 
-    inference = model.inference  # its prefill calls it, and so does every step
+    inference = model.inference  # called by the prefill and by every step
 
     def counting(*given: Any, **named: Any) -> Any:
         nonlocal forwards
@@ -80,7 +80,7 @@ def sjd(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     def run() -> Any:
         nonlocal forwards
         forwards = 0
-        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():  # it prints
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():  # discard its prints
             codes = solver.generate(
                 torch.tensor([task["label"]]), cells, None, cfg_scale=task["guidance"], temperature=1.0,
                 top_k=task["top_k"], top_p=1.0, sample_logits=True,

@@ -1,15 +1,16 @@
-"""paradec beside the public decoders of LLaDA and Dream: whole decodes of a random checkpoint, in turns.
+"""paradec compared with the public decoders of LLaDA and Dream: whole answers of a random checkpoint, in turns.
 
     python benchmarks/peers/text.py --python ENVIRONMENT/bin/python \\
         --fast-dllm CHECKOUT --llada CHECKOUT --dkv-cache CHECKOUT --dinfer CHECKOUT [--turns 7] [--size small]
 
 References need an older transformers: `--python` is an interpreter with torch, transformers 4.46.3, einops and
-safetensors. Each runs in a process of its own that loads the same checkpoint (LLaDA's format, random weights), and
-takes turns with this one; one thread, CPU time of the process. Checkouts that are not given are left out. Cases are
-what the references publish: threshold 0.9, blocks of 32; LLaDA and Dream with half as many steps as tokens; dKV-Cache
-with a whole forward every eighth step. Tokens of greedy cases are compared. "sampled" ones have as many steps and draw
-other numbers: LLaDA at temperature 0.7, Dream at 0.7 with top_p=0.95. The load of the machine is in the result, and
-(ours - products) / (theirs - products) of every turn, the products with matrices being what both have to do.
+safetensors. Each reference runs in a separate process that loads the same checkpoint (LLaDA's format, random weights),
+and takes turns with this process; one thread, CPU time of the process. References without a checkout are left out. The
+cases are the published settings: threshold 0.9, blocks of 32; LLaDA and Dream with half as many steps as tokens;
+dKV-Cache with a whole forward every eighth step. Tokens of greedy cases are compared. "sampled" cases have as many
+steps, but other random numbers: LLaDA at temperature 0.7, Dream at 0.7 with top_p=0.95. The result also has the load of
+the machine, and for every turn (ours - products) / (theirs - products), where products is the time of the matrix
+products, which both must compute.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def random_matrix(draw: torch.Generator, *shape: int, scale: float = 1.0) -> tor
 
 
 def checkpoint(folder: Path, size: str) -> dict[str, int]:
-    """Write a random model in LLaDA's format; its sizes. The last layer's scale makes some tokens sure and others not,
-    so that a threshold commits several at a time."""
+    """Write a random model in LLaDA's format; return its sizes. With the scale of the last layer the model is confident
+    of some tokens only, so a threshold commits several at a time."""
     hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
     normal = partial(random_matrix, draw)
@@ -89,7 +90,7 @@ def checkpoint(folder: Path, size: str) -> dict[str, int]:
 
 
 def dream_checkpoint(folder: Path, size: str) -> None:
-    """The same sizes in Dream's format."""
+    """Write a random model of the same sizes in Dream's format."""
     hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
     normal = partial(random_matrix, draw)
@@ -120,7 +121,7 @@ def dream_checkpoint(folder: Path, size: str) -> None:
 
 
 def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """By case: the reference, its settings, and ours."""
+    """For each case: the reference, its settings, and paradec's."""
     answer = SIZES[given.size][-1]
     rule = {"sampler": paradec.samplers.create("threshold", threshold=0.9)}
     found: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
@@ -148,7 +149,7 @@ def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dic
 
 
 def decoder(model: Any, prompt: torch.Tensor, request: dict[str, Any]) -> Callable[[], torch.Tensor]:
-    """Our whole decode, [1, prompt + answer]."""
+    """Build a function that decodes with paradec and returns [1, prompt + answer]."""
 
     def run() -> torch.Tensor:
         return paradec.generate(model, input_ids=prompt, **request).sequences
@@ -157,8 +158,8 @@ def decoder(model: Any, prompt: torch.Tensor, request: dict[str, Any]) -> Callab
 
 
 def products(model: Any, decode: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The products with matrices of one decode, in its order and shapes, and nothing else: what is left if all else
-    took no time. Attention's own products are not among them."""
+    """Build a function that only computes the matrix products of one decoding, in its order and shapes: a lower bound
+    of its time. Products inside attention are left out."""
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     inputs: dict[torch.Size, torch.Tensor] = {}
 
@@ -191,11 +192,11 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--only", default="", help="prefix of the names of cases to run")
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.llada is not None and given.fast_dllm is None:
-        parser.error("--llada takes --fast-dllm too, whose copy of the model it runs")
+        parser.error("--llada also needs --fast-dllm, whose copy of the model it runs")
     given.dream = given.fast_dllm
     torch.set_num_threads(1)
     prompt_length, answer = SIZES[given.size][-2:]
@@ -229,7 +230,7 @@ def main() -> None:
             with Elsewhere(reference, given.python, script, *arguments) as peer:
                 contestants.append(peer)
                 common.alternate(contestants, given.turns, warm_up=2)
-            for contestant in contestants:  # some give the answer alone
+            for contestant in contestants:  # some return only the answer
                 contestant.result = contestant.result[:, -answer:]
             aims = {} if own.get("temperature") else {"paradec": reference}
             found = common.report(contestants, (reference,), aims, bare.name)

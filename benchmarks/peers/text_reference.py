@@ -1,9 +1,9 @@
-"""A public decoder of LLaDA, taking turns for `text.py` in an interpreter and environment of its own.
+"""A public decoder of LLaDA, run for `text.py` in a separate interpreter and environment.
 
     python benchmarks/peers/text_reference.py NAME CHECKOUT TASK.json
 
-Nothing of a reference is changed or copied: it is imported from its checkout, and called as its own scripts call it.
-What replaces modules that it imports and this machine has not got is listed in `text.py`'s result.
+A reference is neither changed nor copied: it is imported from its checkout, and called as its own scripts call it.
+Replacements of modules that are missing on this machine are listed in `text.py`'s result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common import serve
 
 
 class StandIns:
-    """Empty modules for packages that are imported and never called here, at the end of `sys.meta_path`."""
+    """Importer, for the end of `sys.meta_path`, of empty modules for packages that are imported but not called here."""
 
     def __init__(self, *names: str):
         self.names = names
@@ -50,21 +50,21 @@ def _nothing(attribute: str) -> Any:
 
 
 class _Nothing:
-    """Whatever a stand-in is asked for."""
+    """Any attribute of a stand-in; raises when it is called."""
 
     def __init__(self, *given: Any, **named: Any):
         raise RuntimeError("a stand-in was called")
 
 
 def llada_model(module: Any, folder: str, dtype: torch.dtype) -> Any:
-    """A reference's own LLaDA class with the weights of a checkpoint folder."""
+    """Build a reference's own LLaDA class with the weights of a checkpoint folder."""
     from safetensors.torch import load_file
 
     settings = json.loads((Path(folder) / "config.json").read_text())
     known = {name: value for name, value in settings.items() if name not in ("architectures", "torch_dtype")}
     config = sys.modules[module.LLaDAConfig.__module__].LLaDAConfig(**known)
     sizes = module.create_model_config_from_pretrained_config(config)
-    sizes.init_device = "cpu"  # some set another one themselves
+    sizes.init_device = "cpu"  # some references set another device
     model = module.LLaDAModelLM(config, model=module.LLaDAModel(sizes, init_params=False)).eval()
     weights = load_file(Path(folder) / "model.safetensors")
     missing = model.load_state_dict(weights, strict=False).missing_keys
@@ -74,13 +74,13 @@ def llada_model(module: Any, folder: str, dtype: torch.dtype) -> Any:
 
 
 def _asked(task: dict[str, Any]) -> dict[str, int]:
-    """What LLaDA's own function and those made of it are asked for, by their names."""
+    """Arguments of LLaDA's `generate` and of functions derived from it, by their names."""
     named = {"steps": "steps", "gen_length": "answer", "block_length": "block", "mask_id": "mask"}
     return {name: task[ours] for name, ours in named.items()}
 
 
 def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """LLaDA's own `generate`; its model class is on the hub alone, so the model is Fast-dLLM's copy of it."""
+    """LLaDA's own `generate`; its model class is only on the hub, so the model is Fast-dLLM's copy of it."""
     sys.path.insert(0, str(Path(task["model_checkout"]) / "llada"))
     import model.modeling_llada as classes
 
@@ -98,7 +98,7 @@ def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def dream(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """Dream's own `diffusion_generate`, as Fast-dLLM's checkout has it, by the entropy rule."""
+    """Dream's own `diffusion_generate`, in Fast-dLLM's copy, with the entropy rule."""
     from safetensors.torch import load_file
 
     sys.path.insert(0, str(checkout / "dream"))
@@ -125,7 +125,7 @@ def dream(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def fast_dllm(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """Fast-dLLM (v1): no cache, prefix cache, dual cache; the threshold rule."""
+    """Fast-dLLM (v1) with no cache, its prefix cache or its dual cache, and the threshold rule."""
     sys.path.insert(0, str(checkout / "llada"))
     import generate
     import model.modeling_llada as classes
@@ -155,7 +155,7 @@ def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints
+        with contextlib.redirect_stdout(io.StringIO()):  # discard its prints
             return decoding.generate(
                 module, None, prompt, **_asked(task), enable_cache=True, cache_reloading_step=task["refresh"]
             )
@@ -164,7 +164,7 @@ def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _import_dinfer(checkout: Path) -> None:
-    """Let `dinfer` be found without what its packages import: models for newer releases, and servers."""
+    """Make `dinfer` importable without its packages' own imports: models for newer releases, and servers."""
     sys.meta_path.append(StandIns("vllm", "sglang", "flashinfer", "deepspeed"))  # type: ignore[arg-type]
     for name, folder in (("dinfer", "dinfer"), ("dinfer.model", "dinfer/model")):
         package = sys.modules[name] = types.ModuleType(name)
@@ -175,7 +175,7 @@ def _import_dinfer(checkout: Path) -> None:
 
 
 def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """dInfer's compiled threshold rule alone: one block, whose logits are given."""
+    """dInfer's compiled threshold rule without a model: one block with prepared logits."""
     _import_dinfer(checkout)
     from dinfer.decoding.parallel_strategy import ThresholdParallelDecoder
 
@@ -192,7 +192,8 @@ def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def rule_logits(vocab: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
-    """Logits [rows, block, vocab] of steps that are confident of block / steps more positions each, from the left."""
+    """Make logits [rows, block, vocab] of `steps` steps; each is confident of block / steps more positions, from the
+    left."""
     draw, found = torch.Generator().manual_seed(0), []
     more = block // steps
     for step in range(steps):
@@ -204,7 +205,7 @@ def rule_logits(vocab: int, rows: int, block: int, steps: int) -> list[torch.Ten
 
 
 def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """dInfer: block by block, the compiled threshold rule; no cache, or the dual one."""
+    """dInfer: block by block with its compiled threshold rule; without a cache, or with the dual one."""
     _import_dinfer(checkout)
     import dinfer.model.modeling_llada as classes
     from dinfer.decoding.generate_uniform import BlockWiseDiffusionLLM
