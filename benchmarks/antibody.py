@@ -1,25 +1,25 @@
-"""How well each sampler fills antibody sequences of which 90 % is masked, and how many forwards that takes.
+"""Recovery and forwards of masked samplers on antibody sequences of which 90 % is masked.
 
     python benchmarks/antibody.py [--seeds 5] [--skip PAIRS] [--limit PAIRS] [--draw]
 
 The model is AntiBERTy (`pip install -e ".[bench]"`), a real masked language model that runs on a CPU: 26M weights,
-one token per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. Of each, 90 % of the
-residues are masked at random, once per seed, and filled at temperature 0 by every masked sampler with its defaults and
-with its `sweep` settings; what counts is the share of masked residues that come back, beside the forwards (NFE).
+one token per residue. The sequences are the variable domains in benchmarks/data/antibodies.fasta. 90 % of the residues
+of each sequence are masked at random, once per seed, and filled at temperature 0 by every masked sampler with its
+defaults and with its `sweep` settings. Measured are the share of masked residues that are recovered, and the forwards.
 
-The baseline is the threshold rule at 0.9. An encoder has no end token and every sequence keeps its length, so that no
-method wins or loses by stopping early. `adablock` is left out, since its blocks end at delimiters and proteins have
-none, and `maskgit` and its kin, which are made to draw. One residue a step, the default of the rules with a fixed
-schedule, is measured for `low_confidence` alone, for time. A configuration that makes fewer than three residues final
-per forward under the first seed is measured under that seed only; results say how many fillings each line rests on.
+The baseline is the threshold rule at 0.9. An encoder has no end token and every sequence keeps its length, so no method
+gains or loses by stopping early. Left out are `adablock`, whose blocks end at delimiters, and `maskgit` and similar
+samplers, which are made for random draws. To save time, one residue per step, the default of rules with a fixed
+schedule, is only measured for `low_confidence`, and a configuration with fewer than three residues per forward for the
+first seed is only measured for that seed; results have the number of fillings.
 
-Every configuration fills the same sequences under the same masks, and is compared with the baseline on what both have
-filled. Intervals are percentile bootstraps over sequences (95 %; the mean over a sequence's seeds is one number);
-"versus baseline" is the interval of the paired difference.
+Every configuration fills the same sequences with the same masks, and is compared with the baseline on the fillings that
+both have done. Intervals are percentile bootstraps over sequences (95 %; a sequence's value is the mean over its
+seeds); "versus baseline" is the interval of the paired difference.
 
-Work is done in units: four heavy or four light chains under one seed, by all configurations. `--draw` makes
-docs/figures/antibody.svg from the results that are there. A canvas that was evaluated before, by whatever sampler, is
-looked up; forwards are counted all the same, and no times are reported.
+A unit of work is four heavy or four light chains with one seed, filled by all configurations. `--draw` draws
+docs/figures/antibody.svg from the existing results. Canvases that were evaluated before, by any sampler, are cached;
+their forwards count all the same, and no times are reported.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from paradec.tools.evaluation.questions import Question
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "antibodies.fasta"
 SHARE = 0.9
-"""Of the residues, masked."""
+"""Share of masked residues."""
 UNIT = 4
-"""Sequences filled together."""
+"""Number of sequences filled together."""
 LEFT_OUT = ("adablock", "maskgit", "halton", "recap", "lpd")
 SLOW = 3
-"""Residues per forward; what does not reach it is measured under one seed."""
+"""Residues per forward; slower configurations are measured with one seed only."""
 SEQUENTIAL = "low_confidence"
-"""The sampler that shows what one residue a step gives."""
+"""The sampler that is measured with one residue per step."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class Chain:
         return f"{self.antibody} {self.kind}"
 
     def masked(self, seed: int) -> np.ndarray:
-        """Which residues are masked: sorted indices, 90 % of them, drawn without replacement."""
+        """Draw the masked residues: sorted indices of 90 %, without replacement."""
         draw = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
         count = round(SHARE * len(self.residues))
         return np.sort(draw.choice(len(self.residues), count, replace=False))
 
 
 def read_chains(file: Path = DATA) -> list[Chain]:
-    """The chains of a FASTA file whose headers are `>antibody kind source`.
+    """Read the chains of a FASTA file with headers `>antibody kind source`.
 
     Raises:
-        ValueError: a record of another form.
+        ValueError: a malformed record.
     """
     chains = []
     for record in file.read_text(encoding="utf-8").split(">")[1:]:
@@ -99,8 +99,8 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 
 
 def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
-    """The chains as prompts with their masks under seed 0 and what belongs there, for `paradec tune` and rankings; and
-    the tokens that none of them has."""
+    """Build questions from the chains, with the masks of seed 0 and the right tokens, for `paradec tune` and rankings.
+    Also returns the ids that no chain has."""
     asked = []
     for chain in chains:
         row, _, truth = masked_row(model, chain, 0)
@@ -109,7 +109,7 @@ def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list
 
 
 def masked_row(model: Any, chain: Chain, seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """A chain's tokens with its masks under a seed, the places of the masks, and the tokens that belong there."""
+    """Mask a chain. Returns its ids with masks, the positions of the masks, and the right ids there."""
     row = np.array(model.tokenizer(" ".join(chain.residues))["input_ids"])  # [CLS] residues [SEP]
     places = chain.masked(seed) + 1
     truth = row[places]
@@ -118,12 +118,12 @@ def masked_row(model: Any, chain: Chain, seed: int) -> tuple[list[int], np.ndarr
 
 
 def special_ids(model: Any) -> list[int]:
-    """The tokens that no chain has."""
+    """List the ids of special tokens, which no chain has."""
     return [i for i in model.tokenizer.all_special_ids if i != model.facts.mask_token_id]
 
 
 class Remembering:
-    """A model that evaluates no canvas twice, drafts included. Replaces a `Model` without a store."""
+    """Model with cached canvases, drafts included, in place of a `Model` without a store."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -152,7 +152,7 @@ class Remembering:
             for k, logits in zip(new, self.model(part), strict=True):
                 self.known[keys[k]] = logits
         wanted = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
-        # a window's padding may ask beyond what its row has; whatever is there is not used
+        # a window's padding may request positions beyond its row; their logits are not used
         found = [self.known[key] for key in keys]
         return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(found, wanted, strict=True)])
 
@@ -163,36 +163,36 @@ Filling = tuple[str, int]
 
 @dataclass
 class Record:
-    """What one configuration did."""
+    """Fillings of one configuration."""
 
     configuration: Configuration
     done: dict[Filling, tuple[int, int]] = field(default_factory=dict)
-    """By filling: (masked residues that came back, forwards)."""
+    """By filling: (recovered residues, forwards)."""
 
 
 @dataclass
 class Benchmark:
-    """Everything measured so far. A configuration is reported on the fillings that it and the baseline have done."""
+    """All measurements so far. A configuration is reported on the fillings that it and the baseline have done."""
 
     masked: dict[Filling, int]
-    """By filling, how many residues are masked."""
+    """Number of masked residues of each filling."""
     records: list[Record]
     """The baseline first."""
 
     def slow(self, record: Record) -> bool:
-        """Whether a configuration makes too few residues final per forward for more than one seed."""
+        """Whether a configuration fills too few residues per forward to be measured with more than one seed."""
         forwards = sum(count for _, count in record.done.values())
         return sum(self.masked[filling] for filling in record.done) < SLOW * forwards
 
     def recovery(self, record: Record, fillings: list[Filling]) -> np.ndarray:
-        """[chains] share of masked residues that came back, the mean over a chain's fillings."""
+        """[chains] float64: share of recovered residues, the mean over a chain's fillings."""
         shares: dict[str, list[float]] = {}
         for filling in fillings:
             shares.setdefault(filling[0], []).append(record.done[filling][0] / self.masked[filling])
         return np.array([np.mean(values) for values in shares.values()])
 
     def summary(self, record: Record, kind: str) -> dict[str, Any]:
-        """The numbers of a table line, of one kind of chain or of both, shares in per cent."""
+        """Build a row of the result, for one kind of chain or ("") for both, with shares in per cent."""
         fillings = [filling for filling in record.done if filling[0].endswith(kind)]
         ours, base = self.recovery(record, fillings), self.recovery(self.records[0], fillings)
         forwards = float(np.mean([record.done[filling][1] for filling in fillings]))
@@ -209,7 +209,7 @@ class Benchmark:
         }
 
     def result(self) -> dict[str, Any]:
-        """What is published: a row for each configuration, of all chains and of each kind; and AUPs."""
+        """Build the published result: a row for each configuration, for all chains and for each kind, and AUPs."""
         rows, heavy, light = ([self.summary(record, kind) for record in self.records] for kind in ("", "VH", "VL"))
         shown = ("sampler", "recovery", "interval", "forwards")
         kinds = {
@@ -219,8 +219,8 @@ class Benchmark:
 
 
 def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Area under each sampler's curve of recovery over residues per forward, of those with as many settings as most
-    (`paradec.tools.evaluation.Comparison.aup` says why)."""
+    """Compute the area under each sampler's curve of recovery over residues per forward, for samplers with as many
+    settings as most (reason: see `paradec.tools.evaluation.Comparison.aup`)."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         curves.setdefault(row["sampler"], []).append((row["tokens_per_forward"], row["recovery"]))
@@ -231,7 +231,7 @@ def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(result: dict[str, Any]) -> None:
-    """Recovery over forwards, a panel for each kind of chain."""
+    """Plot recovery over forwards, with a panel for each kind of chain."""
     from paradec.tools.evaluation.plot import Panel, draw
 
     panels = []
@@ -244,7 +244,7 @@ def plot(result: dict[str, Any]) -> None:
 
 
 def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: int) -> tuple[list[int], list[int]]:
-    """Fill masked chains with one configuration: (residues that came back, forwards) of each."""
+    """Fill masked chains with one configuration; return recovered residues and forwards of each chain."""
     given, holes, truth = zip(*(masked_row(model, chain, seed) for chain in chains), strict=True)
     output = paradec.generate(
         model,
@@ -265,8 +265,8 @@ def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: in
 def fitting(
     model: Any, prompt: Any, every: Iterable[Configuration], left_out: Sequence[str], sequential: Sequence[str]
 ) -> list[Configuration]:
-    """The configurations of samplers that fit a model; for the others (`learn2pd` without a filter for it) a line says
-    why. Defaults that make one token a step are measured for the `sequential` samplers alone."""
+    """Select the configurations of samplers that work on a model; the reason is printed for the others (`learn2pd`
+    without a filter). Defaults with one token per step are selected for the `sequential` samplers only."""
     found = []
     for configuration in every:
         method = configuration.make()
@@ -284,7 +284,7 @@ def fitting(
 
 
 def units(chains: list[Chain], seeds: int) -> Iterable[tuple[int, list[Chain]]]:
-    """Work in the order in which it is done: all sequences under one seed, then the next; heavy and light in turns."""
+    """Yield the units of work in order: all sequences with one seed, then the next seed; heavy and light in turns."""
     for seed in range(seeds):
         groups = []
         for kind in ("VH", "VL"):
@@ -298,9 +298,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="mask patterns per sequence")
     parser.add_argument("--skip", type=int, default=0, help="antibodies to leave out at the start of the file")
-    parser.add_argument("--limit", type=int, help="antibodies, from there on; by default all")
+    parser.add_argument("--limit", type=int, help="number of antibodies after the skipped ones; by default all")
     parser.add_argument("--out", type=Path, default=RESULTS / "antibody.json")
-    parser.add_argument("--draw", action="store_true", help="only the figure, from what --out holds")
+    parser.add_argument("--draw", action="store_true", help="only draw the figure, from the result in --out")
     arguments = parser.parse_args()
     for name, low in (("seeds", 1), ("skip", 0), ("limit", 1)):
         value = getattr(arguments, name)

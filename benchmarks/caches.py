@@ -1,23 +1,25 @@
-"""What caches cost and save: CPU time, positions evaluated and bookkeeping, beside no cache at the same sampler.
+"""Costs and savings of caches: CPU time, positions evaluated and bookkeeping, compared with no cache.
 
     python benchmarks/caches.py speed
     python benchmarks/caches.py accuracy [--limit 8]
     python benchmarks/caches.py prefix
 
 `speed`: one thread, one run, a random model of hidden size 512 with 8 layers. For every shape each cache decodes the
-same prompts with the same sampler (`random`, whose picks every cache can use, a fixed number of tokens per step); no
-cache goes first and last, and its mean counts. Seconds are the process's CPU time, which other processes on the machine
-disturb less than wall time does. "bookkeeping" is the plan, the query made from it, and the store's records, writes and
-gathers; it is set against the time in the model that the cache saves. Writes benchmarks/results/caches.json.
+same prompts with the same sampler (`random`, which works with every cache and commits a fixed number of tokens per
+step). Runs without a cache come first and last, and their mean counts. Seconds are the process's CPU time, on which
+other processes have less influence than on wall time. "bookkeeping" is the plan, the query built from it, and the
+store's records, writes and gathers, as a share of the model time that the cache saves. Writes
+benchmarks/results/caches.json.
 
 `accuracy`: right answers on the packaged prompts with the packaged model, and positions evaluated per answer. Writes
 benchmarks/results/caches_accuracy.json.
 
 `prefix`: the same model with a block-causal mask and the cache `block`, one thread. Eight rows with a common prefix,
-with and without `share_prefix`; three turns of a chat, with and without what the last one kept. CPU seconds as above,
-for whole requests: plain, reused, plain again, whose mean counts. Writes benchmarks/results/caches_prefix.json.
+with and without `share_prefix`; three turns of a chat, with and without the prefix of the turn before. CPU seconds as
+above, for whole requests: without, with, and again without reuse (mean of both). Writes
+benchmarks/results/caches_prefix.json.
 
-Encoders (AntiBERTy) are not here: they run over no store, and every cache but `none` is refused for them.
+Encoders (AntiBERTy) are not measured: they have no store, and every cache except `none` is refused for them.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ VARIANTS = (
     ("dkv_decode", {"refresh_interval": 2}),
     ("dkv_greedy", {"window": 6}),
 )
-"""Measured for accuracy beside the defaults."""
+"""Caches with settings that `accuracy` measures besides the defaults."""
 VOCAB = 1000
 
 
 def random_model(block_length: int | None = None, **sizes: int) -> Model:
-    """A random Llama of hidden size 512, 8 layers, 8 heads of 64; block-causal where a block length is given."""
+    """Build a random Llama of hidden size 512, 8 layers, 8 heads of 64; block-causal with a block length."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -70,7 +72,7 @@ def random_model(block_length: int | None = None, **sizes: int) -> Model:
 
 
 class Clock:
-    """CPU seconds of the process spent in the functions that it wraps, nested ones counted once."""
+    """Counter of the process's CPU seconds in the functions that it wraps; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self.depth = 0.0, 0
@@ -90,7 +92,7 @@ class Clock:
 
 
 def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, int]) -> dict[str, Any]:
-    """Decode once; seconds in all, in the model's calls, and in the cache's bookkeeping."""
+    """Decode once; measure seconds in total, in the model's calls, and in the cache's bookkeeping."""
     sampler = paradec.samplers.create("random")
     state = sampler.start(
         model,
@@ -161,7 +163,7 @@ def speed() -> None:
 
 
 def prefix() -> None:
-    """A prefix that eight rows share, and one that three turns of a chat keep."""
+    """Measure a prefix that eight rows share, and one that three turns of a chat reuse."""
     torch.set_num_threads(1)
     model = random_model(block_length=32)
     generator = torch.Generator().manual_seed(1)
@@ -209,7 +211,7 @@ def prefix() -> None:
 
 
 def answer_packaged(model: Model, examples: list[Example], **request: Any) -> tuple[float, float, float]:
-    """Answer the packaged prompts, 16 at once: share of right answers, positions and forwards of an answer."""
+    """Answer the packaged prompts, 16 together; return the share of right answers, positions and forwards each."""
     right = positions = forwards = 0
     for begin in range(0, len(examples), 16):
         batch = examples[begin : begin + 16]
@@ -220,7 +222,7 @@ def answer_packaged(model: Model, examples: list[Example], **request: Any) -> tu
 
 
 def accuracy(limit: int) -> None:
-    """One and several tokens per step, every cache, blocks of 16."""
+    """Measure accuracy with one and several tokens per step and every cache, in blocks of 16."""
     torch.set_num_threads(1)
     model = paradec.load()
     rules = {name: paradec.samplers.create(name) for name in ("low_confidence", "threshold", "random")}

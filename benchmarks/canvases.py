@@ -1,16 +1,16 @@
-"""Canvases of noise row by row, beside transformers' `generate`, which has all rows of a batch go in lock step.
+"""Canvases of noise decoded row by row, compared with transformers' `generate`, whose rows run in lock step.
 
     python benchmarks/canvases.py [--part schedule|memory|all] [--turns 5]
 
-schedule: eight unequal prompts, four canvases each, four seeds, on a small random DiffusionGemma. How many rows the
-decoder evaluates, how often decoder and encoder are called, for several `encode_wait`; wall and processor time of both
-in alternating turns. Three entropy bounds, which make canvases settle early, at half of their steps, or hardly ever;
-with and without end tokens. Calls and rows are counted by hooks on the module's encoder and decoder, for both alike.
-"same paths" is what lock step would take on the very canvases that ours took: there the random numbers do not differ.
+schedule: eight prompts of different lengths, four canvases each, four seeds, on a small random DiffusionGemma. Measured
+are the rows that the decoder evaluates, the calls of decoder and encoder, for several `encode_wait`, and wall and CPU
+time of both libraries in alternating turns. Three entropy bounds make canvases stable early, at half of their steps, or
+hardly ever; with and without end tokens. Calls and rows of both are counted by hooks on the module's encoder and
+decoder. "same paths" is the cost of lock step for the canvases of paradec's run, with the same random numbers.
 
-memory: the peak of a request above the loaded model, for one row and for two, each in a process of its own.
+memory: the peak of a request above the loaded model, for one row and for two, each in a separate process.
 
-Prints tables and writes benchmarks/results/canvases.json, each part with the commit that it was measured on.
+Prints tables and writes benchmarks/results/canvases.json, each part with its commit.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ CANVASES = 4
 SEEDS = (0, 1, 2, 3)
 WAITS = (0, 1, 2, 3, 5)
 SETTLING = {"early": (3.0, 0.2), "half": (1.0, 0.1), "late": (0.1, 0.005)}
-"""Entropy bound and confidence threshold; the last are the checkpoint's own."""
+"""Entropy bound and confidence threshold; "late" has the checkpoint's own."""
 VOCABULARY, CANVAS = 262_144, 256
 PAD, ENDS = 0, [1, 2, 3]
 FIRST_TOKEN = 8
-"""Ids below are the padding, ends and those of images."""
+"""Ids below are padding, end tokens and image tokens."""
 
 
 def small_module(vocab: int = 256, canvas: int = 32, hidden: int = 64) -> Any:
-    """A random `DiffusionGemmaForBlockDiffusion` of two layers, a sliding and a full one, and four experts, float32.
+    """Build a random `DiffusionGemmaForBlockDiffusion` of two layers, sliding and full, and four experts, float32.
 
-    Logits are products of the last hidden state with the embeddings. These have std 1, other matrices 0.1: with the
-    usual small weights every canvas would run to its last step.
+    Logits are products of the last hidden state with the embeddings. Embeddings have std 1, other matrices 0.1: with
+    the usual small weights every canvas would run to its last step.
     """
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
@@ -109,7 +109,7 @@ def small_module(vocab: int = 256, canvas: int = 32, hidden: int = 64) -> Any:
 
 
 class Counted:
-    """Calls of a module's encoder and decoder while it is entered: the rows of each."""
+    """Counter of calls of a module's encoder and decoder, and of their rows, while this context is open."""
 
     def __init__(self, module: Any):
         both = module.model
@@ -131,7 +131,7 @@ class Counted:
             handle.remove()
 
     def counts(self) -> np.ndarray:
-        """Decoder calls, rows that the decoder evaluated, encoder calls."""
+        """Count decoder calls, rows that the decoder evaluated, and encoder calls."""
         return np.array([len(self.rows["decoder"]), sum(self.rows["decoder"]), len(self.rows["encoder"])])
 
 
@@ -142,7 +142,7 @@ def prompts(module: Any, seed: int) -> list[list[int]]:
 
 
 def ours(model: Any, module: Any, settling: str, seed: int, callback: Any = None, **settings: Any) -> Any:
-    """One request of `paradec.generate`."""
+    """Run one request with `paradec.generate`."""
     new = CANVASES * module.config.canvas_length
     settings |= dict(zip(("entropy_bound", "confidence_threshold"), SETTLING[settling], strict=True))
     method = paradec.samplers.create("diffusion_gemma", **settings)
@@ -151,7 +151,7 @@ def ours(model: Any, module: Any, settling: str, seed: int, callback: Any = None
 
 
 def theirs(module: Any, settling: str, seed: int, ends: list[int]) -> Any:
-    """The same request of transformers' `generate`, prompts padded on the left."""
+    """Run the same request with transformers' `generate`, with prompts padded on the left."""
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
     rows, width = prompts(module, seed), max(LENGTHS)
@@ -171,7 +171,7 @@ def theirs(module: Any, settling: str, seed: int, ends: list[int]) -> Any:
 
 
 class Paths:
-    """A callback: how many steps each canvas of each row took."""
+    """A callback that counts the steps of each canvas of each row."""
 
     def __init__(self) -> None:
         self.open: dict[int, int] = {}
@@ -185,8 +185,8 @@ class Paths:
                 self.steps.setdefault(row, []).append(self.open.pop(row))
 
     def lock_step(self, rows: int) -> np.ndarray:
-        """Decoder calls, rows evaluated and encoder calls of these canvases in lock step; of rows that have ended the
-        steps are not known, and count as none."""
+        """Compute decoder calls, rows evaluated and encoder calls of these canvases in lock step. Steps of rows that
+        have ended are unknown, and count as 0."""
         canvases = max(map(len, self.steps.values()))
         longest = [max(row[index] for row in self.steps.values() if index < len(row)) for index in range(canvases)]
         return np.array([sum(longest), rows * sum(longest), canvases])
@@ -197,7 +197,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: int) -> dict[str, Any]:
-    """Wall and processor time of transformers over ours, over turns that each answer every seed."""
+    """Measure the ratios of transformers' wall and CPU time to paradec's, in turns that each answer every seed."""
     runs: tuple[Callable[[int], Any], ...] = (
         lambda seed: ours(model, module, settling, seed),
         lambda seed: theirs(module, settling, seed, ends),
@@ -215,7 +215,7 @@ def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: 
 
 
 def schedule(turns: int) -> dict[str, Any]:
-    """The counts and times of every setting."""
+    """Measure the counts and times of every setting."""
     module = small_module()
     found = []
     default = paradec.samplers.create("diffusion_gemma").encode_wait
@@ -273,7 +273,7 @@ def _named(counts: np.ndarray) -> dict[str, int]:
 
 
 class Peaks:
-    """The most memory of each stage, above what stood before the request."""
+    """Peak memory of each stage, above that before the request."""
 
     def __init__(self) -> None:
         self.base = resident("VmRSS")
@@ -281,7 +281,7 @@ class Peaks:
 
     @contextmanager
     def stage(self, name: str, outside: str) -> Iterator[None]:
-        """Inside it is `name`, until then it was `outside`."""
+        """Attribute memory inside the context to `name`, and memory before it to `outside`."""
         self.note(outside)
         forget_peak()
         yield
@@ -293,7 +293,7 @@ class Peaks:
 
 
 def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str, Any]:
-    """Bytes above the loaded model of one canvas of `rows` rows in two steps. In a process of its own."""
+    """Measure peak bytes above the loaded model for one canvas of `rows` rows in two steps; run in a new process."""
     torch.set_num_threads(1)
     module = small_module(vocab, canvas, hidden)
     ids = torch.randint(FIRST_TOKEN, vocab, (rows, 8), generator=torch.Generator().manual_seed(0))
@@ -323,7 +323,7 @@ def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str,
 
 
 def peak_alone(who: str, *sizes: int) -> dict[str, Any]:
-    """`peak` in a process of its own: memory that this one has freed would hide what is asked for anew."""
+    """Run `peak` in a new process, since memory freed by this process would hide new allocations."""
     command = [sys.executable, str(Path(__file__).resolve()), "--peak", who, *map(str, sizes)]
     environment = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).resolve().parents[1])}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
@@ -331,7 +331,7 @@ def peak_alone(who: str, *sizes: int) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """The peaks of both, in logits of one row (canvas x vocabulary float32)."""
+    """Measure the peaks of both libraries, and the bytes of one row's logits (canvas x vocabulary float32)."""
     found, hidden = [], 64
     for count in (1, 2):
         for who in ("ours", "transformers"):
@@ -363,7 +363,7 @@ def main() -> None:
     for name, measure in parts.items():
         if arguments.part in (name, "all"):
             report[name] = {"commit": COMMIT, **measure()}
-            report.pop("commit", None)  # parts may be of several
+            report.pop("commit", None)  # parts may have different commits
             write_result(RESULT, report)
     for to_table in (canvases_table, canvases_wait_table, canvases_memory_table):
         print(to_table(report), end="\n\n")

@@ -1,11 +1,12 @@
-"""`paradec compare` and `paradec bench parallel` on the packaged prompts, and settings chosen there on other prompts.
+"""`paradec compare` and `paradec bench parallel` on the packaged prompts, and chosen settings on other prompts.
 
     python benchmarks/compare_heldout.py [--parts compare heldout parallel] [--batch 20]
 
-`compare` measures every setting on 12 prompts of each task; whatever is best there is flattered by the choice. So for
-`heldout` each sampler's setting is chosen by its rows - the most tokens per forward among those with at most `FEWER`
-right answers less than the baseline - and measured on 12 other prompts of each task, as are the other settings of the
-samplers whose defaults take at most `SLOW` forwards an answer. `parallel` is ParallelBench's sweep, 16 prompts a task.
+`compare` measures every setting on 12 prompts of each task; the best settings look too good there because of the
+choice. So for `heldout` each sampler's setting is chosen by these results (the most tokens per forward among settings
+with at most `FEWER` right answers less than the baseline) and measured on 12 other prompts of each task, as are the
+other settings of samplers whose defaults take at most `SLOW` forwards per answer. `parallel` is ParallelBench's sweep,
+16 prompts per task.
 Writes compare.json, compare_heldout.json and parallel.json in benchmarks/results, and draws docs/figures/compare.svg
 and parallel.svg.
 """
@@ -28,13 +29,13 @@ from paradec.tools.evaluation.plot import frontier
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 FEWER = 4
-"""Right answers of 180."""
+"""Maximum loss of right answers, of 180."""
 SLOW = 6.0
-"""Forwards an answer; what takes more is left out, for time."""
+"""Maximum forwards per answer of a sampler's defaults; slower samplers are left out, to save time."""
 
 
 def published(comparison: Any) -> dict[str, Any]:
-    """What is published of a comparison: a row for each setting."""
+    """Reduce a comparison to the published result: a row for each setting."""
     rows = []
     for result in comparison.results:
         row = {
@@ -52,12 +53,12 @@ def published(comparison: Any) -> dict[str, Any]:
 
 
 def right(row: dict[str, Any]) -> int:
-    """Right answers of a row, of prompts with one answer and with many."""
+    """Count the right answers of a row, for prompts with one answer and with many."""
     return int(row["one_answer"][0] + row["many_answers"][0])
 
 
 def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each sampler's setting, by the choosing half, the baseline first; samplers without a good one at their
+    """Choose each sampler's setting by these rows, the baseline first; samplers without a good one get their
     defaults."""
     found: dict[str, dict[str, Any]] = {}
     for sampler in dict.fromkeys(row["sampler"] for row in rows):
@@ -70,7 +71,7 @@ def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def other_questions(per_task: int = 12) -> list[evaluation.Question]:
-    """As many prompts of each task as the comparison took, none of them its own."""
+    """Select `per_task` prompts of each task that the comparison did not use."""
     taken = {question.key for question in evaluation.packaged_questions(limit=per_task)}
     every = [question for question in evaluation.packaged_questions() if question.key not in taken]
     found = []

@@ -1,18 +1,18 @@
-"""`paradec serve` with conversations that share a system prompt, beside the same server that keeps no beginnings.
+"""`paradec serve` with conversations that share a system prompt, with and without its prefix cache.
 
     python benchmarks/conversations.py                        # about 10 minutes on two cores
     python benchmarks/conversations.py --conversations 8 --turns 1 --out runs/conversations.json
 
 Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal one decoded by
-`sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations go on at
-once; each has 8 turns over one system prompt of 400 tokens, 20 tokens of a user a turn and at most 24 of an answer,
-which the next turn repeats. 512 MB hold them all. Measured: positions evaluated, the server's CPU time, seconds of a
-turn.
+`sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations run at
+the same time. Each has 8 turns after one system prompt of 400 tokens; a turn has 20 tokens of the user and at most 24
+of an answer, which the next turn repeats. The prefix cache of 512 MB has room for all. Measured: positions evaluated,
+the server's CPU time, seconds of a turn.
 
-Then prompts that share nothing: CPU time with and without the store, 128 prompts a turn to each of two servers in
-alternation (`--turns`), with these models and with wider ones (8 layers, 512 wide).
+Then prompts without common prefixes: CPU time with and without the prefix cache, with 128 prompts per turn to each of
+two servers alternately (`--turns`), with these models and with wider ones (8 layers, 512 wide).
 
-Exits with 1 where an answer differs or is lost, or the positions are more than 0.4.
+Exits with 1 if an answer differs or is lost, or the ratio of evaluated positions is above 0.4.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SERVED = {
 
 
 def make(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
-    """A checkpoint with random weights and the packaged tokenizer."""
+    """Write a checkpoint with random weights and the packaged tokenizer."""
     tokenizer = paradec.load().tokenizer
     torch.manual_seed(0)
     ids: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
@@ -69,7 +69,7 @@ def make(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
 
 
 def said(seed: Any, count: int) -> str:
-    """So many tokens that only this seed says."""
+    """Draw a text of `count` tokens that depends on the seed."""
     draw = random.Random(str(seed))
     return " ".join(draw.choice(WORDS) for _ in range(count))
 
@@ -82,7 +82,7 @@ class Load:
         self.seconds: list[float] = []
 
     def cpu(self) -> float:
-        """Seconds of the server's processor time so far."""
+        """Seconds of the server's CPU time so far."""
         fields = Path(f"/proc/{self.server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -93,7 +93,7 @@ class Load:
         return answer.choices[0].message.content
 
     def run(self, work: Any) -> dict[str, Any]:
-        """What `work(client)` answers and takes."""
+        """Run `work(client)`; return its answers and costs."""
 
         async def all_of_it() -> Any:
             address = f"http://127.0.0.1:{self.server.port}/v1"
@@ -113,7 +113,7 @@ class Load:
         }
 
     def conversations(self, count: int) -> dict[str, Any]:
-        """All at once, each turn after the answer to the one before."""
+        """Run all conversations at the same time; each turn follows the answer of the turn before."""
 
         async def one(client: AsyncOpenAI, number: int) -> list[str]:
             messages = [{"role": "system", "content": said("system", SYSTEM)}]
@@ -128,7 +128,7 @@ class Load:
         return self.run(work)
 
     def strangers(self, numbers: range) -> dict[str, Any]:
-        """Prompts that share nothing, 32 at once."""
+        """Send prompts without common prefixes, 32 at a time."""
 
         async def work(client: AsyncOpenAI) -> Any:
             limit = asyncio.Semaphore(32)
@@ -143,14 +143,14 @@ class Load:
 
 
 def started(folder: Path, kind: str, options: list[str]) -> Load:
-    """A server of its own, which has answered two prompts."""
+    """Start a server, and let it answer two prompts."""
     load = Load(Server(32, ["--model", str(folder), "--name", "m", "--dtype", "float64", *SERVED[kind], *options]))
     load.strangers(range(-200, -198))
     return load
 
 
 def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str, Any]:
-    """What `work(load)` says of a server of its own."""
+    """Start a server, return the result of `work(load)`, and stop the server."""
     load = started(folder, kind, options)
     try:
         return work(load)
@@ -159,12 +159,12 @@ def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str
 
 
 def costs_of(folder: Path, kind: str, turns: int) -> dict[str, Any]:
-    """CPU time of a server that keeps beginnings over that of one that does not, in turns, of prompts that share
-    nothing."""
+    """Measure the ratio of CPU times of servers with and without prefix cache, in turns, for prompts without common
+    prefixes."""
     keeps: dict[str, list[str]] = {"kept": [], "none": ["--prefix-memory", "0"]}
     servers, ratios = {name: started(folder, kind, options) for name, options in keeps.items()}, []
     try:
-        for turn in range(-1, turns):  # the first one is not counted
+        for turn in range(-1, turns):  # the first turn is not counted
             prompts = range(128 * turn, 128 * (turn + 1))
             took = {name: load.strangers(prompts)["cpu_seconds"] for name, load in servers.items()}
             ratios += [took["kept"] / took["none"]] if turn >= 0 else []
@@ -178,7 +178,7 @@ def costs_of(folder: Path, kind: str, turns: int) -> dict[str, Any]:
 
 
 def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Both measurements on one model."""
+    """Make both measurements on one model."""
     keeps = {"kept": ["--prefix-memory", str(BUDGET)], "none": ["--prefix-memory", "0"]}
     talks = {
         name: measured(folder, kind, options, lambda load: load.conversations(args.conversations))

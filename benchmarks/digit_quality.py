@@ -1,9 +1,9 @@
-"""How good generated digits are: a small classifier of handwritten digits, and the Frechet distance on its features.
+"""Quality of generated digits: a small classifier of handwritten digits, and the Frechet distance on its features.
 
-The classifier and the moments of its features over held-out real digits ship inside the package
-(`examples/training/digits_ar.py` makes them). The distance is that of Heusel et al., "GANs Trained by a Two Time-Scale
-Update Rule ...", arXiv 1706.08500, with these features in place of Inception's: its values compare with each other, not
-with FIDs of other sets.
+The classifier and the moments of its features over held-out real digits are packaged (made by
+`examples/training/digits_ar.py`). The distance is that of Heusel et al., "GANs Trained by a Two Time-Scale Update Rule
+...", arXiv 1706.08500, with these features instead of Inception's. Its values are comparable with each other, not with
+FIDs of other data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZE = 28
 
 
 class DigitClassifier(nn.Module):
-    """Grey images [B, 1, 28, 28] in [0, 1] -> logits [B, 10]."""
+    """Classifier of grey images [B, 1, 28, 28] in [0, 1]; returns logits [B, 10]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class DigitClassifier(nn.Module):
             self.register_buffer(f"{name}_covariance", torch.zeros(FEATURES, FEATURES))
 
     def features(self, images: Tensor) -> Tensor:
-        """[B, 1, 28, 28] in [0, 1] -> [B, 64]: the last layer's inputs.
+        """Compute the last layer's inputs [B, 64] of images [B, 1, 28, 28] in [0, 1].
 
         Raises:
             ValueError: images of another shape.
@@ -53,10 +53,10 @@ class DigitClassifier(nn.Module):
 
 
 def load_classifier(path: str | os.PathLike[str] | None = None) -> DigitClassifier:
-    """The packaged classifier, or one from a file.
+    """Load the packaged classifier, or one from a file.
 
     Raises:
-        CheckpointError: a file that cannot be read, or does not hold this network's weights.
+        CheckpointError: an unreadable file, or other weights.
     """
     if path is None:
         path = Path(str(importlib.resources.files("paradec") / "assets" / "digits" / "classifier.safetensors"))
@@ -72,7 +72,7 @@ def load_classifier(path: str | os.PathLike[str] | None = None) -> DigitClassifi
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [d] and covariance [d, d] of features [n, d], float64.
+    """Compute the mean [d] and covariance [d, d] of features [n, d], float64.
 
     Raises:
         ValueError: fewer than two rows.
@@ -84,7 +84,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def frechet_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
-    """Squared Frechet distance of two normal distributions, each (mean [d], covariance [d, d]).
+    """Compute the squared Frechet distance of two normal distributions, each (mean [d], covariance [d, d]).
 
     |m1 - m2|^2 + tr(C1 + C2 - 2 (C1^(1/2) C2 C1^(1/2))^(1/2)); eigenvalues below 0, by rounding, count as 0.
     """

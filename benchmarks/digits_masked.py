@@ -1,17 +1,17 @@
-"""What fewer evaluations cost on the packaged digit models: a masked transformer and a diffusion transformer.
+"""Quality with fewer evaluations on the packaged digit models: a masked transformer and a diffusion transformer.
 
-    python benchmarks/digits_masked.py --part masked             # 500 pictures of each setting
+    python benchmarks/digits_masked.py --part masked             # 500 images of each setting
     python benchmarks/digits_masked.py --part dit --images 300   # the other model
-    python benchmarks/digits_masked.py --draw        # only the plots and the pictures, from the result file
+    python benchmarks/digits_masked.py --draw        # only the plots and the images, from the result file
 
-Masked transformer (`digits-maskgit`): MaskGIT, Halton, ReCAP and adaptive rules. An evaluation reads a class token and
-49 codes; ReCAP's local ones read fewer, so that cost is counted in positions: evaluations = positions / 50.
+Masked transformer (`digits-maskgit`): MaskGIT, Halton, ReCAP and adaptive rules. A full evaluation reads a class token
+and 49 codes; ReCAP's local steps read fewer, so the cost is counted in positions: evaluations = positions / 50.
 
-Diffusion transformer (`digits-dit`): DDIM with fewer steps, the cheap baseline, beside TaylorSeer on 20 and on 50 DDIM
-steps, at equal numbers of full evaluations (7 and 5), and rules that measure when to evaluate. All settings start from
-the same noise; "pixel error" is the mean absolute difference to the pictures of as many DDIM steps that are all
-evaluated (range 0 to 1; of DDIM itself, to those of 20 / of 50 steps). Where a rule evaluates a part of the transformer
-at forecast steps, evaluations count that part. Rules decide for a batch of 100 at once, so their counts are means.
+Diffusion transformer (`digits-dit`): DDIM with fewer steps, the cheap baseline; TaylorSeer on 20 and on 50 DDIM steps,
+with equal numbers of full evaluations (7 and 5); and rules that measure when to evaluate. All settings start from the
+same noise. "pixel error" is the mean absolute difference (range 0 to 1) to the images of as many DDIM steps that are
+all evaluated; for DDIM itself, to those of 20 / of 50 steps. If a rule evaluates a part of the transformer at forecast
+steps, this part is counted. Rules decide for a batch of 100 at once, so their counts are means.
 
 Class accuracy and Frechet distance are those of `benchmarks/digits.py`, with 95 % intervals (Wilson's; bootstrap).
 """
@@ -58,7 +58,7 @@ MASKED: list[tuple[str, str, str, dict[str, Any], int | None]] = [
     ("recap, 16 steps, l=3", "recap, l=3", "recap", {"local_steps": 3}, 16),
     ("recap, 6 steps, l=2", "recap, l=2", "recap", {"local_steps": 2}, 6),
 ]
-"""(label, curve, sampler, settings, steps); what is left out is the sampler's default."""
+"""(label, curve, sampler, settings, steps); other settings have their defaults."""
 BASES: dict[str, dict[str, Any]] = {
     "taylor 1": {},
     "reuse": {"how": "reuse"},
@@ -69,14 +69,15 @@ BASES: dict[str, dict[str, Any]] = {
     "dmd": {"how": "dmd", "order": 2},
 }
 INTERVALS = {20: {7: 3, 5: 4}, 50: {7: 8, 5: 10}}
-"""For every number of DDIM steps, how many of them are evaluated at which interval, the first step included."""
+"""For every number of DDIM steps, the numbers of evaluated steps (including the first) and their intervals."""
 LEFT_OUT = {
     20: [("dmd", "module"), *((basis, "block") for basis in BASES if basis not in ("taylor 1", "reuse"))],
     50: [(basis, "module") for basis in ("dmd", "hermite 2", "taylor 2", "foca")]
     + [(basis, "output") for basis in ("hermite 2", "taylor 2", "foca")]
     + [(basis, "block") for basis in BASES],
 }
-"""Pairs that are not measured: `dmd` takes an SVD per row and feature and is meant for outputs; the rest for time."""
+"""Pairs that are not measured: `dmd` needs an SVD per row and feature and is meant for outputs; the others, to save
+time."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "taylor 1, module, 7 of 20, first_enhance=3": (20, {"when": Every(4, 3)}),
     "taylor 1, module, 7 of 20, diffusers' style": (20, {"when": Every(4, 3, "diffusers")}),
@@ -85,11 +86,11 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "taylor 1, module, change 0.4 of 20": (20, {"when": AccumulatedChange(0.4)}),
     "taylor 1, module, verified 3 of 20": (20, {"when": Verification(3.0)}),
 }
-"""Schedules that crowd evaluations at the start (the last is the public code's for DiT), and rules."""
+"""Schedules with more evaluations at the start (the third is the public code's for DiT), and rules that measure."""
 
 
 def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
-    """(label, curve, DDIM steps, settings of TaylorSeer), the ones that matter most first."""
+    """List (label, curve, DDIM steps, settings of `Forecast`), the most important ones first."""
     found: list[tuple[str, str, int, dict[str, Any] | None]] = []
     for steps in (20, 50, 14, 10, 7, 5, 4):
         found.append((f"ddim, {steps} steps", "ddim", steps, None))
@@ -118,7 +119,7 @@ def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, 
             output_type="pt",
         )
         read = np.array([step.forwarded for step in out.trace.steps])  # [steps, B]
-        whole = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)  # of all guidance branches
+        whole = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)  # positions of all guidance branches
         pictures.append(out.images)
         evaluations += (read.sum(0) / whole).tolist()
         full += (read == whole).sum(0).tolist()
@@ -137,7 +138,7 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
         pictures.append(pipe(labels, num_inference_steps=steps, generator=draw, output_type="pt").images)
         full += [steps if session is None else len(session.report().full_steps)] * len(labels)
         verified = settings is not None and isinstance(settings.get("when"), Verification)
-        share = 1 / pipe.transformer.config.num_layers if verified else 0.0  # it evaluates the last block
+        share = 1 / pipe.transformer.config.num_layers if verified else 0.0  # the last block is always evaluated
         evaluations += [full[-1] + share * (steps - full[-1])] * len(labels)
     if session is not None:
         session.detach()
@@ -145,11 +146,11 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
 
 
 REFERENCES = {f"ddim, {steps} steps": steps for steps in INTERVALS}
-"""Runs that evaluate every step: how many."""
+"""Labels of the runs that evaluate every step, with their numbers of steps."""
 
 
 def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
-    """A row for each setting."""
+    """Measure every setting of a part: a row for each."""
     if part == "masked":
         model, settings, run = paradec.load("digits-maskgit"), MASKED, run_masked
     else:
@@ -158,7 +159,7 @@ def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
     rows, references, plain = [], {}, {}
     for index, setting in enumerate(settings):
         label, curve, steps = setting[:3]
-        # masked settings draw other numbers each; diffusion ones begin with the same noise
+        # each masked setting has other seeds; all diffusion settings start from the same noise
         found = run(model, setting, images, 1_000_000 * index if part == "masked" else 0)
         judgement = judged(found, classifier)[0]
         row = {"label": label, "curve": curve, "full": found["full"], "evaluations": judgement.pop("forwards")}
@@ -177,14 +178,14 @@ def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
 
 
 def errors(pictures: Tensor, references: dict[int, Tensor], aims: list[int]) -> dict[str, float]:
-    """Mean absolute differences to the pictures of runs that evaluate every step."""
+    """Compute mean absolute differences to the images of runs that evaluate every step."""
     return {str(aim): float((pictures - references[aim]).abs().mean()) for aim in aims if aim in references}
 
 
 def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
-    """A row for each (title, results): accuracy, distance and pixel error over evaluations, a line for each curve.
+    """Plot a row for each (title, results): accuracy, distance and pixel error over evaluations, a line for each curve.
 
-    Curves are moved sideways a little, so that they do not hide each other.
+    Curves are shifted sideways a little, so that they do not hide each other.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -217,7 +218,7 @@ def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
 
 
 def draw(found: dict[str, Any]) -> None:
-    """The plots of both models, and pictures."""
+    """Draw the plots of both models, and images."""
     plot([("masked transformer", found["masked"])], FIGURES / "digits_masked.svg")
     panels = []
     for steps in INTERVALS:
@@ -229,7 +230,7 @@ def draw(found: dict[str, Any]) -> None:
 
 
 def pictures(file: Path) -> None:
-    """One of every digit in a row, a setting in every row: masked ones above, diffusion below."""
+    """Draw one image of every digit in a row for each setting: the masked transformer above, diffusion below."""
     model, rows = paradec.load("digits-maskgit"), []
     for name, settings, steps in (("maskgit", {}, 8), ("maskgit", {}, 4), ("halton", {}, 4), ("recap", {}, 8)):
         sampler = paradec.samplers.create(name, **settings)
@@ -250,14 +251,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--part", choices=PARTS, default="masked")
-    parser.add_argument("--draw", action="store_true", help="only the plots and the pictures")
+    parser.add_argument("--draw", action="store_true", help="only draw the plots and the images")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     if args.draw:
         draw(read_result(FILE))
         return
-    result = read_result(FILE) if FILE.exists() else {}  # the other part's
+    result = read_result(FILE) if FILE.exists() else {}  # keep the result of the other part
     result[args.part] = rows = measure(args.part, args.images, load_classifier())
     result.pop("commit", None)
     write_result(FILE, result)

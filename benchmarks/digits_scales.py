@@ -1,21 +1,21 @@
-"""What next-scale models cost and keep on the packaged digits, beside all other ways to make them in few forwards.
+"""Cost and quality of next-scale models on the packaged digits, compared with all other methods of few forwards.
 
     python benchmarks/digits_scales.py              # writes results/digits_scales.json
-    python benchmarks/digits_scales.py --draw       # the pictures alone
+    python benchmarks/digits_scales.py --draw       # only the images
     python benchmarks/tables.py                     # afterwards: the table in docs/tables
 
-Every method has a few settings. Two hundred pictures of each choose one, by the Frechet distance; five hundred others,
-of other seeds, are reported. Class accuracy and distance are those of `benchmarks/digits.py`, with 95 % intervals
-(Wilson's; bootstrap). Methods are ranked by the distance; how much further each is than the first one has an interval
-too, and where that reaches to 0 the two cannot be separated.
+Every method has a few settings. One is chosen by the Frechet distance of two hundred images of each; five hundred
+images with other seeds are reported. Class accuracy and distance are those of `benchmarks/digits.py`, with 95 %
+intervals (Wilson's; bootstrap). Methods are ranked by the distance. The difference to the best method has an interval,
+too; if it contains 0, the two cannot be separated.
 
 The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked transformer, both over 49 codes of one VQ;
-`digits-var` and `digits-var-small` are VARs over 88 codes in five scales of another. A forward of one is no forward of
-the other, so that positions evaluated (both branches of guidance, both models) and CPU milliseconds a picture are given
-beside it: one core, batches of 100, without the VQ decoder.
+`digits-var` and `digits-var-small` are VARs over 88 codes in five scales of another VQ. Their forwards are not
+comparable, so the positions evaluated (both branches of guidance, both models) and CPU milliseconds per image are also
+reported: one core, batches of 100, without the VQ decoder.
 
-`digits-lpd` is an LPD over the first VQ's codes. Its exact rows sample what one code a call would in their order, so
-that one choice of order and guidance is made for all three; 49 groups are one code a call in the cheapest way.
+`digits-lpd` is an LPD over the first VQ's codes. Its three exact methods sample the distribution of one code per call
+in their order, so one choice of order and guidance serves all three; 49 groups are one code per call.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from paradec.api.images import contact_sheet
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE = ROOT / "docs" / "figures" / "digits_scales.png"
 CHOOSING, REPORTED = 10_000_000, 20_000_000
-"""Where seeds begin."""
+"""First seeds of the choosing and the reported images."""
 Setting = tuple[dict[str, Any], dict[str, Any]]
-"""Of the sampler, and of the request."""
+"""Settings of the sampler, and fields of the request."""
 
 
 def over(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[Setting]:
-    """Every combination of values."""
+    """List all combinations of values."""
 
     def combined(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
         return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
@@ -54,11 +54,11 @@ def over(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[S
 
 GUIDANCE: dict[str, list[Any]] = {"guidance_scale": [1.5, 2.0, 3.0]}
 GROWING: dict[str, list[Any]] = {"guidance_scale": [2.5, 4.0, 6.0]}
-"""LPD's guidance grows from 1 to this."""
+"""LPD's guidance grows from 1 to these values."""
 MASKED = {**GUIDANCE, "steps": [8]}
 SCALES: dict[str, list[Any]] = {"guidance_scale": [1.0, 1.5, 2.0, 3.0], "temperature": [0.9, 1.0], "top_k": [0]}
 Method = tuple[str, str, str, list[Setting], dict[str, Any]]
-"""(label, model, sampler, settings to choose from, and what is added to the chosen one)."""
+"""(label, model, sampler, settings to choose from, and settings that are added to the chosen ones)."""
 ORDERS: dict[str, list[Any]] = {"order": ["lpd", "random"]}
 EXACT = over({**ORDERS, "lossless": [True]}, GROWING)
 METHODS: list[Method] = [
@@ -85,14 +85,14 @@ METHODS: list[Method] = [
 
 
 def create(sampler: str, settings: dict[str, Any]) -> Any:
-    """The sampler; `code` drafts with the large model."""
+    """Create the sampler; `code` drafts with the large model."""
     extra = {"drafter": paradec.load("digits-var")} if sampler == "code" else {}
     return paradec.samplers.create(sampler, **settings, **extra)
 
 
 @torch.inference_mode()
 def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> dict[str, Any]:
-    """`images` pictures, all classes equally often."""
+    """Generate images, all classes equally often."""
     settings, request = setting
     model, method = paradec.load(name), create(sampler, settings)
     pictures, forwards, drafted, positions, cpu = [], [], [], 0, 0.0
@@ -106,7 +106,7 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
         forwards += out.row_nfe
         drafted += out.draft_nfe
         positions += out.forwarded_tokens
-    if sampler == "code":  # the output counts the small model's; the large one evaluates what comes before
+    if sampler == "code":  # add the first scales, evaluated by the large model, which the output does not count
         split = settings["split"]
         ends, branches = model.facts.ends, 1 if request["guidance_scale"] == 1 else 2
         positions += images * branches * ends[split - 1]
@@ -120,7 +120,7 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
 
 
 def chosen(label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any) -> Setting:
-    """The setting of the least distance."""
+    """Choose the setting with the smallest distance."""
     held_out = (judge.held_out_mean, judge.held_out_covariance)
     found = []
     for index, setting in enumerate(settings):
@@ -132,13 +132,13 @@ def chosen(label: str, name: str, sampler: str, settings: list[Setting], images:
 
 
 def further(one: list[float], other: list[float]) -> list[float]:
-    """The difference of two distances, each with its interval, and the interval of that."""
+    """Compute the difference of two distances with intervals, and its interval."""
     half = ((one[2] - one[0]) ** 2 + (other[2] - other[0]) ** 2) ** 0.5
     return [one[0] - other[0], one[0] - other[0] - half, one[0] - other[0] + half]
 
 
 def figure(results: list[dict[str, Any]]) -> None:
-    """A row of two pictures of every digit for each method, in the order of the table."""
+    """Draw a row of two images of every digit for each method, in the order of the table."""
     rows: list[Any] = []
     for entry in results:
         method, model = create(entry["sampler"], entry["settings"]), paradec.load(entry["model"])
@@ -150,9 +150,9 @@ def figure(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=500, help="reported")
+    parser.add_argument("--images", type=int, default=500, help="number of reported images")
     parser.add_argument("--choosing", type=int, default=200)
-    parser.add_argument("--draw", action="store_true", help="the pictures alone, of what was done")
+    parser.add_argument("--draw", action="store_true", help="only draw the images of an existing result")
     parser.add_argument("--out", type=Path, default=RESULTS / "digits_scales.json")
     args = parser.parse_args()
     for name in ("images", "choosing"):

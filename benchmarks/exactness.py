@@ -1,12 +1,12 @@
-"""Do the samplers that verify drafts keep the model's distribution? Chi-square tests against full enumeration.
+"""Chi-square tests of verifying samplers against full enumeration: do they keep the model's distribution?
 
     python benchmarks/exactness.py [--rows 100000] [--only TEXT] [--out benchmarks/results/exactness.json]
 
 The model looks up the logits of the next token by the two tokens before it, through the same key/value store, masks and
-queries as any other model, so that all answers of a few tokens can be enumerated and rows are cheap: every row of a
-batch is one answer. Batches are ragged: prompts of two lengths alternate, each tested by itself. Lossy methods (GSD,
-LANTERN, S2D2) get their total variation distance instead, those over causal models beside an upper bound: the share of
-rows in which any draft was verified otherwise than the exact rule would have with the same random number.
+queries as other models. So all answers of a few tokens can be enumerated, and rows are cheap: every row of a batch is
+one answer. Batches are ragged: prompts of two lengths alternate, and each is tested separately. For lossy methods (GSD,
+LANTERN, S2D2) the total variation distance is reported, for those over causal models with an upper bound: the share of
+rows in which a draft was verified differently than by the exact rule with the same random number.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from paradec.samplers.distributions import probability, token_distribution
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])
 FEWEST = 8
-"""Expected answers below which cells are pooled."""
+"""Cells with fewer expected answers are pooled."""
 
 
 def seen_token(tokens: Tensor, sees: Tensor) -> Tensor:
-    """[R, W]: the token of [R, T] that each column sees ([R, W, T]), -1 for none.
+    """[R, W]: the only one of `tokens` [R, T] that each column sees (`sees` [R, W, T] bool), -1 for none.
 
     Raises:
         RuntimeError: a column sees several.
@@ -60,10 +60,10 @@ def seen_token(tokens: Tensor, sees: Tensor) -> Tensor:
 
 
 class TableModel:
-    """A causal model of order two: the logits of the next token depend on the last two tokens alone.
+    """Causal model of order two: the logits of the next token depend only on the last two tokens.
 
     Args:
-        table: [V + 1, V, V]: by the token before the last (V: none), the last, the next.
+        table: [V + 1, V, V]: logits by the token before the last (V: none), the last token, the next token.
         embedding: [V, d], for methods that compare tokens.
     """
 
@@ -77,7 +77,7 @@ class TableModel:
 
     @classmethod
     def random(cls, vocab: int, seed: int, sharpness: float = 1.0, near: TableModel | None = None) -> TableModel:
-        """Normal logits; with `near`, half of them are another model's, so that the two agree as drafters do."""
+        """Build a model with normal logits; with `near`, half another model's, as a drafter's are similar."""
         generator = torch.Generator().manual_seed(seed)
         table = torch.randn(vocab + 1, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
         embedding = torch.rand(vocab, 3, generator=generator, dtype=torch.float64)
@@ -90,11 +90,11 @@ class TableModel:
     codebook = token_embeddings
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """A store that keeps tokens; nothing else is read of it."""
+        """Make a store, of which only the tokens are used."""
         return KeyValueStore(rows, length, self.device)
 
     def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
-        """Logits [R, W, V] of the wanted columns."""
+        """Compute logits [R, W, V] of the wanted columns."""
         if store is None:
             tokens, keys = query.tokens, query.positions
             mask = torch.ones(1, 1, 1, tokens.shape[1], dtype=torch.bool) if query.valid is None else query.valid
@@ -115,11 +115,11 @@ class TableModel:
 
 
 class OwnDrafter(TableModel):
-    """One that also fills blocks of masks, its last token, after a token: mask i from the token before the block alone.
+    """Causal model that also drafts: it fills a block of masks (its last token) from the token before the block.
 
     Args:
-        drafts: [V, W, V]: by that token, the mask's place, the next. blocks: whether it is block-causal and verifies by
-            masks beside the tokens.
+        drafts: [V, W, V]: logits by the token before the block, the mask's index, the drafted token.
+        blocks: whether the model is block-causal and verifies with masks next to the tokens.
     """
 
     def __init__(self, table: Tensor, drafts: Tensor, blocks: bool = False):
@@ -134,7 +134,7 @@ class OwnDrafter(TableModel):
 
     @classmethod
     def near(cls, model: TableModel, seed: int, blocks: bool = False) -> OwnDrafter:
-        """Drafts whose logits are near those of the model after the token and itself."""
+        """Build drafts with logits similar to the model's."""
         vocab, generator = model.facts.vocab_size, torch.Generator().manual_seed(seed)
         noise = torch.randn(vocab, 4, vocab, generator=generator, dtype=torch.float64)
         return cls(model.table, (model.table[:vocab].mean(0).unsqueeze(1) + noise) / 2, blocks)
@@ -155,8 +155,8 @@ class OwnDrafter(TableModel):
 
 
 class BlockTable(TableModel):
-    """A block-causal model of masks: a column that sees the token before it has the table's logits, and one that sees a
-    mask there has those of `drafts` [V, W, V], by the last token that it sees and how far away that is."""
+    """Block-causal masked model. A column that sees a token right before it has the table's logits. A column after a
+    mask has those of `drafts` [V, W, V], by the last visible token and its distance."""
 
     def __init__(self, table: Tensor, drafts: Tensor):
         super().__init__(table)
@@ -183,7 +183,7 @@ class BlockTable(TableModel):
 def exact_distribution(
     model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All answers [N, L] int64 and their probabilities [N]."""
+    """Enumerate all answers [N, L] int64 and their probabilities [N]."""
     vocab = model.facts.vocab_size
     layout = [-1] * new if grid is None else grid.layout.tolist()
     cells = range(vocab) if grid is None else grid.cells
@@ -208,14 +208,14 @@ def exact_distribution(
 
 
 def within(prompt: list[int], model: TableModel) -> list[int]:
-    """A prompt in the tokens of a model that may have few."""
+    """Map a prompt into a model's vocabulary, which may be small."""
     return [token % model.facts.vocab_size for token in prompt]
 
 
 def sample(
     sampler: CausalSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
 ) -> tuple[Tensor, CausalState]:
-    """Answers of rows whose prompts alternate: [rows, L] int64, and the final state."""
+    """Sample the answers [rows, L] int64 of rows with alternating prompts; also returns the final state."""
     prompts = [within(PROMPTS[i % 2], model) for i in range(rows)]
     if request.get("guidance_scale", 1) != 1:
         request["negative_prompt"] = Prompts([within(NEGATIVE[i % 2], model) for i in range(rows)], False, [0] * rows)
@@ -228,24 +228,24 @@ def sample(
 
 
 def counted(answers: Tensor, every: Tensor, base: int) -> np.ndarray:
-    """[N]: how often each of `every` [N, L] is among answers [n, L]; raises for an answer that is none of them."""
+    """Count how often each of `every` [N, L] is among answers [n, L]: [N]. Raises for an answer that is not in it."""
     digits = base ** torch.arange(every.shape[1])
     known, order = (every * digits).sum(1).sort()
     found = (answers * digits).sum(1)
     at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
     if (known[at] != found).any():
-        raise AssertionError("an answer that has no probability")
+        raise AssertionError("an answer without a probability")
     return np.bincount(order[at].numpy(), minlength=len(every))
 
 
 def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
-    """Chi-square test; cells that expect fewer than `FEWEST` are pooled, and those of no probability must be empty."""
+    """Chi-square test; cells that expect fewer than `FEWEST` answers are pooled, and impossible ones must be empty."""
     expected = distribution * counts.sum()
     if counts[distribution == 0].any():
         return 0.0
     small = expected < FEWEST
     cells = [np.append(values[~small], values[small].sum()) for values in (counts, expected)]
-    if cells[1][-1] < FEWEST:  # the pool itself is too small: into the smallest cell
+    if cells[1][-1] < FEWEST:  # the pool itself is too small: merge it into the smallest cell
         at = cells[1][:-1].argmin()
         for values in cells:
             values[at] += values[-1]
@@ -259,7 +259,7 @@ def test_case(
     """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer.
 
     Args:
-        target: the temperature of what they are compared with; None is the request's.
+        target: temperature of the distribution to compare with; None is the request's.
     """
     new = request.pop("new", 4)
     answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
@@ -299,7 +299,7 @@ TREES: dict[str, Any] = {
 
 
 def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
-    """Every exact method with the settings that change its steps."""
+    """Create every exact method, with the settings that change its steps."""
     create = paradec.samplers.create
     found = {"token by token": create("sjd", window=1)}
     for window in (2, 4):
@@ -321,7 +321,7 @@ def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
 
 
 def branching(drafter: TableModel) -> dict[str, CausalSampler]:
-    """Several drafts in a slot, drafts that the answers leave, and chains that end early."""
+    """Create samplers with several drafts per slot, drafts from earlier answers, and chains that end early."""
     create = paradec.samplers.create
     return {
         "sjd_pac": create("sjd_pac", window=4, siblings=3, branching=2),
@@ -333,12 +333,12 @@ def branching(drafter: TableModel) -> dict[str, CausalSampler]:
 
 
 def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
-    """(name, sampler, model, request) of the whole grid."""
+    """Yield (name, sampler, model, request) of the whole grid."""
     model = TableModel.random(5, seed=0)
     drafter = TableModel.random(5, seed=1, near=model)
     for (name, sampler), (what, request) in itertools.product(samplers(drafter).items(), REQUESTS.items()):
         yield f"{name}; {what}", sampler, model, request
-    # answers much longer than the window, which drafts outlive several steps in: a wrong q shows there alone
+    # answers much longer than the window, in which drafts last several steps: only these reveal a wrong q
     long = TableModel.random(3, seed=4, sharpness=2.0)
     for refresh, init in itertools.product(REFRESHES, INITS[:3]):
         sampler = paradec.samplers.create("sjd", window=3, refresh=refresh, init=init)
@@ -372,14 +372,14 @@ def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
 
 
 def block_table() -> BlockTable:
-    """Five tokens and the mask; drafts whose logits are near those of the table after the token."""
+    """Build a model of five tokens and the mask; its drafts have logits similar to the table's."""
     table, generator = TableModel.random(6, seed=8).table, torch.Generator().manual_seed(9)
     noise = torch.randn(6, 4, 6, generator=generator, dtype=torch.float64)
     return BlockTable(table, (table[:6].mean(0).unsqueeze(1) + noise) / 2)
 
 
 def watched(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
-    """The sampler, and a list that gets the rows of every step in which a draft was not verified by p / q."""
+    """Wrap the sampler. Returns it, and a list to which every step adds the rows with a draft not verified by p / q."""
     deviating: list[np.ndarray] = []
 
     class Watched(type(sampler)):  # type: ignore[misc]
@@ -389,7 +389,7 @@ def watched(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
             noise = proposal.quantities["uniform"][..., 0]
             own, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
             verified = (own & drafted).long().cumprod(1).roll(1, 1)
-            verified[:, 0] = 1  # a draft is verified when all before it were accepted
+            verified[:, 0] = 1  # a draft is verified if all drafts before it were accepted
             deviating.append(proposal.rows[((own != exact) & drafted & verified.bool()).any(1).numpy()])
             return super().commit(state, proposal)
 
@@ -397,7 +397,7 @@ def watched(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
 
 
 def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
-    """(name, sampler, model) of the methods that trade exactness for steps."""
+    """Yield (name, sampler, model) of the lossy methods."""
     model = TableModel.random(5, seed=0)
     create = paradec.samplers.create
     yield "gsd, half width 1", create("gsd", window=4, group_half_width=1), model
@@ -417,8 +417,8 @@ def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
 
 
 def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(name, sampler, request) of S2D2 as published. At temperature 0 its answers are random; they are compared with
-    those of temperature 1, whose probabilities judge its drafts."""
+    """Yield (name, sampler, request) of S2D2 as published. At temperature 0 its answers are random, since its drafts
+    are verified with the probabilities of temperature 1; they are compared with temperature 1."""
     create = paradec.samplers.create
     for temperature, name in itertools.product((0, 1), paradec.samplers.get("s2d2").presets):
         request = {"temperature": float(temperature)}
@@ -428,7 +428,7 @@ def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def bias(sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
-    """Total variation of a lossy method's answers, and the bound."""
+    """Measure the total variation of a lossy method's answers, and its upper bound."""
     method, deviating = watched(sampler)
     found = test_case(method, model, rows, seed)
     share = len(np.unique(np.concatenate(deviating))) / (2 * rows)
@@ -436,7 +436,7 @@ def bias(sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0) ->
 
 
 def summary(exact: list[dict[str, Any]]) -> dict[str, Any]:
-    """The smallest p-value, corrected for how many there are (Bonferroni), and whether all together are uniform."""
+    """Summarise p-values: the smallest one with Bonferroni's correction, and a test whether all are uniform."""
     p_values = [p for case in exact for p in case["p_values"]]
     return {
         "tests": len(p_values),
@@ -451,13 +451,13 @@ def summary(exact: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the grid and write what was found."""
+    """Run the grid and write the result."""
     from provenance import write_result
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=100_000, help="answers per prompt and case")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "exactness.json")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
     options = parser.parse_args()
     torch.set_num_threads(1)
     exact: list[dict[str, Any]] = []
@@ -466,7 +466,7 @@ def main() -> None:
     def note(name: str, group: list[dict[str, Any]], case: dict[str, Any]) -> None:
         group.append({"case": name} | case | {"answers_per_test": options.rows})
         print(group[-1], flush=True)
-        # after every case: a run may be cut short
+        # write after every case, as a run may be interrupted
         write_result(options.out, {"summary": summary(exact), "exact": exact, "lossy": biased})
 
     for number, (name, sampler, model, request) in enumerate(cases()):

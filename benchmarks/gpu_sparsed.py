@@ -1,19 +1,19 @@
-"""SparseD's kernels on an NVIDIA GPU: checked against float64, then timed beside flash attention.
+"""SparseD's kernels on an NVIDIA GPU: checked against float64, then timed and compared with flash attention.
 
     python benchmarks/gpu.py --only sparsed
 
-Checks: fresh random inputs (the seed is in the result), every dtype, grouped heads, odd lengths, empty lists, windows;
-each against softmax matrices in float64 of the same rounded inputs. Timings: an attention of LLaDA-8B's shape (32 heads
-of 128, bfloat16, one row, 512 positions of answer, blocks of 128) at 8k to 64k positions. Queries and keys are random,
-so the lists are too: neighbouring queries share fewer keys than a trained model's would.
+Checks: new random inputs (the seed is in the result), every dtype, grouped heads, odd lengths, empty lists, windows;
+each compared with softmax matrices in float64 of the same rounded inputs. Timings: an attention of LLaDA-8B's shape (32
+heads of 128, bfloat16, one row, 512 positions of answer, blocks of 128) at 8k to 64k positions. Queries and keys are
+random, so the lists of key blocks are, too: neighbouring queries share fewer keys than in a trained model.
 
-- "speed_up": flash attention's time over that of a sparse step's attention; "ideal" is the same in multiplications.
-  "flex_speed_up" is that of PyTorch's compiled flex_attention over the same lists (`backend="flex"`), "flex_difference"
-  its largest difference to our kernel.
-- "estimation": what the step that finds the lists takes beyond one flash attention, in flash attentions.
-- "window_speed_up": a block cache's step, 32 queries over all keys, beside PyTorch's choice for full attention.
-- "end_to_end_T": one transformer layer (its matrix products measured, the rest left out) over T steps of which
-  SparseD's 20 % are dense and one finds lists, beside T dense steps: a request's gain, not a step's.
+- "speed_up": ratio of flash attention's time to that of a sparse step's attention; "ideal" is the same ratio for
+  multiplications. "flex_speed_up" is that of PyTorch's compiled flex_attention with the same lists (`backend="flex"`),
+  "flex_difference" its largest difference to paradec's kernel.
+- "estimation": additional time of the step that finds the lists, in flash attentions.
+- "window_speed_up": a block cache's step, 32 queries over all keys, compared with PyTorch's choice for full attention.
+- "end_to_end_T": speed-up of one transformer layer (only its matrix products and attention) over T steps, of which
+  SparseD's 20 % are dense and one finds lists, compared with T dense steps: the gain of a request, not of a step.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from paradec.kernels.block_sparse.reference import reference_attention, referenc
 
 SHARES = (0.1, 0.3, 0.5)
 FLEX_SHARE = 0.3
-"""Compiling takes longer than all else; once a length is enough."""
+"""The share for which flex_attention is measured, which takes long to compile."""
 SKIP, STEPS = 0.2, (128, 1024)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest difference of outputs of size one; bfloat16 keeps 8 bits."""
+"""Largest difference of outputs of magnitude one; bfloat16 has 8 bits."""
 MEANS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is; `DRY` goes through the same lines in seconds, on a CPU."""
+    """Sizes of the measurements; with `DRY` the same code runs in seconds, on a CPU."""
 
     # rows, heads, key/value heads, positions, head dimension, block
     checked: tuple[tuple[int, ...], ...] = ((2, 4, 2, 1000, 128, 128), (1, 4, 2, 333, 96, 32), (1, 2, 2, 515, 256, 64))
@@ -104,13 +104,13 @@ def inputs(
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference; equal infinities differ by nothing."""
+    """Compute the largest absolute difference; that of equal infinities is 0."""
     same = found.double() == expected
     return float(torch.where(same, 0.0, (found.double() - expected).abs()).max())
 
 
 def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[dict[str, Any]]:
-    """Every kernel on one shape and dtype; raises AssertionError where one is too far off."""
+    """Check every kernel with one shape and dtype. Raises AssertionError for a difference above the tolerance."""
     query, key, value, index = inputs(shape, dtype, generator)
     rows, _, _, length, _, size = shape
     device, blocks, backend = query.device, math.ceil(length / size), kernel_backend(query.device)
@@ -151,7 +151,7 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 
 
 def layer_products(length: int, device: torch.device, scale: Scale) -> Callable[[int], Any]:
-    """The matrix products of one layer besides attention."""
+    """Build a function with the matrix products of one layer, except attention."""
 
     def weight(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=scale.dtype)
@@ -173,9 +173,9 @@ def layer_products(length: int, device: torch.device, scale: Scale) -> Callable[
 
 
 def measure(section: Section, length: int, device: torch.device, scale: Scale) -> list[dict[str, Any]]:
-    """Rows of one length, one for each share."""
+    """Measure one length: a row for each share of selected blocks."""
     size, backend = scale.size, kernel_backend(device)
-    # as projections lay them out: position by position
+    # the memory layout of projections: position by position
     query, key, value = (
         torch.randn(1, length, scale.heads, scale.width, device=device, dtype=scale.dtype).transpose(1, 2)
         for _ in range(3)
@@ -204,7 +204,7 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
         return select_blocks(found, share, size, lengths=lengths, first=first)
 
     dense, products = timed(flash), timed(layer_products(length, device, scale))
-    # the step that finds the lists takes the place of a dense one
+    # the step that finds the lists replaces a dense one
     extra = timed(with_sums) + timed(means) + timed(partial(lists, 0.3)) - dense
     start = (length - scale.new) // size * size
     tiles = QueryTiles.from_positions(np.arange(start, start + scale.window)[None], None, size, device)
@@ -250,7 +250,7 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
 
 
 def run(section: Section, device: torch.device, scale: Scale) -> dict[str, Any]:
-    """Checks, then timings: "checks", "rows" and "seed". Nothing is timed where a check fails."""
+    """Run the checks, then the timings: "checks", "rows" and "seed". Nothing is timed if a check fails."""
     seed = time.time_ns() % 2**31
     generator = torch.Generator(device).manual_seed(seed)
     checks, rows = [], []

@@ -1,13 +1,13 @@
-"""What parallel decoding saves beside a baseline that decodes no padding: the README's first table.
+"""Savings of parallel decoding over a baseline that decodes no padding.
 
     python benchmarks/headline.py [--batch 20]
 
-A sampler that decides a fixed number of tokens a step fills whole blocks. The packaged model's answers have 7.6 tokens
-in the mean, so in blocks of 32 most of its forwards decide padding. Here every such sampler decides one, two or four
-tokens a step in blocks of several lengths, and one token a step also in blocks that end where the model predicts the
-end of the text. Of these the fewest forwards are taken among the settings that have at most `FEWER` right answers less
-than `threshold` at its defaults, on the prompts of benchmarks/results/compare.json; they are measured again on the
-other prompts of benchmarks/compare_heldout.py. One token a step is chosen likewise, by itself: the baseline.
+A sampler that commits a fixed number of tokens per step fills whole blocks. The packaged model's answers have 7.6
+tokens on average, so in blocks of 32 most of its forwards decide padding. Here every such sampler commits one, two or
+four tokens per step in blocks of several lengths, and also in blocks that end where the model predicts the end of the
+text. The setting with the fewest forwards is chosen among those with at most `FEWER` right answers less than
+`threshold` at its defaults, on the prompts of benchmarks/results/compare.json, and measured again on the other prompts
+of benchmarks/compare_heldout.py. The baseline, one token per step, is chosen in the same way.
 
 Writes benchmarks/results/headline.json.
 """
@@ -29,15 +29,15 @@ from paradec.tools.evaluation.metrics import wilson
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 TOKENS = (1, 2, 4)
-"""Decided in a step."""
+"""Numbers of tokens per step."""
 BASELINE = "low_confidence"
-"""One token a step, the most confident first."""
+"""One token per step, the most confident first."""
 SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin maskgit halton recap".split())
-"""Samplers that decide as many tokens a step as `steps` says."""
+"""Samplers whose number of tokens per step is set by `steps`."""
 
 
 def candidates(sampler: str, end: int) -> list[Configuration]:
-    """One sampler's settings; `end` is the id of the end token. The baseline alone has all of `BLOCKS`."""
+    """List a sampler's settings; `end` is the id of the end token. Only the baseline has all of `BLOCKS`."""
     found = []
     lengths = BLOCKS if sampler == BASELINE else (4, 8, 16)
     for tokens in TOKENS:
@@ -57,7 +57,8 @@ def row(result: Any) -> dict[str, Any]:
 
 
 def best(rows: list[dict[str, Any]], least: int) -> dict[str, Any]:
-    """The fewest forwards among the rows with enough right answers; the most right of equal ones."""
+    """Select the row with the fewest forwards among rows with at least `least` right answers; of equal ones, the most
+    accurate."""
     return min((row for row in rows if row["right"] >= least), key=lambda row: (row["forwards"], -row["right"]))
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     for row_ in sorted(taken, key=lambda row: "blocks" in row["changes"]):
         changes = {name: named.get(value, value) for name, value in row_["changes"].items()}
         wanted.append(Configuration(row_["sampler"], changes))
-    wanted.append(Configuration(BASELINE, {"block_length": 32}))  # what it takes to fill whole blocks
+    wanted.append(Configuration(BASELINE, {"block_length": 32}))  # the cost of filling whole blocks
     reporting = measured(wanted, other_questions())
     result = {"baseline": taken[0]["changes"], "fewer": FEWER, "choosing": choosing, "reporting": reporting}
     write_result(RESULTS / "headline.json", result)

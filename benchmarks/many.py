@@ -1,17 +1,16 @@
-"""What a batch that stays full saves: `paradec.generate_many` beside fixed batches in the order of arrival.
+"""Savings of refilled batches: `paradec.generate_many` compared with fixed batches in the order of arrival.
 
     python benchmarks/many.py [--prompts 500] [--flat 2000] [--out benchmarks/results/many.json]
 
-The packaged model on one thread, one token per step (`low_confidence`), so that a row takes as many steps
-as its answer has tokens: 4 to 128, drawn evenly, without an early stop. A fixed batch is the same `Batch` that gets its
-prompts at once and no more until all have ended; so both take the same steps for each row, and what differs is how
-many rows a step has. A slot is a row's place in one step, whether a row is in it or not: steps times the batch size.
-A step of rows of unequal lengths may be several calls (`calls_per_step`); calls times the batch size are counted too.
-Times are the process's own (`time.process_time`) and those on the wall, of both in one run, in turns of a hundred
-prompts.
+The packaged model on one thread, one token per step (`low_confidence`), so a row takes as many steps as its answer has
+tokens: 4 to 128, drawn uniformly, without early stops. A fixed batch is the same `Batch`, which gets new prompts only
+when all its rows have ended. So both take the same steps for each row, and only the number of rows per step differs.
+The number of slots is steps times batch size, with empty slots. A step of rows of different lengths may take several
+calls (`calls_per_step`), so calls times batch size are counted, too. Times are CPU times of the process
+(`time.process_time`) and wall times, of both in one run, in turns of a hundred prompts.
 
-`flat` is what the process holds (resident bytes) after every tenth of so many prompts; `occupancy` how many slots have
-a row, for batches of 1 to 64.
+`flat` is the resident memory of the process after every tenth of the prompts; `occupancy` the share of slots with a
+row, for batches of 1 to 64.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
-    """What `Batch.add` takes: texts that the packaged model knows, with answers of unequal lengths."""
+    """Make arguments of `Batch.add`: prompts that the packaged model knows, with answers of different lengths."""
     draw = random.Random(seed)
     words = ["pear", "fig", "apple", "kiwi", "plum", "lemon", "mango", "peach", "grape", "melon"]
     found = []
@@ -56,7 +55,7 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class Meter:
-    """Drives a batch, and counts what it takes."""
+    """Runner of a batch that counts its costs."""
 
     def __init__(self, model: Any, size: int, **request: Any):
         self.calls = 0
@@ -65,7 +64,7 @@ class Meter:
         self.cpu = self.wall = 0.0
 
     def run(self, asked: list[dict[str, Any]], fixed: bool) -> list[Ticket]:
-        """All answers: each row is refilled, or (`fixed`) all of a batch at once."""
+        """Answer all prompts: with rows refilled one by one, or (`fixed`) whole batches at once."""
         begin = time.process_time(), time.perf_counter()
         groups: Iterable[list[dict[str, Any]]] = [asked]
         if fixed:
@@ -95,7 +94,7 @@ class Meter:
 
 
 class Counted:
-    """A model whose calls are counted."""
+    """Model with counted calls."""
 
     def __init__(self, model: Any, meter: Meter):
         self.model, self.meter = model, meter
@@ -109,7 +108,7 @@ class Counted:
 
 
 def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int = 3, **request: Any) -> dict[str, Any]:
-    """Full batches and fixed ones, in turns, over the same prompts."""
+    """Compare refilled batches with fixed ones, in turns, on the same prompts."""
     own = {**REQUEST, **request, "calls_per_step": calls_per_step}
     meters = {name: Meter(model, size, **own) for name in ("refilled", "fixed")}
     asked = prompts(count, longest)
@@ -136,7 +135,7 @@ def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int 
 
 
 def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
-    """What the process holds while prompts come and go."""
+    """Measure the memory of the process while it answers many prompts."""
 
     def source() -> Iterator[dict[str, Any]]:
         for part in range(-(-count // TURN)):
@@ -158,7 +157,7 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
 
 
 def occupancy(model: Any, longest: int) -> list[dict[str, Any]]:
-    """How full batches of several sizes are, with their empty end; each has eight prompts a slot."""
+    """Measure the occupancy of batches of several sizes, including their end; each gets eight prompts per slot."""
     found = []
     for size in (1, 2, 4, 8, 16, 32, 64):
         meter = Meter(model, size, **REQUEST)
@@ -177,7 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "many.json")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    model = paradec.load(dtype="float64")  # float32 takes half the time; answers may have near-ties
+    model = paradec.load(dtype="float64")  # with float32 answers could differ at near-ties
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     result["dtype"] = "float64"
     sizes = (given.prompts, given.batch, given.longest)

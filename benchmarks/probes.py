@@ -1,23 +1,23 @@
-"""When to evaluate a diffusion transformer: schedules, step masks, and rules that measure, ranked on held-out noise.
+"""Ranking of schedules, step masks and measuring rules for diffusion transformers, on held-out noise.
 
     python benchmarks/probes.py [--models digits FLUX ...] [--seeds 16] [--steps 28]
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of five
-blocks with random weights (Euler steps) denoise noise of many seeds and prompts. For every way of deciding there are
-several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, of those that evaluate
-no more steps than a budget, the setting with the smallest error is chosen; reported is that setting on the other half.
-Settings as they were published are reported beside, as they are.
+blocks with random weights (Euler steps) denoise noise of many seeds and prompts. Every method ("way") of deciding when
+to evaluate has several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, the
+setting with the smallest error is chosen among those that evaluate at most as many steps as a budget; its results on
+the other half are reported. Published settings are reported unchanged.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
-- over even: that error over the one of evenly spread evaluations of as many steps ("even, module, taylor 1"), on the
-  same noise; geometric mean and its 95 % interval.
-- evaluated: steps of a run at which all blocks are evaluated (a probe's own blocks are not counted here).
-- blocks: share of the full run's block evaluations, with those of probes.
-- CPU seconds of a run, as a share of the full run's, one thread: on every seed all contestants and the full run take
+- over even: ratio of this error to that of evenly spread evaluations of as many steps ("even, module, taylor 1"), on
+  the same noise; geometric mean and its 95 % interval.
+- evaluated: steps of a run at which all blocks are evaluated (blocks of a probe are not counted here).
+- blocks: share of the full run's block evaluations, including those of probes.
+- CPU seconds of a run, as a share of the full run's, on one thread: on every seed all methods and the full run take
   turns; median of the ratios within a turn.
 
-Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are the mean of
-the runs that choose. Writes benchmarks/results/probes.json.
+Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are the mean over
+the choosing runs. Writes benchmarks/results/probes.json.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from paradec.samplers.forecast.step_schedule import step_mask
 MODELS = ("digits", "FLUX", "Wan", "SD3", "PixArt")
 BUDGETS = (8, 11)
 LEVELS, HALVINGS = (0.02, 2.0), 5
-"""Between which thresholds are looked for, and how often."""
+"""Range of thresholds, and number of bisection steps."""
 T95 = {4: 3.182, 6: 2.571, 8: 2.365, 10: 2.262, 12: 2.201, 16: 2.131, 20: 2.093}
 """Student's t, two-sided, by the number of seeds."""
 
 
 def even(steps: int, count: int) -> list[int]:
-    """`count` of the steps from the first to the last, spread evenly."""
+    """Choose `count` evenly spread steps, from the first to the last."""
     return sorted({round(i * (steps - 1) / max(count - 1, 1)) for i in range(count)})
 
 
 def build(name: str) -> nn.Module:
-    """The packaged transformer, or one of five blocks with random weights, all of them in use."""
+    """Build the packaged transformer, or one of five blocks with random, nonzero weights."""
     if name == "digits":
         return smaller(name)
     torch.manual_seed(0)
@@ -90,8 +90,8 @@ def build(name: str) -> nn.Module:
 
 
 def given(name: str, seed: int) -> dict[str, Tensor]:
-    """The arguments of a call but for the timestep: noise and prompt of a seed."""
-    if name == "digits":  # two of the ten in turn, the same ones in both halves
+    """Make the arguments of a call, except the timestep: noise and prompt of a seed."""
+    if name == "digits":  # two of the ten classes in turn, the same ones in both halves
         first = seed // 2 * 2 % 10
         noise = inputs(name, seed)["hidden_states"][:2]
         return {"hidden_states": noise, "class_labels": torch.tensor([first, first + 1])}
@@ -109,11 +109,11 @@ def given(name: str, seed: int) -> dict[str, Tensor]:
 
 Settings = dict[str, Any]
 EVEN = "even, module, taylor 1"
-"""What the others are set beside."""
+"""The method with which others are compared."""
 
 
 def ways(steps: int) -> dict[str, list[Settings]]:
-    """Settings of `TaylorSeer` by the way of deciding and forecasting: those that follow a schedule."""
+    """Settings of `Forecast` by method, for methods that follow a schedule."""
     spread = [{"when": even(steps, count)} for count in BUDGETS]
     masks = [{"when": step_mask(name, steps)} for name in ("ultra", "fast")]
     stack, reuse = {"where": "stack"}, {"where": "stack", "how": "reuse"}
@@ -130,7 +130,7 @@ def ways(steps: int) -> dict[str, list[Settings]]:
 
 
 def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
-    """Settings by a threshold: the ways that measure."""
+    """Settings of `Forecast` by method, as functions of a threshold, for methods that measure."""
     return {
         "FirstBlock": lambda level: {"when": FirstBlock(level)},
         "FirstBlock, taylor 1": lambda level: {"when": FirstBlock(level), "how": "taylor"},
@@ -143,7 +143,7 @@ def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
 
 
 def published(ratios: Any, steps: int) -> dict[str, Settings]:
-    """Settings as the public codes and papers have them; DBCache's Fn is 8 there, more than there are blocks here."""
+    """Settings of public codes and papers; DBCache's Fn is 8 there, more than the number of blocks here."""
     named = {f"step mask {name}, module, taylor 1": {"when": step_mask(name, steps)} for name in ("slow", "medium")}
     return named | {
         "TaylorSeer: ours, interval 5": {},
@@ -162,7 +162,7 @@ def published(ratios: Any, steps: int) -> dict[str, Settings]:
 
 
 def run(name: str, module: nn.Module, settings: Settings | None, steps: int, seed: int) -> dict[str, Any]:
-    """One run: its latent, evaluated steps, share of block evaluations, CPU seconds. Settings of None: the full run."""
+    """Make one run: latent, evaluated steps, share of block evaluations, CPU seconds. settings: None is a full run."""
     arguments = given(name, seed)
     if settings is None:
         began = time.process_time()
@@ -179,24 +179,24 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
 
 
 def away(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
-    """The error of a latent."""
+    """Compute the error of a latent."""
     return float((latent - plain[seed]).norm() / (plain[seed] - given(name, seed)["hidden_states"]).norm())
 
 
 def interval(values: list[float]) -> list[float]:
-    """Mean and half the width of its 95 % interval."""
+    """Compute the mean and half the width of its 95 % interval."""
     half = T95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return [statistics.fmean(values), half]
 
 
 def ratio(errors: list[float], beside: list[float]) -> list[float]:
-    """Geometric mean of the ratios, and its 95 % interval."""
+    """Compute the geometric mean of the ratios, and its 95 % interval."""
     mean, half = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, beside, strict=True)])
     return [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
 
 
 def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[int], plain: dict[int, Tensor]) -> Any:
-    """The settings that are chosen on these seeds: by way and budget; a way that fits into none is left out."""
+    """Choose settings on these seeds, by method and budget; methods without a fitting setting are left out."""
 
     def tried(settings: Settings) -> tuple[float, float, Settings]:
         runs = [run(name, module, settings, steps, seed) for seed in seeds]
@@ -206,7 +206,7 @@ def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[in
     candidates = {way: [tried(entry) for entry in settings] for way, settings in ways(steps).items()}
     for way, settings_of in rules(ratios, steps).items():
         found: dict[float, tuple[float, float, Settings]] = {}
-        for budget in BUDGETS:  # the threshold is halved towards the budget, on a logarithmic scale
+        for budget in BUDGETS:  # bisect the threshold on a logarithmic scale
             low, high = LEVELS
             for _ in range(HALVINGS):
                 level = math.sqrt(low * high)
@@ -224,7 +224,7 @@ def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[in
 
 
 def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Every way at every budget, chosen on even seeds, and what was published: what each gives on odd seeds."""
+    """Measure every method at every budget, with settings chosen on even seeds, and published settings on odd seeds."""
     module = build(name)
     choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
     plain = {seed: run(name, module, None, steps, seed)["latent"] for seed in range(seeds)}
@@ -239,7 +239,7 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
     contestants |= {(way, None): settings for way, settings in published(means, steps).items()}
     runs: dict[Any, list[dict[str, Any]]] = {key: [] for key in [None, *contestants]}
     for seed in reporting:
-        for key in runs:  # in turns
+        for key in runs:  # take turns
             runs[key].append(run(name, module, contestants.get(key), steps, seed))
     errors = {
         key: [away(name, one["latent"], seed, plain) for one, seed in zip(runs[key], reporting, strict=True)]
@@ -268,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--seeds", type=int, default=16, help="half to choose, half to report; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=28, help="default: %(default)s, for which the masks are made")
+    parser.add_argument("--steps", type=int, default=28, help="default: %(default)s, the length of the step masks")
     parser.add_argument("--out", type=Path, default=RESULTS / "probes.json", help="default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)

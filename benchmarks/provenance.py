@@ -1,4 +1,4 @@
-"""Results: JSON with the commit of the code that was measured, a row of a table on a line."""
+"""Result files: JSON with the commit of the measured code, and a line per row of a table."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def commit() -> str:
-    """The checkout's commit, with "-dirty" where files of the package or of the benchmarks differ from it; "unknown"
-    outside a checkout."""
+    """Read the checkout's commit, with "-dirty" if files of the package or the benchmarks differ from it; "unknown"
+    outside of a checkout."""
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
@@ -28,21 +28,21 @@ def commit() -> str:
 
 
 COMMIT = commit()
-"""When the script began: files may change while it runs."""
+"""The commit when the script started: files may change while it runs."""
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, the commit first; `read_result` reads it.
 
-    A list of numbers or words stands on one line. A list of dicts is a table: {"columns": names, "rows": lists}, with a
-    row on a line; null where a dict has no such name.
+    A list of numbers or words is on one line. A list of dicts is a table: {"columns": names, "rows": lists}, with a row
+    per line, and null for missing names.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_to_text({"commit": COMMIT} | result, "") + "\n", encoding="utf-8")
 
 
 def read_result(path: Path) -> Any:
-    """What `write_result` has written, tables as lists of dicts."""
+    """Read a file of `write_result`, with tables as lists of dicts."""
 
     def to_rows(value: dict[str, Any]) -> Any:
         if value.keys() != {"columns", "rows"}:

@@ -1,23 +1,23 @@
-"""Rules, suffix windows, caches, open blocks and branches in one ranking: chosen on half the prompts, reported on half.
+"""Ranking of rules, suffix windows, caches, open blocks and branches: chosen on half the prompts, reported on the rest.
 
     python benchmarks/ranking.py [--places packaged-64 packaged-256 antibody]
 
-Three places: the packaged model with answers of 64 and of 256 slots, and AntiBERTy, which fills antibodies of which
-90 % is masked (benchmarks/antibody.py's masks under seed 0). Candidates are of three kinds: `today`, a rule alone in
-the model's own blocks, as docs/results.md has them; `knobs`, such a rule with an older cache or another length of
-block; `new`, whatever has a suffix window, the caches `d2` or `delayed`, pipelined blocks, Fast-dLLM++'s profile or
+A place is a model with prompts: the packaged model with answers of 64 and of 256 slots, and AntiBERTy, which fills
+antibodies of which 90 % is masked (masks of benchmarks/antibody.py for seed 0). Candidates are of three kinds: `today`,
+a rule alone in the model's default blocks, as in docs/results.md; `knobs`, such a rule with an older cache or another
+block length; `new`, with a suffix window, the caches `d2` or `delayed`, pipelined blocks, Fast-dLLM++'s profile or
 LoPA's branches, alone and together.
 
-Every candidate decodes the first prompts of the half that chooses. On the other half only those are measured that were
-on a front of score over forwards, over positions or over CPU seconds there: of `today` and of `knobs` among
-themselves, of `new` among all. CPU seconds are the process's, of one thread: after a warm-up every candidate has its
-turn, in another order each time, and ratios are taken within a turn.
+Every candidate decodes the first prompts of the choosing half. Only candidates on a Pareto front there, of score and
+forwards, positions or CPU seconds, are measured on the other half: `today` and `knobs` on fronts without `new` ones,
+`new` on fronts of all. CPU seconds are the process's, on one thread: after a warm-up all candidates take turns, in a
+new order each time, and ratios are computed within a turn.
 
-A candidate is *above* a set of others at a cost if each of them is clearly worse, or clearly dearer: the paired
-95 % interval of the difference is on one side of zero, or, of CPU seconds, the ratios of all turns on one side of
-one. Intervals are bootstraps over prompts (over antibodies), of positions over batches, which are counted together.
-They are not widened for how many were looked at. While candidates are chosen for AntiBERTy, canvases that were
-evaluated before are looked up; CPU seconds of that stage leave them out, those that are reported do not. Writes
+A candidate is *above* a set of others at a cost if each of them is clearly worse or clearly more expensive: the paired
+95 % interval of the difference excludes zero, or for CPU seconds, the ratios of all turns are on one side of one.
+Intervals are bootstraps over prompts (or antibodies); for positions over batches, which are counted as a whole. They
+are not corrected for multiple comparisons. While candidates are chosen for AntiBERTy, evaluated canvases are cached, so
+CPU seconds of that stage exclude repeated canvases; reported CPU seconds do not. Writes
 benchmarks/results/ranking_*.json, one for each place.
 """
 
@@ -46,7 +46,7 @@ from paradec.tools.tuning.scoring import Failed, Half, Measured, Scorer
 
 COSTS = ("forwards", "positions", "cpu")
 LOSS = 0.05
-"""Of the baseline's score; what loses more on the half that chooses is not measured again."""
+"""Maximum loss of score against the baseline on the choosing half; worse candidates are not measured again."""
 TURNS = 3
 
 
@@ -55,13 +55,13 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A sampler with settings, and what the request says beside it."""
+    """A candidate: a sampler with settings, and further fields of the request."""
 
     kind: str
     """"today", "knobs" or "new"."""
     configuration: Configuration
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Of `paradec.Request`: suffix, cache, blocks."""
+    """Fields of `paradec.Request`: suffix, cache, blocks."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Entry:
         return ", ".join(parts)
 
     def request(self, positions: int, length: int, **shared: Any) -> paradec.Request:
-        """What decodes an answer of so many positions, whose blocks are `length` long unless the entry says another."""
+        """Build the request for an answer of `positions` positions, in blocks of `length` unless the entry has some."""
         own = self.more.get("blocks")
         blocks = -(-positions // (length if own is None else own.length))
         more = self.configuration.request(positions, blocks)
@@ -92,7 +92,7 @@ BOTH = Configuration("intersection", {"rules": ("localleap", "entropy_threshold"
 
 
 def packaged_entries() -> list[Entry]:
-    """Of text: fronts of docs/results.md, what is older than this ranking, and what is new."""
+    """List candidates for text: fronts of docs/results.md, older mechanisms, and new ones."""
     today = _configurations(
         *("threshold", "credit", "localleap", "entropy_threshold", "factor", "hierarchy", "factor+localleap"),
         *("klass+persistence", "learn2pd"),
@@ -139,7 +139,7 @@ def packaged_entries() -> list[Entry]:
 
 
 def antibody_entries() -> list[Entry]:
-    """Of a model that runs over no store, where every position is asked: no caches, no suffix."""
+    """List candidates for a model without key/value store, which evaluates all positions: no caches, no suffix."""
     today = _configurations(
         *("threshold", "hierarchy", "klass+persistence"),
         *(("factor", {"factor": factor}) for factor in (0.7, 1.9)),
@@ -170,22 +170,22 @@ def antibody_entries() -> list[Entry]:
 
 @dataclass
 class Place:
-    """A model, prompts in two halves, and what is decoded there."""
+    """A model, prompts in two halves, and the candidates that decode them."""
 
     name: str
     model: Any
-    """What scores are measured with; it may look up what it has evaluated before."""
+    """Model for scores, which may cache canvases."""
     plain: Any
-    """What CPU seconds are measured with."""
+    """Model for CPU seconds, without a cache."""
     halves: tuple[list[Question], list[Question]]
     entries: list[Entry]
     positions: int
     length: int
     batch: int
     choosing: int
-    """Prompts that choose: the first of their half."""
+    """Number of choosing prompts, the first of their half."""
     timed: int
-    """Reported prompts that a turn decodes."""
+    """Number of reported prompts that are decoded in a turn."""
     shared: dict[str, Any]
 
     def request(self, entry: Entry) -> paradec.Request:
@@ -196,12 +196,12 @@ def packaged(slots: int) -> Place:
     model, few = paradec.load(), slots > 64
     prompts = halves(prompts_of(evaluation.packaged_questions()), 0)
     entries = packaged_entries()
-    if few:  # in canvases that the model was never trained on: what evaluates all of one, and what has a window
+    if few:  # the model was not trained on such long canvases: only candidates that read all of one, or with a window
         entries = [
             e for e in entries if e.kind == "today" or "suffix" in e.more or e.more.get("cache") in ("d2", "dual")
         ]
     prompts[1][90 if few else 360 :] = []
-    sizes = {"batch": 15, "choosing": 30 if few else 120, "timed": 15 if few else 60}  # as many of every task
+    sizes = {"batch": 15, "choosing": 30 if few else 120, "timed": 15 if few else 60}  # equally many of every task
     shared = {"max_new_tokens": slots}
     return Place(f"packaged-{slots}", model, model, prompts, entries, slots, 32, shared=shared, **sizes)
 
@@ -226,10 +226,10 @@ PLACES = {"packaged-64": lambda: packaged(64), "packaged-256": lambda: packaged(
 
 
 def decode(place: Place, half: Half, entry: Entry, count: int) -> tuple[Measured, float]:
-    """The first `count` prompts of a half with one candidate, and the CPU seconds of a prompt.
+    """Decode the first `count` prompts of a half with one candidate; also return CPU seconds per prompt.
 
     Raises:
-        Failed, ValueError: it does not work.
+        Failed, ValueError: the candidate does not work.
     """
     request, begin = place.request(entry), time.process_time()
     found = half.measure(request, 0, count, place.batch, Scorer("answers"), {})
@@ -237,10 +237,10 @@ def decode(place: Place, half: Half, entry: Entry, count: int) -> tuple[Measured
 
 
 def chosen(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
-    """Names of what is measured again: fronts over each cost, of what loses at most `LOSS` of the baseline's score.
+    """Select the candidates to measure again: fronts for each cost, among those that lose at most `LOSS` of score.
 
-    `today` is held against itself alone, `knobs` against both, `new` against all, so that nothing older is hidden by
-    something new. Of equal points the first counts.
+    `today` competes only with itself, `knobs` with both, `new` with all, so that new candidates do not hide older ones.
+    Of equal points the first counts.
     """
     least = next(row["score"] for row in rows if row["name"] == baseline) - LOSS - 1e-9
     found = {baseline}
@@ -258,12 +258,12 @@ def chosen(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
 
 @dataclass
 class Reported:
-    """What one candidate did on the reported half, one entry per prompt, and per turn."""
+    """Measurements of one candidate on the reported half, one entry per prompt, and per turn."""
 
     entry: Entry
     measured: Measured
     turns: list[float] = field(default_factory=list)
-    """CPU seconds of a prompt."""
+    """CPU seconds per prompt in each turn."""
 
     def mean(self, cost: str) -> float:
         return statistics.median(self.turns) if cost == "cpu" else self.measured.mean(cost)
@@ -271,14 +271,14 @@ class Reported:
 
 @dataclass
 class Ranking:
-    """Comparisons of what was reported."""
+    """Comparisons of the reported candidates."""
 
     rows: list[Reported]
     """The baseline first."""
     groups: list[str]
-    """Of every prompt: what is drawn together by the bootstraps of scores and forwards."""
+    """Group of every prompt, for the bootstraps of scores and forwards."""
     batches: list[str]
-    """Of every prompt: what was decoded together."""
+    """Batch of every prompt, for the bootstraps of positions."""
 
     def difference(self, ours: Reported, other: Reported, of: str) -> tuple[float, float, float]:
         """Mean difference of scores, forwards or positions, with its paired 95 % interval."""
@@ -298,19 +298,19 @@ class Ranking:
         return self.difference(ours, other, "score")[2] < 0
 
     def nearest(self, ours: Reported, kinds: Sequence[str], cost: str) -> Reported | None:
-        """The cheapest of some kinds that is not clearly worse than ours."""
+        """Find the cheapest candidate of some kinds that is not clearly worse than ours."""
         rivals = [row for row in self.rows if row.entry.kind in kinds and row is not ours]
         alike = [row for row in rivals if not self.worse(row, ours)]
         return min(alike, key=lambda row: row.mean(cost), default=None)
 
     def above(self, ours: Reported, kinds: Sequence[str], cost: str) -> bool:
-        """Whether all of some kinds are clearly worse than ours, or clearly dearer."""
+        """Whether all candidates of some kinds are clearly worse than ours, or clearly more expensive."""
         rivals = [row for row in self.rows if row.entry.kind in kinds and row is not ours]
         return all(self.worse(row, ours) or self.cheaper(ours, row, cost) for row in rivals)
 
     def to_data(self) -> list[dict[str, Any]]:
-        """A row for each candidate; `above` has of new ones, by older rivals and cost at which they are above them, the
-        nearest rival and how much of its cost they take."""
+        """Build a row for each candidate. For a new one, `above` has an entry for each set of older rivals and each
+        cost at which it is above them: the nearest rival, and the ratio to its cost."""
         found, base = [], self.rows[0]
         for row in self.rows:
             above: dict[str, dict[str, Any]] = {}
@@ -330,7 +330,7 @@ class Ranking:
 
 
 def measure(place: Place) -> dict[str, Any]:
-    """Both stages."""
+    """Measure both halves of a place."""
     first, second = (
         Half(name, place.model, half, None, None) for name, half in zip(("choosing", "reported"), place.halves)
     )
@@ -339,7 +339,7 @@ def measure(place: Place) -> dict[str, Any]:
     baseline = place.entries[0].name
     for entry in place.entries:
         try:
-            decode(place, first, entry, min(2, place.choosing))  # warm
+            decode(place, first, entry, min(2, place.choosing))  # warm up
             found, cpu = decode(place, first, entry, place.choosing)
         except (Failed, ValueError) as error:
             print(f"{place.name}: {entry.name} is left out: {error}", flush=True)

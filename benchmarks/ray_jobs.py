@@ -1,8 +1,8 @@
-"""A Ray Data job whose worker is killed, and which is then stopped as a whole and gone on with.
+"""A Ray Data job of which a worker is killed, then the whole job, and which is then continued.
 
     python benchmarks/ray_jobs.py --rows 2000          # needs ray[data]; some minutes on two cores
 
-Checked: every prompt is answered, none twice, and as one process answers it. Exits with 1 where one is not.
+Checked: every prompt is answered exactly once, with the answer of a single process. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS_PER_PART = 25
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    """Prompts that the packaged model knows; every tenth is the one before it once more."""
+    """Make prompts that the packaged model knows; every tenth repeats the one before it."""
     draw = random.Random(0)
     rows: list[dict[str, Any]] = []
     for number in range(count):
@@ -43,7 +43,7 @@ def rows_of(count: int) -> list[dict[str, Any]]:
 
 
 def noted(folder: str) -> Any:
-    """The packaged model, and a file named like the process that has it."""
+    """Load the packaged model, and create a file named after this process's id."""
     import torch
 
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def noted(folder: str) -> Any:
 
 
 def job(answers: str, workers: str, count: int) -> None:
-    """What is stopped and started again."""
+    """Run the job that is stopped and continued."""
     import ray
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -64,12 +64,12 @@ def job(answers: str, workers: str, count: int) -> None:
 
 
 def running(workers: Path) -> list[int]:
-    """Workers of the job that are alive."""
+    """List the process ids of the job's living workers."""
     return [int(file.name) for file in workers.iterdir() if Path(f"/proc/{file.name}").exists()]
 
 
 def wait(what: str, holds: Any, seconds: float = 600) -> None:
-    """Until something holds."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -78,7 +78,7 @@ def wait(what: str, holds: Any, seconds: float = 600) -> None:
 
 
 def parts(folder: Path) -> int:
-    """Parts that are written."""
+    """Count the written parts."""
     return len(list(folder.rglob("*.parquet")))
 
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    parser.add_argument("--out", type=Path, help="file of the result, as JSON")
     args = parser.parse_args()
     if args.job:
         job(*args.job, args.rows)
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def collect(folder: Path) -> dict[int, list[str]]:
-    """The texts by id."""
+    """Read the answers' texts, by id."""
     import pyarrow.parquet
 
     found: dict[int, list[str]] = {}
@@ -144,7 +144,7 @@ def collect(folder: Path) -> dict[int, list[str]]:
 
 
 def single(count: int) -> dict[int, str]:
-    """What one process answers, by `paradec.generate` on lists of prompts."""
+    """Answer the prompts in this process, by `paradec.generate` on lists of prompts."""
     import torch
 
     torch.set_num_threads(1)

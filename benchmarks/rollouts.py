@@ -1,11 +1,11 @@
-"""What recording a rollout and replaying it cost beside the decoding: positions that are evaluated, and CPU time.
+"""Cost of recording a rollout and replaying it, relative to decoding: positions evaluated, and CPU time.
 
     python benchmarks/rollouts.py [--turns 7] [--models causal --out benchmarks/results/rollouts_causal.json]
 
-Three random Llamas of one size (4 layers, 256 wide, 4,096 tokens), one bidirectional, one with causal blocks and one
-causal, decode 4 prompts of 32 tokens, 64 new ones each, drawn at temperature 1 with one token a step and with four (the
-causal one with SJD's window of 4 slots). Then the rollout is replayed in its forms, with and without gradients. One
-thread; CPU times of the process, in turns: medians, with quartiles. Prints a table and writes
+Three random Llamas of one size (4 layers, 256 wide, 4,096 tokens), bidirectional, block-causal and causal, decode 4
+prompts of 32 tokens, 64 new tokens each, at temperature 1 with one token per step and with four (the causal one with
+SJD's window of 4 slots). The rollout is then replayed in several ways, with and without gradients. One thread; CPU
+times of the process, measured in turns: medians with quartiles. Prints a table and writes
 benchmarks/results/rollouts.json.
 """
 
@@ -42,7 +42,7 @@ def model_of(topology: str) -> Any:
 
 
 def positions_of(model: Any, run: Callable[[], Any]) -> int:
-    """Positions that the module evaluates, padding among them."""
+    """Count the positions that the module evaluates, including padding."""
     found = []
     handle = model.module.register_forward_pre_hook(
         lambda module, args, named: found.append(named["input_ids"].numel()), with_kwargs=True

@@ -1,19 +1,10 @@
-"""`paradec serve` under load and under clients that misbehave, with the packaged model and OpenAI's own client.
+"""`paradec serve` under load and with misbehaving clients, with the packaged model and OpenAI's client.
 
-    python benchmarks/server.py                              # minutes on two cores
-    python benchmarks/server.py --requests 300 --out runs/server.json
-    python benchmarks/server.py --url http://127.0.0.1:8000/v1 --requests 100 --at-once 16   # any server, see below
+python benchmarks/server.py                              # minutes on two cores
+python benchmarks/server.py --requests 300 --out runs/server.json
+python benchmarks/server.py --url http://127.0.0.1:8000/v1 --requests 100 --at-once 16   # any server, see below
 
-One at a time first, then 200 at once (half of them as streams), then a mixture of good requests and clients that
-vanish, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in all; then --hostile bodies
-(`hostile.py`: every setting with extreme, wrong-typed, nested, non-finite and huge values) with good requests among
-them. Checked: no good request is lost, every answer is that of `paradec.generate`, every bad one gets its status, no
-body stops the server, and afterwards it has no row, thread or file more than before, and at most 300 MB more memory.
-Exits with 1 where one does not hold.
-
---url measures a running server with OpenAI's chat API instead: throughput, and medians and 95th percentiles of the
-latency and of the time to the first token, of streams. --model is the first that the server lists, the key is
-OPENAI_API_KEY. Exits with 1 where a request fails.
+    asyncio.run(load(server.url, prompts, texts, 64))  # warm up: one-time work and threads
 """
 
 from __future__ import annotations
@@ -49,14 +40,14 @@ RESULT = Path(__file__).parent / "results" / "server.json"
 
 
 def prompts_of(count: int) -> list[str]:
-    """Prompts that the packaged model knows."""
+    """Make prompts that the packaged model knows."""
     draw = random.Random(1)
     tasks = ("Sort", "Reverse", "Copy")
     return [f"{draw.choice(tasks)}: {' '.join(draw.sample(WORDS, draw.randint(3, 6)))}" for _ in range(count)]
 
 
 class Server:
-    """The command `paradec serve` in a process of its own."""
+    """The command `paradec serve` in a subprocess."""
 
     def __init__(self, batch: int, options: Sequence[str] = ()):
         command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--batch", str(batch), *options]
@@ -71,7 +62,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics says, without labels' help."""
+        """Read the values of /metrics, by name."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/metrics", headers={"authorization": f"Bearer {KEY}"}
         )
@@ -81,7 +72,7 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
     def left(self) -> dict[str, int]:
-        """Rows, waiting prompts, threads and open files."""
+        """Count rows, waiting prompts, threads and open files."""
         place, counts = Path(f"/proc/{self.process.pid}"), self.metrics()
         return {
             "rows": int(counts["paradec_rows_occupied"]),
@@ -91,13 +82,14 @@ class Server:
         }
 
     def megabytes(self) -> int:
-        """Resident memory."""
+        """Read the resident memory in MB."""
         found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
         assert found
         return int(found[1]) // 1024
 
     def settled(self, before: dict[str, int], seconds: float = 60) -> dict[str, int]:
-        """What is left once nothing changes any more; connections and threads that idle end after seconds."""
+        """Wait until the counts of `left` fall to those of `before`; idle connections and threads end after seconds.
+        Returns the last counts."""
         end = time.monotonic() + seconds
         left = self.left()
         while any(left[name] > before[name] for name in before) and time.monotonic() < end:
@@ -106,7 +98,7 @@ class Server:
         return left
 
     def stop(self) -> None:
-        """End it as Ctrl-C does."""
+        """End the server as Ctrl-C does."""
         self.process.terminate()
         self.process.wait(30)
 
@@ -197,7 +189,7 @@ async def load(
 
 
 def raw(port: int, body: bytes, *, key: str | None = KEY, read: str = "all", length: int | None = None) -> int:
-    """A request over a plain socket. read: "all", "nothing" (the client vanishes), or "slowly". The status, or 0."""
+    """Send a request over a plain socket; return the status, or 0. read: "all", "nothing" (disconnect), or "slowly"."""
     with socket.create_connection(("127.0.0.1", port), timeout=120) as wire:
         if read == "slowly":
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -216,12 +208,12 @@ def raw(port: int, body: bytes, *, key: str | None = KEY, read: str = "all", len
 
 
 def chat(prompt: str, **more: Any) -> bytes:
-    """A body."""
+    """Build the body of a chat."""
     return json.dumps({"messages": [{"role": "user", "content": prompt}], **more}).encode()
 
 
 LONG = {"max_tokens": 400, "temperature": 1.0, "paradec": {"sampler": "low_confidence", "eos_early_stop": False}}
-"""What takes many steps, for clients that do not wait for it."""
+"""Fields of a request that takes many steps, for clients that disconnect."""
 BAD: dict[str, tuple[Any, int]] = {
     "vanished stream": (lambda port, prompt: raw(port, chat(prompt, stream=True, **LONG), read="nothing"), 0),
     "vanished": (lambda port, prompt: raw(port, chat(prompt, **LONG), read="nothing"), 0),
@@ -237,7 +229,7 @@ BAD: dict[str, tuple[Any, int]] = {
 
 
 async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong: list[str]) -> None:
-    """Bad clients, a kind after the other, eight at a time."""
+    """Run bad clients of all kinds in turn, eight at a time."""
     limit = asyncio.Semaphore(8)
 
     async def one(number: int) -> None:
@@ -253,7 +245,7 @@ async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong
 
 
 async def attack(port: int, bodies: list[bytes], counts: dict[str, int], wrong: list[str]) -> None:
-    """Hostile bodies, eight at a time: each is answered, or refused by an error of its own."""
+    """Send hostile bodies, eight at a time; each must be answered, or refused with a client error."""
     limit = asyncio.Semaphore(8)
 
     async def one(body: bytes) -> None:
@@ -294,7 +286,7 @@ def main() -> None:
     texts = [text for at in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[at : at + 50]).text]
     server = Server(args.batch)
     try:
-        asyncio.run(load(server.url, prompts, texts, 64))  # what is made once is made, threads that read prompts too
+        asyncio.run(load(server.url, prompts, texts, 64))  # warm up: one-time work and threads
         before = server.left()
         alone = asyncio.run(load(server.url, prompts[:40], texts[:40], 1))
         print("one at a time:", json.dumps(alone), flush=True)

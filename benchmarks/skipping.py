@@ -1,12 +1,13 @@
-"""SeaCache, EasyCache and TeaCache beside even and searched steps, on pipelines with equally many evaluations.
+"""SeaCache, EasyCache and TeaCache compared with even and searched steps, at equal numbers of evaluations.
 
     python benchmarks/skipping.py [--models digits Wan SD3] [--budgets 5 7] [--seeds 8] [--runs 60]
 
-The packaged pipeline of digits (guidance 2, DDIM) and the random transformers of benchmarks/probes.py under
-FlowMatchEuler make 20 steps. Thresholds are bisected on the choosing seeds, so that no more steps than the budget are
-evaluated on average; steps are searched there by `paradec.tune_steps`. Reported are the others: |x - full| /
-|full - noise|, its mean and 95 % interval (Student's t), and the ratio to the best even steps of the whole output, on
-the same noise. SeaCache needs flow sigmas, so that the digits have none. Writes benchmarks/results/skipping.json.
+The packaged pipeline of digits (guidance 2, DDIM) and the random transformers of benchmarks/probes.py with
+FlowMatchEuler make 20 steps. On the choosing seeds, thresholds are bisected so that the mean number of evaluated steps
+is at most the budget, and steps are searched by `paradec.tune_steps`. On the other seeds are reported: the error |x -
+full| / |full - noise|, its mean and 95 % interval (Student's t), and the ratio to the best even steps of the whole
+output, on the same noise. SeaCache needs flow sigmas, so it is left out for digits. Writes
+benchmarks/results/skipping.json.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EVEN = "even, output, taylor 1"
 
 
 class Flow(diffusers.DiffusionPipeline):
-    """Euler steps of a transformer under FlowMatchEuler."""
+    """Pipeline of Euler steps of a transformer with FlowMatchEuler."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -52,7 +53,7 @@ class Flow(diffusers.DiffusionPipeline):
 
 
 def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
-    """A pipeline, and what makes a run of it: noise and latent."""
+    """Build a pipeline, and a function that runs it with a seed and returns noise and latent."""
     if name != "digits":
         flow = Flow(name)
         return flow, lambda seed: (given(name, seed)["hidden_states"], flow(seed))
@@ -68,7 +69,7 @@ def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
 
 
 def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
-    """Samplers by a threshold."""
+    """Samplers as functions of a threshold, by method."""
     found: dict[str, Callable[[float], TaylorSeer]] = {
         "EasyCache, 2 first steps": lambda level: Forecast(when=EasyCache(level, ret_steps=2)),
         "TeaCache (modulated, no polynomial), stack, reuse": lambda level: Forecast(
@@ -81,7 +82,7 @@ def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
 
 
 def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: dict[int, Tensor]) -> dict[str, Any]:
-    """Errors and evaluated steps, seed by seed."""
+    """Measure the errors seed by seed, and the mean number of evaluated steps."""
     errors, evaluated = [], []
     for seed in seeds:
         with paradec.accelerate(pipe, sampler) as session:
@@ -92,7 +93,7 @@ def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: di
 
 
 def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str, Any]]:
-    """Every way at every budget."""
+    """Measure every method at every budget."""
     pipe, run = pipeline(name)
     choosing, reporting = list(range(seeds)), list(range(seeds, 2 * seeds))
     full = {seed: run(seed)[1] for seed in choosing + reporting}
@@ -128,9 +129,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["digits", "Wan", "SD3"], choices=("digits", "Wan", "SD3"))
     parser.add_argument("--budgets", nargs="+", type=int, default=[5, 7])
     parser.add_argument(
-        "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="that choose; as many report"
+        "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="choosing seeds, and reporting seeds"
     )
-    parser.add_argument("--runs", type=int, default=60, help="sets that a search looks at; default: %(default)s")
+    parser.add_argument("--runs", type=int, default=60, help="sets evaluated by a search; default: %(default)s")
     parser.add_argument("--out", type=Path, default=RESULTS / "skipping.json", help="default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,20 +1,20 @@
-"""TaylorSeer beside diffusers' own hook and cache-dit: error, module calls, arithmetic and memory at equal full steps.
+"""TaylorSeer compared with diffusers' hook and cache-dit: error, module calls, FLOPs, memory at equal full steps.
 
     python benchmarks/taylorseer.py [--models digits DiT FLUX Wan] [--seeds 2]
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler), and small DiT, FLUX and Wan transformers with random
-weights (Euler steps) denoise the same noise; every method evaluates the transformer at as many steps (7 of 24), and the
-run that evaluates all of them is the yardstick. Random weights say nothing about pictures; they do say how far each
-method strays from the model that it replaces.
+weights (Euler steps) denoise the same noise. Every method evaluates the transformer at 7 of 24 steps, and is compared
+with the run that evaluates all steps. Random weights do not measure image quality, but the deviation of each method
+from the model.
 
 - error: |latent - full run's| / |full run's - the noise|, mean over seeds.
 - module calls: of attention and feed-forward modules in a run, counted at their first matrix.
 - FLOPs: matrix products and attention (torch's counter), as a share of the full run's.
-- memory: bytes of what is kept between steps (cache-dit's is not counted).
+- memory: bytes that are stored between steps (not counted for cache-dit).
 
-Ours are measured on three schedules with equally many full steps: the public code's, diffusers', and one spread evenly.
-cache-dit is measured where it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json and
-prints the tables of docs/tables/taylorseer.csv and taylorseer_costs.csv.
+paradec is measured on three schedules with equally many full steps: the public code's, diffusers', and evenly spread
+steps. cache-dit is measured if it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json
+and prints the tables of docs/tables/taylorseer.csv and taylorseer_costs.csv.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ GUIDANCE = 2.0
 
 
 def build(name: str) -> nn.Module:
-    """The packaged transformer, or one with random weights, all of them in use."""
+    """Build the packaged transformer, or one with random, nonzero weights."""
     if name == "digits":
         return PixelDiTPipeline.digits().transformer.eval().requires_grad_(False)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def build(name: str) -> nn.Module:
 
 
 def inputs(name: str, seed: int) -> dict[str, Tensor]:
-    """The arguments of a call but for the timestep."""
+    """Make the arguments of a call, except the timestep."""
     draw = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:
@@ -107,7 +107,7 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
 
 
 def denoise(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
-    """The latent after Euler steps from time 1 to 0; for the digits, after their own scheduler's, under guidance."""
+    """Compute the latent after Euler steps from time 1 to 0; for digits, with their scheduler and guidance."""
     if name != "digits":
         return forecasting.denoise(name, module, given, steps)
     scheduler = DDIMScheduler.from_pretrained(packaged_image("digits-dit"), subfolder="scheduler")
@@ -123,11 +123,12 @@ def denoise(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) 
 
 
 Attached = Callable[[nn.Module, str], contextlib.AbstractContextManager[tuple[Callable[[], Any], Callable[[], Any]]]]
-"""A method on a transformer until it is left: what begins a run, and what says how much memory was kept."""
+"""Attaches a method to a transformer in a context, which yields a function that begins a run, and one that returns the
+memory."""
 
 
 def diffusers_hook(**changes: Any) -> Attached:
-    """diffusers' TaylorSeer."""
+    """Build an `Attached` with diffusers' TaylorSeer."""
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Any]:
@@ -150,13 +151,13 @@ def diffusers_hook(**changes: Any) -> Attached:
 
 @contextlib.contextmanager
 def cache_dit_hook(module: nn.Module, name: str) -> Iterator[Any]:
-    """cache-dit's DBCache with its Taylor calibrator; its memory is not counted."""
+    """Attach cache-dit's DBCache with its Taylor calibrator; its memory is not counted."""
     with forecasting.attach_cachedit(module, name) as start:
         yield start, dict
 
 
 def ours(settings: dict[str, Any]) -> Attached:
-    """paradec's session."""
+    """Build an `Attached` with a session of paradec."""
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Any]:
@@ -167,7 +168,7 @@ def ours(settings: dict[str, Any]) -> Attached:
 
 
 class Calls(TorchFunctionMode):
-    """Counts products with some matrices of a module, whatever is hooked around them."""
+    """Counter of products with some matrices of a module, independent of hooks around them."""
 
     def __init__(self, module: nn.Module, pattern: str):
         super().__init__()
@@ -181,17 +182,17 @@ class Calls(TorchFunctionMode):
 
 
 def counted(name: str, module: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, int, int]:
-    """The latent, FLOPs, and module calls."""
+    """Make a run; return the latent, FLOPs, and module calls."""
     with FlopCounterMode(display=False) as counter, Calls(module, FIRST_MATRICES[name]) as calls:
         latent = denoise(name, module, given, STEPS)
     return latent, counter.get_total_flops(), calls.count
 
 
 def measure(name: str, method: Attached, plain: list[Tensor], flops: int) -> dict[str, Any]:
-    """Mean error, calls, FLOPs and memory.
+    """Measure the mean error, calls, FLOPs and memory.
 
-    plain: latents of the runs that evaluate all steps, one per seed; flops: of such a run. What is counted does not
-    depend on the noise, so one run is counted.
+    plain: latents of the runs that evaluate all steps, one per seed; flops: of such a run. Counts do not depend on the
+    noise, so only one run is counted.
     """
     module, latents = build(name), []
     with method(module, name) as (start, say):
@@ -253,7 +254,7 @@ def main() -> None:
         for label, method in methods.items():
             try:
                 row = measure(name, method, plain, flops)
-            except Exception as error:  # theirs: what does not work is a result too
+            except Exception as error:  # a failure of another library is a result, too
                 if label.startswith("paradec"):
                     raise
                 row = {"failed": f"{type(error).__name__}: {error}"[:200]}

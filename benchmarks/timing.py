@@ -1,4 +1,4 @@
-"""What benchmarks share: times, memory of the process, and sections that outlive what fails in them."""
+"""Shared parts of benchmarks: times, memory of the process, and sections that continue after failures."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What run() returns, and its seconds: the process's CPU time, and wall time."""
+    """Call run(); return its result, seconds of the process's CPU time, and of wall time."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = run()
     return result, time.process_time() - cpu, time.perf_counter() - wall
 
 
 def resident(name: str = "VmRSS") -> int:
-    """Bytes of this process in memory: "VmRSS" now, "VmHWM" at most since `forget_peak`; 0 where the system does not
-    say (Linux does)."""
+    """Read this process's resident bytes: "VmRSS" current, "VmHWM" the maximum since `forget_peak`; 0 on systems other
+    than Linux."""
     file = Path("/proc/self/status")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def processor() -> str:
-    """The processor's name, as far as the system says it (Linux), or else as Python does."""
+    """Read the processor's name from Linux, or else from Python."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -38,14 +38,14 @@ def processor() -> str:
 
 
 def forget_peak() -> None:
-    """Let VmHWM begin anew."""
+    """Reset VmHWM."""
     file = Path("/proc/self/clear_refs")
     if file.exists():
         file.write_text("5")
 
 
 def milliseconds(run: Callable[[int], Any], device: torch.device, repeats: int = 20, warm_up: int = 3) -> float:
-    """Median time on the device of run(i), which i tells to take other inputs each time."""
+    """Measure the median time on the device of run(i); i counts the calls, so that inputs can change."""
     for index in range(warm_up):
         run(index)
     if device.type != "cuda":
@@ -67,17 +67,17 @@ def milliseconds(run: Callable[[int], Any], device: torch.device, repeats: int =
 
 
 class Section:
-    """One part of a benchmark. What breaks off is written down, and the next one goes on; nothing is begun once the
-    section's seconds are over. Devices are rare: what was measured is worth having."""
+    """One part of a benchmark with a time limit. Failures are recorded and the next measurement follows, since device
+    time is rare; no measurement starts after the limit."""
 
     def __init__(self, seconds: float):
         self.begin, self.seconds = time.monotonic(), seconds
         self.problems: list[str] = []
 
     def attempt(self, what: str, run: Callable[[], Any]) -> Any:
-        """run(), or None with a problem noted."""
+        """Call run() and return its result, or None after a recorded problem."""
         if time.monotonic() - self.begin > self.seconds:
-            self.problems.append(f"{what}: not begun, the section's {self.seconds:.0f} s were over")
+            self.problems.append(f"{what}: not started, the section's {self.seconds:.0f} s were over")
             return None
         try:
             return run()
@@ -91,12 +91,12 @@ class Section:
                 torch.cuda.empty_cache()
 
     def close(self, **found: Any) -> dict[str, Any]:
-        """The section as it goes into the results."""
+        """Build the section's entry of the result."""
         return {**found, "problems": self.problems, "seconds": time.monotonic() - self.begin}
 
 
 def markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows as a table; columns are the names of all of them, and what a row does not have is left empty."""
+    """Format rows as a table; columns are the names of all rows, and missing values are empty."""
     rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
 

@@ -1,22 +1,22 @@
-"""Token statistics on the CPU: the chunked path against float64, and what draws and steps cost beside it.
+"""Token statistics on the CPU: the chunked path compared with float64, and the costs of draws and steps.
 
     python benchmarks/token_stats.py [--repeats 15]
 
-One thread, one run. For float32 logits [32, V] of the vocabularies of LLaDA (126,464) and Dream (152,064) each path
-gives the same outputs: the best token, its probability, the probability of a given token, and the entropy. "float64" is
-what the references of the threshold rules write: softmax in float64, argmax, gather, entropy, all rows at once. The
-chunked path also reads the same logits over temperature 0.2, after top-k 50 and after top-p 0.95: no exponential is
-slow, so that none may take more than 1.5 times as long as "as is". What filtering itself takes is measured apart.
+One thread, one run. For float32 logits [32, V] of the vocabularies of LLaDA (126,464) and Dream (152,064) both paths
+return the best token, its probability, the probability of a requested token, and the entropy. "float64" is the code of
+the threshold rules' references: softmax in float64, argmax, gather, entropy, all rows at once. The chunked path also
+reads the same logits at temperature 0.2, after top-k 50 and after top-p 0.95: none of these may take more than 1.5
+times as long as "as is". The filtering itself is measured separately.
 
-For [16, 126,464] a step's draws are measured beside the greedy read and the draws of LLaDA's and Dream's public codes,
-written here from their formulas; then steps of samplers outside of the model's forward, the third of a block of 16
-positions, over one of `threshold`, and statistics over a softmax of the same logits. `MOST_GREEDY` and `MOST_PUBLIC`
-bound the draws.
+For [16, 126,464] a step's draws are compared with the greedy read and with the draws of LLaDA's and Dream's public
+codes, written here from their formulas. Then follow the third steps of a block of 16 positions, outside of the model's
+forward, of several samplers compared with `threshold`, and statistics compared with a softmax of the same logits.
+`MOST_GREEDY` and `MOST_PUBLIC` are bounds of the draws.
 
-All take turns within the same run. Times are medians over the turns with their quartiles, the process's own
-(`time.process_time`, which other work on the machine touches little) and by the clock on the wall; factors are medians
-of ratios within a turn, of the process's own times. Prints tables and writes benchmarks/results/token_stats.json, with
-the commit that was measured; fails where a bound does not hold.
+All functions take turns within the same run. Times are medians over the turns with quartiles, as CPU time of the
+process (`time.process_time`, on which other work on the machine has little influence) and wall time; factors are
+medians of ratios of CPU times within a turn. Prints tables and writes benchmarks/results/token_stats.json, with the
+measured commit; exits with an error if a bound does not hold.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "top-p 0.95": lambda logits: filter_logits(logits, 0.95, None),
 }
 MOST = 1.5
-"""Times "as is" that any of them may take."""
+"""Maximum time of a distribution, as a multiple of "as is"."""
 MOST_GREEDY = {"temperature 0.7": 2.5, "top-p 0.95": 7.0}
-"""Times the greedy read that draws may take."""
+"""Maximum times of draws, as multiples of the greedy read."""
 MOST_PUBLIC = 0.3
-"""Times the public codes' own draws that a draw may take."""
+"""Maximum time of a draw, as a multiple of the public codes' draw."""
 
 
 def plain(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    """The float64 path as the public codes have it."""
+    """Compute the statistics in float64, as the public codes do."""
     p = logits.double().softmax(-1)
     token = logits.argmax(-1)
     prob = p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
@@ -81,26 +81,26 @@ def inputs(vocabulary: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def difference(logits: Tensor, ids: Tensor) -> float:
-    """The largest difference of the two paths, relative, or absolute below 1."""
+    """Compute the largest difference of the two paths, relative, or absolute below 1."""
     expected, found = plain(logits, ids), chunked(logits, ids)
     assert torch.equal(expected[0], found[0]), "the two paths take different tokens"
     return max(float(((a - b).abs() / a.clamp(min=1)).max()) for a, b in zip(expected[1:], found[1:]))
 
 
 def gumbel_loop(logits: Tensor, temperature: float) -> Tensor:
-    """LLaDA's draw: the logits' powers over Gumbel noise to the temperature, in float64, a number per token."""
+    """LLaDA's draw, in float64 with a random number per token: argmax of exp(logits) / (-log u) ** temperature."""
     logits = logits.to(torch.float64)
     noise = (-torch.rand_like(logits).log()) ** temperature
     return (logits.exp() / noise).argmax(-1)
 
 
 def softmax_multinomial(logits: Tensor, temperature: float, top_p: float | None) -> Tensor:
-    """Dream's draw: the tempered logits, filtered in order of rank, softmax, and one multinomial draw a row."""
+    """Dream's draw: logits over the temperature, filtered by rank, softmax, and one multinomial draw per row."""
     return torch.multinomial(_filter_by_rank(logits / temperature, top_p, None).softmax(-1), 1).squeeze(-1)
 
 
 def draw_functions(vocabulary: int) -> dict[str, Callable[[], Any]]:
-    """What the sampler does with a step's logits, drawn and greedy, beside the draws alone of the public codes."""
+    """Functions that read a step's logits as the sampler does, with draws and greedily, and the public codes' draws."""
     logits = inputs(vocabulary, 16)[0].unsqueeze(0)
     keys, positions = torch.tensor([[1, 2]]), torch.arange(16).unsqueeze(0)
     draws = TokenDraws(keys, torch.tensor([3]), positions, 0.7)
@@ -125,8 +125,8 @@ def draw_functions(vocabulary: int) -> dict[str, Callable[[], Any]]:
 
 
 def step_functions(vocabulary: int) -> dict[str, Callable[[], tuple[float, float]]]:
-    """Proposing and committing the third step of 16 positions, greedy, without the model's call: seconds, the process's
-    own and on the wall."""
+    """Functions that propose and commit the third step of 16 positions, greedily, without the model's call; they return
+    seconds of CPU and wall time."""
     config = LlamaConfig(vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=2, num_key_value_heads=2, eos_token_id=None)  # fmt: skip
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def step_functions(vocabulary: int) -> dict[str, Callable[[], tuple[float, float
 
     def step(case: tuple[Any, str, dict[str, Any]]) -> tuple[float, float]:
         model, sampler, request = case
-        third_step(model, paradec.samplers.create(sampler), request)  # as in a decode, a sampler follows itself
+        third_step(model, paradec.samplers.create(sampler), request)  # warm up
         return third_step(model, paradec.samplers.create(sampler), request)
 
     return {name: partial(step, case) for name, case in cases.items()}
@@ -165,7 +165,7 @@ def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float
 
 
 def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], Any]]:
-    """Statistics beside a softmax of the same logits."""
+    """Functions that compute statistics, and a softmax of the same logits."""
     logits, ids = inputs(vocabulary, rows)
     return {
         f"softmax, {rows} positions": lambda: logits.softmax(-1),
@@ -175,8 +175,8 @@ def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], A
 
 
 def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
-    """Steps, statistics and draws, each over the first of its functions: in rounds, since other work on the machine
-    comes and goes within seconds."""
+    """Measure steps, statistics and draws as multiples of the first function of each part. This is done in rounds,
+    since other load on the machine changes within seconds."""
     parts: dict[str, tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[Any, ...]], int]] = {
         "steps": (step_functions(vocabulary), lambda step: step(), 1),
         "8 positions": (statistics_functions(vocabulary, 8), timed, 2),
@@ -196,7 +196,7 @@ def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
 
 
 def exceeded(draws: dict[str, Any]) -> list[str]:
-    """The bounds that the draws' times exceed."""
+    """List the bounds that the draws' times exceed."""
     greedy, public = draws["greedy"]["cpu_ms"], {"top-p 0.95": ("Dream's draw, top-p 0.95",)}
     found = [
         f"{name} takes more than {most} times the greedy read"
@@ -223,9 +223,9 @@ def show(found: dict[str, Any], base: str) -> None:
 def in_turns(
     functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[Any, ...]] = timed
 ) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of every function in every turn, the process's own and on the wall; odd turns go backwards."""
+    """Measure milliseconds of every function in every turn, as CPU and wall time; odd turns run in reverse order."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
-    for turn in range(-1, repeats):  # the first one warms up
+    for turn in range(-1, repeats):  # the first turn warms up
         for name in list(functions)[:: -1 if turn % 2 else 1]:
             *_, own, wall = clock(functions[name])
             if turn >= 0:
@@ -234,7 +234,7 @@ def in_turns(
 
 
 def summary(times: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, Any]:
-    """Medians and quartiles, and the ratio to the base's turns."""
+    """Compute medians and quartiles of the times, and of their ratios to the base's times."""
     own, wall = (sorted(each) for each in zip(*times, strict=True))
     ratios = sorted(a / b for (a, _), (b, _) in zip(times, base, strict=True))
     found: dict[str, Any] = {}
