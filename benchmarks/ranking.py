@@ -41,7 +41,7 @@ from paradec.tools.evaluation import Configuration
 from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning.halving import fronts
-from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.prompts import halves, to_questions
 from paradec.tools.tuning.scoring import Failed, Half, Measured, Scorer
 
 COSTS = ("forwards", "positions", "cpu")
@@ -194,7 +194,7 @@ class Place:
 
 def packaged(slots: int) -> Place:
     model, few = paradec.load(), slots > 64
-    prompts = halves(prompts_of(evaluation.packaged_questions()), 0)
+    prompts = halves(to_questions(evaluation.packaged_questions()), 0)
     entries = packaged_entries()
     if few:  # the model was not trained on such long canvases: only candidates that read all of one, or with a window
         entries = [

@@ -39,7 +39,7 @@ REASONING = ("reasoning_content", "reasoning")
 RESULT = Path(__file__).parent / "results" / "server.json"
 
 
-def prompts_of(count: int) -> list[str]:
+def make_prompts(count: int) -> list[str]:
     """Make prompts that the packaged model knows."""
     draw = random.Random(1)
     tasks = ("Sort", "Reverse", "Copy")
@@ -282,7 +282,7 @@ def main() -> None:
         print(json.dumps({name: value for name, value in measured.items() if name != "differ"}))
         sys.exit(1 if measured["lost"] else 0)
 
-    model, prompts = paradec.load(), prompts_of(AT_ONCE)
+    model, prompts = paradec.load(), make_prompts(AT_ONCE)
     texts = [text for at in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[at : at + 50]).text]
     server = Server(args.batch)
     try:

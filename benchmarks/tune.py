@@ -32,7 +32,7 @@ from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import Tuning
-from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.prompts import halves, to_questions
 from paradec.tools.tuning.scoring import Half, Scorer
 
 SLOW = {"packaged": 0.1, "antibody": 0.3}
@@ -131,7 +131,7 @@ def summary(tuning: Tuning) -> list[dict[str, Any]]:
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
     tuning = tuned(model, questions, options)
-    first, second = halves(prompts_of(questions), 0)
+    first, second = halves(to_questions(questions), 0)
     sizes = {"positions": model.default_max_new_tokens, "blocks": 2, "slowest": SLOW["packaged"]}
     rows = beside(tuning, model, first, second, **sizes)
     return {"trials": tuning.trials, "rows": rows}

@@ -66,8 +66,8 @@ def tune(
         search: dict[str, Any] = {"budget": budget, "runs": trials, "seed": seed}
         search |= {"sampler": paradec.Forecast(where=where), "dtype": shared["dtype"], "device": shared["device"]}
         raise typer.Exit(search_steps(pipeline, prompts, files, as_json, steps, **search))
-    from paradec.tools import evaluation
-    from paradec.tools.tuning.prompts import prompts_of, read_prompts
+    from paradec.tools.evaluation import packaged_questions
+    from paradec.tools.tuning.prompts import read_prompts, to_questions
     from paradec.tools.tuning.run import check_search
     from paradec.tools.tuning.scoring import Scorer
     from paradec.tools.tuning.study import check_installed
@@ -87,8 +87,8 @@ def tune(
     lengths = None if block_names is None else [None if text == "own" else int(text) for text in block_names]
     score_with = None if checker is None else options.from_file("--checker", checker)
     check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
-    texts = prompts_of(evaluation.packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
-    Scorer.of(texts, score, score_with)
+    texts = to_questions(packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
+    Scorer.from_questions(texts, score, score_with)
     arguments: dict[str, Any] = {"samplers": names, "caches": allowed, "blocks": lengths, "objective": objective}
     arguments |= {"trials": trials, "minutes": minutes, "tolerance": tolerance, "seed": seed, "score": score}
     arguments |= {"checker": score_with, "mask": mask, "study": study}

@@ -167,7 +167,7 @@ class _Writer:
         if not patterns and (not writes_all or any(NO_VALUE <= part.others for part in shape.members)):
             return others
         known = {*shape.required, *(name for part in shape.members for name in part.listed)}
-        cells = {frozenset[Dfa](): complement(languages.of_texts([*known]))}
+        cells = {frozenset[Dfa](): complement(languages.texts_language([*known]))}
         for pattern in patterns:
             cells = {
                 matched: language

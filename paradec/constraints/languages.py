@@ -79,7 +79,7 @@ FORMATS = {
 
 
 @lru_cache(maxsize=64)
-def of_format(name: str) -> Dfa | None:
+def format_language(name: str) -> Dfa | None:
     """Texts of a format; None for an unknown format."""
     if name in ("date", "date-time"):
         # Python's datetime has no year 0000
@@ -93,7 +93,7 @@ def of_format(name: str) -> Dfa | None:
 
 
 @lru_cache(maxsize=1024)
-def of_length(low: int, high: int | None) -> Dfa:
+def length_language(low: int, high: int | None) -> Dfa:
     """Texts of `low` to `high` characters (None: any number)."""
     if high is not None and high < low:
         return Dfa([], [])
@@ -102,7 +102,7 @@ def of_length(low: int, high: int | None) -> Dfa:
     return Dfa(rows, [state >= low for state in range(len(rows))])
 
 
-def of_texts(texts: list[str]) -> Dfa:
+def texts_language(texts: list[str]) -> Dfa:
     return to_dfa(either(map(text, texts)))
 
 
@@ -135,7 +135,7 @@ def _magnitudes(value: Decimal, *orders: int) -> Dfa:
 
 
 @lru_cache(maxsize=1024)
-def _up_to(value: float | int, or_equal: bool) -> Dfa:
+def _below(value: float | int, or_equal: bool) -> Dfa:
     number, equal = Decimal(str(value)), (0,) * or_equal
     if number < 0:
         return intersect(PLAIN, to_dfa(sequence((text("-"), to_node(_magnitudes(number, 1, *equal))))))
@@ -144,20 +144,20 @@ def _up_to(value: float | int, or_equal: bool) -> Dfa:
 
 def at_most(value: float | int, is_strict: bool = False) -> Dfa:
     """Texts of `PLAIN` with numbers up to `value`, or if `is_strict` below it."""
-    language = _up_to(value, not is_strict)
+    language = _below(value, not is_strict)
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 def at_least(value: float | int, is_strict: bool = False) -> Dfa:
     """Texts of `PLAIN` with numbers from `value` on, or if `is_strict` above it."""
-    language = difference(PLAIN, _up_to(value, is_strict))
+    language = difference(PLAIN, _below(value, is_strict))
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 @lru_cache(maxsize=1024)
 def equal_to(value: float | int) -> Dfa:
     """All texts of `PLAIN` for one number."""
-    return difference(_up_to(value, True), _up_to(value, False))
+    return difference(_below(value, True), _below(value, False))
 
 
 def number_texts(value: float | int) -> list[str]:

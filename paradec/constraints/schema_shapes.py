@@ -112,10 +112,10 @@ def merge(first: Shape, second: Shape) -> Shape | None:
 PLAIN_SHAPES = {shape.kind: shape for shape in ANYTHING}
 EXPLICIT = {kind: Shape(kind, True) for kind in TYPES}
 SCALARS = {
-    "string": languages.of_length(0, None),
+    "string": languages.length_language(0, None),
     "number": intersect(languages.PLAIN, languages.SHORT_DIGITS),
     "boolean": languages.BOOLEANS,
-    "null": languages.of_texts(["null"]),
+    "null": languages.texts_language(["null"]),
 }
 """The texts from which `not` and `enum` exclude some; different numbers among them differ as doubles, too."""
 
@@ -284,7 +284,7 @@ class Goals:
             "boolean": [str(value).lower() for value in values if isinstance(value, bool)],
             "null": ["null"] if None in values else [],
         }
-        languages_of = {kind: languages.of_texts(entries) for kind, entries in texts.items() if entries}
+        languages_of = {kind: languages.texts_language(entries) for kind, entries in texts.items() if entries}
         if sign:
             shapes = [Shape(kind, True, language) for kind, language in languages_of.items()]
             if self.is_loose:  # one number has many texts
@@ -363,11 +363,11 @@ class Goals:
         low, high = self.limits(schema, "Length")
         if sign:
             counted = high if high is None or high < low else min(high, max(self.max_length, low))
-            return only("string", language=languages.of_length(low, counted))
+            return only("string", language=languages.length_language(low, counted))
         if high is not None and high >= languages.MAX_COUNT:
             self.leave_out(schema, "maxLength")
             high = None
-        return violating("string", language=complement(languages.of_length(low, high)))
+        return violating("string", language=complement(languages.length_language(low, high)))
 
     def search(self, schema: Any, key: str, pattern: str) -> Dfa:
         try:
@@ -376,7 +376,7 @@ class Goals:
             raise self.document.error(schema, key, f"is not supported: {error}") from None
 
     def format(self, schema: Any, sign: bool) -> Iterable[Shape]:
-        language = languages.of_format(schema["format"])
+        language = languages.format_language(schema["format"])
         if language is None:
             self.document.unknown[f"format {schema['format']!r}"] = None
             return ANYTHING if sign else ()

@@ -23,7 +23,7 @@ from paradec.constraints.spelling import Encode, Spelling, lift, spell_texts, sp
 from paradec.core.checks import check_choice, check_int, check_text, shown, unknown_name
 from paradec.core.packaged import vocabulary_hint
 
-MAX_KEPT_BYTES = 2**28
+MAX_CACHED_BYTES = 2**28
 """Limit of the bytes of automata cached per tokenizer."""
 DEEPEST = 8
 """Maximum `depth` of a schema."""
@@ -179,10 +179,10 @@ class Choice(Constraint):
                     raise ValueError(f"choices: the tokenizer cannot write {text!r}{hint}")
                 yield ids
 
-        return of_sequences(spelled(), vocab_size)
+        return build_sequence_automaton(spelled(), vocab_size)
 
 
-def of_sequences(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
+def build_sequence_automaton(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
     """Build the automaton of some sequences of ids. Raises ValueError for more than `MAX_STATES` states."""
     transitions: dict[tuple[int, int], int] = {}
     accept, classes = [False], dict[int, int]()
@@ -361,7 +361,7 @@ class ToolCalls(Constraint):
         return either(calls)
 
 
-_KEPT: weakref.WeakKeyDictionary[Any, dict[Any, TokenAutomaton]] = weakref.WeakKeyDictionary()
+_CACHE: weakref.WeakKeyDictionary[Any, dict[Any, TokenAutomaton]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -378,7 +378,7 @@ def token_automaton(
         ValueError: the automaton is too large, or the tokenizer does not fit.
     """
     key = (value, vocab_size, ends, suppressed)
-    automaton = _KEPT.get(tokenizer, {}).get(key)
+    automaton = _CACHE.get(tokenizer, {}).get(key)
     if automaton is None and not ends and not suppressed:
         automaton = value.to_token_automaton(tokenizer, vocab_size)
     elif automaton is None:
@@ -390,18 +390,18 @@ def token_automaton(
 
 def has_automaton(value: Constraint, tokenizer: Any, vocab_size: int) -> bool:
     """Whether the automaton of a constraint is cached."""
-    return (value, vocab_size, (), ()) in _KEPT.get(tokenizer, {})
+    return (value, vocab_size, (), ()) in _CACHE.get(tokenizer, {})
 
 
 def cache_automaton(tokenizer: Any, key: tuple[Any, ...], automaton: TokenAutomaton) -> None:
-    """Cache an automaton as the most recent one, and drop the oldest ones above `MAX_KEPT_BYTES`.
+    """Cache an automaton as the most recent one, and drop the oldest ones above `MAX_CACHED_BYTES`.
 
     key: constraint, vocabulary size, end tokens and suppressed ids.
     """
     with _LOCK:
-        cache = _KEPT.setdefault(tokenizer, {})
+        cache = _CACHE.setdefault(tokenizer, {})
         cache.pop(key, None)
         cache[key] = automaton
         size = sum(entry.nbytes for entry in cache.values())
-        while size > MAX_KEPT_BYTES and len(cache) > 1:
+        while size > MAX_CACHED_BYTES and len(cache) > 1:
             size -= cache.pop(next(iter(cache))).nbytes

@@ -20,9 +20,9 @@ from paradec.constraints.languages import (
     at_least,
     at_most,
     equal_to,
+    format_language,
+    length_language,
     multiples,
-    of_format,
-    of_length,
 )
 from paradec.constraints.regex import ecma_search, parse
 
@@ -71,7 +71,7 @@ def test_operations_are_those_of_sets_and_automata_are_minimal(first: str, secon
 
 
 def test_a_state_for_each_number_of_characters() -> None:
-    assert len(to_dfa(parse(".{0,300}")).rows) == 301 == len(of_length(0, 300).rows)
+    assert len(to_dfa(parse(".{0,300}")).rows) == 301 == len(length_language(0, 300).rows)
     assert len(to_dfa(parse("(x{0,30}y{0,30})z")).rows) < 70
     bytes_of = to_dfa(parse("é{0,40}"), over_bytes=True)
     assert len(bytes_of.rows) == 81 and bytes_of.accepts("éé".encode())
@@ -182,10 +182,10 @@ def test_formats_hold_what_readers_of_them_take() -> None:
         "json-pointer": (["", "/a~0/b"], ["a", "/~2"]),
     }
     for name, (yes, no) in cases.items():
-        language = of_format(name)
+        language = format_language(name)
         assert language is not None and all(matches(language, text) for text in yes), name
         assert not any(matches(language, text) for text in no), name
-    parts, language = ["", "0", "1", "ab", "ffff"], of_format("ipv6")
+    parts, language = ["", "0", "1", "ab", "ffff"], format_language("ipv6")
     draw = np.random.default_rng(0)
     for _ in range(1500):
         text = ":".join(draw.choice(parts, int(draw.integers(2, 10))).tolist())

@@ -520,15 +520,15 @@ def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_automata_are_kept_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = values._KEPT.setdefault(TOKENIZER, {})
+    kept = values._CACHE.setdefault(TOKENIZER, {})
     kept.clear()
     made = [token_automaton(paradec.Choice([text]), TOKENIZER, 9000, (), ()) for text in ("one", "two", "three")]
-    monkeypatch.setattr(values, "MAX_KEPT_BYTES", sum(each.nbytes for each in made) + 1000)
+    monkeypatch.setattr(values, "MAX_CACHED_BYTES", sum(each.nbytes for each in made) + 1000)
     assert token_automaton(paradec.Choice(["one"]), TOKENIZER, 9000, (), ()) is made[0]
     token_automaton(paradec.Choice(["nine"]), TOKENIZER, 9000, (), ())
-    assert sum(each.nbytes for each in kept.values()) <= values.MAX_KEPT_BYTES
+    assert sum(each.nbytes for each in kept.values()) <= values.MAX_CACHED_BYTES
     assert [key[0].choices for key in kept] == [("three",), ("one",), ("nine",)]
-    monkeypatch.setattr(values, "MAX_KEPT_BYTES", 1)
+    monkeypatch.setattr(values, "MAX_CACHED_BYTES", 1)
     token_automaton(paradec.Choice(["seven"]), TOKENIZER, 9000, (), ())
     assert [key[0].choices for key in kept] == [("seven",)]
 

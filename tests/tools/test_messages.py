@@ -24,8 +24,8 @@ from paradec.tools.evaluation.parallel import parallel_questions
 from paradec.tools.evaluation.recipe import Recipe
 from paradec.tools.training.learn2pd import Records
 from paradec.tools.training.learn2pd import read_prompts as read_for_learn2pd
-from paradec.tools.tuning.prompts import prompts_of
 from paradec.tools.tuning.prompts import read_prompts as read_for_tuning
+from paradec.tools.tuning.prompts import to_questions
 
 FIRST = '{"prompt": "a", "answer": "b"}\n'
 DEEP = "[" * 100_000
@@ -125,9 +125,10 @@ CALLS: list[tuple[Any, ...]] = [
     (partial(get_task, "nope"), "task"), (partial(load_prompts, limit=0), "limit=0"),
     (lambda: TASKS["copy"].make(Random(0), size=9), "size=9", "(3, 4, 5, 6)"),
     (lambda: TASKS["sort"].check(TASKS["copy"].make(Random(0)), ""), "'copy'", "'sort'"),
-    (partial(parallel_questions, "rotations"), "task: 'rotations'"), (partial(prompts_of, []), "empty"),
-    (partial(prompts_of, b"ab"), "prompts="), (partial(prompts_of, 3), "prompts="),
-    (partial(prompts_of, [1.5]), "prompt 0"), (partial(prompts_of, ["a", "b"], ["x"]), "answers", "1 entries for 2"),
+    (partial(parallel_questions, "rotations"), "task: 'rotations'"), (partial(to_questions, []), "empty"),
+    (partial(to_questions, b"ab"), "prompts="), (partial(to_questions, 3), "prompts="),
+    (partial(to_questions, [1.5]), "prompt 0"),
+    (partial(to_questions, ["a", "b"], ["x"]), "answers", "1 entries for 2"),
     (judge(method="exact"), "method='exact'"), (judge(method="loop"), "method"), (judge(order="any"), "order"),
     (judge(samples=0), "samples=0"), (judge(samples=24, stratum=16), "samples=24", "stratum=16"),
     (judge(guidance_scale=-1), "guidance_scale"), (judge(batch_size=0), "batch_size=0"), (judge(seed=-1), "seed=-1"),

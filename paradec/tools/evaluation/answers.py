@@ -19,7 +19,7 @@ from paradec.api.output import Output
 from paradec.batching.many import generate_many
 from paradec.batching.slots import why_unsupported
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.values import Constraint, of_sequences
+from paradec.constraints.values import Constraint, build_sequence_automaton
 from paradec.core.checks import check_bool, check_choice, check_int, check_model
 from paradec.core.prompts import tokenize
 from paradec.request import Preset, Request
@@ -116,13 +116,13 @@ class Answering:
             request = Request(**{**request.changes(), **model_defaults(model)})
         if reason := why_unsupported(model, request):
             raise ValueError(reason)
-        self.model, self.request, self.said = model, request, fields
+        self.model, self.request, self.explicit_fields = model, request, fields
         self.batch_size: int = 1 if batch_size is None else int(batch_size)
         self.tokenizer = model.tokenizer
         if self.tokenizer is None:
             raise ValueError(f"{model.facts.name} has no tokenizer; lm-eval needs one")
         self.until, self.check_greedy, self.choices = until, check_greedy, choices
-        self.own_length, self._device = max_length, model.device
+        self.requested_length, self._device = max_length, model.device
         self.estimate: dict[str, Any] = {"method": likelihood, "samples": mc_num, "stratum": mc_batch, "order": order}
         log_likelihoods(model, [], **self.estimate)  # raises for wrong arguments before any decoding
         self.spent = Spent()
@@ -148,7 +148,7 @@ class Answering:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and answer."""
-        return self.own_length or self.model.facts.max_length or 2**20
+        return self.requested_length or self.model.facts.max_length or 2**20
 
     @property
     def tokenizer_name(self) -> str:
@@ -217,13 +217,13 @@ class Answering:
     def _build_entry(self, context: str, of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Build an entry for `generate_many`, and the stop strings at which its text is cut."""
         fields, until = generation_fields(of_task)
-        fields = {name: value for name, value in fields.items() if name not in self.said}
+        fields = {name: value for name, value in fields.items() if name not in self.explicit_fields}
         if not self.until:
             until = []
-        new = self.request.max_new_tokens if "max_new_tokens" in self.said else fields.get("max_new_tokens")
+        new = self.request.max_new_tokens if "max_new_tokens" in self.explicit_fields else fields.get("max_new_tokens")
         fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
         constraint = fields.get("constraint", self.request.constraint)  # determines the end of an answer
-        if until and "stop_strings" not in self.said and constraint is None:
+        if until and "stop_strings" not in self.explicit_fields and constraint is None:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
         if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
@@ -331,7 +331,7 @@ class Sequences(Constraint):
         return {"ids": [[*ids] for ids in self.ids]}
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
-        return of_sequences(self.ids, vocab_size)
+        return build_sequence_automaton(self.ids, vocab_size)
 
 
 def decode_choices(

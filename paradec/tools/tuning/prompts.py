@@ -54,7 +54,7 @@ def _of_line(line: str) -> Question:
     return Question(prompt, json.dumps(fields, sort_keys=True), right, truth, task, group or _identity(prompt))
 
 
-def prompts_of(prompts: Any, answers: Sequence[Any] | None = None) -> list[Question]:
+def to_questions(prompts: Any, answers: Sequence[Any] | None = None) -> list[Question]:
     """Convert a caller's prompts to questions.
 
     prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.

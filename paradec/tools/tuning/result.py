@@ -321,7 +321,7 @@ def paired(first: Measured, second: Measured, groups: Sequence[str]) -> tuple[fl
     return bootstrap([a - b for a, b in zip(first.score, second.score, strict=True)], groups)
 
 
-def thinned(
+def thin_front(
     points: Sequence[Point], chosen: Point | None, costs: Sequence[str], max_points: int = MOST_POINTS
 ) -> tuple[list[Point], int | None]:
     """Reduce a front to `max_points`, including the chosen point. Points closest to a neighbour's score are removed

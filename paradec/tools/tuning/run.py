@@ -19,11 +19,11 @@ from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import is_promoted, rungs
-from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
-from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thinned
+from paradec.tools.tuning.prompts import fingerprint, halves, to_questions
+from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thin_front
 from paradec.tools.tuning.scoring import Checker, Failed, Half, Measured, Scorer
 from paradec.tools.tuning.space import Candidate, Space
-from paradec.tools.tuning.study import SCHEMA, Study, check_installed, rung_of, up_to
+from paradec.tools.tuning.study import SCHEMA, Study, check_installed, read_rung, sum_to_rung
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
 """Costs that each objective minimises, besides maximising the score; the last cost chooses the preset."""
@@ -128,8 +128,8 @@ def tune(
     cache_names = [caches] if isinstance(caches, str) else list(dict.fromkeys(caches))
     if not cache_names:
         raise ValueError("caches is empty; give at least one")
-    questions = prompts_of(prompts, answers)
-    scorer = Scorer.of(questions, score, checker)
+    questions = to_questions(prompts, answers)
+    scorer = Scorer.from_questions(questions, score, checker)
     first, second = halves(questions, seed)
     chat = arguments.get("chat")
     search = _Search(
@@ -235,9 +235,9 @@ class _Search:
         self.references: dict[str, dict[int, list[int]]] = {"choosing": {}, "reporting": {}}
         self.reference_measured: dict[str, Measured] = {"choosing": Measured(), "reporting": Measured()}
 
-    def request_of(self, candidate: Candidate) -> Request:
+    def build_request(self, candidate: Candidate) -> Request:
         """Build the request of a candidate, without a seed."""
-        return spaces.request_of(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
+        return spaces.build_request(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
         """Run all hand-made settings and `trials` proposals within `minutes`, then measure the front on the reported
@@ -280,7 +280,7 @@ class _Search:
         try:
             candidate = self.space.suggest(trial)
             try:
-                request = self.request_of(candidate)
+                request = self.build_request(candidate)
             except ValueError as error:
                 return self._refuse(trial, str(error))
             if spaces.is_reference(request, self.positions):
@@ -303,7 +303,7 @@ class _Search:
         measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
         same_candidate = [trial, *(frozen for frozen in other_trials if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
-            part = next((entry for frozen in same_candidate if (entry := rung_of(frozen, rung)) is not None), None)
+            part = next((entry for frozen in same_candidate if (entry := read_rung(frozen, rung)) is not None), None)
             if part is None:
                 if time.monotonic() > self.end:
                     trial.set_user_attr("owner", "")  # another process may continue it
@@ -324,7 +324,7 @@ class _Search:
             if stop == self.rungs[-1]:
                 self.study.tell(trial, "COMPLETE", list(objectives))
                 return
-            compared = [entry for frozen in other_trials if (entry := up_to(frozen, rung)) is not None]
+            compared = [entry for frozen in other_trials if (entry := sum_to_rung(frozen, rung)) is not None]
             if by_hand and measured.mean("forwards") <= SLOW * self.positions:
                 continues = not surely_below(measured, compared, self.groups[:stop], self.loss)
             else:
@@ -385,14 +385,14 @@ class _Search:
                 counts[state] += 1
             if "failed" in frozen.user_attrs:
                 failures[frozen.user_attrs["failed"]] = None
-            measured = None if candidate is None else up_to(frozen, len(self.rungs) - 1)
+            measured = None if candidate is None else sum_to_rung(frozen, len(self.rungs) - 1)
             if candidate is not None and measured is not None:
                 by_hand = "start" in frozen.user_attrs
-                new = Point(candidate, self.request_of(candidate), measured, by_hand=by_hand)
+                new = Point(candidate, self.build_request(candidate), measured, by_hand=by_hand)
                 points.setdefault(candidate.name, new).by_hand |= by_hand
         costs, candidates = self.costs, list(points.values())
         chosen, hand = choose(candidates, costs, self.tolerance, self.groups) or (None, None)
-        front, chosen_index = thinned(pareto(candidates, costs, self.loss), chosen, costs)
+        front, chosen_index = thin_front(pareto(candidates, costs, self.loss), chosen, costs)
         return Tuning(
             setup=self.setup,
             costs=self.costs,

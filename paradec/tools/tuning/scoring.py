@@ -27,7 +27,7 @@ class Scorer:
     checker: Checker | None = None
 
     @classmethod
-    def of(cls, questions: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
+    def from_questions(cls, questions: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
         """Build the scorer of a kind; by default the checker if there is one, else answers if all prompts have one,
         else agreement. Raises ValueError: an unknown kind, or a missing or superfluous checker or answers; TypeError: a
         checker that is not callable."""

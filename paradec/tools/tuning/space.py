@@ -301,7 +301,7 @@ def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
     return (None, *(length for length in dict.fromkeys(lengths) if 1 < length <= positions and length != model_length))
 
 
-def request_of(
+def build_request(
     model: Any,
     candidate: Candidate,
     base: Mapping[str, Any],

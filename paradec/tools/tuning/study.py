@@ -144,17 +144,17 @@ class Study:
         return owner not in _working if int(pid) == os.getpid() else not _alive(int(pid))
 
 
-def rung_of(frozen: Any, rung: int) -> Measured | None:
+def read_rung(frozen: Any, rung: int) -> Measured | None:
     """Measurements of a trial on one rung; None if it has not finished the rung."""
     data = frozen.user_attrs.get(f"rung {rung}")
     return None if data is None else Measured(**data)
 
 
-def up_to(frozen: Any, rung: int) -> Measured | None:
+def sum_to_rung(frozen: Any, rung: int) -> Measured | None:
     """Measurements of a trial up to the end of a rung; None if it has not finished the rung."""
     total = Measured()
     for k in range(rung + 1):
-        part = rung_of(frozen, k)
+        part = read_rung(frozen, k)
         if part is None:
             return None
         total.add(part)

@@ -23,7 +23,7 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.tools.evaluation import configurations
 from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.halving import is_promoted, rungs
-from paradec.tools.tuning.prompts import halves, prompts_of
+from paradec.tools.tuning.prompts import halves, to_questions
 from paradec.tools.tuning.scoring import Half
 
 
@@ -98,7 +98,7 @@ def timeless(found: Tuning) -> dict[str, Any]:
 
 def test_what_is_reported_is_what_the_preset_gives(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
-    first, second = halves(prompts_of(PROMPTS, answers), SMALL["seed"])
+    first, second = halves(to_questions(PROMPTS, answers), SMALL["seed"])
     assert tuned.complete and tuned.setup["score"] == "answers" and len(tuned.points) > 1
     for point in tuned.points:
         for half, measured in ((first, point.choosing), (second, point.reported)):
@@ -115,7 +115,7 @@ def test_what_is_reported_is_what_the_preset_gives(model: Model, answers: list[l
 def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_what_was_set_by_hand(
     model: Model, answers: list[list[int]], tuned: Tuning
 ) -> None:
-    first, _ = halves(prompts_of(PROMPTS, answers), SMALL["seed"])
+    first, _ = halves(to_questions(PROMPTS, answers), SMALL["seed"])
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
     rows = {}
     for configuration in configurations(SMALL["samplers"]):

@@ -23,7 +23,7 @@ from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import read_prompts
 from paradec.tools.tuning.halving import dominates, fronts
-from paradec.tools.tuning.prompts import fingerprint, halves, prompts_of
+from paradec.tools.tuning.prompts import fingerprint, halves, to_questions
 from paradec.tools.tuning.result import Point, choose
 from paradec.tools.tuning.scoring import Measured, Scorer, agreement, truth
 from paradec.tools.tuning.space import Candidate, Span, build_space, domains
@@ -71,12 +71,13 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 
 def test_prompts_of_python() -> None:
     question = packaged_questions(limit=1)[0]
-    found = prompts_of(["a", [{"role": "user", "content": "b"}], np.array([1, 2]), question], ["x", None, [3, 4], None])
+    prompts = ["a", [{"role": "user", "content": "b"}], np.array([1, 2]), question]
+    found = to_questions(prompts, ["x", None, [3, 4], None])
     assert [e.judged for e in found] == [True, False, True, True]
     assert found[1].prompt == [{"role": "user", "content": "b"}] and found[2].prompt == [1, 2]
     assert found[2].truth == (3, 4) and found[3].task == question.task
     with pytest.raises(ValueError, match="which has its judge"):
-        prompts_of([question], ["x"])
+        to_questions([question], ["x"])
 
 
 def test_scores_by_hand() -> None:

@@ -32,7 +32,7 @@ class Place:
 ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
 # modules that are not branches: norms, modulations and parts of a branch
-NO_BRANCH = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
+NON_BRANCH_NAMES = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
 # children of single-stream blocks (FLUX): proj_out sums attention and feed-forward and is forecast, the others skipped
 FUSED = ("attn", "proj_mlp", "proj_out")
 
@@ -44,7 +44,7 @@ SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
 STREAMS = ("hidden_states", "encoder_hidden_states")
 MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # the argument that holds the denoised stream
 # blocks that return the text's tensor before the image's
-TEXT_ROWS_FIRST = re.compile(
+TEXT_FIRST_BLOCKS = re.compile(
     r"(Flux2?(Single)?|Flux3Single|QwenImage|(AuraFlow)?Joint|Bria(Single|Fibo)?|Chroma|(LongCat|Ovis)Image(Single)?)"
     r"TransformerBlock"
 )
@@ -54,8 +54,8 @@ RETURNS = {
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that a block's outputs continue, by class. Others: `STREAMS`, reversed for `TEXT_ROWS_FIRST`."""
-TEXT_FIRST = ("QwenImage21Transformer2DModel",)  # transformers that return text rows and latent rows in one tensor
+"""Arguments that a block's outputs continue, by class. Others: `STREAMS`, reversed for `TEXT_FIRST_BLOCKS`."""
+ONE_TENSOR_TRANSFORMERS = ("QwenImage21Transformer2DModel",)  # they return text rows, then latent rows, in one tensor
 CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents, by prefix of the class name; default 1
 
 
@@ -71,7 +71,7 @@ def _parameters(forward: Any) -> list[str]:
 def declared_streams(module: nn.Module) -> tuple[str, ...]:
     """Return the arguments that a block's outputs continue, in the order of the outputs."""
     name = type(module).__name__
-    return STREAMS[::-1] if TEXT_ROWS_FIRST.fullmatch(name) else RETURNS.get(name, STREAMS)
+    return STREAMS[::-1] if TEXT_FIRST_BLOCKS.fullmatch(name) else RETURNS.get(name, STREAMS)
 
 
 def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
     roles: dict[str, str] = {}
     for name in children:
         for pattern, role in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
-            if pattern.fullmatch(name) and not NO_BRANCH.fullmatch(name):
+            if pattern.fullmatch(name) and not NON_BRANCH_NAMES.fullmatch(name):
                 roles.setdefault(prefix + name, role)
     if not roles and len(children) == 1:  # a wrapper around the actual block
         (name,) = children

@@ -26,7 +26,7 @@ class Run:
     foreign_calls: int = 0  # calls of the transformers that are not part of the run
     thread: int | None = None  # id of the thread that makes its calls
     is_stepped: bool = False  # whether the scheduler has made a step
-    is_named: bool | None = None  # whether calls are inside a `cache_context`; None before the first call
+    uses_contexts: bool | None = None  # whether calls are inside a `cache_context`; None before the first call
     timestep: float | None = None
     direction: float = 0.0  # sign of the last change of `timestep`
 
@@ -93,13 +93,13 @@ class Clock:
             self.begin()
         self._check_displaced()
         run = self.run
-        if not run.is_open or (run.is_named and context is None):
+        if not run.is_open or (run.uses_contexts and context is None):
             run.foreign_calls += 1
             return None
         if not run.is_stepped:
             run = self._read_timestep(run, timestep)
         self.check_thread(run)
-        run.is_named = context is not None
+        run.uses_contexts = context is not None
         return run
 
     def observe(self, pipe: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from paradec.integrations.diffusers.hooks.blocks import TEXT_FIRST, Place, find_streams, match_outputs
+from paradec.integrations.diffusers.hooks.blocks import ONE_TENSOR_TRANSFORMERS, Place, find_streams, match_outputs
 from paradec.integrations.diffusers.hooks.hook import Hook
 from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import relative_error
@@ -96,7 +96,7 @@ class Tap:
         tensors = [value.tensors[0] if isinstance(value, History) else value for value in values]
         shapes = [tuple(tensor.shape) if isinstance(tensor, Tensor) else None for tensor in tensors]
         streams = find_streams(self.module, args, kwargs)
-        if type(self.module).__name__ in TEXT_FIRST and shapes[0] is not None:
+        if type(self.module).__name__ in ONE_TENSOR_TRANSFORMERS and shapes[0] is not None:
             streams = {name: pad(tensor, (0, 0, shapes[0][1] - tensor.shape[1], 0)) for name, tensor in streams.items()}
         return [streams[name] if name else None for name in match_outputs(self.module, streams, shapes)]
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from paradec.core.checks import shown
 from paradec.integrations.diffusers.hooks.blocks import (
-    TEXT_FIRST,
+    ONE_TENSOR_TRANSFORMERS,
     Place,
     bind_arguments,
     find_latent,
@@ -268,7 +268,7 @@ class Transformer:
             if isinstance(rule, StepRule) and rule.from_input and state.is_deciding and self.evaluated:
                 assert latent is not None  # such a rule measures
                 returned = find_latent((output,), {})
-                is_longer = type(self.base).__name__ in TEXT_FIRST
+                is_longer = type(self.base).__name__ in ONE_TENSOR_TRANSFORMERS
                 rule.observe_output(
                     self.run_progress, latent, returned[:, -latent.shape[1] :] if is_longer else returned
                 )
