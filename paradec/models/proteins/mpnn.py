@@ -203,7 +203,9 @@ class ProteinMPNNModel(Opaque):
         backbone is incomplete keep their letter, as in the public code.
 
         structure: its number or name.
-        fixed: residues that keep the structure's letter, from 0 over all chains; residues tied to them get it too.
+        fixed: residues that keep the structure's letter, by name (`Structure.find_residues`) or index from 0 over all
+            chains; residues tied to them get it too.
+        redesign: residues to design, given likewise, except the fixed ones; all others keep their letter.
         chains: labels of the chains to design, by default all; other chains keep their letters.
         Raises ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
         """
