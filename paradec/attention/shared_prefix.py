@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 MAX_SCORES = 2**24
-"""Scores over a shared prefix held at a time."""
+"""Largest number of scores over a shared prefix in memory at a time."""
 
 
 def attend_shared(
@@ -18,14 +18,14 @@ def attend_shared(
     prefix: tuple[Tensor, Tensor],
     scaling: float | None = None,
 ) -> Tensor:
-    """Softmax attention over a shared prefix, and over each row's keys under the mask. The prefix takes one product per
-    head for all rows; both parts are merged by log-sum-exp.
+    """Compute softmax attention over a shared prefix and each row's own keys. The prefix needs one product per head for
+    all rows. Both parts are merged by log-sum-exp.
 
     Args:
         query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
-        mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
+        mask: [R, 1, Q or 1, K] bool over the rows' own keys, True where visible; None: all visible.
         prefix: keys and values [P, kv_heads, head_dim] for all rows.
-        scaling: None is head_dim ** -0.5.
+        scaling: None means head_dim ** -0.5.
 
     Returns [R, Q, heads, head_dim] in the dtype of `value`; softmax in float32 or wider.
     """
@@ -33,11 +33,11 @@ def attend_shared(
     scaling = width**-0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)
 
-    # [R, kv_heads, heads per group * Q, head_dim]: a group's heads beside each other
+    # [R, kv_heads, heads per group * Q, head_dim]
     row_output, row_lse = _attend_part(query.reshape(rows, groups, -1, width), key, value, scaling, mask)
     row_output, row_lse = row_output.reshape(query.shape), row_lse.reshape(rows, heads, columns)
 
-    # [kv_heads, heads per group * R * Q, head_dim]: all rows' columns beside each other
+    # [kv_heads, heads per group * R * Q, head_dim]: one product for the columns of all rows
     all_queries = query.transpose(0, 1).reshape(groups, -1, width)
     shared_keys, shared_values = (tensors.to(value.dtype).transpose(0, 1) for tensors in prefix)
     size = max(1, MAX_SCORES // (groups * shared_keys.shape[1]))
@@ -56,11 +56,11 @@ def _attend_part(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention [..., N, head_dim] over keys [..., K, head_dim] in float32 or wider, and its log-sum-exps [..., N].
-    mask: [R, 1, Q or 1, K], where N are the heads of Q columns."""
+    mask: [R, 1, Q or 1, K]; then N is heads per group * Q."""
     scores = query @ key.transpose(-1, -2) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
-        lowest = torch.finfo(scores.dtype).min  # not -inf: a padding column may see nothing
+        lowest = torch.finfo(scores.dtype).min  # not -inf: for a padding column every key may be masked
         by_head = scores.unflatten(2, (-1, mask.shape[2])) if mask.shape[2] > 1 else scores.unsqueeze(2)
         scores = by_head.masked_fill(~mask.unsqueeze(2), lowest).flatten(2, 3)
     lse = scores.logsumexp(-1)

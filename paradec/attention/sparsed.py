@@ -1,6 +1,6 @@
-"""SparseD: full attention in the first steps, then only over the key blocks that each head attended to most. Wang et
-al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Heads attend to the same blocks from
-step to step, so every layer lists each head's blocks once, in the last dense step. Kernels:
+"""SparseD: full attention in the first steps, then attention only over the key blocks with the most weight per head.
+Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. A head attends to the same
+blocks in successive steps. So every layer lists the blocks of each head once, in the last dense step. Kernels:
 `paradec.kernels.block_sparse`."""
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 
 DENSE, ESTIMATE, SPARSE = range(3)
-"""What a call does for a row: dense attention, the same while finding lists, sparse attention."""
+"""Mode of a row in a call: dense attention, dense attention that also makes block lists, sparse attention."""
 BACKENDS = ("auto", "torch", "triton", "flex")
 SELECTIONS = ("isolated", "reference")
 
 
 @dataclass(frozen=True)
 class SparseD:
-    """Settings of SparseD. The defaults are the paper's for long prompts, preset "short" has those for short ones.
+    """Settings of SparseD. Defaults: the paper's settings for long prompts. Preset "short": those for short prompts.
 
-    The paper's code is dense for int(T * skip) + 2 of T scheduled steps, and makes the lists in the last. Here T is
-    `steps`, or the number of masks, for samplers with a schedule; other rows are dense until int(masks * skip) + 1
-    tokens are decided, which is the same at one token per step. Over a cache, lists are made when a step evaluates the
-    whole row. A row that its sampler cuts makes new lists.
+    The paper's code is dense for int(T * skip) + 2 of T scheduled steps, and makes the lists in the last dense step.
+    For samplers with a schedule, T is `steps` here, or the number of masks. With other samplers a row is dense until
+    int(masks * skip) + 1 tokens are decided, which is the same at one token per step. With a cache, lists are made
+    when a step evaluates the whole row. A row makes new lists when its sampler shortens it.
 
     Args:
-        select: share of key blocks kept per query block, of the prompt and of the answer, in (0, 1]: max(1, int(n *
-            select) + 1) of n.
+        select: share of key blocks selected per query block, in (0, 1], separately for prompt and answer: max(1, int(n
+            * select) + 1) of n.
         skip: share of dense steps.
         block_size: positions per block, from 1 to 4096.
-        dense_steps: number of dense steps, in the place of `skip`.
-        refresh_pattern_every: make new lists in a dense step every so many steps; None never does.
-        selection: "isolated" ranks key blocks of prompt and answer separately (the paper); "reference" ranks the
-            prompt's among all, so that fewer may be kept (the public code).
-        backend: "triton" or "torch" kernels; "auto" takes Triton on NVIDIA GPUs. "flex" attends with PyTorch's
-            flex_attention, compiled per shape, with blocks of multiples of 128; on a CPU for comparison only.
+        dense_steps: number of dense steps; replaces `skip`.
+        refresh_pattern_every: number of steps after which a dense step makes new lists; None: never.
+        selection: "isolated" ranks key blocks of prompt and answer separately (the paper). "reference" ranks the
+            prompt's blocks among all blocks, which may select fewer (the public code).
+        backend: "triton" or "torch" kernels; "auto": Triton on NVIDIA GPUs. "flex": PyTorch's flex_attention, compiled
+            per shape; block sizes are multiples of 128. On a CPU it is for comparison only.
 
     Raises ValueError for a setting out of its range.
     """
@@ -74,16 +74,16 @@ class SparseD:
         return {"attention": self.name} | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def why_unsupported(self, sampler: Any, model: Any) -> str | None:
-        """Why it does not work with a sampler and a model, or None."""
+        """Why SparseD does not work with a sampler and a model, or None."""
         facts = model.facts
         if getattr(model, "kind", None) != "decoder":
-            return f"its lists are for transformers decoders, and {facts.name} is not one"
+            return f"it needs a transformers decoder; {facts.name} is not one"
         if facts.topology != "bidirectional":
-            return f"its lists are for full attention, and {facts.name} is {facts.topology.replace('_', '-')}"
+            return f"it needs bidirectional attention; the attention of {facts.name} is {facts.topology}"
         if sampler.needs.mask_probes:
-            return "the sampler evaluates masks that the rest of the row does not see, and lists hold no masks"
+            return "the sampler evaluates masks that other positions do not see; block lists cannot express this"
         if sampler.needs.multi_step:
-            return "the sampler promises the result of single steps, and what a step attends to depends on how many"
+            return "the sampler must give the result of single steps; sparse attention depends on the number of steps"
         return None
 
     def begin(self, state: Any, scheduled: bool) -> SparseDState:
@@ -97,7 +97,7 @@ class SparseDState:
     def __init__(self, settings: SparseD, state: Any, scheduled: bool):
         self.settings = settings
         self.found_at = np.full(state.batch, -1)
-        """[B] int64: the row's step that found its lists, or -1."""
+        """[B] int64: the row's step that made its lists, or -1."""
         self.length = state.length.copy()
         """[B] int64: positions at that step."""
         self.prompt_length = state.prompt_length.copy()
@@ -120,7 +120,8 @@ class SparseDState:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def modes(self, state: Any, rows: np.ndarray, is_full: bool) -> np.ndarray:
-        """[N] int64: DENSE, ESTIMATE or SPARSE for `rows` [N] in a call; is_full: whether it evaluates whole rows."""
+        """[N] int64: mode (DENSE, ESTIMATE or SPARSE) of `rows` [N] in a call. is_full: the call evaluates whole
+        rows."""
         step, interval = state.row_step[rows], self.settings.refresh_pattern_every
         has_lists = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
         is_due = ~has_lists & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
@@ -131,7 +132,7 @@ class SparseDState:
         return np.where(is_due, ESTIMATE, np.where(has_lists, SPARSE, DENSE))
 
     def plan(self, state: Any, part: Any) -> SparsePlan | None:
-        """Plan the attention of a part; None attends to everything."""
+        """Plan the attention of one part of a query; None: dense attention for all rows."""
         rows = state.window.rows[part.index]
         modes = self.modes(state, rows, part.kind == "full")
         if not modes.any():
@@ -139,7 +140,7 @@ class SparseDState:
         return SparsePlan(self, state, part, rows, modes)
 
     def on_commit(self, state: Any, queries: list[Any]) -> None:
-        """Called by a commit after steps are counted, with the answered `queries`."""
+        """Count calls and record new lists. A commit calls this after it counted steps; `queries` are evaluated."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
@@ -150,7 +151,7 @@ class SparseDState:
     # ---- lists -----------------------------------------------------------------------------------------------------
 
     def store_lists(self, layer: int, rows: np.ndarray, block_index: Any, branches: int) -> None:
-        """Store the lists `block_index` of `rows` [R] of all branches."""
+        """Store the lists `block_index` of `rows` [R], which number the rows of all branches."""
         if layer not in self.layers:
             self.layers[layer] = self._empty_lists(block_index, branches)
             self.peak_bytes = sum(index.nbytes for index in self.layers.values())
@@ -161,7 +162,7 @@ class SparseDState:
         stored.count[row_index], stored.blocks[row_index] = count, blocks
 
     def _empty_lists(self, index: Any, branches: int) -> Any:
-        """Empty lists for all rows, of their greatest width."""
+        """Empty lists for all rows, wide enough for the longest list."""
         from paradec.kernels.block_sparse.lists import BlockIndex, budget, generation_block
 
         size, select = self.settings.block_size, self.settings.select
@@ -170,11 +171,11 @@ class SparseDState:
         prompt = budget(first if self.settings.selection == "isolated" else blocks, select)
         max_blocks = int((np.minimum(prompt, first) + budget(blocks - first, select)).max())
         shape = (branches * len(self.length), index.count.shape[1], int(blocks.max()))
-        with torch.inference_mode(False):  # else only inference mode could write to it later
+        with torch.inference_mode(False):  # else only inference mode could write to the tensors later
             return BlockIndex(index.count.new_zeros(shape), index.blocks.new_zeros((*shape, max_blocks)), size)
 
     def release(self) -> None:
-        """Free the lists; `report` still knows their size."""
+        """Free the lists; `report` still has their density and size."""
         if self.layers:
             self._density = self._listed_share()
         self.layers = {}
@@ -208,7 +209,7 @@ class AttentionCost:
     dense_calls: list[int]
     """Calls with dense attention."""
     pattern_calls: list[int]
-    """Dense calls that found lists."""
+    """Dense calls that made lists."""
     sparse_calls: list[int]
     """Calls with sparse attention."""
     density: list[float | None]
@@ -240,7 +241,7 @@ class SparsePlan:
                 valid = np.tile(part.valid, (state.branches, 1))[self.sparse]
             self.tiles = QueryTiles.from_positions(positions, valid, owner.settings.block_size, state.canvas.device)
         self.attended = False
-        """Whether a model call has followed the plan."""
+        """Whether a model call used the plan."""
 
     def attend(
         self,
@@ -252,11 +253,11 @@ class SparsePlan:
         mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        """Attention of one layer: [R, Q, H, D].
+        """Compute the attention of one layer: [R, Q, H, D].
 
         dense: full attention, (query, key, value, mask) -> [R, Q, H, D].
         query: [R, H, Q, D]. key, value: [R, G, K, D], from position 0.
-        mask: [R, 1, 1, K] bool, True at real keys; None without padding. scale: None is D ** -0.5."""
+        mask: [R, 1, 1, K] bool, True at real keys; None: no padding. scale: None means D ** -0.5."""
         self.attended = True
         query, key = query.to(value.dtype), key.to(value.dtype)
         outputs = []
@@ -287,7 +288,8 @@ class SparsePlan:
         ).transpose(1, 2)
 
     def _find_lists(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
-        """Full attention of the rows that are due, and their lists. inputs: their query, key, value and mask."""
+        """Compute full attention of the rows in mode ESTIMATE and store their lists. inputs: their query, key, value
+        and mask."""
         from paradec.kernels import block_sparse as kernels
 
         query, key, value, _ = inputs
@@ -297,7 +299,7 @@ class SparsePlan:
         backend = "auto" if settings.backend == "flex" else settings.backend
         shared: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
         if kernels.runs_on(backend, query, settings.block_size) == "triton":
-            # the dense step finds the sums that the first pass of `block_means` is for
+            # the dense step computes the log-sum-exps, so `block_means` needs no first pass
             output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
             output, sums = output.transpose(1, 2), sums[:, :, :longest]
         else:

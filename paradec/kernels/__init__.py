@@ -10,7 +10,7 @@ import os
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether triton is installed. Imports it."""
+    """Whether triton can be imported. Imports it."""
     try:
         importlib.import_module("triton.language")
     except ImportError:  # no build for this machine

@@ -230,7 +230,7 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     query, key, value = tensors(1, 3, 1, 32)
-    refuses(lambda: block_means(query, key.repeat(1, 2, 1, 1), 8), "3 heads are no multiple of 2")
+    refuses(lambda: block_means(query, key.repeat(1, 2, 1, 1), 8), "query has 3 heads; must be a multiple of the 2")
     refuses(lambda: block_means(query[:, :, :8], key, 8), "whole rows")
     refuses(lambda: sparse_attention(query, key, value[:, :, :9], None), "not of the same positions")
     with pytest.raises(ValueError, match="backend='triton' is not available: .*(float64|not installed)"):

@@ -489,7 +489,7 @@ def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None
         (
             {"draws": TokenDraws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
             ValueError,
-            "draws.temperature=0 draws nothing",
+            "draws.temperature=0 must be above 0",
         ),
         ({"path": "triton"}, ValueError, "path='triton' has no smoothed_entropy"),
     ],

@@ -3,12 +3,12 @@
 Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Attention is bidirectional; a
 block is `block_size` neighbouring positions, fewer at a row's end.
 
-1. `block_means`: mean attention probability of each tile of a query block and a key block.
-2. `select_blocks`: key blocks that each query block keeps, as a `BlockIndex` (`lists.py`).
-3. `sparse_attention`: softmax attention over those alone.
+1. `block_means`: mean attention probability of each tile (a query block by a key block).
+2. `select_blocks`: the key blocks selected for each query block, as a `BlockIndex` (`lists.py`).
+3. `sparse_attention`: softmax attention over the selected blocks alone.
 
-1 and 3 have a Triton kernel (`triton.py`) and a PyTorch path (`portable.py`), 3 also PyTorch's flex_attention
-(`flex.py`). `reference.py` is the oracle.
+`block_means` and `sparse_attention` each have a Triton kernel (`triton.py`) and a PyTorch path (`portable.py`);
+`sparse_attention` also has PyTorch's flex_attention (`flex.py`). `reference.py` is the oracle.
 
 Shapes: `B` rows, `H` heads, `G` key/value heads, `Q` queries, `K` keys, `D` head dimension, `n` blocks. A key's index
 is its position. Products accumulate in float32 (float64 for float64 inputs).

@@ -31,18 +31,19 @@ def block_means(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute the mean attention probability of every tile: [B, H, n, n] float32 (float64 for float64 inputs), over the
-    real queries and keys of its blocks; 0 beyond a row's end.
+    """Compute the mean attention probability of every tile: [B, H, n, n] float32 (float64 for float64 inputs). The mean
+    is over the real queries and keys of the tile; 0 beyond a row's end.
 
     Args:
         query: [B, H, L, D], after the rotary embedding. key: [B, G, L, D].
-        lengths: [B] real positions, on the host; None is L.
-        first: [B] on the host: key blocks from here on have their own softmax; None has one softmax over all keys.
+        lengths: [B] number of real positions, on the host; None means L.
+        first: [B] block index on the host: key blocks from it on have their own softmax; None: one softmax over all
+            keys.
         logsumexp: [B, H, L] natural log-sum-exps of the scores, if known.
-        scale: None is D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
-        backend: one of `BACKENDS`; "flex" is as "auto" here.
+        scale: None means D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
+        backend: one of `BACKENDS`; "flex" is treated as "auto".
 
-    Raises ValueError for shapes that do not fit, or a missing backend.
+    Raises ValueError for mismatched shapes or an unavailable backend.
     """
     check_int("block_size", block_size, low=1)
     _check_heads(query, key)
@@ -69,20 +70,21 @@ def sparse_attention(
     block_size: int = 128,
     backend: str = "auto",
 ) -> Any:
-    """Softmax attention of each query over its block's key blocks: [B, H, Q, D] in the dtype of `value`, 0 where no key
-    is read. `return_logsumexp` adds [B, H, Q] float32 (float64 for float64 inputs), -inf without keys.
+    """Compute softmax attention over the key blocks listed for each query's block: [B, H, Q, D] in the dtype of
+    `value`, 0 for queries without keys. `return_logsumexp` adds [B, H, Q] float32 (float64 for float64 inputs), -inf
+    for queries without keys.
 
     Args:
         query: [B, H, Q, D]. key, value: [B, G, K, D] from position 0.
-        index: the lists; None attends to all keys, in blocks of `block_size`.
-        tiles: query blocks of the call; None: queries are positions 0 to Q.
-        lengths: [B] keys of each row, on the host; None is K.
+        index: the lists; None: attend to all keys, in blocks of `block_size`.
+        tiles: query blocks of the call; None: queries are positions 0 to Q - 1.
+        lengths: [B] number of keys of each row, on the host; None means K.
         rows: [B] rows of `index` for the call's rows, on the host; None: in order.
-        scale: None is D ** -0.5.
-        backend: one of `BACKENDS`; "auto" takes Triton on an NVIDIA GPU if dtype and sizes allow it. "flex" is compiled
-            per shape on a GPU, and elsewhere makes all scores.
+        scale: None means D ** -0.5.
+        backend: one of `BACKENDS`; "auto" uses Triton on an NVIDIA GPU if dtype and sizes allow it. "flex" is compiled
+            per shape on a GPU; elsewhere it computes all scores.
 
-    Raises ValueError for shapes that do not fit, or a missing backend.
+    Raises ValueError for mismatched shapes or an unavailable backend.
     """
     size = block_size if index is None else index.block_size
     check_int("block_size", size, low=1)
@@ -102,7 +104,7 @@ def sparse_attention(
 
 
 def _host(lengths: Any, rows: int, max_length: int) -> np.ndarray:
-    """[B] int64. Raises ValueError for another length or values out of range."""
+    """Convert lengths to [B] int64 on the host. Raises ValueError for another shape or values out of range."""
     host_lengths = np.full(rows, max_length) if lengths is None else np.asarray(lengths, np.int64)
     if host_lengths.shape != (rows,) or (host_lengths < 1).any() or (host_lengths > max_length).any():
         raise ValueError(f"lengths={shown(lengths)} must be {rows} integers from 1 to {max_length}")
@@ -115,14 +117,14 @@ def _check_heads(query: Tensor, key: Tensor) -> None:
             f"query {tuple(query.shape)} and key {tuple(key.shape)} must be [B, heads, positions, D] alike"
         )
     if query.shape[1] % key.shape[1]:
-        raise ValueError(f"{query.shape[1]} heads are no multiple of {key.shape[1]} key/value heads")
+        raise ValueError(f"query has {query.shape[1]} heads; must be a multiple of the {key.shape[1]} heads of key")
 
 
 def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray) -> None:
     """Raise ValueError if a kernel would read outside its lists."""
     if tuple(tiles.place.shape) != (len(query), query.shape[2]):
         raise ValueError(
-            f"tiles are of calls {tuple(tiles.place.shape)}, not of {len(query)} x {query.shape[2]} columns"
+            f"tiles are for {tuple(tiles.place.shape)} rows and columns; the call has {len(query), query.shape[2]}"
         )
     if index is None:
         return
@@ -137,14 +139,14 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
 
 
 def runs_on(backend: str, query: Tensor, size: int) -> str:
-    """Choose a path: "torch", "triton" or "flex". Raises ValueError for a missing backend."""
+    """Choose a path: "torch", "triton" or "flex". Raises ValueError for an unavailable backend."""
     check_choice("backend", backend, BACKENDS)
     if backend == "torch":
         return backend
     if backend == "flex":
         if query.is_cuda and size % flex.FLEX_BLOCK:
             raise ValueError(
-                f"backend='flex' takes blocks of multiples of {flex.FLEX_BLOCK} on a GPU, not block_size={size}; use "
+                f"backend='flex' needs a block_size that is a multiple of {flex.FLEX_BLOCK} on a GPU, not {size}; use "
                 "backend='auto'"
             )
         return backend
@@ -152,7 +154,7 @@ def runs_on(backend: str, query: Tensor, size: int) -> str:
     if not has_triton():
         why = "the package triton is not installed"
     elif query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        why = f"it has no {query.dtype}"
+        why = f"it does not support {query.dtype}"
     elif size * (1 << (query.shape[-1] - 1).bit_length()) * query.itemsize > MOST_SHARED:
         why = f"a block of {size} queries of {query.shape[-1]} in {query.dtype} is too large for it"
     elif not query.is_cuda and not interpreting():
@@ -164,7 +166,7 @@ def runs_on(backend: str, query: Tensor, size: int) -> str:
 
 def _serving(backend: str) -> ModuleType:
     if backend == "triton":
-        # here alone: `import paradec.kernels.block_sparse` stays without triton
+        # imported here: `import paradec.kernels.block_sparse` must not import triton
         from paradec.kernels.block_sparse import triton
 
         return triton

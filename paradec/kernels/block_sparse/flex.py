@@ -33,10 +33,10 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     listed_blocks.scatter_(-1, torch.where(is_listed, block_lists, total), True)
 
     def visible(row: Tensor, head: Tensor, column: Tensor, position: Tensor) -> Tensor:
-        # without compilation this alone decides
+        # without compilation only this function restricts the keys
         return listed_blocks[row, head, column // size, position // size] & (position < limit[row])
 
-    count = is_full.sum(-1, keepdim=True)  # lists ascend: the short block follows these
+    count = is_full.sum(-1, keepdim=True)  # lists ascend: the short block follows the full ones
     queries = by_tile(query, tiles, size).to(key.dtype)
     mask = BlockMask.from_kv_blocks(
         is_partial.sum(-1).int(),
@@ -65,5 +65,5 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def _flex_attention(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # in one graph or not at all: beyond torch._dynamo.config.recompile_limit shapes it would quietly make all scores
+    # fullgraph: else, after torch._dynamo.config.recompile_limit shapes, it would silently compute all scores
     return torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention

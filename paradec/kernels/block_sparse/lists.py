@@ -29,12 +29,13 @@ class BlockIndex:
 
     @classmethod
     def from_mask(cls, mask: Tensor, block_size: int, max_blocks: int | None = None) -> BlockIndex:
-        """From a mask [B, H, n, key blocks] bool. max_blocks: width of the lists; None: the longest (synchronises)."""
+        """Make lists from a mask [B, H, n, key blocks] bool. max_blocks: width of the lists; None: the longest list
+        (synchronises)."""
         count = mask.sum(-1)
         max_blocks = max(int(count.max()), 1) if max_blocks is None else max_blocks
         blocks = (~mask).int().argsort(dim=-1, stable=True)[..., :max_blocks]
         blocks = blocks.masked_fill(torch.arange(max_blocks, device=mask.device) >= count.unsqueeze(-1), 0)
-        # int16 halves what a long request keeps
+        # int16 halves the memory of a long request
         kind = torch.int16 if mask.shape[-1] < 2**15 else torch.int32
         return cls(count.int(), blocks.to(kind), block_size)
 
@@ -46,7 +47,7 @@ class BlockIndex:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tiles of a call's columns at any ascending positions: one per query block, `T` per row."""
+    """Tiles of a call's columns, which have ascending positions: one tile per query block, `T` per row."""
 
     block: Tensor
     """[B, T] int32: query block."""
@@ -55,17 +56,20 @@ class QueryTiles:
     count: Tensor
     """[B, T] int32: number of columns; 0 for missing tiles."""
     place: Tensor
-    """[B, Q] int64: index of each column among T x block_size."""
+    """[B, Q] int64: index of each column in the flattened tiles [T * block_size]."""
     largest: int
+    """Most columns in a tile."""
     last: int
+    """Highest query block."""
     aligned: bool
-    """Whether columns are positions, and the tiles cover all columns."""
+    """Whether columns equal positions and the tiles cover all columns."""
 
     @classmethod
     def from_positions(
         cls, positions: np.ndarray, valid: np.ndarray | None, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
-        """positions [B, Q] int64 ascending, padding repeating the last one; valid [B, Q] bool, None if all are."""
+        """Make tiles. positions: [B, Q] int64, ascending; padding repeats the last one. valid: [B, Q] bool; None: all
+        valid."""
         rows, columns = positions.shape
         block = positions // block_size
         opens = np.ones_like(block, bool)
@@ -79,7 +83,7 @@ class QueryTiles:
         aligned = shape[1] * block_size >= columns and bool(((positions == np.arange(columns)) | ~is_valid).all())
         np.add.at(tiles[2], (np.repeat(np.arange(rows), columns), tile.ravel()), is_valid.ravel())
         offset = np.arange(columns) - np.take_along_axis(tiles[1], tile, 1)
-        offset = np.minimum(offset, np.take_along_axis(tiles[2], tile, 1) - 1)  # padding answers as the last column
+        offset = np.minimum(offset, np.take_along_axis(tiles[2], tile, 1) - 1)  # padding repeats the last column
         tensors = torch.as_tensor(tiles, device=device)
         place = torch.as_tensor(tile * block_size + offset, device=device)
         return cls(tensors[0], tensors[1], tensors[2], place, int(tiles[2].max()), int(block.max()), aligned)
@@ -94,7 +98,7 @@ class QueryTiles:
     def whole(
         cls, lengths: np.ndarray, columns: int, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
-        """Tiles of rows from position 0 to `lengths` [B], in calls of so many columns."""
+        """Make tiles of positions 0 to lengths - 1 of each row. lengths: [B]. columns: width of the call."""
         column, ends = np.arange(columns), lengths[:, None]
         return cls.from_positions(np.minimum(column, ends - 1), column < ends, block_size, device)
 
@@ -115,8 +119,8 @@ class AttentionCall(NamedTuple):
 
 
 def generation_block(lengths: np.ndarray, num_new: np.ndarray, block_size: int) -> np.ndarray:
-    """[B] int64: first block within the last `num_new` [B] of `lengths` [B] positions, else the last block. A block
-    with prompt and answer counts as prompt."""
+    """[B] int64: first block that lies wholly in the last `num_new` [B] of `lengths` [B] positions, else the last
+    block. So a block with prompt and answer positions counts as prompt."""
     return np.clip(-(-(lengths - num_new) // block_size), 0, blocks_in(lengths, block_size) - 1)
 
 
@@ -129,13 +133,13 @@ def select_blocks(
     first: np.ndarray | Sequence[int],
     joint: Tensor | None = None,
 ) -> BlockIndex:
-    """Select the key blocks of each query block; ties go to the lower block. Of the n blocks before `first` and of
-    those from there on, each query block keeps the min(n, max(1, int(n * select) + 1)) with the highest mean.
+    """Select the key blocks of each query block by highest mean; ties go to the lower block. The blocks before `first`
+    and those from `first` on are two groups. Of each group of n, min(n, max(1, int(n * select) + 1)) are selected.
 
     means: [B, H, n, n] from `block_means` with the same `first`.
-    lengths, first: [B] real positions; [B] from `generation_block`. Both on the host.
-    joint: means [B, H, n, n] of one softmax over all keys: blocks before `first` are then kept as in the public code
-        ("reference"), if among the highest max(1, int(n * select) + 1) of all n."""
+    lengths, first: [B] number of real positions; [B] from `generation_block`. Both on the host.
+    joint: means [B, H, n, n] of one softmax over all keys. With it, as in the public code ("reference"), a block before
+        `first` is selected if it is among the highest max(1, int(n * select) + 1) of all n blocks."""
     check_number("select", select, low=0, high=1, open_low=True)
     lengths, first = np.asarray(lengths, np.int64), np.asarray(first, np.int64)
     total = blocks_in(lengths, block_size)
@@ -155,7 +159,7 @@ def select_blocks(
 
 
 def budget(blocks: np.ndarray, select: float) -> np.ndarray:
-    """Number of blocks kept: SparseD's max(1, int(n * select) + 1), at most all."""
+    """Number of selected blocks: SparseD's max(1, int(n * select) + 1), at most n."""
     return np.minimum(blocks, np.maximum(1, np.floor(blocks * select).astype(np.int64) + 1))
 
 

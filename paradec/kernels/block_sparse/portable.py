@@ -10,9 +10,9 @@ from torch import Tensor
 from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles
 
 CHUNK = 2**20
-"""Key elements gathered at a time."""
+"""Number of key elements gathered at a time."""
 TILES = 2**19
-"""Scores computed at a time, to stay in a core's cache."""
+"""Number of scores computed at a time: they fit into a core's cache."""
 
 
 def means(
@@ -49,8 +49,9 @@ def means(
 
 
 def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
-    """Normalise scores [m, n, size] in place to probabilities per block [m, n]: blocks before `split` over all keys,
-    whose log-sum-exps [m, 1] may be known, later ones among themselves."""
+    """Return the probability mass per block [m, n] of scores [m, n, size]; overwrites the scores. The softmax of blocks
+    before `split` is over all keys, that of later blocks over later blocks alone. logsumexp: [m, 1] over all keys, if
+    known."""
     prompt, answer = scores[:, :split], scores[:, split:]
     shift = scores.amax((1, 2)).unsqueeze(1) if logsumexp is None else logsumexp
     total: Tensor | float = 0.0
@@ -59,7 +60,7 @@ def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
         normalized.append(prompt.sub_(shift.unsqueeze(2)).exp_().sum(2))
         total = normalized[0].sum(1, keepdim=True)
     if split < scores.shape[1]:
-        # its own maximum: beside a strong prompt it could vanish
+        # its own maximum: relative to a large prompt score the weights could underflow
         top = answer.amax((1, 2)).unsqueeze(1)
         weights = answer.sub_(top.unsqueeze(2)).exp_().sum(2)
         mass = weights.sum(1, keepdim=True)
@@ -104,7 +105,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         visible = visible.view(-1, 1, 1, max_blocks * size)
         mask = None if visible.all() else visible
         part = F.scaled_dot_product_attention(queries[chunk], chunk_keys, values, attn_mask=mask, scale=scale)
-        if mask is not None:  # where nothing is seen, releases of torch differ
+        if mask is not None:  # releases of torch differ for queries without keys
             part = part.masked_fill(~visible.any(-1, keepdim=True), 0)
         output[chunk] = part.squeeze(1)
         if sums is not None:
@@ -117,8 +118,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def lists_of(
     query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray, total: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Lists of the call's tiles [B, H, T, most] (all `total` key blocks without an `index`), and their lengths [B, H,
-    T]."""
+    """Lists of the call's tiles [B, H, T, most], and their lengths [B, H, T]. Without an `index` each lists all `total`
+    key blocks."""
     (batch, heads), device = query.shape[:2], query.device
     if index is None:
         shape = (batch, heads, tiles.last + 1)
@@ -142,7 +143,7 @@ def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
 
 
 def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
-    """Inverse of `by_tile`."""
+    """Arrange tiles [B, H, T * size, D] by column, the inverse of `by_tile`: [B, H, Q, D]."""
     columns = tiles.place.shape[1]
     if tiles.aligned:
         return tensor[:, :, :columns]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def scores_of(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
-    """[B, H, Q, K]: query . key * scale, which None sets to D ** -0.5."""
+    """[B, H, Q, K]: query . key * scale. scale: None means D ** -0.5."""
     key = key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
     return query.double() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
 
@@ -18,8 +18,8 @@ def scores_of(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
 def reference_means(
     query: Tensor, key: Tensor, size: int, lengths: Sequence[int], first: Sequence[int] | None = None
 ) -> Tensor:
-    """Definition of `block_means`: [i, j] is the mean of softmax(scores) over the queries of block i and the keys of
-    block j; keys of blocks from `first` on have their own softmax."""
+    """Definition of `block_means`: entry [i, j] is the mean of softmax(scores) over the queries of block i and the keys
+    of block j. Blocks from `first` on have their own softmax."""
     scores, blocks = scores_of(query, key), math.ceil(query.shape[2] / size)
     means = scores.new_zeros(*query.shape[:2], blocks, blocks)
     for row, length in enumerate(lengths):
@@ -37,7 +37,8 @@ def reference_means(
 def reference_selection(
     means: Tensor, select: float, size: int, lengths: Sequence[int], new: Sequence[int], joint: Tensor | None = None
 ) -> Tensor:
-    """Definition of `select_blocks` with `first` of `generation_block`, as a mask [B, H, n, n]."""
+    """Definition of `select_blocks` with `first` from `generation_block`, as a mask [B, H, n, n]. new: number of answer
+    positions of each row."""
     selected = torch.zeros_like(means, dtype=torch.bool)
     for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
         blocks = math.ceil(length / size)
@@ -61,8 +62,8 @@ def _best(values: Tensor, candidates: range, select: float) -> list[int]:
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Definition of `sparse_attention` for keys that `visible` [B, H, Q, K] allows: the output and log-sum-exps, 0 and
-    -inf where it allows none."""
+    """Definition of `sparse_attention` over the keys in `visible` [B, H, Q, K] bool: the output and log-sum-exps; 0 and
+    -inf for queries without keys."""
     real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
     scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
     value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)
@@ -70,6 +71,6 @@ def reference_attention(
 
 
 def visible_keys(mask: Tensor, size: int, positions: Tensor, keys: int) -> Tensor:
-    """Block mask [B, H, n, n] -> [B, H, Q, K] for queries at positions [B, Q]."""
+    """Expand a block mask [B, H, n, n] to [B, H, Q, K] for queries at positions [B, Q]."""
     expanded = mask.repeat_interleave(size, 3)[..., :keys]
     return torch.stack([expanded[row][:, positions[row] // size] for row in range(len(mask))])

@@ -61,19 +61,17 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     query, key, value = (p if p.stride(-1) == 1 else p.contiguous() for p in (query, key, value))
     (batch, heads, columns, width), device = query.shape, query.device
     if value.shape[-1] != width:
-        raise ValueError(
-            f"backend='triton' takes one head dimension, not {width} for keys and {value.shape[-1]} values"
-        )
+        raise ValueError(f"backend='triton' needs one head dimension; keys have {width}, values {value.shape[-1]}")
     shapes = _tile_shapes(query, size, tiles.largest)
     splits = -(-min(size, tiles.largest) // shapes["QUERIES"])
     programs = tiles.block.shape[1] * splits * batch * heads
     num_shares = _shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
-    # position by position, as the projection after it wants it; padding columns stay 0
+    # laid out by position, as the following projection reads it; padding columns stay 0
     kind = value.dtype if num_shares == 1 else torch.float32
     output = torch.zeros((num_shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
     sums = torch.full((num_shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
     host = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
-    # dense: any pointer will do, it is not read
+    # dense: the kernel does not read these two, so any tensor will do
     count, blocks = (host, host) if index is None else (index.count.contiguous(), index.blocks.contiguous())
     _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, num_shares)](
         query, key, value, output, sums, count, blocks, host, tiles.block, tiles.first, tiles.count,
@@ -90,7 +88,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _shares(programs: int, max_blocks: int, device: torch.device) -> int:
-    """Number of programs per list; small windows use several."""
+    """Number of programs per list; small windows use several to fill the device."""
     if device.type != "cuda":
         return 1
     num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -98,18 +96,18 @@ def _shares(programs: int, max_blocks: int, device: torch.device) -> int:
 
 
 def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[str, Any]:
-    """Compile-time sizes: queries and keys per tile, head dimension, and how to compute."""
+    """Compile-time constants: queries and keys per tile, head dimension, precision."""
     width = query.shape[-1]
     padded = max(16, triton.next_power_of_2(width))
     needed = triton.next_power_of_2(size if queries is None else min(size, queries))
-    # 16 KiB of keys at a time: with values, and some loaded ahead, that fits beside the queries
+    # 2**14 bytes of keys at a time: these, the values and prefetched tiles fit into shared memory with the queries
     keys = min(64, triton.next_power_of_2(size), 2**14 // (padded * query.itemsize))
     return {
         "QUERIES": max(16, min(128 if width <= 128 else 64, needed)),
         "KEYS": max(16, keys),
         "WIDTH": width,
         "PADDED": padded,
-        # the interpreter computes bfloat16 as if it were an integer
+        # the interpreter treats bfloat16 as an integer
         "UPCAST": query.dtype == torch.bfloat16 and interpreting(),
         # float32 stays float32 instead of the tensor cores' 10 bits
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
@@ -117,7 +115,7 @@ def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[s
 
 
 def _launch(query: Tensor, shapes: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages, without tuning runs at the first step of every shape."""
+    """Warps and pipeline stages; fixed, so that no new shape starts autotuning."""
     large = shapes["QUERIES"] * shapes["PADDED"] >= 128 * 128
     return {"num_warps": 8 if large else 4, "num_stages": 2 if query.dtype == torch.float32 else 3}
 
@@ -141,7 +139,8 @@ def _attention_kernel(
     SIZE: tl.constexpr, SPLITS: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query block (or a part) of a row and head, one share of its list; softmax in base 2."""
+    """Attention of one query block (or a part of it) of a row and head over one share of its list; softmax in base
+    2."""
     tile = tl.program_id(0) // SPLITS
     part = tl.program_id(0) % SPLITS
     row = (tl.program_id(1) // heads).to(tl.int64)
@@ -182,7 +181,7 @@ def _attention_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * to_bits
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # a tile beyond the row's end leaves -inf - -inf
+        # a tile beyond the row's end would give -inf - -inf
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)
@@ -206,7 +205,7 @@ def _logsumexp_kernel(
     heads, groups, columns, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of each query's scores over all keys, or (AFTER) over those from the answer's first block on."""
+    """Log-sum-exp of each query's scores over all keys, or with AFTER over keys from the answer's first block on."""
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     length = tl.load(bounds + row)
@@ -238,7 +237,7 @@ def _means_kernel(
     heads, groups, columns, scale, blocks, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query block against all key blocks: sums of probabilities."""
+    """Mean probability of the tiles of one query block with all key blocks."""
     block = tl.program_id(0)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads

@@ -4,15 +4,15 @@ Three paths compute the same numbers; `path_for` chooses one:
 
 - "float64" (`read.py`): for float64 logits and small vocabularies;
 - "chunked" (`portable.py`): PyTorch in float32, in blocks of rows, for CPUs;
-- "triton" (`triton.py`): one kernel that reads every logit once, and one that merges the parts of a row (online
-softmax: Milakov and Gimelshein, arXiv 1805.02867).
+- "triton" (`triton.py`): a kernel that reads every logit once, and one that merges the parts of a row (online softmax:
+Milakov and Gimelshein, arXiv 1805.02867).
 
-Float32 probabilities of trained models tie at 1. So the float32 paths keep the best token out of the sums: with m the
-largest logit, `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over the other tokens, the probability is 1
-/ (1 + rest) and the entropy ln(1 + rest) - weight / (1 + rest), in float64. A temperature divides only differences,
-which do not overflow.
+Float32 probabilities of trained models tie at 1. So the float32 paths sum over the other tokens only. Let m be the
+largest logit, `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over the other tokens. Then the probability
+is 1 / (1 + rest) and the entropy ln(1 + rest) - weight / (1 + rest), in float64. A temperature divides only
+differences, which do not overflow.
 
-`reference.py` defines every statistic, `draws.py` the draws; `api.py` checks arguments.
+`reference.py` defines every statistic; `draws.py` samples tokens; `api.py` checks arguments.
 """
 
 from paradec.kernels import interpreting

@@ -29,12 +29,12 @@ def token_stats(
 
     Args:
         logits: [..., V] of any float dtype and strides; -inf excludes a token.
-        fields: names from `FIELDS`; None is all. `token` and `prob` always come.
-        temperature: applies to everything but `gap` (Dream); LLaDA's statistics use 1.
+        fields: names from `FIELDS`; None: all. `token` and `prob` are always computed.
+        temperature: applies to all fields except `gap` (Dream); LLaDA's statistics use 1.
         ids: [...] or [..., K] int64 tokens for `ids_prob`, from 0 to V - 1 (unchecked on accelerators).
-        draws: for a sample. path: one of `PATHS`; None uses `path_for`.
+        draws: random numbers for `sample`; None: no sample. path: one of `PATHS`; None uses `path_for`.
 
-    Raises TypeError unless logits are a float tensor, ValueError for another wrong argument or a missing path.
+    Raises TypeError if logits are not a float tensor, ValueError for any other wrong argument or an unavailable path.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")
@@ -75,13 +75,13 @@ def _check_draws(draws: TokenDraws, logits: Tensor) -> None:
             raise ValueError(f"draws.{name} must be int64 {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
     check_temperature("draws.temperature", draws.temperature)
     if draws.temperature == 0:
-        raise ValueError("draws.temperature=0 draws nothing: leave draws out, the best one is `token`")
+        raise ValueError("draws.temperature=0 must be above 0: leave draws out; the likeliest token is `token`")
 
 
 def _check_triton(logits: Tensor, fields: frozenset[str]) -> None:
     unsupported = sorted(fields - IN_ONE_READ)
     if unsupported:
-        raise ValueError(f"path='triton' has no {unsupported[0]}, which takes a second read; use path='chunked'")
+        raise ValueError(f"path='triton' has no {unsupported[0]}, which needs a second read; use path='chunked'")
     if logits.dtype == torch.float64:
         raise ValueError("path='triton' computes in float32; for float64 logits use path='float64'")
     if not logits.is_cuda and not interpreting():

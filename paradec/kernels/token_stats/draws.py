@@ -1,6 +1,7 @@
-"""Draws by the inverse of cumulative sums, with one uniform number u: the least k with w_0 + ... + w_k > u sum(w). Sums
-of segments choose a segment, its weights the token: the vocabulary is read once. All paths draw the same tokens unless
-u is within rounding of a boundary; on the CPU, within `ROUNDED`, weights are recomputed in float64."""
+"""Sampling by inverting cumulative sums, with one uniform number u: the least k with w_0 + ... + w_k > u sum(w). The
+sums of segments select a segment, then its weights select the token. So the vocabulary is read once. All paths draw the
+same tokens unless u is within rounding of a boundary. On the CPU, a draw within `ROUNDED` of a boundary is repeated in
+float64."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ SEGMENT = 256
 BELOW_ONE = 1 - 2.0**-53
 """Upper bound of u: 53 random bits may round to 1."""
 ROUNDED = 1e-7
-"""Bound of float32's shift of a boundary between 126,464 tokens (4e-8 was seen). At most one draw in 40 is so near to
-one."""
+"""Bound of the float32 error of a boundary, as a share of the total weight (measured: 4e-8 for 126,464 tokens). At most
+one draw in 40 is this close to a boundary."""
 
 
 @dataclass(frozen=True)
 class TokenDraws:
-    """Numbers of draws by `rng.uniform`, independent of the batch and the path.
+    """Inputs of the uniform numbers (`rng.uniform`) that draw tokens, independent of the batch and the path.
 
     keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`). steps: [R] int64.
     positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
-    temperature: of the draws, whatever that of the statistics. stream: of `rng.uniform`."""
+    temperature: of the draws; independent of the statistics' temperature. stream: of `rng.uniform`."""
 
     keys: Tensor
     steps: Tensor
@@ -44,8 +45,8 @@ class TokenDraws:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw from weights [..., V] with one number [...] in (0, 1) each: [...] int64, never a token without weight.
-    Segments are summed in the weights' type, their sums and the chosen segment in float64."""
+    """Draw a token [...] int64 from weights [..., V] with one number [...] in (0, 1); never a token of weight 0.
+    Segments are summed in the weights' dtype; cumulative sums are float64."""
     size = weights.shape[-1]
     if size <= 4 * SEGMENT:
         total = weights.cumsum(-1, dtype=torch.float64)
@@ -54,7 +55,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def segment_sums(weights: Tensor) -> Tensor:
-    """Sum weights [..., V] by segments in their own type: [..., S], in an order that depends on nothing else."""
+    """Sum weights [..., V] by segments in their own dtype: [..., S]. The order of summation is always the same."""
     num_full = weights.shape[-1] // SEGMENT * SEGMENT
     sums = weights[..., :num_full].unflatten(-1, (num_full // SEGMENT, SEGMENT)).sum(-1)
     if num_full < weights.shape[-1]:
@@ -70,8 +71,10 @@ def locate(
     weights: Callable[[Tensor], Tensor],
     redraw: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Draw from `size` tokens by sums of segments [..., S]. weights: of tokens [..., SEGMENT] int64. redraw: repeats
-    draws of rows [...] bool within `ROUNDED` of a boundary, on the CPU."""
+    """Draw from `size` tokens by sums of segments [..., S].
+
+    weights: returns the weights of tokens [..., SEGMENT] int64. redraw: called on the CPU with a mask [...] bool of the
+    draws within `ROUNDED` of a boundary; returns new ones."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
@@ -85,7 +88,7 @@ def locate(
     cumulative = segment_weights.cumsum(-1, dtype=torch.float64)
     segment_target = fraction * cumulative[..., -1:]
     column = _first_beyond(cumulative, segment_target)
-    samples = (segment * SEGMENT + column).squeeze(-1).clamp_(max=size - 1)  # the clamp is as in `_first_beyond`
+    samples = (segment * SEGMENT + column).squeeze(-1).clamp_(max=size - 1)  # for NaN weights, as in `_first_beyond`
     if redraw is not None and sums.is_cpu:
         beyond = cumulative.gather(-1, column) - segment_target
         distance = (
@@ -100,5 +103,5 @@ def locate(
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:
     """First entry of cumulative sums [..., N] above target [..., 1]: [..., 1]."""
-    # the clamp is for NaN weights, which a commit refuses
+    # the clamp is for NaN weights; a commit raises an error for them
     return torch.searchsorted(total, target, right=True).clamp(max=total.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""The path "chunked": float32, in blocks of rows that fit into a processor's caches."""
+"""The "chunked" path: float32, in blocks of rows that fit into a processor's caches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CPU_BLOCK = 2**19
 BLOCK = 2**25
 """Numbers per block on accelerators."""
 FLOOR = -72.0
-"""Lower bound of (logit - second) / temperature: a weight of 2**-103 adds nothing in float64, and subnormal
-exponentials are ten times slower."""
+"""Lower bound of (logit - second) / temperature. Its weight, 2**-103, is negligible in float64; subnormal exponentials
+would be ten times slower."""
 MAX_LOG_WEIGHT = 700.0
 """Upper bound of a draw's log-weights, so that weights stay finite in float64."""
 
 
 class _RowSums(NamedTuple):
-    """Sums over each of n rows, float64 [n] unless noted. Weights are exp((logit - second) / temperature), relative to
-    the second largest logit, so that only negligible tokens underflow float32."""
+    """Sums over each of n rows, float64 [n] unless noted. Weights are exp((logit - second) / temperature), where
+    `second` is the second largest logit. So only negligible tokens underflow float32."""
 
     token: Tensor
     """int64: the best token."""
@@ -32,19 +32,19 @@ class _RowSums(NamedTuple):
     second: Tensor
     """-inf for a single token."""
     mass: Tensor
-    """Sum of the weights of all other tokens."""
+    """Sum of the weights of all tokens except the best."""
     moment: Tensor | None
-    """Sum of their weight x (logit - second) / temperature."""
+    """Sum of weight * (logit - second) / temperature over the same tokens."""
     smoothed: Tensor | None
-    """Their -sum p ln(p + EPSILON)."""
+    """-sum p ln(p + EPSILON) over the same tokens."""
     segments: Tensor | None
-    """[n, S]: sums of all weights at the draws' temperature, by `SEGMENT`."""
+    """[n, S]: sums of the weights of all tokens at the draws' temperature, by segments of `SEGMENT` tokens."""
 
 
 def chunked_stats(
     logits: Tensor, fields: frozenset[str], temperature: float, draws: TokenDraws | None = None
 ) -> TokenStats:
-    """Statistics of logits [..., V], and samples for `draws`, unchecked and without `ids`."""
+    """Compute statistics of logits [..., V], and samples for `draws`, without checks and without `ids_prob`."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     blocks = list(row_blocks(logits, CPU_BLOCK))
     width = -(-vocab // SEGMENT) * SEGMENT
@@ -78,7 +78,7 @@ def concatenate(tuples: list[Any], lead: torch.Size) -> list[Any]:
 
 
 def argmax(values: Tensor) -> Tensor:
-    """[...] int64: first index of the largest of values [..., N]. By numpy on the CPU, ten times as fast."""
+    """[...] int64: first index of the largest of values [..., N]. NumPy is ten times as fast on the CPU."""
     return torch.as_tensor(values.detach().numpy().argmax(-1)) if values.is_cpu else values.argmax(-1)
 
 
@@ -90,8 +90,7 @@ def _sum_rows(
     differences: Tensor,
     weights: Tensor,
 ) -> _RowSums:
-    """Sums over rows [n, V]. The best token stands for a missing second one. differences, weights: buffers
-    [n, padded V]."""
+    """Sum over rows [n, V]. differences, weights: buffers [n, padded V]."""
     vocab = rows.shape[1]
 
     def load() -> None:
@@ -102,8 +101,8 @@ def _sum_rows(
         return values.unflatten(1, (-1, SEGMENT)).sum(-1)
 
     def weigh(temperature: float) -> tuple[Tensor, Tensor]:
-        """Weights in units of their sum, summed by segments, and that unit."""
-        # differences first: they lose no digits, and overflow to -inf only
+        """Softmax weights summed by segments, and the softmax of weight 1, which the best token gets here."""
+        # subtract first: differences keep their digits and overflow to -inf only
         differences.sub_(base)
         if temperature != 1:
             differences.div_(temperature)
@@ -140,9 +139,9 @@ def _sum_rows(
 
 
 def _from_sums(sums: _RowSums, fields: frozenset[str], temperature: float) -> TokenStats:
-    """Statistics [...] from sums [...]."""
+    """Compute statistics [...] from sums [...]."""
     top, second, mass = sums.top, sums.second, sums.mass
-    nonfinite = (top - top).isnan()  # as of infinities; the largest of NaN and anything is NaN
+    nonfinite = (top - top).isnan()  # true for infinities too; `top` is NaN if any logit is
     log_ratio = (second - top) / temperature
     ratio = log_ratio.exp()
     others = ratio * mass
@@ -151,7 +150,7 @@ def _from_sums(sums: _RowSums, fields: frozenset[str], temperature: float) -> To
     second_prob = ratio * prob
     entropy = smoothed = logsumexp = None
     if sums.moment is not None:
-        # sum of exp(z) z over the others, with z = (logit - top) / temperature; 0 where nothing of their shares is left
+        # sum of exp(z) z over the others, with z = (logit - top) / temperature; 0 where all exp(z) underflow
         weighted_sum = ((sums.moment + mass * log_ratio) * ratio).masked_fill_(ratio == 0, 0)
         entropy = (others.log1p() - weighted_sum / total).masked_fill_(nonfinite, torch.nan)
     if sums.smoothed is not None:
@@ -163,7 +162,7 @@ def _from_sums(sums: _RowSums, fields: frozenset[str], temperature: float) -> To
 
 
 def _sample(sums: _RowSums, logits: Tensor, draws: TokenDraws) -> Tensor:
-    """Draw a token from each of the rows [..., V]: [...]."""
+    """Draw a token for each of the rows [..., V]: [...]."""
     uniform, top = draws.uniform(), sums.top.unsqueeze(-1)
     assert sums.segments is not None
 
@@ -177,7 +176,7 @@ def _sample(sums: _RowSums, logits: Tensor, draws: TokenDraws) -> Tensor:
 
 
 def float64_samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """Draw a token from each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
+    """Draw a token for each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
     samples, start, uniform = [], 0, uniform.flatten()
     for rows in row_blocks(logits, CPU_BLOCK):
         scaled = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)

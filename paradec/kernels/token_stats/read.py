@@ -1,4 +1,4 @@
-"""Token statistics under samplers' names; `read_stats` chooses a path, and is "float64" itself."""
+"""Token statistics by the names that samplers use, the choice of a path, and the "float64" path."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paradec.kernels.token_stats.portable import chunked_stats, concatenate, flo
 from paradec.kernels.token_stats.reference import EPSILON, FIELDS, TokenStats
 
 SMALL_VOCABULARY = 2**13
-"""Largest vocabulary of "float64" for any dtype."""
+"""Largest vocabulary for which every dtype uses "float64"."""
 IN_ONE_READ = frozenset(FIELDS) - {"smoothed_entropy"}
-"""Fields of the Triton kernel; Dream's p + 1e-10 would take a second read."""
+"""Fields of the Triton kernel; Dream's p + 1e-10 would need a second read of the logits."""
 QUANTITIES = ("confidence", "margin", "negative_entropy", "minus_entropy", "best_token", "logit_gap")
 QUANTITY_FIELDS = {
     "margin": "margin",
@@ -21,9 +21,9 @@ QUANTITY_FIELDS = {
     "minus_entropy": "entropy",
     "logit_gap": "gap",
 }
-"""Fields of `TokenStats` by quantity; entropies change sign, so that higher is more confident."""
+"""Field of `TokenStats` for each quantity; the sign of entropies is flipped, so that higher is more confident."""
 ONE_READ_FIELDS = QUANTITY_FIELDS | {"negative_entropy": "entropy"}
-"""The same where a second read or logarithm would cost more than the first."""
+"""The same for the float32 paths: without a second read and a logarithm per token."""
 FLOAT64_CPU_BLOCK = 2**17
 """Numbers per block of "float64" on the CPU: 1 MB."""
 
@@ -38,12 +38,12 @@ def token_statistics(
     """Statistics of each position's distribution softmax(logits / temperature). Returns tokens [...] int64, and the
     quantities by name, each [...] float64.
 
-    "confidence" is p(token), "margin" p(1st) - p(2nd), "minus_entropy" sum p ln p, "negative_entropy" Dream's sum p
-    ln(p + 1e-10), or sum p ln p for large vocabularies in float32, "best_token" the likeliest token (int64),
-    "logit_gap" z(1st) - z(2nd). All but the last two are NaN where a logit is NaN or +inf.
+    "confidence" is p(token). "margin" is p(1st) - p(2nd). "minus_entropy" is sum p ln p. "negative_entropy" is Dream's
+    sum p ln(p + 1e-10), or sum p ln p for large vocabularies in float32. "best_token" is the likeliest token (int64).
+    "logit_gap" is z(1st) - z(2nd). All except "best_token" and "logit_gap" are NaN where a logit is NaN or +inf.
 
     logits: [..., V] of any float dtype; -inf excludes a token. reads: names from `QUANTITIES`.
-    tokens: [...] int64, for "confidence"; None takes the best token (lowest id on ties). draws: drawn tokens instead.
+    tokens: [...] int64, for "confidence"; None: the best token (lowest id on ties). draws: draw the tokens instead.
     temperature: above 0; divides all logits."""
     exact = "negative_entropy" not in reads or path_for(logits) == "float64"
     fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
@@ -57,7 +57,7 @@ def token_statistics(
     quantities: dict[str, Tensor] = {}
     for name in reads:
         if name == "confidence":
-            assert prob is not None  # of the tokens that were asked for
+            assert prob is not None  # `read_stats` was passed the tokens
             quantities[name] = prob
         elif name == "best_token":
             quantities[name] = stats.token
@@ -77,7 +77,7 @@ def read_stats(
     draws: TokenDraws | None = None,
     path: str | None = None,
 ) -> TokenStats:
-    """`token_stats` without checks, for every step."""
+    """Compute `token_stats` without checks."""
     path = path or path_for(logits, fields)
     if path == "triton":
         # imported here: `import paradec` must not import triton
@@ -110,14 +110,14 @@ def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
 
 
 def _probabilities(logits: Tensor, ids: Tensor, stats: TokenStats, temperature: float) -> Tensor:
-    """Probabilities of tokens `ids` [...] or [..., K] of logits [..., V], shaped as `ids`."""
+    """Probabilities of tokens `ids` [...] or [..., K] under logits [..., V], shaped as `ids`."""
     id_logits = logits.gather(-1, ids.reshape(*logits.shape[:-1], -1)).double()
     top = logits.gather(-1, stats.token.unsqueeze(-1)).double()
     return (((id_logits - top) / temperature).exp() * stats.prob.unsqueeze(-1)).view(ids.shape)
 
 
 def _float64_stats(logits: Tensor, fields: frozenset[str], temperature: float) -> TokenStats:
-    """Statistics of rows [..., V], in float64 and few passes."""
+    """Compute statistics of rows [..., V] in float64, in few passes."""
     if temperature != 1 or "entropy" in fields or "smoothed_entropy" in fields:
         scaled = logits.to(torch.float64, copy=True)
         if temperature != 1:
@@ -126,7 +126,7 @@ def _float64_stats(logits: Tensor, fields: frozenset[str], temperature: float) -
         p = scaled.softmax(-1)
     else:
         p = logits.softmax(-1, dtype=torch.float64)
-    # numpy's search on the CPU takes a tenth of torch's time
+    # NumPy is ten times as fast as torch on the CPU
     token = torch.as_tensor(p.numpy().argmax(-1)) if p.is_cpu else p.argmax(-1)
     best_index = token.unsqueeze(-1)
     prob = p.gather(-1, best_index).squeeze(-1)
@@ -138,7 +138,8 @@ def _float64_stats(logits: Tensor, fields: frozenset[str], temperature: float) -
         smoothed = -(p + EPSILON).log_().mul_(p).sum(-1)
     if not fields.isdisjoint(("second_prob", "margin", "entropy", "logsumexp")):
         if "entropy" in fields:
-            # sum p (z - z_best) + ln p_best needs no logarithm per token; both terms are negative, so nothing cancels
+            # sum p ln p = sum p (z - z_best) + ln p_best: no logarithm per token; neither term is positive, so no
+            # digits cancel
             entropy = (
                 -scaled.sub_(scaled.gather(-1, best_index)).clamp_(min=torch.finfo(torch.float64).min).mul_(p).sum(-1)
             )

@@ -15,8 +15,8 @@ EPSILON = 1e-10
 
 
 class TokenStats(NamedTuple):
-    """Results of `token_stats`, shaped [...] as logits [..., V]; unrequested fields may be None. Floats are float64,
-    NaN where a row is `nonfinite`, whose ids are undefined."""
+    """Results of `token_stats`, shaped [...] for logits [..., V]; unrequested fields may be None. Floats are float64.
+    In `nonfinite` rows floats are NaN and ids undefined."""
 
     token: Tensor
     """int64: the likeliest token, the lowest id on ties."""
@@ -30,7 +30,7 @@ class TokenStats(NamedTuple):
     smoothed_entropy: Tensor | None = None
     """-sum p ln(p + 1e-10), Dream's form."""
     logsumexp: Tensor | None = None
-    """Of the logits over `temperature`."""
+    """Log-sum-exp of logits / temperature."""
     gap: Tensor | None = None
     """Largest minus second largest logit, without temperature; inf for a single token."""
     nonfinite: Tensor | None = None
@@ -40,7 +40,7 @@ class TokenStats(NamedTuple):
     sample: Tensor | None = None
     """int64: a token drawn from softmax(logits / draws.temperature)."""
     sample_prob: Tensor | None = None
-    """Its probability under the distribution of `prob`."""
+    """Probability of `sample` under softmax(logits / temperature), as `prob`."""
 
 
 FIELDS = TokenStats._fields[:9]
@@ -63,10 +63,10 @@ def reference_stats(
     z = (logits - top) / temperature  # at most 0: no temperature overflows
     nonfinite = z.isnan().any(-1)
     z = z.masked_fill(nonfinite.unsqueeze(-1), torch.nan)
-    # 1 is the best token's; added to the others' it would take their digits
+    # the best token's 1 is left out: added to the others, it would round their digits away
     others = z.exp().scatter(-1, token, 0).sum(-1)
     p = z.exp() / (1 + others.unsqueeze(-1))
-    # beside the only token, one that is excluded
+    # pad for a single token: a second one of probability 0
     first, second = F.pad(p, (0, 1)).sort(-1, descending=True).values[..., :2].unbind(-1)
     highest, following = F.pad(logits, (0, 1), value=-torch.inf).sort(-1, descending=True).values[..., :2].unbind(-1)
     ids_prob = sample = sample_prob = None

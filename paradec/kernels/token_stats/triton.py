@@ -1,4 +1,4 @@
-"""The "triton" path: a kernel that reads every logit once, and one that joins the parts of a row. Imports triton."""
+"""The "triton" path: a kernel that reads every logit once, and one that merges the parts of a row. Imports triton."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paradec.kernels.token_stats.draws import SEGMENT, TokenDraws
 from paradec.kernels.token_stats.reference import TokenStats
 
 BLOCK = 2048
-"""Tokens per program step: eight per thread, which leaves registers for four programs."""
+"""Tokens per program step: eight per thread, so that registers suffice for four programs per multiprocessor."""
 FLOATS = ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "sample_prob")
 """Order of `floats` in the kernel."""
 PARTIAL = 5
-"""Numbers per part of a row."""
+"""Numbers per part of a row: largest and second largest logit, best token, sum, weighted sum."""
 
 
 def triton_stats(
@@ -27,8 +27,8 @@ def triton_stats(
     block: int = BLOCK,
     splits: int | None = None,
 ) -> TokenStats:
-    """`token_stats` without checks. block: tokens per tile, a power of two. splits: parts of the vocabulary; None:
-    as many as the device runs at once."""
+    """Compute `token_stats` without checks. block: tokens per tile, a power of two. splits: number of parts of the
+    vocabulary; None: as many as the device runs at once."""
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     table = logits if logits.dim() == 3 else logits.reshape(1, -1, vocab)  # [R, W, V]; three dimensions need no copy
     if table.stride(2) != 1:
@@ -53,7 +53,7 @@ def triton_stats(
     sums = tops = uniform = draw_temperature = None
     if draws is not None:
         uniform = draws.uniform().reshape(count).contiguous()
-        # a tensor: as an argument of the kernel it would be rounded to float32
+        # in a tensor, because a scalar argument of a kernel is rounded to float32
         draw_temperature = torch.full((1,), draws.temperature, dtype=torch.float64, device=device)
         sums = torch.empty((count, num_segments), dtype=torch.float32, device=device)
         tops = torch.empty_like(sums)  # the maximum that a segment's exponents refer to
@@ -86,7 +86,7 @@ def _partial_kernel(
     logits, partial, sums, tops, draw_temperature, width, row_stride, column_stride, vocab, span, scale,
     SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row's vocabulary -> partial [N, splits, 5] float64. Grid (N, splits)."""
+    """Reduce one part of a row's vocabulary into partial [N, splits, 5] float64. Grid (N, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
@@ -95,7 +95,7 @@ def _partial_kernel(
     m = tl.full((), float("-inf"), tl.float32)
     second = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), -1, tl.int32)
-    # sums by lane, and of former best tokens
+    # sums per lane, and over former best tokens, which lanes leave out
     lane_sum = tl.zeros((BLOCK,), tl.float32)
     lane_weight = tl.zeros((BLOCK,), tl.float32)
     former_sum = tl.full((), 0.0, tl.float32)
@@ -104,7 +104,7 @@ def _partial_kernel(
     next_tile = tl.load(source + begin + lane, mask=begin + lane < stop, other=float("-inf"))
     for tile_start in range(begin, stop, BLOCK):
         token = tile_start + lane
-        # float32 at once: the interpreter computes nothing in bfloat16
+        # convert to float32 first: the interpreter cannot compute in bfloat16
         x = next_tile.to(tl.float32)
         # prefetch the next tile
         next_tile = tl.load(source + token + BLOCK, mask=token + BLOCK < stop, other=float("-inf"))
@@ -115,7 +115,7 @@ def _partial_kernel(
             if top > m:
                 second = tl.maximum(m, runner_up)
                 if m > float("-inf"):
-                    # finite, so that 0 times it is 0
+                    # finite, because 0 * -inf is NaN
                     shift = tl.maximum((m - top) * scale, -200.0)
                     factor = tl.exp(shift)
                     lane_weight = factor * (lane_weight + lane_sum * shift)
@@ -148,8 +148,8 @@ def _partial_kernel(
 
 @triton.jit
 def _draw_index(weights, index, uniform):
-    """Draw an entry of `index`, never one without weight, by a uniform number; return it and the fraction left for the
-    next draw."""
+    """Draw an entry of `index` by a uniform number, never one of weight 0. Also return the position of the number
+    within the entry's weight, in [0, 1), for the next draw."""
     cumulative = tl.cumsum(weights, 0)
     target = tl.minimum(uniform, 0.9999999999999999) * tl.sum(weights, 0)
     has_weight = weights > 0
@@ -190,7 +190,7 @@ def _finish_kernel(
         factor = tl.where(m == minus_inf, 0.0, tl.exp(down))
         factor2 = tl.where(m2 == minus_inf, 0.0, tl.exp(down2))
         stays = m >= m2  # equal maxima: the lower tokens stay
-        # the lower side's best token joins the others
+        # the best token of the side with the smaller maximum joins the others
         mass = exp_sum + tl.where(stays | (m == minus_inf), 0.0, 1.0)
         mass2 = exp_sum2 + tl.where(stays & (m2 > minus_inf), 1.0, 0.0)
         weight = factor * (weight + mass * down) + factor2 * (weight2 + mass2 * down2)
