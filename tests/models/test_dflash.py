@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused(loaded: Any, tmp_path: Path, monkeypatch: 
     refuses(lambda: paradec.samplers.create("speculative", drafter=drafter, window=7), "window=7 has no meaning")
     with pytest.raises(ValueError, match="has no meaning with drafter='d'"):
         paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
-    refuses(lambda: Lantern(drafter=drafter), "drafter='d' is not for 'lantern'")
+    refuses(lambda: Lantern(drafter=drafter), "drafter='d' must be a causal model")
     with pytest.raises(ValueError, match="was loaded for LlamaForCausalLM"):
         speculative(drafter).start(tiny_base(layers=4), [1, 2], max_new_tokens=4)
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)

@@ -186,7 +186,7 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])
 def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
-    refuses(lambda: Tree(paths), "without its parent or elder sibling")
+    refuses(lambda: Tree(paths), "without its parent or previous sibling")
 
 
 def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:

@@ -1,14 +1,14 @@
 """Models of any order, decoded by the samplers of causal models along an order of positions.
 
-Such a model says in one call, for every position, what it is given those decided before it
-(`paradec.models.base.Model.any_order`). A chain of drafts runs along a row's order: rank k follows the ranks below it.
-With fixed noise, decoding one position at a time is a fixed point that Jacobi steps reach in a few calls (Wiggers &
-Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629); with verification the drafts are the model's own
-(any-subset models, arXiv 2504.20456).
+One call of such a model predicts every position from the positions decided before it
+(`paradec.models.base.Model.any_order`). The rank of a position is its index in the row's order. A chain of drafts runs
+along the ranks. With fixed noise, decoding one position at a time is a fixed point that Jacobi steps reach in a few
+calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With verification, the model itself makes
+the drafts (any-subset models, arXiv 2504.20456).
 
-This is the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks, everything else
-positions of the canvas. Given tokens have the lowest ranks. Every step answers for all undecided positions, from which
-the next drafts are taken; so the first step has no drafts.
+This module is the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks; everything else
+counts positions of the canvas. Given tokens have the lowest ranks. Every step predicts all undecided positions, and the
+next drafts are drawn from these predictions. So the first step has no drafts.
 
 Shapes: `R` rows, `W` slots, at least as many as a row has positions.
 """
@@ -39,17 +39,17 @@ ORDER_NAMES = {None: "random", "random": "random", "chain": "raster"}
 
 
 def check(sampler: Any, model: Any) -> None:
-    """Raise ValueError for a sampler, or a setting of one, that knows no order but the text's."""
+    """Raise ValueError for a sampler or a setting that works from left to right only."""
     name = model.facts.name
     if not sampler.orders or getattr(sampler, "drafter", None) is not None:
         raise ValueError(
-            f"sampler {sampler.name!r} decodes texts from left to right; {name} is a model of any order: use 'jacobi', "
-            "'sjd' or 'scd' without a drafter"
+            f"sampler {sampler.name!r} decodes from left to right; {name} is a model of any order: use 'jacobi', 'sjd' "
+            "or 'scd' without a drafter"
         )
     if sampler.init not in (None, "model"):
-        raise ValueError(f"init={sampler.init!r} guesses along a text; {name} is a model of any order: use 'model'")
+        raise ValueError(f"init={sampler.init!r} guesses from left to right; for {name}, of any order, use 'model'")
     if (group := getattr(sampler, "group", None)) is not None:
-        raise ValueError(f"group={group} makes blocks of a text; {name} is a model of any order: leave it out")
+        raise ValueError(f"group={group} decodes blocks from left to right; for {name}, of any order, leave it out")
 
 
 def start(
@@ -57,14 +57,14 @@ def start(
 ) -> OrderedState:
     """Make the state of a request whose prompts hold masks.
 
-    others: arguments of causal models only; must be None. kind: of state.
-    Raises ValueError: an argument that means nothing here, a prompt with nothing to fill, an order that does not fit.
+    others: arguments that only causal models accept; must be None. kind: class of the state.
+    Raises ValueError: an argument without a meaning here, a prompt without masks, an order of other positions.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in others):
         raise ValueError(
-            f"guidance_scale={request.guidance_scale}: {facts.name}, a model of any order, has no unconditional branch "
-            "and no grid; leave it at 1, negative_prompt and grid out"
+            f"{facts.name}, a model of any order, supports no guidance and no grid: guidance_scale="
+            f"{request.guidance_scale} must be 1; leave negative_prompt and grid out"
         )
     mask = facts.mask_id
     num_new = new_tokens(model, encoded.rows, request.max_new_tokens, mask, "mask")
@@ -81,9 +81,9 @@ def start(
     state.committed, state.new = state.known.copy(), np.full(len(rows), num_new)
     state.answer_start = answer_starts(rows, mask)
     state.reached = state.answer_start.copy()
-    state.drafted[:] = 0  # none but the model makes the first drafts
+    state.drafted[:] = 0  # the first drafts are drawn from the first step's predictions
     state.ahead = ALL_SLOTS if sampler.window is None else sampler.window - 1
-    # the chain ends rows by rank, which is not what ends a text
+    # the loop looks for end ids by rank; `_end_rows` does so by position
     state.ends = state.ends[:0]
     if state.stop_strings is not None:
         state.stop_strings.first = state.answer_start.copy()
@@ -95,10 +95,10 @@ def start(
 
 
 def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first_position: int) -> list[np.ndarray]:
-    """The positions [n] of each row in order: the given ones, then the request's order. Raises ValueError for lists
-    that are no orders of these rows.
+    """Positions [n] of each row by rank: the given ones, then the others in the request's order. Raises ValueError for
+    lists that do not fit the rows.
 
-    undecided: [n] bool of each row. first_position: the position that orders count from."""
+    undecided: [n] bool of each row. first_position: index 0 of an order is this position."""
     sizes = np.array([len(row) - first_position for row in undecided])
     if isinstance(requested, tuple):
         row_cells = _listed_orders(requested, [row[first_position:] for row in undecided])
@@ -122,40 +122,40 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
 
 
 def _listed_orders(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
-    """The listed order of each row, checked."""
+    """Check the listed orders and return one for each row."""
     lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
-        raise ValueError(f"order lists {len(lists)} orders for {len(undecided)} rows; give one, or one for each row")
+        raise ValueError(f"order has {len(lists)} lists for {len(undecided)} rows; give one, or one for each row")
     for row_index, (cells, row) in enumerate(zip(lists, undecided, strict=True)):
         if sorted(cells) not in (list(range(len(row))), np.flatnonzero(row).tolist()):
             raise ValueError(
-                f"order={shown(list(cells))} must list each of the {len(row)} places of row {row_index}, or each of "
-                f"its {row.sum()} undecided ones, once; places count from 0"
+                f"order={shown(list(cells))} must list once each of the {len(row)} positions of row {row_index}, or "
+                f"each of its {row.sum()} undecided positions; they count from 0"
             )
     return [np.array(cells, np.int64) for cells in lists]
 
 
 def _runs(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of neighbours among ascending positions."""
+    """Split ascending positions into runs of consecutive ones: (begin, end) of each."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 @dataclass
 class OrderedState(CausalState):
-    """A `CausalState` that counts `committed` by rank. `prompt_length` is the first mask, `end` the end of a row's
-    tokens."""
+    """A `CausalState` that counts `committed` by rank. `prompt_length` is the position of the first mask, `end` the end
+    of a row's tokens."""
 
     order: np.ndarray = field(init=False, metadata=ROWS)
-    """[B, W] int64 on the host: the position of each rank; after a row's end its own number."""
+    """[B, W] int64 on the host: the position of each rank; after a row's end, rank and position are equal."""
     known: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: positions that are given."""
+    """[B] int64 on the host: number of given positions."""
     new: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: masks that were put after the prompt."""
+    """[B] int64 on the host: number of masks appended to the prompt."""
     reached: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: positions searched for an end of the text."""
+    """[B] int64 on the host: positions before this one were searched for end ids and stop strings."""
     ahead: int = field(init=False)
-    """Drafts of a step, where there are as many positions."""
+    """Largest number of drafts in a step."""
 
     in_order: ClassVar[bool] = False
     guesses: ClassVar[bool] = False
@@ -186,7 +186,7 @@ class OrderedState(CausalState):
         return (ranks >= self.committed[rows, None]) & (np.arange(ranks.shape[1]) < self.end[rows, None])
 
     def _where(self, flags: np.ndarray) -> Tensor:
-        """[B, L] on the device, of flags [B, n]."""
+        """Pad flags [B, n] to [B, L] on the device."""
         columns = resize_axis(flags, self.context.shape[1], False)
         return torch.as_tensor(columns, device=self.context.device)
 
@@ -194,7 +194,7 @@ class OrderedState(CausalState):
 
     @property
     def _period(self) -> int:
-        """Positions and ranks that there are in any row; ranks from here on come around again."""
+        """Number of positions of the longest row; higher ranks wrap around."""
         return min(self.width, self.context.shape[1])
 
     def positions_of_ranks(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -218,8 +218,8 @@ class OrderedState(CausalState):
         return [np.arange(len(sizes))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
     def _call(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
-        """Evaluate the positions whose ranks are `begin` or above, with drafts at the ranks below `stop`: over a store
-        what is undecided alone, wherever it is, and the last final token, which no call has seen."""
+        """Evaluate the positions of rank `begin` and above, with drafts at the ranks below `stop`. With a store these
+        are the undecided positions and the last final token, which no call has evaluated."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
         slot_positions = self.positions_of_ranks(rows[:, None], self.committed[rows, None] + np.arange(self.width))
@@ -227,7 +227,7 @@ class OrderedState(CausalState):
         count = is_evaluated.sum(1)
         column_positions = (~is_evaluated).argsort(1, kind="stable")[:, : count.max()]
         valid = np.arange(column_positions.shape[1]) < count[:, None]
-        # given positions come in the model's own order; those beyond the drafts are asked what they would be next
+        # given positions follow the model's own order; positions after the drafts are predicted as if next
         is_decided = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
         decided_at = np.where(is_decided, ranks, -1)
         column = np.clip(is_evaluated.cumsum(1) - 1, 0, None)
@@ -287,7 +287,7 @@ class OrderedState(CausalState):
         self.rows = np.flatnonzero((self.committed < self.length) & (self.end == self.length))
 
     def _end_rows(self, rows: np.ndarray, end_ids: np.ndarray) -> None:
-        """End the rows whose text, from left to right, has come to one of the ids, or to a stop string."""
+        """End the rows whose final text, from left to right, contains one of the ids or a stop string."""
         canvas, final = (
             self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(),
             self.final_ends(rows),

@@ -1,6 +1,6 @@
-"""Base of the methods that can take a drafter (`speculative.py`, `lantern.py`). The model evaluates all drafts in one
-forward; a chain is verified as SJD's window, by the method's `accept`, a tree by its `node_rule` and `trees.walk`.
-`paradec.samplers.causal.drafts` has a file for each source of drafts."""
+"""Base of the methods that accept a drafter (`speculative.py`, `lantern.py`). The model evaluates all drafts in one
+forward. A chain is verified as SJD's window, by the method's `accept`. A tree is verified by `node_rule` and
+`trees.walk`. `paradec.samplers.causal.drafts` has a file for each source of drafts."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from paradec.samplers.causal.trees import (
 from paradec.samplers.causal.window import Verified, read_window
 
 DRAFT_SOURCES: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
-"""Sources of drafters that fill a window by themselves, by `FeatureDrafter.fills`."""
+"""Sources for drafters that fill a whole window at once, by `FeatureDrafter.fills`."""
 NUM_PROBES = 256
-"""Number of evenly spread ids that are compared between two vocabularies."""
+"""Number of evenly spaced ids that `check_vocabulary` compares."""
 
 
 @dataclass(frozen=True)
 class DraftingSampler(CausalSampler):
-    """Base of the methods whose drafts another model can make: a chain of `window - 1`, verified by `accept`, or a
+    """Base of the methods for which another model can draft: a chain of `window - 1` tokens, verified by `accept`, or a
     `tree`, verified by `node_rule`.
 
-    The drafter has a key/value store of its own, and runs within `commit` and `start`. One that reads hidden states
-    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward; a row's first
-    step therefore makes one token.
+    The drafter has a separate key/value store. It runs in `commit` and `start`. A drafter that reads hidden states
+    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward. Its rows
+    therefore have no drafts in the first step, which makes one token.
 
     Args:
-        drafter: see `Speculative`. Methods with `window_drafters` also take one that fills a window by itself, or has
-            its own tree (`paradec.samplers.causal.drafts.text`).
-        tree: see `Speculative`; None is a chain.
+        drafter: see `Speculative`. Methods with `window_drafters` also accept a drafter that fills a whole window or
+            has its own tree (`paradec.samplers.causal.drafts.text`).
+        tree: see `Speculative`; None means a chain.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts.
     """
 
@@ -66,7 +66,7 @@ class DraftingSampler(CausalSampler):
     tree: Any = None
 
     needs_drafter: ClassVar[bool] = False
-    """Whether a drafter is required; else the sampler drafts for itself."""
+    """Whether a drafter is required; else the sampler can draft by itself."""
     window_drafters: ClassVar[bool] = False
     """Whether drafters that fill a whole window of `slots` are accepted."""
     hits: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class DraftingSampler(CausalSampler):
             self._use_drafter_tree(self.drafter)
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
             raise ValueError(f"tree={shown(self.tree)} needs a drafter")
-        if isinstance(self.tree, Mapping):  # as `to_dict` writes a dynamic one
+        if isinstance(self.tree, Mapping):  # a dynamic tree, written by `to_dict`
             self._set("tree", DynamicTree(**self.tree))
         if self.tree is not None and not isinstance(self.tree, DynamicTree):
             Tree.of(self.tree)
@@ -90,14 +90,14 @@ class DraftingSampler(CausalSampler):
             try:
                 self._set("drafter", wrap(self.drafter))
             except ValueError as error:
-                raise ValueError(f"drafter={type(self.drafter).__name__} cannot be taken as it is: {error}") from None
+                raise ValueError(f"drafter={type(self.drafter).__name__} cannot be wrapped: {error}") from None
         if self.drafter_slots is not None:
             self._check_window_drafter()
         if self.drafter is not None and not self.is_named:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
-                    f"drafter={shown(self.drafter)} must be a causal model, from paradec.load or paradec.wrap say, "
-                    "'prompt_lookup', 'token_recycling', or a drafter from paradec.load_drafter"
+                    f"drafter={shown(self.drafter)} must be a causal model (e.g. from paradec.load or paradec.wrap), a "
+                    "drafter from paradec.load_drafter, 'prompt_lookup' or 'token_recycling'"
                 )
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
@@ -108,17 +108,17 @@ class DraftingSampler(CausalSampler):
     def _use_drafter_tree(self, drafter: TokenRecycling) -> None:
         """Use the tree of a drafter that has one."""
         if not self.window_drafters:
-            raise ValueError(f"drafter={drafter.name!r} is not for {self.name!r}; give a causal model")
+            raise ValueError(f"drafter={drafter.name!r} must be a causal model for {self.name!r}")
         tree = self.tree
         if tree is not None and (isinstance(tree, (DynamicTree, Mapping)) or Tree.of(tree) != tree_of(drafter.tree)):
             raise ValueError(f"tree={shown(tree)}: drafter={drafter.name!r} has its own tree, leave it out")
         self._set("tree", drafter.tree)
 
     def _check_window_drafter(self) -> None:
-        """Raise ValueError for a drafter of whole windows that the sampler or a setting does not allow."""
+        """Raise ValueError if the sampler or a setting does not allow a drafter of whole windows."""
         name = self.drafter.name if self.is_named else self.drafter.facts.name
         if not self.window_drafters:
-            raise ValueError(f"drafter={name!r} is not for {self.name!r}; give a causal model or an EAGLE drafter")
+            raise ValueError(f"drafter={name!r} must be a causal model or an EAGLE drafter for {self.name!r}")
         if self.tree is not None:
             raise ValueError(f"tree={shown(self.tree)} has no meaning with drafter={name!r}, which drafts a chain")
         if self.window != self.settings()["window"]:
@@ -129,12 +129,12 @@ class DraftingSampler(CausalSampler):
 
     @property
     def drafter_slots(self) -> int | None:
-        """Slots of the window that the drafter fills at once; None for those that draft token by token."""
+        """Slots of the window that the drafter fills at once; None: it drafts token by token."""
         return getattr(self.drafter, "slots", None)
 
     @property
     def is_named(self) -> bool:
-        """Whether the drafter is not a model; then q is one-hot."""
+        """Whether the drafter has no network (a `NamedDrafter`); then q is one-hot."""
         return isinstance(self.drafter, NamedDrafter)
 
     @property
@@ -143,20 +143,18 @@ class DraftingSampler(CausalSampler):
         return getattr(self.drafter, "reads_features", False)
 
     def node_rule(self, state: CausalState) -> Rule:
-        """How the nodes of a tree are drawn and verified."""
+        """Return the rule that draws and verifies the nodes of a tree."""
         raise NotImplementedError
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_request(self, model: Any, grid: Grid | None) -> None:
-        """As for all; ValueError without a drafter, for one with another vocabulary, an EAGLE drafter of another model,
-        or a tree over a model without a store."""
+        """As in the base class. Also raise ValueError for a missing drafter, a drafter with another vocabulary, an
+        EAGLE drafter of another model, or a tree with a model that has no store."""
         super().check_request(model, grid)
         if self.drafter is None:
             if self.needs_drafter:
-                raise ValueError(
-                    f"drafter is needed: paradec.samplers.create({self.name!r}, drafter=a smaller causal model)"
-                )
+                raise ValueError(f"drafter=None must be a smaller causal model: create({self.name!r}, drafter=model)")
             return
         if not self.is_named:
             check_vocabulary(model, self.drafter)
@@ -166,7 +164,7 @@ class DraftingSampler(CausalSampler):
                 raise ValueError(f"tree={self.tree} needs models that run over a store; {network.facts.name} does not")
 
     def bind_drafter(self, model: Any) -> Any:
-        """The drafter, bound to the request's model where it reads its features."""
+        """Return the drafter, bound to the request's model if it reads the model's hidden states."""
         return self.drafter.bind(model) if self.reads_features else self.drafter
 
     def num_slots(self, model: Any, num_new: int) -> int:
@@ -203,7 +201,8 @@ class DraftingSampler(CausalSampler):
             return
         limit = None if self.is_named else self.drafter.facts.max_length
         if limit is not None and limit < state.context.shape[1]:
-            raise ValueError(f"drafter {self.drafter.facts.name} takes {limit} positions of {state.context.shape[1]}")
+            need = state.context.shape[1]
+            raise ValueError(f"drafter {self.drafter.facts.name} has {limit} positions; the request needs {need}")
         drafting = state.drafting = Drafting(self.bind_drafter(model), *np.zeros((2, state.batch), np.int64))
         if not self.is_named and self.drafter.supports_store:
             drafting.store = self.drafter.make_store(*state.context.shape)
@@ -228,7 +227,7 @@ class DraftingSampler(CausalSampler):
         self.draft_next(state, proposal.rows, proposal.quantities.get("features"))
 
     def draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """Draft for rows. features: as in `DraftSource.fill`."""
+        """Fill the next windows or trees of `rows`. features: as in `DraftSource.fill`."""
         active = np.flatnonzero(num_drafts_left(state, rows) > 0)
         if not len(active) or state.width == 1:
             return
@@ -245,7 +244,7 @@ class DraftingSampler(CausalSampler):
             end_windows(state, rows, stop_rule)
 
     def source(self, state: CausalState) -> DraftSource:
-        """Where the next drafts come from."""
+        """Return the source of the next drafts."""
         if self.is_named:
             return self.drafter
         if self.drafter_slots is not None:
@@ -259,7 +258,7 @@ class DraftingSampler(CausalSampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """Evaluate the final tokens that are not stored, and the drafts."""
+        """Evaluate the drafts and the final tokens that are not in the store."""
         if self.tree is None:
             queries = super().query(state)
         else:
@@ -269,15 +268,15 @@ class DraftingSampler(CausalSampler):
         return [query.with_fields(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """As for all; of a tree, `values` are the walk's tokens and "accepted" [R, 1] counts its nodes. "features"
-        [branches * R, F, D], where the drafter reads them: hidden states before the tokens that become final, from the
-        first it has not read."""
+        """As in the base class. For a tree, `values` are the tokens of the walk, and the quantity "accepted" [R, 1]
+        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has those before
+        the tokens that become final, from the first that the drafter has not read."""
         if self.reads_features and any(query.hidden is None for query in queries):
-            raise ValueError(f"{state.facts.name} left no hidden states in its query, which the drafter reads")
+            raise ValueError(f"{state.facts.name} set no query.hidden, which the drafter reads")
         if self.tree is not None:
             return self._propose_tree(state, outputs, queries)
         proposal = super().propose(state, outputs, queries)
-        if self.reads_features:  # the columns begin where it goes on
+        if self.reads_features:  # the first column is the first that the drafter has not read
             proposal.quantities["features"] = _join_hidden(state, queries)
         return proposal
 
@@ -314,8 +313,8 @@ class DraftingSampler(CausalSampler):
         return make_proposal(state, queries, result.tokens, positions, result.scores, available, quantities)
 
     def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
-        """[branches * R, F, D]: hidden states of a tree's call: of prompts in a row's first step, else of the root and
-        the accepted nodes [R, D + 1]."""
+        """Select hidden states [branches * R, F, D] of a tree's call: in a row's first step those of the prompt, else
+        those of the nodes [R, D + 1] (the root and the accepted ones)."""
         is_first = state.drafted[state.rows] == 0
         root = hidden.shape[1] - (1 if is_first.all() else state.width)
         width = max(root + 1, node.shape[1]) if is_first.any() else node.shape[1]
@@ -326,7 +325,7 @@ class DraftingSampler(CausalSampler):
         return hidden.take_along_dim(torch.where(is_prompt, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
-        """As for all; a tree is verified when the step is proposed."""
+        """As in the base class; a tree was already verified in `propose`."""
         if self.tree is not None:
             return Verified(proposal.values, proposal.quantities["accepted"])
         if self.drafter is None:
@@ -336,26 +335,26 @@ class DraftingSampler(CausalSampler):
 
 
 def _join_hidden(state: CausalState, queries: list[CausalQuery]) -> Tensor:
-    """[branches * R, F, D]: the hidden states of all queries' columns, in the order of the running rows."""
+    """Join the hidden states of all queries in the order of the running rows: [branches * R, F, D]."""
     hidden_states = [query.hidden for query in queries if query.hidden is not None]
     if len(hidden_states) == 1:
         return hidden_states[0]
     width, rows = max(hidden.shape[1] for hidden in hidden_states), len(state.rows)
     features = hidden_states[0].new_zeros(state.branches * rows, width, hidden_states[0].shape[-1])
     for query, hidden in zip(queries, hidden_states, strict=True):
-        assert query.index is not None  # queries over a store have it
+        assert query.index is not None  # set for queries with a store
         branch_rows = (query.index + rows * np.arange(state.branches)[:, None]).reshape(-1)
         features[torch.as_tensor(branch_rows, device=features.device), : hidden.shape[1]] = hidden
     return features
 
 
 def check_vocabulary(model: Any, drafter: Any) -> None:
-    """Raise ValueError for vocabularies of other sizes, or tokenizers that differ in some of `NUM_PROBES` ids."""
+    """Raise ValueError for vocabularies of different sizes, or tokenizers that differ in one of `NUM_PROBES` ids."""
     size, drafter_size = model.facts.vocab_size, drafter.facts.vocab_size
     if drafter_size != size:
         raise ValueError(
-            f"drafter {drafter.facts.name} has a vocabulary of {drafter_size}, {model.facts.name} one of {size}; a "
-            "drafter must have the same"
+            f"drafter {drafter.facts.name} has {drafter_size} tokens, {model.facts.name} {size}; their vocabularies "
+            "must be equal"
         )
     tokenizer, other_tokenizer = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
     if tokenizer is None or other_tokenizer is None or tokenizer is other_tokenizer:
@@ -365,5 +364,5 @@ def check_vocabulary(model: Any, drafter: Any) -> None:
         if tokens[0] != tokens[1]:
             raise ValueError(
                 f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "
-                f"{tokens[1]!r}, not {tokens[0]!r}; a drafter must have the same"
+                f"{tokens[1]!r}, not {tokens[0]!r}; the vocabularies must be equal"
             )

@@ -1,5 +1,5 @@
 """Grouped speculative decoding (arXiv 2508.07747, section 4): a draft is accepted by the probability of a group of
-similar tokens. Image tokens are many and alike: each has little probability, and exact verification rejects most
+similar tokens. Many image tokens are alike, so each has little probability, and exact verification rejects most
 drafts."""
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from paradec.samplers.causal.window import DraftWindow
 from paradec.samplers.distributions import sort_ascending
 
 EMBEDDED = 10_000
-"""Ids whose embeddings the public code compares; a group with another id in it is not filtered by distance."""
+"""Highest id whose embedding the public code compares; a group with a higher id is not filtered by distance."""
 
 
 def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rank of tokens [..., 1] in the order of p [..., V] (ties: lower id first), [..., 1]; the ranks from `half`
-    before to half - 1 after, [..., 2 * half]; and the tokens there, clamped at the ends of the order."""
+    """Return the rank [..., 1] of tokens [..., 1] by ascending p [..., V] (ties: lower id first); the ranks around it,
+    from -half_width to half_width - 1, [..., 2 * half_width]; and the tokens of these ranks, clamped at both ends."""
     ids = torch.arange(p.shape[-1], device=p.device)
     if p.dtype == torch.float32:
-        # the bits of numbers from 0 on grow with them: with the id in the bits below, one number to sort by
+        # the bits of a float >= 0 sort as the float does; the id in the lower 32 bits breaks ties
         keys = p.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
         order = sort_ascending(keys)
         rank = torch.searchsorted(order, keys.gather(-1, tokens))
@@ -31,23 +31,23 @@ def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Ten
         order = p.argsort(dim=-1, stable=True)
         rank = (order == tokens).int().argmax(-1, keepdim=True)
     ranks = rank + torch.arange(-half_width, half_width, device=p.device)
-    return rank, ranks, order.gather(-1, ranks.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # of a key the id alone
+    return rank, ranks, order.gather(-1, ranks.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # the id of a key
 
 
 @dataclass(frozen=True)
 class GSD(SJD):
     """A draft x is accepted with probability min(1, p(G) / q(G)) for the group G of x; the accepted token is x itself.
 
-    G: of the tokens ordered by p, the `group_half_width` before x, x, and `group_half_width - 1` after it; of these,
-    those whose probability differs by less than `p_threshold` and whose input embedding lies within `d_threshold`
-    (squared Euclidean distance). With fewer tokens than that below x, G is x alone.
+    G is taken from the tokens ordered by p: `group_half_width` before x, x, and `group_half_width - 1` after x. A token
+    belongs to G if its probability differs from p(x) by less than `p_threshold` and its input embedding lies within
+    `d_threshold` (squared Euclidean distance). If fewer than `group_half_width` tokens precede x, G is x alone.
 
     Not lossless: biased towards the draft distribution (`benchmarks/exactness.py` measures it).
 
     Args:
-        group_half_width, p_threshold, d_threshold: define the group. With d_threshold None no embeddings are compared;
-            those of ids from 10000 on never are (as in the public code).
-        guess_distribution: "one_hot" gives a random guess q(G) = 1, from which most of the gain comes.
+        group_half_width, p_threshold, d_threshold: define the group. d_threshold=None compares no embeddings. As in the
+            public code, groups with an id above 10000 are not compared either.
+        guess_distribution: "one_hot" gives a random guess q(G) = 1, the source of most of the gain.
         window, init, refresh: see `SJD`.
     """
 
@@ -72,14 +72,14 @@ class GSD(SJD):
         check_number("d_threshold", self.d_threshold, low=0, none=True, open_low=True)
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, p(G) / q(G)); for an x with too few tokens below it min(1, p(x) / q(x))."""
+        """min(1, p(G) / q(G)); if too few tokens precede x, min(1, p(x) / q(x))."""
         half_width, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
         rank, ranks, group = rank_window(window.p, x, half_width)
         in_range, p = ranks < window.p.shape[-1], window.p.gather(-1, group)
         member = in_range & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
         if self.d_threshold is not None and embeddings is not None:
             is_near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
-            # the public code looks at the ids before it drops any by probability
+            # as in the public code, ids count that the probability threshold excludes
             has_large_id = ((group > EMBEDDED) & in_range).any(-1, keepdim=True)
             member &= is_near | has_large_id
         member |= ranks == rank

@@ -1,8 +1,8 @@
 """Jacobi decoding (Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding", arXiv
 2305.10427).
 
-`R` rows, `W` slots, `n` the n-grams' length, `N` nodes: the root, the chain of `W - 1` drafts, then the branches one
-after the other.
+`R` rows, `W` slots, `n` tokens of an n-gram, `N` nodes: the root, the chain of `W - 1` drafts, then the branches one by
+one.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ EARLY_EXITS = ("prefix", "published")
 class Jacobi(SJD):
     """Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
 
-    Lossless at every temperature: a step commits its own draws from p. With fresh draws (`refresh="resample"`) it saves
-    next to nothing above temperature 0; so the noise of a position is kept (`refresh="gumbel"`), and the iteration has
-    a fixed point.
+    Lossless at every temperature: a step commits its own draws from p. With new noise in every step
+    (`refresh="resample"`) it saves almost nothing above temperature 0. With fixed noise per position
+    (`refresh="gumbel"`) the iteration has a fixed point.
 
-    By default the window slides: every step commits the tokens that are known to be right. With `group` whole blocks
-    are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725): the prompt gives a block's first token, then iterations
-    replace each token by the one predicted before it, until nothing changes, in at most `group` iterations; the last
-    one gives the next block's first token. After i iterations the first i + 1 tokens are right. A block's keys and
-    values leave the store after every iteration but its last (commented out in the public code, whose fixed point
-    differs). A row ends its block as soon as an end token is known to be right.
+    By default the window slides: every step commits the tokens that are known to be correct. With `group` whole blocks
+    are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725). The prompt predicts a block's first token. Then every
+    iteration replaces each token by its prediction, until nothing changes, in at most `group` iterations. The last
+    iteration predicts the next block's first token. After i iterations the first i + 1 tokens are correct. A block's
+    keys and values are removed from the store after every iteration except the last (commented out in the public code,
+    whose fixed point differs). A row ends its block as soon as an end token is known to be correct.
 
-    With `pool`, n-grams of earlier steps are further drafts beside the sliding window (`NGramPool`): the same tokens in
+    With `pool`, n-grams of earlier steps are drafts in addition to the sliding window (`NGramPool`): the same tokens in
     fewer forwards, each with `pool * (ngram - 1)` more slots.
 
     Args:
-        group: tokens of a block; None slides a window. Above temperature 0 it needs `refresh="gumbel"`.
-        max_iterations: the most iterations of a block, with `group`; None is the block's length.
-        early_exit: for a block that still changes in its last iteration. "prefix" commits the tokens known to be right;
-            the others begin the next block: lossless. "published" commits the whole block, with keys and values of the
-            tokens it evaluated, which differ: lossless only if `max_iterations` is `group` or more. Needs a key/value
-            store.
+        group: tokens of a block; None: a sliding window. Needs `refresh="gumbel"`.
+        max_iterations: limit of iterations per block, with `group`; None means `group`.
+        early_exit: for a block that still changes in its last iteration. "prefix" commits the tokens known to be
+            correct, and the others start the next block: lossless. "published" commits the whole block, with keys and
+            values of the evaluated tokens, which differ: lossless only if `max_iterations` is `group` or more. Needs a
+            key/value store.
         window, guess_distribution: see `SJD`.
-        init: see `SJD`; with `group`, "random" draws from the row's text so far if that has tokens that may be drawn.
+        init: see `SJD`; with `group`, "random" draws from the row's text so far where its tokens may be drawn.
         pool, ngram, pool_size: see `NGramPool`; needs `refresh="gumbel"`, whose draws all branches share.
     """
 
@@ -78,7 +78,7 @@ class Jacobi(SJD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        NGramPool(self.pool, self.ngram, self.pool_size)  # checks them
+        NGramPool(self.pool, self.ngram, self.pool_size)  # checks the settings
         check_int("group", self.group, low=1, none=True)
         check_int("max_iterations", self.max_iterations, low=1, none=True)
         check_choice("early_exit", self.early_exit, EARLY_EXITS)
@@ -99,7 +99,7 @@ class Jacobi(SJD):
 
     @property
     def iteration_limit(self) -> int:
-        """Iterations of a block at most; 0 where there are no blocks."""
+        """Limit of iterations per block; 0 without blocks."""
         return (self.group if self.max_iterations is None else self.max_iterations) or 0
 
     @property
@@ -107,18 +107,18 @@ class Jacobi(SJD):
         return NGramPool(self.pool, self.ngram, self.pool_size) if self.pool else None
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """1 where the draft equals the token that this step draws, else 0."""
+        """1 where the draft equals the token drawn in this step, else 0."""
         return (window.drafts.tokens == window.sampled).to(window.p.dtype)
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
     def check_model(self, model: Any) -> None:
-        """As for all; ValueError for the published early exit without a key/value store."""
+        """As in the base class. Also raise ValueError for the published early exit without a key/value store."""
         super().check_model(model)
         if self.early_exit == "published" and not model.supports_store:
             raise ValueError(
-                f"early_exit='published' keeps keys and values of other tokens than it commits: {model.facts.name} has "
-                "no key/value store; use 'prefix'"
+                f"early_exit='published' needs a model with a key/value store; {model.facts.name} has none; use "
+                "'prefix'"
             )
 
     def num_slots(self, model: Any, num_new: int) -> int:
@@ -130,11 +130,11 @@ class Jacobi(SJD):
 
     def open(self, state: CausalState, model: Any) -> None:
         super().open(state, model)
-        if self.group is not None:  # a block begins with a known token, and the first one with the prompt's prediction
+        if self.group is not None:  # the first block needs the prompt's prediction first
             state.drafted[:] = 0
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
-        """As for all; of a block nothing becomes final before it closes."""
+        """As in the base class; no token of a block becomes final before the block ends."""
         verified = super().verify(state, proposal)
         if self.group is None:
             return verified
@@ -157,17 +157,17 @@ class Jacobi(SJD):
 
 @dataclass(frozen=True)
 class NGramPool:
-    """N-grams of earlier steps as branches beside a window: Jacobi Forcing's rejection recycling (hao-ai-lab, 2026),
+    """N-grams of earlier steps as branches next to a window: Jacobi Forcing's rejection recycling (hao-ai-lab, 2026),
     after Lookahead decoding (Fu et al., arXiv 2402.02057).
 
-    A draft x and the model's draws after it are an n-gram even where x is rejected. When the last final token is x, the
-    pool's n-grams that begin with x are further drafts, verified in the same forward. All branches share the draws of
-    their positions, so a step commits a prefix of the same text whichever branch holds it; the longest is taken.
+    A draft x and the model's draws after it form an n-gram, even if x is rejected. When the last final token is x, the
+    pool's n-grams that start with x are further drafts, verified in the same forward. All branches share the noise of
+    their positions. So every branch commits a prefix of the same text, and the branch with the longest prefix is used.
 
-    pool: n-grams verified beside the window, at most; 0 to 256 (Jacobi Forcing's public setting is 4). Needs a model
-        with a key/value store whose queries may say which columns see which.
-    ngram: tokens of an n-gram, 2 to 64: the last final one, and `ngram - 1` drafts.
-    pool_size: n-grams that a row keeps, 1 to 4096; the oldest go."""
+    pool: limit of n-grams verified next to the window, 0 to 256 (Jacobi Forcing's public setting is 4). Needs a model
+        with a key/value store whose queries can have a mask of visible columns.
+    ngram: tokens of an n-gram, 2 to 64: the last final token and `ngram - 1` drafts.
+    pool_size: limit of stored n-grams per row, 1 to 4096; the oldest are dropped."""
 
     pool: int = 0
     ngram: int = 4
@@ -197,7 +197,7 @@ class NGramPool:
         return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """The branch that the model's draws follow longest. Quantities: "ngrams" [R, G, n], the step's."""
+        """Select the branch that agrees longest with the model's draws. Quantities: "ngrams" [R, G, n] of the step."""
         rows, width, device = state.rows, state.width, p.device
         tokens = draw_tokens(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
         depth, node = longest_path(tree, nodes, tokens)
@@ -207,9 +207,9 @@ class NGramPool:
             node,
             p.take_along_dim(node.unsqueeze(-1), 1),
             sampled,
-            # each draft of the branch is what was drawn before it; after its end nothing is verified
+            # each draft of the branch equals the draw of its slot; no draft after the branch is verified
             torch.where(torch.arange(width, device=device) < depth, sampled, -1),
-            torch.zeros((*sampled.shape, 2), dtype=torch.float64, device=device),  # nothing is left to chance
+            torch.zeros((*sampled.shape, 2), dtype=torch.float64, device=device),  # 0 always accepts
             {"ngrams": step_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
         )
 
@@ -221,7 +221,7 @@ class NGramPool:
 
 @lru_cache(maxsize=64)
 def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
-    """A chain of `width - 1` nodes below the root, and `branches` of `length` nodes."""
+    """Layout of a chain of `width - 1` nodes below the root, and `branches` chains of `length` nodes."""
     parents = list(range(-1, width - 1))
     for branch in range(branches):
         first_node = width + branch * length
@@ -230,10 +230,10 @@ def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
 
 
 def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
-    """[R, count, length] int64: what follows a token in the newest n-grams that begin with it, -1 where there are
-    fewer.
+    """Return the tokens after `token` [R] in the newest n-grams that start with it: [R, count, length] int64, padded
+    with -1.
 
-    pool: [R, S, n] int64, the newest first, -1 where there is none. token: [R]."""
+    pool: [R, S, n] int64, the newest first, padded with -1."""
     size = pool.shape[1]
     matches = pool[:, :, 0] == token.unsqueeze(1)
     age = torch.arange(size, device=pool.device)
@@ -244,10 +244,10 @@ def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
 
 
 def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
-    """[R, W - n + 1, n] int64: each draft of a step with the tokens drawn for the slots after it, -1 where not
+    """N-grams [R, W - n + 1, n] int64 of a step: each draft and the tokens drawn for the slots after it; -1 where not
     evaluated.
 
-    drafts, tokens: [R, W] int64: of the window's chain. evaluated: [R, 1] int64: slots that hold something."""
+    drafts, tokens: [R, W] int64, of the window's chain. evaluated: [R, 1] int64: number of evaluated slots."""
     count = max(drafts.shape[1] - length + 1, 0)
     columns = [drafts[:, :count]] + [tokens[:, k : k + count] for k in range(1, length)]
     in_range = torch.arange(count, device=drafts.device) + length <= evaluated
@@ -255,9 +255,9 @@ def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) 
 
 
 def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
-    """The pool [R, S, n] with new n-grams [R, G, n] in front; each once, and the oldest go."""
+    """Put new n-grams [R, G, n] in front of the pool [R, S, n], without duplicates; the oldest are dropped."""
     candidates = torch.cat((ngrams, pool), 1)
-    # those of the pool are distinct already
+    # n-grams of the pool are already distinct
     is_repeated = (candidates.unsqueeze(2) == ngrams.unsqueeze(1)).all(-1).tril(-1).any(-1)
     dropped = is_repeated | (candidates < 0).any(-1)
     order = dropped.long().sort(dim=1, stable=True).indices
@@ -265,11 +265,11 @@ def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
 
 
 def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The deepest node all of whose path the model has drawn.
+    """Find the deepest node whose whole path equals the model's draws.
 
-    drafts: [R, N] int64, -1 where a node has none. tokens: [R, N] int64: drawn after each node.
-    Returns its depth, [R, 1] int64, and for each slot the node whose draw is the slot's, [R, W]: on the path, then on
-    the chain."""
+    drafts: [R, N] int64, -1: no draft. tokens: [R, N] int64, drawn after each node.
+    Returns the depth of the node, [R, 1] int64, and for each slot the node whose draw the slot uses, [R, W]: first
+    nodes of the path, then of the chain."""
     ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
     matches = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
     matches[:, 0] = True

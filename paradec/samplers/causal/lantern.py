@@ -1,5 +1,5 @@
-"""LANTERN (arXiv 2410.03355, section 4) and LANTERN++ (arXiv 2502.06352): close code vectors are exchangeable in a
-picture, so the probability of a draft may count its neighbours' in the codebook."""
+"""LANTERN (arXiv 2410.03355, section 4) and LANTERN++ (arXiv 2502.06352): close code vectors are interchangeable in an
+image. So the probability of a draft may include that of its neighbours in the codebook."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paradec.samplers.distributions import probability
 
 
 def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """The `count` nearest other tokens of tokens [...] by Euclidean distance: [..., count] int64, nearest first; -1
-    where there are no more. codes: [V, d], NaN rows for tokens that have no code."""
+    """Find the `count` tokens nearest to each of tokens [...] by Euclidean distance, without itself: [..., count]
+    int64, nearest first, padded with -1. codes: [V, d], NaN rows for tokens without a code."""
     distance = torch.cdist(codes[tokens.reshape(-1)], codes).nan_to_num(nan=torch.inf)
     distance.scatter_(1, tokens.reshape(-1, 1), torch.inf)
     nearest = distance.topk(min(count, len(codes) - 1), largest=False)
@@ -30,38 +30,38 @@ def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
 def relaxed_probability(
     p: Tensor, x: Tensor, neighbour_ids: Tensor, additive: bool, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """m(x): a token's probability plus that of its neighbours, nearest first, as long as these stay within a limit
-    together. Returns it, [...], and whether any neighbour was taken.
+    """Return m(x) [...]: the probability of token x plus those of its nearest neighbours while their sum is within a
+    limit. Also return whether any neighbour was included, [...] bool.
 
-    p: [..., V]. x: [...]. neighbour_ids: [..., K], -1 where there is none.
+    p: [..., V]. x: [...]. neighbour_ids: [..., K], nearest first, padded with -1.
     additive: the limit is `bound`; else (bound - 1) p(x)."""
     p_x = probability(p, x)
     mass = p.gather(-1, neighbour_ids.clamp(min=0)).masked_fill(neighbour_ids < 0, 0).cumsum(-1)
     limit = torch.full_like(p_x, bound) if additive else (bound - 1) * p_x
-    in_limit = (neighbour_ids >= 0) & (mass <= limit.unsqueeze(-1))  # the shares grow, so these come first
+    in_limit = (neighbour_ids >= 0) & (mass <= limit.unsqueeze(-1))  # a prefix: the sums ascend
     return p_x + mass.masked_fill(~in_limit, 0).amax(-1), in_limit.any(-1)
 
 
 @dataclass(frozen=True)
 class Lantern(DraftingSampler, SJD):
-    """A draft x is accepted with probability min(1, m(x) / q(x)); m(x) is p(x) plus the probabilities of as many of the
-    `k` codes nearest to x as stay within `delta` together. A rejected one is resampled from norm(max(0, p - q)).
+    """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of the (at most
+    `k`) nearest codes while their sum is within `delta`. A rejected draft is resampled from norm(max(0, p - q)).
 
     Not lossless: given a draft, p changes by at most `delta` in total variation (`benchmarks/exactness.py` measures the
-    output). delta=0 is SJD (with a drafter: speculative decoding). At temperature 0 it is greedy decoding for every
-    delta; the public code relaxes untempered distributions there.
+    output). delta=0 is SJD (with a drafter: speculative decoding). At temperature 0 every delta gives greedy decoding;
+    the public code relaxes untempered distributions there.
 
     Without a drafter it drafts as SJD does. The public code has a trained drafter (`paradec.load_drafter`), which draws
-    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`), verified by `NodeRule`.
-    Its residual after a rejected node is not p - q, and it is not exact at delta=0 where tokens have no probability.
+    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`). `NodeRule` verifies both.
+    Its residual after a rejected node is not p - q. At delta=0 it is not exact if some tokens have probability 0.
 
     Args:
-        k: number of neighbours that are read.
-        delta: the most probability that they may add.
+        k: number of neighbours considered.
+        delta: limit of the probability that neighbours add.
         drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
-        tree: of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None is a chain of `window - 1`.
-        guess_distribution: "one_hot" accepts a random guess with m(x); under "uniform" nearly every guess would be,
-            since `delta` is far above one token's share.
+        tree: tree of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None: a chain of `window - 1`.
+        guess_distribution: "one_hot" accepts a random guess with probability m(x). "uniform" would accept nearly every
+            guess, since `delta` is far above the probability of one token.
         window, init, refresh: see `SJD`. With a drafter `init`, `refresh` and `guess_distribution` must not be given.
     """
 
@@ -84,39 +84,39 @@ class Lantern(DraftingSampler, SJD):
         defaults = self.settings()
         for name in ("init", "refresh", "guess_distribution") if self.drafter is not None else ():
             if (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(f"{name}={value!r} has no meaning where a model drafts; leave it out")
+                raise ValueError(f"{name}={value!r} has no meaning with a drafter; leave it out")
 
     @property
     def limit(self) -> tuple[bool, float]:
-        """What the neighbours may add: `additive` and `bound` of `relaxed_probability`."""
+        """`additive` and `bound` of `relaxed_probability`."""
         return True, self.delta
 
     def accept(self, window: DraftWindow) -> Tensor:
         """min(1, m(x) / q(x))."""
-        assert window.embeddings is not None  # `compared_embeddings` has seen to it
+        assert window.embeddings is not None  # `compared_embeddings` checked it
         x = window.drafts.tokens
-        # a one-hot p has nothing to move; delta=1 would let its every neighbour be accepted for it
+        # no neighbours for a one-hot p: delta=1 would accept every neighbour of its token
         neighbour_ids = neighbours(window.embeddings, x, self.k)
         neighbour_ids.masked_fill_((window.p.amax(-1) == 1).unsqueeze(-1), -1)
         mass, _ = relaxed_probability(window.p, x, neighbour_ids, *self.limit)
         return (mass / window.drafts.draft_probability()).clamp(max=1)
 
     def node_rule(self, state: CausalState) -> NodeRule:
-        assert state.embeddings is not None  # likewise
-        # a one-hot distribution has no neighbours to add, and a rejected draft must not take its token along
+        assert state.embeddings is not None  # `compared_embeddings` checked it
+        # no neighbours at temperature 0: a rejected draft must not remove the only token of a one-hot p
         k = self.k if state.request.temperature else 0
         return NodeRule(state.embeddings, k, *self.limit, not isinstance(self.tree, DynamicTree), state.allowed)
 
 
 @dataclass(frozen=True)
 class LanternPlusPlus(Lantern):
-    """LANTERN whose limit grows with the draft's own probability: the neighbours add at most (lam - 1) p(x). Not
+    """LANTERN with a limit proportional to the draft's own probability: neighbours add at most (lam - 1) p(x). Not
     lossless; lam=1 is SJD.
 
     Args:
-        k: neighbours looked at.
+        k: number of neighbours considered.
         lam: the paper's lambda.
-        delta: takes no part.
+        delta: not used.
         drafter, tree, guess_distribution: see `Lantern`. window, init, refresh: see `SJD`.
     """
 
@@ -138,15 +138,16 @@ class LanternPlusPlus(Lantern):
 
 
 class NodeRule(Sequential):
-    """The public code's rule for a node of a tree (`paradec.samplers.causal.trees.Rule`). Not exact.
+    """Rule of the public code for a node of a tree (`paradec.samplers.causal.trees.Rule`). Not exact.
 
-    Drafts of dynamic trees are accepted with m(x); those of static trees, drawn without replacement, with m(x) / q(x),
-    q being what is left of the draft distribution; they are passed over where that is nothing. A rejected draft takes k
-    + 1 neighbours along; where nothing is left every token is equally likely, as in that code.
+    A draft of a dynamic tree is accepted with probability m(x). Drafts of static trees are drawn without replacement; a
+    draft is accepted with probability m(x) / q(x), where q is the draft distribution without the drafts before it, and
+    skipped if q(x) is 0. A rejected draft also removes its k + 1 neighbours. If no probability remains, every token is
+    equally likely, as in that code.
 
-    codes: [V, d]. k: neighbours; 0 is the rule without LANTERN. additive, bound: see `relaxed_probability`.
-    sampled: whether the drafts were drawn.
-    allowed: [V] bool: the tokens that are likely where nothing is left (that code: all); None is all."""
+    codes: [V, d]. k: number of neighbours; 0: the rule without LANTERN. additive, bound: see `relaxed_probability`.
+    sampled: whether the drafts were drawn (static trees).
+    allowed: [V] bool: the tokens that are equally likely if no probability remains; None: all, as in that code."""
 
     distinct = True
 
@@ -176,5 +177,5 @@ class NodeRule(Sequential):
         return torch.where(q_x > 0, mass / q_x, 0), next_p, next_q
 
     def _or_uniform(self, weights: Tensor) -> Tensor:
-        """weights [R, V] of sum 1, all allowed tokens alike where there are none."""
+        """Normalise weights [R, V]; if all are 0, the allowed tokens are equally likely."""
         return normalized(torch.where((weights > 0).any(-1, keepdim=True), weights, self.floor))

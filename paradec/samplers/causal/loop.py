@@ -1,8 +1,8 @@
 """The loop of the methods for causal models: `start`, `query`, `propose`, `commit`. Read `sjd.py` first.
 
-A step evaluates the last final token and a window of drafts after it over the key/value store, and reads the target
-distribution of every slot. `commit` verifies the drafts up to the first rejection (`verify`), writes the accepted ones
-and one token more, gives the store's slots after these back, and drafts the next window (`draft_window`). Rows are
+A step evaluates the last final token and a window of drafts after it with the key/value store, and reads the target
+distribution of every slot. `commit` verifies the drafts up to the first rejection (`verify`). It writes the accepted
+drafts and one more token, clears the store's slots after these, and drafts the next window (`draft_window`). Rows are
 independent.
 """
 
@@ -37,19 +37,20 @@ from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.start import make_row_keys, make_trace, pad_rows, suppressed_ids
 
 WINDOW = 16
-"""Slots of SJD's scripts."""
+"""Default number of slots, as in SJD's scripts."""
 
 
 @dataclass(frozen=True)
 class CausalSampler(Sampler):
-    """Base of the methods for causal models. A subclass implements `verify`, mostly by `accept`, and `draft_window`.
+    """Base of the methods for causal models. A subclass implements `verify` (usually with `accept`) and
+    `draft_window`.
 
-    Every draft carries the distribution q that it was drawn from. The output has the distribution of token-by-token
-    decoding if `accept` is min(1, p / q). Temperature, top-k, top-p, guidance and structure are part of p.
+    For every draft the state has the distribution q that the draft was drawn from. The output has the distribution of
+    token-by-token decoding if `accept` is min(1, p / q). p includes temperature, top-k, top-p, guidance and structure.
 
     Args:
-        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
-            16, on models of any order all.
+        window: slots evaluated at once: the next token and `window - 1` drafts. 1 is token-by-token decoding. None
+            means 16, and for models of any order all slots.
     """
 
     window: int | None = None
@@ -65,11 +66,11 @@ class CausalSampler(Sampler):
     lossless: ClassVar[bool] = True
     """Whether the output has the distribution of token-by-token decoding."""
     orders: ClassVar[bool] = False
-    """Whether the method decodes models of any order too (`paradec.samplers.causal.any_order`)."""
+    """Whether the method also decodes models of any order (`paradec.samplers.causal.any_order`)."""
     guesses: ClassVar[bool] = False
-    """Whether slots that are new to the window hold guesses."""
+    """Whether slots that are new to the window are filled with guesses."""
     compared_by: ClassVar[str] = ""
-    """Vectors that `accept` compares tokens by: "token_embeddings", "codebook" or ""."""
+    """Vectors by which `accept` compares tokens: "token_embeddings", "codebook" or "" (none)."""
     state_type: ClassVar[type[CausalState]] = CausalState
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class CausalSampler(Sampler):
     # ---- the method -----------------------------------------------------------------------------------------------
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """Return the probability [R, W] that each draft is accepted if all before it are."""
+        """Return the probability [R, W] that each draft is accepted, given that all drafts before it are."""
         raise NotImplementedError
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
@@ -90,12 +91,12 @@ class CausalSampler(Sampler):
         raise NotImplementedError
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
-        """Draft the next window of the proposal's rows, `count` [R, 1] tokens further on."""
+        """Draft the next window of the proposal's rows, which begins `count` [R, 1] tokens later."""
         raise NotImplementedError
 
     @property
     def branches(self) -> Branches | None:
-        """Further drafts, verified in the same forward."""
+        """Further drafts that the same forward verifies; None: only the window."""
         return None
 
     def num_slots(self, model: Any, num_new: int) -> int:
@@ -112,7 +113,8 @@ class CausalSampler(Sampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_model(self, model: Any) -> None:
-        """Raise TypeError for a model of another kind, ValueError unless it is causal and predicts the next token."""
+        """Raise TypeError for a model of another kind, ValueError unless it is causal (and predicts the next token) or
+        of any order."""
         super().check_model(model)
         if getattr(model, "any_order", False):
             from paradec.samplers.causal import any_order
@@ -122,9 +124,9 @@ class CausalSampler(Sampler):
             check_causal(self.name, model)
 
     def check_request(self, model: Any, grid: Grid | None) -> None:
-        """Raise ValueError where the settings do not fit the model or its grid."""
+        """Raise ValueError if the settings do not fit the model or its grid."""
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.inference_mode(False)  # else the state could be used in inference mode only
     @torch.no_grad()
     def start(
         self,
@@ -139,12 +141,12 @@ class CausalSampler(Sampler):
     ) -> CausalState:
         """As `Sampler.start`.
 
-        model: causal, an image model, or one of any order, whose prompts hold masks.
+        model: a causal model, an image model, or a model of any order, whose prompts contain masks.
         prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
         request: temperature is 1 by default; 0 is greedy decoding.
-        grid: what follows the prompt, for image models.
-        negative_prompt: the unconditional branch's prompts under guidance: ids for every row, or for all; by default
-            the last id of the prompt."""
+        grid: layout of the image tokens after the prompt, for image models.
+        negative_prompt: prompts of the unconditional branch under guidance: ids for each row, or one list for all rows;
+            by default the last id of the prompt."""
         self.check_model(model)
         self.check_request(model, grid)
         request = request_for(self, request, arguments)
@@ -155,7 +157,7 @@ class CausalSampler(Sampler):
 
             return any_order.start(self, model, encoded, request, grid, negative_prompt)
         if request.order is not None:
-            raise ValueError(f"order={shown(request.order)} has no meaning for {facts.name}: its order is the text's")
+            raise ValueError(f"order={shown(request.order)} must be None: {facts.name} decodes from left to right")
         prompts = encoded.rows
         lengths = np.array([len(row) for row in prompts], np.int64)
         num_new = num_new_tokens(model, grid, request.max_new_tokens)
@@ -165,7 +167,7 @@ class CausalSampler(Sampler):
             shift = np.stack((shift[0], np.array([len(row) for row in negative]) - lengths))
             contexts = [*prompts, *negative]
             if not model.pads and shift.any():
-                raise ValueError(f"{facts.name} takes no padding: negative_prompt must be as long as the prompt")
+                raise ValueError(f"negative_prompt must be as long as the prompt: {facts.name} supports no padding")
         elif negative_prompt is not None:
             raise ValueError("negative_prompt has no effect without guidance; give guidance_scale")
         longest = int((lengths + shift).max()) + num_new
@@ -192,10 +194,10 @@ class CausalSampler(Sampler):
         grid: Grid | None = None,
         kind: type[CausalState] | None = None,
     ) -> CausalState:
-        """Make the state before its first drafts, of checked prompts.
+        """Make a state without drafts from checked prompts.
 
-        contexts: the ids in each row of each branch. shift: as `CausalState.shift`.
-        starts, ends: [B] int64: where answers begin and end. width: of the window."""
+        contexts: ids of each row of each branch. shift: as `CausalState.shift`.
+        starts, ends: [B] int64: begin and end of the answers. width: of the window. kind: class of the state."""
         facts, device, prompts = model.facts, model.device, encoded.rows
         keys, _ = make_row_keys(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
@@ -231,7 +233,7 @@ class CausalSampler(Sampler):
         if (controls := TokenControls.from_request(self, model, request, state.in_order)) is not None:
             features["controls"] = controls
         if request.constraint is not None:
-            from paradec.samplers.features.constraints import CausalConstraint  # for few requests
+            from paradec.samplers.features.constraints import CausalConstraint  # few requests need it
 
             features["constraint"] = CausalConstraint.from_request(self, model, state)
         if request.logprobs is not None:
@@ -243,7 +245,7 @@ class CausalSampler(Sampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """The last final token and the drafts after it, over the store; whole rows at first and without a store."""
+        """Evaluate the last final token and the drafts after it; in the first step and without a store, whole rows."""
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
             return [step_query(state, tree, real_nodes(state, tree, self.branches.nodes(state, tree)))]
         rows, committed = state.rows, state.committed[state.rows]
@@ -255,21 +257,20 @@ class CausalSampler(Sampler):
         return state.calls(state.store, state.pads, spans)
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """Read the target distribution of every slot, and draw a token from it. outputs: logits [branches * R, W, V],
-        one per query.
+        """Compute the target distribution of every slot and draw a token from it. outputs: logits [branches * R, W, V],
+        one tensor per query.
 
-        Quantities: "p" [R, W, V]; "uniform" [R, W, 2], which verify a draft and resample a rejected one; "guesses" [R,
-        .], for the next guesses; "top_logit" [R, W]; with branches "drafts" [R, W], those of the chosen path; with
-        `logprobs` "log_p" [R, W, V]; with `rollout` "logits" [R, W, V], without a constraint.
-        """
+        Quantities: "p" [R, W, V]; "uniform" [R, W, 2], to verify a draft and to resample a rejected one; "guesses"
+        [R, 2 W], for the next guesses; "top_logit" [R, W]; with branches "drafts" [R, W] of the selected path; with
+        `logprobs` "log_p" [R, W, V]; with `rollout` "logits" [R, W, V], before a constraint."""
         logits = read_logits(state, outputs, queries)
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
             return propose_path(state, self.branches, tree, logits, queries)
         return propose_window(state, logits, queries, self.guesses)
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
-        """Verify the drafts, write those accepted and one token more, and draft the next window. Raises
-        FloatingPointError: the model returned NaN or infinite logits. Nothing is written then. Raises ValueError: a
+        """Verify the drafts, write the accepted ones and one more token, and draft the next window. Raises
+        FloatingPointError if the model returned NaN or infinite logits (then nothing is written), and ValueError for a
         proposal made from an earlier state."""
         state.check_current(proposal)
         rows, verified = proposal.rows, self.verify(state, proposal)
@@ -294,7 +295,7 @@ class CausalSampler(Sampler):
         return Commit(rows, verified.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
-        """Add the evaluated drafts, of windows and trees."""
+        """As in the base class, with the evaluated drafts of windows and trees."""
         notes, rows = super().observe(state, proposal), proposal.rows
         if state.drafting is not None:
             notes.draft_nfe = state.draft_nfe.tolist()
@@ -320,7 +321,7 @@ class CausalSampler(Sampler):
 
 
 def check_causal(name: str, model: Any) -> None:
-    """Raise ValueError unless the model is causal and predicts the next token."""
+    """Raise ValueError unless the model of sampler `name` is causal and predicts the next token."""
     facts = model.facts
     if (facts.topology, facts.prediction) != ("causal", "shifted"):
         raise ValueError(
@@ -330,7 +331,7 @@ def check_causal(name: str, model: Any) -> None:
 
 
 def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) -> int:
-    """Number of new tokens: the grid's, or `max_new_tokens`."""
+    """Number of new tokens: those of the grid, or `max_new_tokens`."""
     if grid is not None:
         if max_new_tokens is not None and max_new_tokens != grid.length:
             raise ValueError(f"max_new_tokens={shown(max_new_tokens)}: the grid has {grid.length} tokens; leave it out")
@@ -341,7 +342,7 @@ def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) ->
 
 
 def negative_rows(model: Any, prompts: list[list[int]], negative_prompt: Any) -> list[list[int]]:
-    """The unconditional branch's prompt of every row."""
+    """Prompts of the unconditional branch, one per row."""
     if negative_prompt is None:
         return [row[-1:] for row in prompts]
     encoded = negative_prompt if isinstance(negative_prompt, Prompts) else encode(model, negative_prompt)
@@ -352,7 +353,7 @@ def negative_rows(model: Any, prompts: list[list[int]], negative_prompt: Any) ->
 
 
 def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Tensor:
-    """[V] bool: the tokens that may be drawn. Raises ValueError where there are none."""
+    """[V] bool: the tokens that may be drawn. Raises ValueError if there are none."""
     allowed = torch.ones(facts.vocab_size, dtype=torch.bool) if grid is None else grid.allowed(facts.vocab_size)
     allowed[suppressed_ids(request, facts)] = False
     if facts.mask_token_id is not None:
@@ -363,7 +364,7 @@ def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Te
 
 
 def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
-    """[V, d]: vectors of the tokens (`CausalSampler.compared_by`), or None."""
+    """Vectors of the tokens [V, d] by `CausalSampler.compared_by`, or None."""
     if not (source := sampler.compared_by):
         return None
     embeddings: Tensor | None = getattr(model, source, lambda: None)()
@@ -383,16 +384,16 @@ def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
 def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
     """Count each row's new final tokens, [R, 1] on the device and [R] on the host, and end rows.
 
-    Rows end at an end token or a stop string among the first `count` [R, 1] of tokens [R, W].
+    A row ends at the first end token or stop string among the first `count` [R, 1] of tokens [R, W].
 
-    Raises FloatingPointError: NaN or infinite logits. Nothing is final then."""
+    Raises FloatingPointError for NaN or infinite logits, before any change."""
     ended = torch.zeros_like(count, dtype=torch.bool)
     if len(state.ends):
         slot = torch.arange(tokens.shape[1], device=tokens.device)
         is_end = torch.isin(tokens, state.ends) & (slot < count)
         ended = is_end.any(1, keepdim=True)
         count = torch.where(ended, is_end.int().argmax(1, keepdim=True) + 1, count)
-    # a distribution without an allowed token is NaN, whatever the others' logits
+    # if no token is allowed, the distribution is NaN although the logits are finite
     is_finite = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
     broken = ~(is_finite[0].all(1, keepdim=True) & is_finite[1].all(1, keepdim=True))
     columns = [count, ended, broken]
@@ -402,7 +403,7 @@ def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: 
     stop_strings = state.stop_strings if state.in_order else None
     if stop_strings is not None:
         columns.append(tokens)
-    # the one transfer of the step
+    # the only transfer to the host in a step
     host = torch.cat(columns, 1).T.cpu().numpy()
     num_final, ends, failed, *drafter = host[:flags]
     if failed.any():

@@ -1,6 +1,5 @@
 """Speculative coupled decoding (SCD, first called MC-SJD; arXiv 2510.24211). SJD redraws the slots after a rejected
-draft even where their distribution has not moved; here old and new token are drawn jointly and stay equal more often.
-"""
+draft even if their distribution did not change. Here the old and new tokens are drawn jointly and agree more often."""
 
 from __future__ import annotations
 
@@ -12,16 +11,16 @@ from paradec.samplers.causal.sjd import SJD
 
 @dataclass(frozen=True)
 class SCD(SJD):
-    """SJD with coupled drafts: "gumbel" keeps one noise vector per position, "maximal" keeps the draft of every slot
+    """SJD with coupled drafts. "gumbel" reuses one noise vector per position. "maximal" keeps the draft of every slot
     with probability min(1, p / q) (`paradec.samplers.causal.sjd.coupled`).
 
-    Lossless as SJD is: a coupling does not change a draft's own distribution. The q of a kept draft is this step's p;
-    the public code of the maximal coupling keeps the old q and is therefore biased.
+    Lossless: a coupling does not change the distribution of a single draft. The q of a kept draft is this step's p; the
+    public code of the maximal coupling keeps the old q and is therefore biased.
 
     Args:
-        refresh: the coupling. See `SJD` for the rest.
-        siblings, branching: drafts of each of the next window's first `branching` slots (SJD-PAC): see
-            `paradec.samplers.causal.siblings.Siblings`.
+        refresh: the coupling, "gumbel" or "maximal".
+        siblings, branching: see `paradec.samplers.causal.siblings.Siblings` (SJD-PAC).
+        window, init, guess_distribution: see `SJD`.
     """
 
     refresh: str = "gumbel"
@@ -35,7 +34,7 @@ class SCD(SJD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Siblings(self.siblings, self.branching, self.refresh)  # checks them
+        Siblings(self.siblings, self.branching, self.refresh)  # checks the settings
 
     @property
     def branches(self) -> Siblings | None:

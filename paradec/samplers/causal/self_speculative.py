@@ -1,10 +1,10 @@
 """Self-speculation: a model fills a block of masks, and verifies its drafts token by token with the same weights.
 
-Models trained for both (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft in a call in which the last final token and
-the masks after it see each other, with the checkpoint's adapter; the causal mode verifies. Block-causal models (SDAR
-and its kin) verify in blocks of one: two columns a position, the causal tokens, and masks that see the tokens before
-them. This is S2D2 (arXiv 2603.25702), made exact at every temperature; `paradec.samplers.masked.rules.s2d2` follows the
-paper.
+Models trained for both modes (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft with the checkpoint's adapter, in a call
+in which the last final token and the masks after it see each other. The causal mode verifies. Block-causal models (as
+SDAR) verify with blocks of one token. A call then has two columns per position: a causal token, and a mask that sees
+the tokens before it. This is S2D2 (arXiv 2603.25702), but exact at every temperature;
+`paradec.samplers.masked.rules.s2d2` follows the paper.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ RULES = ("ratio", "match")
 
 @dataclass(frozen=True)
 class SelfSpeculative(CausalSampler):
-    """The model drafts a block of masks, and verifies the drafts itself.
+    """The model fills a block of masks with drafts and verifies them itself.
 
     Lossless at any temperature, top-k and top-p: the output has the distribution of the model's causal mode, for a
-    block-causal model of blocks of one. `nfe` counts the calls that verify, `state.draft_nfe` those that draft.
+    block-causal model that of blocks of one token. `nfe` counts the calls that verify, `state.draft_nfe` those that
+    draft.
 
     Args:
-        window: slots evaluated at once: the next token and `window - 1` drafts. None is the model's block.
-        rule: "ratio" accepts a draft x with min(1, p(x) / q(x)); "match" where a token drawn from p equals it, as the
-            published code does, which accepts less often.
-        threshold: None drafts in one call. With a number masks are filled over several calls, in each those whose token
-            has at least this probability, and the surest; drafts then depend on each other and need rule="match".
-        adapter: whether drafts are made with the checkpoint's adapter; None is yes where there is one.
+        window: slots evaluated at once: the next token and `window - 1` drafts. None means the model's block length.
+        rule: "ratio" accepts a draft x with probability min(1, p(x) / q(x)). "match" accepts it if it equals a token
+            drawn from p, as in the published code; this accepts less often.
+        threshold: None drafts in one call. A number fills masks over several calls. Each call fills those whose token
+            has at least this probability, and the most probable one. Then drafts depend on each other, which needs
+            rule="match".
+        adapter: whether to draft with the checkpoint's adapter; None: if there is one.
     """
 
     rule: str = "ratio"
@@ -74,7 +76,7 @@ class SelfSpeculative(CausalSampler):
             )
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, p(x) / q(x)), or whether the token drawn from p is the draft."""
+        """min(1, p(x) / q(x)), or 1 where the token drawn from p equals the draft, else 0."""
         if self.rule == "ratio":
             return window.ratio().clamp(max=1)
         return (window.sampled == window.drafts.tokens).to(window.p.dtype)
@@ -82,21 +84,21 @@ class SelfSpeculative(CausalSampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_model(self, model: Any) -> None:
-        """Raise TypeError for a model of another kind, ValueError for one without blocks of masks or the asked
-        adapter."""
+        """Raise TypeError for a model of another kind, ValueError for one that cannot fill blocks of masks or lacks the
+        requested adapter."""
         Sampler.check_model(self, model)
         facts, own_drafts = model.facts, getattr(model, "own_drafts", None)
         why = None
         if facts.topology in ("causal", "causal_context"):
-            why = "it does not say what a mask is" if own_drafts is None or facts.mask_token_id is None else None
+            why = "it has no masked mode or no mask id" if own_drafts is None or facts.mask_token_id is None else None
         elif facts.topology != "block_causal":
             why = f"it is {facts.topology.replace('_', '-')}"
         elif facts.whole_blocks:
-            why = "it chooses experts for whole blocks, and would for other ones than its own"
+            why = "it chooses experts for whole blocks, and the verified blocks differ from its own"
         elif own_drafts is not None:
-            why = "in this mode it is not causal: load it with topology='causal' or as it is by default"
+            why = "in this mode it is not causal: load it with topology='causal' or with the default"
         if why is None and not (model.supports_store and model.supports_visibility and model.pads):
-            why = "it does not run over a key/value store with masks of attention"
+            why = "it supports no key/value store with attention masks"
         if why is not None:
             raise ValueError(
                 f"sampler {self.name!r} needs a model that also decodes blocks of masks (Nemotron-Labs-Diffusion, or a "
@@ -111,23 +113,23 @@ class SelfSpeculative(CausalSampler):
         return min(self.window or block, num_new)
 
     def open(self, state: CausalState, model: Any) -> None:
-        """Draft nothing: the first step evaluates the prompt. Raises ValueError for a prompt with masks."""
+        """Start without drafts: the first step evaluates the prompt. Raises ValueError for a prompt with masks."""
         mask = model.facts.mask_id
         if bool(((state.canvas == mask) & state.given).any()):
-            raise ValueError(f"the prompt holds the mask id {mask}; sampler {self.name!r} goes on after prompts alone")
+            raise ValueError(f"the prompt contains the mask id {mask}; sampler {self.name!r} only continues prompts")
         state.drafting = Drafting(model, *np.zeros((2, state.batch), np.int64))
         state.drafted[:] = 0
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """As for all. On block-causal models, with blocks of one: the final tokens not yet stored and the drafts,
-        causal and stored; and for each slot a mask that sees the tokens before it and itself. Where the model predicts
-        shifted, the tokens answer for themselves."""
+        """As in the base class. For block-causal models, with blocks of one token: causal columns for the final tokens
+        not yet stored and the drafts, which are stored; and for each slot a mask that sees the tokens before it and
+        itself. With shifted predictions the logits of the causal columns suffice, without masks."""
         if state.facts.topology != "block_causal":
             return super().query(state)
         is_first, evaluated = state.row_step[state.rows] == 0, state.num_evaluated()
-        groups = (np.flatnonzero(is_first), np.flatnonzero(~is_first))  # prompts have a call of their own
+        groups = (np.flatnonzero(is_first), np.flatnonzero(~is_first))  # a separate call for prompts
         return [_verify_query(state, group, evaluated[group]) for group in groups if len(group)]
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
@@ -148,8 +150,8 @@ class SelfSpeculative(CausalSampler):
             self._fill(state, rows)
 
     def _fill(self, state: CausalState, rows: np.ndarray) -> None:
-        """Fill a window of masks after the last final token, over the model's store, without writing to it. Each mask's
-        logits are its q: drafts are drawn independently."""
+        """Fill a window of masks after the last final token; the call reads the model's store but does not write to it.
+        Each mask's logits give its q: drafts are drawn independently."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         q = None
         if self.threshold is None:
@@ -184,7 +186,7 @@ class SelfSpeculative(CausalSampler):
         return tokens
 
     def _logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
-        """Guided logits [R, W - 1, V] of the window, of which tokens [R, W - 1] are known so far."""
+        """Compute guided logits [R, W - 1, V] of the window. tokens: [R, W - 1]: its masks, and drafts drawn so far."""
         drafting = state.drafting
         model: Any = drafting.model
         query = _draft_query(state, rows, tokens)
@@ -199,13 +201,13 @@ class SelfSpeculative(CausalSampler):
 
 
 def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
-    """The last final token and the window's tokens [R, W - 1], which see each other and all final tokens in the store.
-    The window is evaluated whole, also past a row's end, so that drafts do not depend on where a row ends."""
+    """Evaluate the last final token and the window's tokens [R, W - 1], which see each other and all final tokens in
+    the store. The whole window is evaluated, also past a row's end, so that drafts do not depend on the end."""
     device, store_rows = state.context.device, state.context_rows(rows)
     last_position = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
     row_index, position = torch.as_tensor(store_rows, device=device), last_position[:, None] + np.arange(state.width)
     last_token = state.context[row_index, torch.as_tensor(last_position, device=device)].unsqueeze(1)
-    # where the model predicts shifted, the last final token's row is the first draft's
+    # with shifted predictions the last final token predicts the first draft
     first_column = 0 if _shifted_blocks(state) else 1
     wanted_columns = torch.arange(first_column, first_column + state.width - 1, device=device).expand(
         len(store_rows), -1
@@ -224,7 +226,7 @@ def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> Causal
 
 
 def _shifted_blocks(state: CausalState) -> bool:
-    """Whether masks are predicted one position to the left: block-causal models made from causal ones."""
+    """Whether a block-causal model has shifted predictions, as those adapted from causal models."""
     return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
 
 

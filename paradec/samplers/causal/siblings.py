@@ -1,17 +1,17 @@
 """Siblings of the next drafts: SJD-PAC's proactive drafting (arXiv 2603.18599).
 
-The token after the last accepted draft changes what the model says of the slots after it, so the next window's first
-drafts are rejected most often. Each of its first `branching` slots therefore holds `siblings` distinct drafts, the same
-below every parent; later slots draft below the path of the first siblings. The tree is evaluated in one forward.
+The token after the last accepted draft changes the distributions of the slots after it, so the next window's first
+drafts are rejected most often. Therefore each of its first `branching` slots has `siblings` distinct drafts, the same
+ones below every parent. Later slots continue the path of the first siblings. The tree is evaluated in one forward.
 
 - "maximal": `paradec.samplers.causal.trees.walk` verifies the first slots by "without_replacement": the first sibling
-  was drawn from the slot's q, the others from what is left of q. Later slots are those of a window.
-- "gumbel": a slot's token is argmax(log p + g), g the noise of its position; it is a hit if it is among the siblings,
-  the tokens of largest log q + g.
+  was drawn from the slot's q, the others from q without the siblings before them. Later slots are verified as a window.
+- "gumbel": a slot's token is argmax(log p + g), where g is the noise of its position. It is a hit if it is one of the
+  siblings, the tokens of largest log q + g.
 
 Both are exact; the paper's public code is not (docs/fidelity.md).
 
-`R` rows, `W` slots, `K` siblings, `B` slots that have them, `N` nodes, `V` tokens of the vocabulary.
+`R` rows, `W` slots, `K` siblings, `B` slots with siblings, `N` nodes, `V` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class SiblingTree:
     """A window's chain with siblings in its first slots."""
 
     first: Tree
-    """Down to depth B: K children below every node."""
+    """Tree of depth B: K children below every node."""
     node_index: Tensor
-    """[n] int64: indices of its nodes among all."""
+    """[n] int64: index in `layout` of each node of `first`."""
     layout: TreeLayout
-    """Of all nodes: the root, the chain of W - 1 drafts, and the other nodes of `first` in their order."""
+    """Layout of all nodes: the root, the chain of W - 1 drafts, then the other nodes of `first` in their order."""
 
 
 @lru_cache(maxsize=64)
 def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
-    """The tree of a window of `width` slots, more than `branching`."""
+    """Make the tree for a window of `width` slots; width must exceed `branching`."""
     first = tree_of((siblings,) * branching)
     node_index = [0]
     for path in first.paths:
@@ -63,12 +63,12 @@ def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
 
 @dataclass(frozen=True)
 class Siblings:
-    """Siblings as branches beside a window (`paradec.samplers.causal.window.Branches`).
+    """Siblings as branches of a window (`paradec.samplers.causal.window.Branches`).
 
     Args:
-        siblings: drafts of each of the first slots; 1, or temperature 0, is the window alone.
-        branching: slots that have siblings, at most the window's. siblings + siblings**2 + ... up to this power is at
-            most 255; so many nodes are evaluated beside the later drafts.
+        siblings: drafts of each of the first slots; with 1, or at temperature 0, only the window is drafted.
+        branching: slots that have siblings, at most those of the window. The nodes of these slots, siblings +
+            siblings**2 + ... + siblings**branching, are at most 255.
         refresh: the coupling, "gumbel" or "maximal".
     """
 
@@ -91,8 +91,8 @@ class Siblings:
     def check_model(self, model: Any) -> None:
         if getattr(model, "any_order", False):
             raise ValueError(
-                f"siblings={self.siblings} belong to a text's next positions; {model.facts.name} is a model of any "
-                "order: leave it at 1"
+                f"siblings={self.siblings} needs decoding from left to right; for {model.facts.name}, of any order, "
+                "leave it at 1"
             )
         check_branches("siblings", self.siblings, model)
 
@@ -100,7 +100,7 @@ class Siblings:
         return {"siblings": MemorySpec((self.branching, self.siblings - 1), torch.int64, -1, reset="sequence")}
 
     def tree(self, state: CausalState) -> SiblingTree | None:
-        """The window's chain with siblings; None where there are none."""
+        """The window's chain with siblings; None without siblings."""
         branching = min(self.branching, state.width - 1)
         if branching < 1 or state.request.temperature == 0:
             return None
@@ -121,7 +121,7 @@ class Siblings:
     # ---- verification ---------------------------------------------------------------------------------------------
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """Follow the accepted siblings, then the first ones; from slot B on the chain."""
+        """Select the path: the accepted siblings, then first siblings; from slot B on, the chain."""
         siblings = self.tree(state)
         assert siblings is not None
         positions = positions[:, : state.width]
@@ -138,7 +138,7 @@ class Siblings:
         window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
         slot_of_node = torch.tensor(tree.first.depths, device=p.device).clamp(max=depth - 1)
-        # per slot: u of the first sibling, u of the others, and the number of the draw when none is accepted
+        # per slot: u of the first sibling, u of the others, and the number that draws a token if none is accepted
         sibling_uniform = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
         walk_uniform = torch.cat((uniform[:, : depth + 1, 1:2], sibling_uniform, uniform[:, : depth + 1, 2:]), 2)
         result = walk(
@@ -182,12 +182,12 @@ class Siblings:
         path, reaches_chain = follow_path(tree, torch.stack(reached, 1), accepted)
         path_p = p.take_along_dim(path.unsqueeze(-1), 1)
         sampled = draw_tokens(state, path_p, positions, uniform[..., 0])
-        # the chain goes on where its drafts are what is drawn
+        # a draft of the chain is accepted if it equals the draw
         is_correct = state.memory.read(state.rows)["drafts"] == sampled
         is_correct[:, : first.depth] = torch.stack(hits, 1)
         is_correct[:, first.depth :] &= reaches_chain.unsqueeze(1)
         drafts = torch.where(is_correct.long().cumprod(1).bool(), sampled, -1)
-        return Path(path, path_p, sampled, drafts, torch.zeros_like(uniform[..., 1:]))  # nothing is left to chance
+        return Path(path, path_p, sampled, drafts, torch.zeros_like(uniform[..., 1:]))  # 0 always accepts
 
     # ---- the next siblings ----------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Siblings:
             largest = (safe_log(remaining) + noise).topk(min(self.siblings - 1, remaining.shape[-1]), -1)
             drafts = largest.indices.masked_fill(largest.values.isinf(), -1)
         else:
-            # number 0 is the guess's
+            # number 0 draws the guess
             uniform = state.uniform(rows, positions, self.siblings, DRAFT_STREAM)[..., 1:]
             drafts = RULE.children(remaining.flatten(0, 1), self.siblings - 1, uniform.flatten(0, 1)).view_as(uniform)
         padding = (0, self.siblings - 1 - drafts.shape[2], 0, self.branching - depth)
@@ -211,12 +211,12 @@ class Siblings:
 
 
 def follow_path(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
-    """Continue a walk of the first slots along the chain.
+    """Continue a walk through the first slots along the chain.
 
     nodes: [R, B + 1] int64: reached nodes of `tree.first`, -1 after the last. accepted: [R] int64.
-    Returns [R, W] int64: the node of each slot among all, along the nodes reached and then the first siblings, from
-    slot B on the chain. [R] bool: whether the walk has reached the last node of the chain's first slots, where it goes
-    on."""
+    Returns the node in `tree.layout` of each slot, [R, W] int64: the reached nodes, then first siblings, and from slot
+    B on the chain. Also returns whether the walk ended at the chain's node of slot B, where the chain continues, [R]
+    bool."""
     depth, device = tree.first.depth, nodes.device
     children, node_index = tree.first.children.to(device), tree.node_index.to(device)
     node, path = nodes[:, 0], [nodes[:, 0]]

@@ -1,14 +1,14 @@
 """Speculative Jacobi decoding (SJD): an autoregressive model verifies its own drafts of the next tokens in one forward.
 
 Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding",
-arXiv 2410.01699, section 3. One iteration of a row, over the last final token and a window of drafts x, where q is the
-distribution that x was drawn from (`CausalSampler` runs it, `SJD` below has the parts):
+arXiv 2410.01699, section 3. An iteration evaluates the last final token and a window of drafts x; q is the distribution
+that x was drawn from. `CausalSampler` runs the iteration; `SJD` below implements its parts:
 
-    predict    p of every slot in one forward, given the drafts before it; a token of p   `CausalSampler.propose`
+    predict    p of every slot in one forward, given the drafts before it; draw from p    `CausalSampler.propose`
     verify     accept x if u < min(1, p(x) / q(x)), u uniform, up to the first rejection  `verify`
-    resample   the rejected draft from norm(max(0, p - q)); it becomes final as well      `verify`
-    draft      the slots after it take their tokens of p, which is the q of the next      `verify`
-               iteration; the window moves, and its new slots get guesses (`init`)        `SJD.draft_window`
+    resample   draw the rejected slot from norm(max(0, p - q)); this token is final too   `verify`
+    draft      later slots use the tokens drawn from p as drafts; p is their next q       `verify`
+               move the window; its new slots get guesses (`init`)                        `SJD.draft_window`
 
 Verification up to the first rejection is algorithm 1 of Leviathan et al., arXiv 2211.17192.
 """
@@ -53,12 +53,12 @@ def verify(
 ) -> Verified:
     """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
 
-    drafted: [R, W] bool: slots that hold a draft; the others take the token sampled from p.
-    acceptance: [R, W]: probability that a draft is accepted if all before it are (`accept`).
+    drafted: [R, W] bool: slots with a draft; the others use the token sampled from p.
+    acceptance: [R, W]: probability that a draft is accepted, given that all before it are (`accept`).
     uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
-    refresh: the slots after the first rejection: "resample" and "gumbel" take the token sampled from p; "maximal" draws
-        with the drafts (`coupled`); "keep" leaves draft and q unchanged.
-    resample: False takes the sampled token instead of resampling (methods that accept equal tokens only)."""
+    refresh: new drafts of the slots after the first rejection. "resample" and "gumbel" use the token sampled from p;
+        "maximal" draws it jointly with the old draft (`coupled`); "keep" leaves draft and q unchanged.
+    resample: False uses the sampled token instead of resampling (methods that accept only equal tokens)."""
     p, drafts, sampled = window.p, window.drafts, window.sampled
     slot = torch.arange(p.shape[1], device=p.device)
     accept = drafted & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
@@ -79,26 +79,25 @@ def verify(
 
 @dataclass(frozen=True)
 class SJD(CausalSampler):
-    """A draft x is accepted with probability min(1, p(x) / q(x)); the first rejected one is resampled from norm(max(0,
-    p - q)), and the window after it is drawn again from p.
+    """A draft x is accepted with probability min(1, p(x) / q(x)). The first rejected one is resampled from norm(max(0,
+    p - q)), and the slots after it are drawn again from p.
 
-    Lossless: the output has the distribution of token-by-token decoding, in batches too and with every filter. The
+    Lossless: the output has the distribution of token-by-token decoding, also in batches and with every filter. The
     public code is lossless only for one row at temperature 1 without top-p: in a batch it verifies some tokens twice,
     the second time against an outdated q, and it applies temperature and top-p to the residual again.
 
     Args:
-        window: slots evaluated at once, the next token and `window - 1` drafts; 1 is token-by-token decoding. None is
-            16, and on models of any order all that is undecided.
-        init: guesses for slots that are new to the window: "random" (uniform over what may be drawn there), a copy of
-            the left neighbour ("repeat_horizontal") or of the one above ("repeat_vertical", needs a grid), or the
-            likeliest token there ("sample_horizontal", "sample_vertical"). If that neighbour is new too, the nearest
-            known one in the same direction is copied; if there is none, the guess is random. Tokens that the grid
-            prescribes are written. Models of any order take only "model": their own draws at undecided positions. None
-            is "model" for them, and "random" for others.
+        window: slots evaluated at once: the next token and `window - 1` drafts. 1 is token-by-token decoding. None
+            means 16, and for models of any order all undecided positions.
+        init: guesses for slots that are new to the window. "random": uniform over the allowed tokens. "repeat_*": the
+            token of the left ("horizontal") or upper neighbour ("vertical", needs a grid). "sample_*": the likeliest
+            token at that neighbour. If the neighbour is new too, the nearest known one in the same direction is used;
+            without one the guess is random. Tokens that the grid prescribes are always used. Models of any order accept
+            only "model": their own draws at undecided positions. None means "model" for them, "random" for others.
         refresh: drafts after the first rejection: see `verify`. "gumbel" draws a position with the same noise (one
-            number for each token) at every step, so its token changes only if p changes enough.
-        guess_distribution: q of random guesses: "uniform", or "one_hot" on the guess, as in the public code. Both are
-            exact; uniform ones are accepted more often.
+            number for each token) in every step, so its token changes only if p changes enough.
+        guess_distribution: q of random guesses: "uniform", or "one_hot" at the guess, as in the public code. Both are
+            exact; "uniform" guesses are accepted more often.
     """
 
     init: str | None = None
@@ -112,9 +111,9 @@ class SJD(CausalSampler):
     orders = True
     guesses = True
     resamples: ClassVar[bool] = True
-    """Whether a rejected draft is resampled from norm(max(0, p - q)); else the sampled token takes its place."""
+    """Whether a rejected draft is resampled from norm(max(0, p - q)); else the sampled token replaces it."""
     guesses_text: ClassVar[bool] = False
-    """Whether random guesses are tokens of the row's own text."""
+    """Whether random guesses are drawn from the tokens of the row's text."""
 
     def accept(self, window: DraftWindow) -> Tensor:
         return window.ratio().clamp(max=1)  # min(1, p(x) / q(x))
@@ -145,7 +144,7 @@ class SJD(CausalSampler):
     def guess(
         self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Guesses for slots that are new to the window: see `guess_drafts`."""
+        """Guess tokens for slots that are new to the window: see `guess_drafts`."""
         settings = self.init, self.guess_distribution, self.guesses_text
         return guess_drafts(state, rows, num_known, tokens, uniform, *settings)
 
@@ -175,10 +174,10 @@ class SJD(CausalSampler):
         check_choice("guess_distribution", self.guess_distribution, GUESS_DISTRIBUTIONS)
 
     def check_model(self, model: Any) -> None:
-        """As for all; ValueError for the model's own guesses from one that answers for its drafts alone."""
+        """As in the base class. Also raise ValueError for init="model" unless the model is of any order."""
         super().check_model(model)
         if self.init == "model" and not getattr(model, "any_order", False):
-            raise ValueError(f"init='model' needs a model of any order; {model.facts.name} says nothing of what is new")
+            raise ValueError(f"init='model' needs a model of any order; {model.facts.name} is not one")
         if self.branches is not None:
             self.branches.check_model(model)
 

@@ -13,7 +13,7 @@ class SJDPAC(SCD):
     """SCD with siblings in the first slots of each window.
 
     Lossless; the public code is not (docs/fidelity.md). The default is a wide, shallow tree, which evaluates fewer
-    positions for as many forwards (docs/results.md); the paper's is siblings=4, branching=3, window=64.
+    positions at the same number of forwards (docs/results.md). The paper has siblings=4, branching=3, window=64.
 
     Args:
         refresh: the coupling, as in `paradec.samplers.causal.scd.SCD`.

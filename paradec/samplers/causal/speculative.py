@@ -1,4 +1,4 @@
-"""Speculative decoding: a smaller model drafts, the model verifies its drafts in one forward.
+"""Speculative decoding: a smaller model drafts, and the model verifies the drafts in one forward.
 
 Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. Trees of drafts: SpecInfer, arXiv 2305.09781.
 Drafters that read hidden states: EAGLE, arXiv 2401.15077, and EAGLE-2, arXiv 2406.16858. Drafters that fill a block of
@@ -23,31 +23,31 @@ from paradec.samplers.causal.window import DraftWindow
 
 @dataclass(frozen=True)
 class Speculative(DraftingSampler):
-    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of them; exact rules verify them. A draft x
-    of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
+    """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of tokens. Exact rules verify the drafts; a
+    draft x of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
 
-    Lossless for any drafter, temperature, top-k, top-p, guidance and structure; these apply to the draft distribution
-    too. `nfe` counts the model's forwards, `state.draft_nfe` the drafter's.
+    Lossless for any drafter, temperature, top-k, top-p, guidance and structure, which also apply to the draft
+    distribution. `nfe` counts the model's forwards, `state.draft_nfe` the drafter's.
 
     Args:
-        drafter: a causal model with the same vocabulary, from `paradec.load`, `paradec.wrap` or transformers, or one of
-            the same image family; or an EAGLE, DFlash, DSpark or MTP drafter of this very model, from
-            `paradec.load_drafter`. Or "prompt_lookup", which copies what followed the same tokens earlier in the row
-            (settings: `paradec.samplers.causal.drafts.text.PromptLookup`). Or "token_recycling" with rule="naive",
-            which drafts the model's latest top predictions after each token
+        drafter: a causal model with the same vocabulary (from `paradec.load`, `paradec.wrap` or transformers), or an
+            image model of the same family; or an EAGLE, DFlash, DSpark or MTP drafter trained for this model, from
+            `paradec.load_drafter`. Or "prompt_lookup", which copies the tokens that followed the same tokens earlier in
+            the row (settings: `paradec.samplers.causal.drafts.text.PromptLookup`). Or "token_recycling" with
+            rule="naive", which drafts the model's latest top predictions after each token
             (`paradec.samplers.causal.drafts.text.TokenRecycling`). Or "self", which makes a
             `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Leave it out with
-            drafters that fill a window by themselves (prompt lookup, DFlash, DSpark, several MTP layers).
+            drafters that fill a whole window (prompt lookup, DFlash, DSpark, several MTP layers).
         tree: a static tree: children per node at each depth, e.g. (3, 2, 1), its paths, or a name of
             `paradec.samplers.causal.trees.TREES` ("mc_sim_7b_63" is EAGLE's). Or EAGLE-2's
-            `paradec.samplers.causal.trees.DynamicTree`. None is a chain.
-        rule: how a tree's nodes are verified, one of `paradec.samplers.causal.trees.RULES`. EAGLE uses
+            `paradec.samplers.causal.trees.DynamicTree`. None means a chain.
+        rule: rule that verifies a tree's nodes, one of `paradec.samplers.causal.trees.RULES`. EAGLE uses
             "without_replacement", EAGLE-2 "naive".
-        stop: ends a chain of drafts early: a callable of q and the drafts so far that returns after which draft to
-            stop, or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The
-            result stays exact. A smaller model skips the remaining forwards of the row; other drafters have fewer
-            drafts verified.
+        stop: ends a chain of drafts early: a callable of q and the drafts so far that returns whether each row stops,
+            or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The result
+            stays exact. It saves the drafter forwards of a smaller model; for other drafters it only reduces the
+            verified drafts.
     """
 
     window: int = 5
@@ -76,13 +76,13 @@ class Speculative(DraftingSampler):
         is_top_k = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
         if is_top_k and self.rule != "naive":
             source = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
-            raise ValueError(f"rule={self.rule!r} is not exact for {source}: drafts are not sampled; use 'naive'")
+            raise ValueError(f"rule={self.rule!r} must be 'naive' for {source}: its drafts are not sampled")
         if self.tree is not None and self.rule == "greedy":
             tree = tree_of(self.tree)
             counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
             if len({depth for depth, _ in counts}) < len(counts):
                 raise ValueError(
-                    f"rule='greedy' needs the same number of children at all nodes of a depth, unlike tree={self.tree}"
+                    f"tree={self.tree} must have the same number of children at all nodes of a depth for rule='greedy'"
                 )
 
     def _check_stop(self) -> None:

@@ -1,5 +1,4 @@
-"""The state of a request over a causal model, and the model calls that evaluate spans of rows over the key/value
-store."""
+"""State of a request to a causal model, and the model calls that evaluate spans of rows with the key/value store."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
 DRAFT_STREAM, NOISE_STREAM = 2, 3
 """Random streams of drafts and of position noise; `paradec.core.rng` has streams 0 and 1."""
 ALL_SLOTS = np.iinfo(np.int64).max - 1
-"""Number of drafts: one for every slot."""
+"""Value of `CausalState.drafted`: every slot has a draft."""
 
 
 class Spans(NamedTuple):
-    """Positions of rows that a step evaluates."""
+    """Positions of rows that a call evaluates."""
 
     rows: np.ndarray
     """[R] int64."""
@@ -46,9 +45,9 @@ class Spans(NamedTuple):
     """[R] int64 both: the positions to evaluate; a span from 0 is the branch's prompt."""
     first: np.ndarray
     wanted: int
-    """Number of positions from `first` [R] on whose logits are read; those past the span repeat its last."""
+    """Number of positions from `first` [R] on whose logits are read; positions past the span repeat its last one."""
     is_first: np.ndarray | None = None
-    """[R] bool: rows whose prompts are evaluated; with a store they have a separate call."""
+    """[R] bool: rows whose prompts are evaluated; with a store this takes a separate call."""
 
 
 @dataclass
@@ -56,28 +55,29 @@ class Drafting:
     """State of the model that drafts. `B` rows."""
 
     model: Any
-    """A model, or a drafter that reads hidden states (`paradec.models.drafter`), bound to the request's model."""
+    """The drafter: a model, or a `paradec.models.drafter` bound to the request's model, whose hidden states it
+    reads."""
     nfe: np.ndarray = field(metadata=ROWS)
-    """[B] int64: its forwards."""
+    """[B] int64: forwards of the drafter."""
     fed: np.ndarray = field(metadata=ROWS)
-    """[B] int64: final tokens that it has read."""
+    """[B] int64: final tokens that the drafter has read."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     features: Tensor | None = field(default=None, metadata=ROWS)
-    """[branches * B, F, D]: hidden states before the last tokens that it has read, for drafters that reread them."""
+    """[branches * B, F, D]: hidden states before the last tokens read, for drafters that reread them."""
     broken: Tensor | None = field(default=None, metadata=ROWS)
-    """[B] bool: whether it has returned NaN or infinite logits for a row."""
+    """[B] bool: whether the drafter returned NaN or infinite logits for a row."""
     parents: Tensor | None = field(default=None, metadata=ROWS)
-    """[B, N] int64: each node's parent, where trees differ between rows; -1 for the root."""
+    """[B, N] int64: each node's parent (-1 for the root), if trees differ between rows."""
 
 
 @dataclass
 class CausalState(State):
-    """What changes while tokens are drafted and verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
+    """State of rows whose tokens are drafted and verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
     tokens.
 
     Slot i of a row's window is position `committed + i`; a draft in the last slot is never verified. Memory: "drafts"
-    [B, W], "draft_source" [B, W], "draft_distribution" [B, W, V], as in `DraftDistributions`; with Gumbel noise "noise"
-    [B, W, V], position i at i % W; with "sample_*" inits "best" [B, L].
+    [B, W], "draft_source" [B, W] and "draft_distribution" [B, W, V], as in `DraftDistributions`; with Gumbel noise
+    "noise" [B, W, V], with position i at index i % W; with "sample_*" inits "best" [B, L].
     """
 
     facts: ModelFacts
@@ -86,50 +86,50 @@ class CausalState(State):
     context: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[branches * B, L] int64 ids, conditional rows first; positions from `committed` on hold the fill id."""
     shift: np.ndarray = field(metadata=row_layout(axis=1))
-    """[branches, B] int64: offset of a branch's positions, whose prompt may have another length."""
+    """[branches, B] int64: offset of a branch's positions, because its prompt may have another length."""
     prompt_length: np.ndarray = field(metadata=ROWS)
     length: np.ndarray = field(metadata=ROWS)
-    """[B] int64 on the host: where each row ends."""
+    """[B] int64 on the host: last position of each row + 1."""
     keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
     width: int
-    """W: the sampler's window, or the whole answer where that is shorter; of a tree its nodes."""
+    """W: the sampler's window or the whole answer, whichever is shorter; for a tree the number of nodes."""
     guess: Tensor
     """[V] float: the uniform distribution of random guesses."""
     guess_ids: Tensor
-    """[S] int64: tokens that have a share in it."""
+    """[S] int64: tokens with a probability above 0 in `guess`."""
     allowed: Tensor | None
-    """[V] bool: tokens that may be drawn; None when all may."""
+    """[V] bool: tokens that may be drawn; None: all."""
     ends: Tensor
     """[E] int64: ids that end a row."""
     grid: Grid | None = None
     layout: Tensor | None = None
-    """[N] int64: what the grid prescribes at each offset after the prompt, -1 where the model chooses."""
+    """[N] int64: token that the grid prescribes at each offset after the prompt, -1: none."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     embeddings: Tensor | None = field(init=False, default=None)
     """[V, d] float: vectors of the tokens, for methods that compare them."""
     drafting: Any = field(init=False, default=None, metadata=ROWS)
-    """`Drafting`, where a model drafts."""
+    """`Drafting`, or None without a drafter."""
     committed: np.ndarray = field(init=False, metadata=ROWS)
     row_step: np.ndarray = field(init=False, metadata=ROWS)
     drafted: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: drafts in each row's window."""
+    """[B] int64 on the host: number of drafts in each row's window."""
     requested_end: np.ndarray = field(init=False, metadata=ROWS)
     end: np.ndarray = field(init=False, metadata=ROWS)
     answer_start: np.ndarray = field(init=False, metadata=ROWS)
     stopped: np.ndarray = field(init=False, metadata=ROWS)
     reused: np.ndarray = field(init=False, metadata=ROWS)
     last_accepted: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64: how many tokens each row made final at the last step."""
+    """[B] int64: number of tokens that each row made final in the last step."""
 
     revises: ClassVar[bool] = False
     guesses: ClassVar[bool] = True
-    """Whether slots that are new to the window are guessed."""
+    """Whether slots that are new to the window get guesses."""
     attention_state: ClassVar[None] = None
     causal_keys: ClassVar[bool] = True
     cache: ClassVar[SimpleNamespace] = SimpleNamespace(name="causal")
     in_order: ClassVar[bool] = True
-    """Whether positions become final from left to right, so that a step's tokens continue a text."""
+    """Whether positions become final from left to right."""
     constraint: ClassVar[Any] = property(lambda self: self.features.get("constraint"))
     """The `CausalConstraint`, or None."""
     controls: ClassVar[Any] = property(lambda self: self.features.get("controls"))
@@ -150,7 +150,7 @@ class CausalState(State):
         self.reused = np.zeros(self.batch, np.int64)
         self.last_accepted = np.zeros(self.batch, np.int64)
         self.accepted: list[np.ndarray] = []
-        """[B] int64 per step: how many tokens each row made final; since rows have changed."""
+        """[B] int64 per step since the last change of rows: number of tokens that each row made final."""
 
     @property
     def draft_nfe(self) -> np.ndarray:
@@ -164,7 +164,7 @@ class CausalState(State):
 
     @cached_property
     def branches(self) -> int:
-        """Rows of the model per row of the state: 2 under guidance."""
+        """Model rows per row of the state: 2 under guidance, else 1."""
         return len(self.shift)
 
     @property
@@ -178,12 +178,12 @@ class CausalState(State):
 
     @property
     def num_given(self) -> np.ndarray:
-        """[B] int64: tokens that no step makes final."""
+        """[B] int64: number of given tokens (the prompt)."""
         return self.prompt_length
 
     @property
     def decided(self) -> np.ndarray:
-        """[B] int64: tokens that are final."""
+        """[B] int64: number of tokens that steps made final."""
         return self.committed - self.num_given
 
     @property
@@ -193,7 +193,7 @@ class CausalState(State):
 
     @property
     def undecided(self) -> Tensor:
-        """[B, L] bool: positions that a row has not reached yet."""
+        """[B, L] bool: positions that are not final yet."""
         bounds = torch.as_tensor(np.stack((self.committed, self.end)), device=self.context.device).unsqueeze(-1)
         return (self._column >= bounds[0]) & (self._column < bounds[1])
 
@@ -220,28 +220,28 @@ class CausalState(State):
         return torch.as_tensor(self.positions_of_ranks(rows[:, None], ranks), device=self.context.device)
 
     def positions_of_ranks(self, rows: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """Positions of `ranks` (int64, any shape, as `rows`) in the rows' orders."""
+        """Positions of `ranks` (int64, any shape) in the orders of `rows` (broadcast with `ranks`)."""
         return ranks
 
     def num_evaluated(self) -> np.ndarray:
-        """[R] int64: slots of each running row's window that this step evaluates."""
+        """[R] int64: number of slots of each running row's window that this step evaluates."""
         return np.minimum(self.slots(self.rows), 1 + self.drafted[self.rows])
 
     def num_stored(self) -> np.ndarray:
-        """[B] int64: final tokens in a store of final tokens only."""
+        """[B] int64: number of final tokens in the store, if the store has final tokens only."""
         return np.where(self.row_step > 0, self.committed - self.last_accepted, self.reused)
 
     def answered(self, evaluated: np.ndarray) -> np.ndarray:
-        """[R] int64: slots of the running rows with logits, of a step that evaluates `evaluated` [R]."""
+        """[R] int64: number of the running rows' slots with logits, if a step evaluates `evaluated` [R] slots."""
         return evaluated
 
     def verified(self, available: Tensor) -> Tensor:
-        """[R, W] bool: slots whose drafts are verified, where `available` [R, W] slots have logits."""
-        # the last slot before a row's end is the token after all drafts: nothing was drafted there
+        """[R, W] bool: slots whose drafts are verified. available: [R, W] bool: slots with logits."""
+        # the last slot with logits is the token after all drafts; it has no draft
         return torch.nn.functional.pad(available[:, 1:], (0, 1))
 
     def drafts_in(self, query: CausalQuery) -> np.ndarray:
-        """[N, Q] bool on the host: columns of a query's first branch that hold drafts (or padding)."""
+        """[N, Q] bool on the host: columns of a query's first branch with drafts (or padding)."""
         return query.positions[: len(query.rows)].cpu().numpy() >= self.committed[query.rows, None]
 
     def close(self, rows: np.ndarray) -> None:
@@ -268,21 +268,21 @@ class CausalState(State):
         stream: int | Tensor,
         steps_ahead: np.ndarray | None = None,
     ) -> Tensor:
-        """[R, W, count] float64 draws for `positions` at the rows' steps, plus `steps_ahead` [W]."""
+        """Uniform numbers [R, W, count] float64 for `positions` at the rows' steps, plus `steps_ahead` [W]."""
         steps = self.row_step[rows] if steps_ahead is None else self.row_step[rows, None] + steps_ahead
         steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
     def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """[R, W] int64: what the grid prescribes at positions, -1 where the model chooses and after the end."""
+        """[R, W] int64: tokens that the grid prescribes at positions, -1: none."""
         layout = self.layout
-        assert layout is not None  # asked where there is a grid alone
+        assert layout is not None  # called only with a grid
         offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)
         tokens = layout[offset.clamp(0, len(layout) - 1)]
         return torch.where(offset < len(layout), tokens, -1)
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Distribution of tokens at positions [R, W], under filters and grid: logits [R, W, V] -> [R, W, V]."""
+        """Distribution [R, W, V] of logits [R, W, V] at positions [R, W], with filters and prescribed tokens."""
         p = token_distribution(logits, self.request, self.allowed)
         if self.prescribes:
             forced = self.forced(rows, positions).unsqueeze(-1)
@@ -301,13 +301,13 @@ class CausalState(State):
     ) -> dict[str, Tensor]:
         """Quantities for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
 
-        p: [R, W, V]: the target distributions at `positions` [R, W]; None takes those of the logits.
-        logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: which of the N; None is all."""
+        p: [R, W, V]: the target distributions at `positions` [R, W]; None: computed from the logits.
+        logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: indices in N; None: all."""
         quantities = {}
         if self.logprobs is not None:
             node_logits = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
             source = self
-            if self.request.temperature == 0:  # where p is one-hot: that of temperature 1
+            if self.request.temperature == 0:  # p is one-hot: record temperature 1 instead
                 source, p = copy.copy(self), None
                 source.request = dataclasses.replace(self.request, temperature=1.0, top_p=None, top_k=None, min_p=None)
             quantities["log_p"] = safe_log(source.distribution(node_logits, rows, positions) if p is None else p)
@@ -316,8 +316,8 @@ class CausalState(State):
         return quantities
 
     def write(self, positions: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
-        """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. A row's positions are distinct,
-        those past its end last."""
+        """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. The positions of a row must be
+        distinct, with those past its end last."""
         # a tree can be deeper than the canvas: a column that wraps around twice would overwrite itself
         columns = self.context.shape[1]
         positions, tokens = positions[:, :columns], tokens[:, :columns]
@@ -325,15 +325,15 @@ class CausalState(State):
             self.context_rows(rows).reshape(self.branches, -1, 1) * columns, device=tokens.device
         )
         shift = torch.as_tensor(self.shift[:, rows, None], device=tokens.device)
-        # slots past the end wrap around, so that the positions of a row are distinct and can be written to
+        # slots past the end wrap around, so that all indices of a row are valid and distinct
         index, context = (positions + shift) % columns + row_offset, self.context.view(-1)
         context[index] = torch.where(tokens >= 0, tokens, context.take(index))
 
     def calls(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
-        """Evaluate spans of rows: one call, or one per length for models without padding.
+        """Make the queries that evaluate spans of rows: one, or for models without padding one per length.
 
-        store: where what lies before a span is read from and the span is written; None evaluates rows from 0.
-        pads: whether a call may hold rows of several lengths."""
+        store: store that has the tokens before the spans and stores the spans; None evaluates rows from 0.
+        pads: whether the model supports padding."""
         if store is None:
             spans = spans._replace(begin=np.zeros_like(spans.begin))
         return [self._call(store, spans, index) for index in self._groups(store, pads, spans)]
@@ -351,13 +351,13 @@ class CausalState(State):
     def _call(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
         rows, begin, stop, first = (array[index] for array in (spans.rows, spans.begin, spans.stop, spans.first))
         device, shift = self.context.device, self.shift[:, rows]
-        # [branches * N], branch after branch, as all that follows
+        # [branches * N], branch after branch, here and below
         committed, stop, first = ((array + shift).reshape(-1) for array in (self.committed[rows], stop, first))
         is_full = not begin.any()
         begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
         column = begin[:, None] + np.arange((stop - begin).max())
         valid = column < stop[:, None]
-        # slots past a row's end ask for any logits
+        # slots past a row's end repeat the last column's logits
         wanted_columns = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
         store_rows = self.context_rows(rows)
         row_index = torch.as_tensor(store_rows, device=device)
@@ -389,10 +389,10 @@ class CausalState(State):
 
     def why_rows_fixed(self) -> str | None:
         if self.trace is not None:
-            return "a trace is of the rows that it began with"
+            return "its trace records a fixed set of rows"
         drafter: Any = None if self.drafting is None else self.drafting.model
         if getattr(drafter, "reads_features", False) and drafter.base.makes != "text":
-            return "its drafter reads hidden states of an image model, which knows its rows by their place"
+            return "its drafter reads hidden states of an image model, which identifies rows by their index"
         return None
 
     def before_row_change(self, other: Self | None) -> None:
@@ -408,7 +408,7 @@ class CausalState(State):
         self._find_rows()
 
     def finish(self, rows: np.ndarray) -> None:
-        self.end[rows] = self.final_ends(rows)  # commits ask which rows have not reached their ends
+        self.end[rows] = self.final_ends(rows)  # `_find_rows` compares `committed` with `end`
 
     def final_ends(self, rows: np.ndarray) -> np.ndarray:
         return np.minimum(self.committed[rows], self.end[rows])
@@ -417,10 +417,10 @@ class CausalState(State):
         return int((self.length[rows] + self.shift[:, rows]).max())
 
     def widen(self, width: int) -> None:
-        """Give the rows `width` slots; new ones lie past every row's end."""
+        """Widen the window to `width` slots; new slots lie past every row's end."""
         old_width, self.width = self.width, max(self.width, width)
         self.memory.grow("slot", self.width)
-        if "noise" in self.memory and self.width > old_width:  # a position has its place by its number
+        if "noise" in self.memory and self.width > old_width:  # the index of a position's noise depends on the width
             noise = self.memory["noise"]
             position = self.committed[:, None] + np.arange(old_width)
             row = torch.arange(self.batch, device=noise.device).unsqueeze(1)
@@ -432,7 +432,7 @@ class CausalState(State):
             self.memory["noise"] = resized
 
     def context_rows(self, rows: np.ndarray) -> np.ndarray:
-        """[branches * R]: rows of the context and the store, of `rows` [R]."""
+        """[branches * R]: rows in the context and the store of `rows` [R]."""
         return branch_rows(rows, self.batch, self.batch * self.branches)
 
     def stores(self) -> tuple[KeyValueStore | None, ...]:
@@ -442,11 +442,11 @@ class CausalState(State):
         """None: the store is exact."""
 
     def kept_prefix(self, model: Any) -> None:
-        """Nothing is kept for the next request."""
+        """None: the next request reuses nothing."""
 
 
 def read_logits(state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Tensor:
-    """Logits [R, W, V] of the running rows, guided, in the order of `state.rows`."""
+    """Apply guidance and join the outputs: logits [R, W, V] in the order of `state.rows`."""
     if state.branches == 2:
         outputs = [apply_guidance(logits, state.request.guidance_scale) for logits in outputs]
     if len(outputs) == 1:

@@ -1,15 +1,15 @@
 """Verification of several drafts for one position: rules for a node, and the walk down a tree of drafts.
 
 A rule draws the children of a node from the draft distribution q and verifies them against the target distribution p.
-`RULES` are exact: a node's token has the distribution p for any q. They differ in how often it is one of the children,
-where the walk continues. Shapes: `R` rows, `K` children in the order of
-verification, `V` tokens.
+`RULES` are exact: the token after a node has the distribution p for any q. They differ in how often this token is one
+of the children, so that the walk continues. Shapes: `R` rows, `K` children in the order of verification, `V` tokens.
 
 - "recursive": independent children, each verified against the residual of those before it (SpecInfer, arXiv
   2305.09781).
 - "without_replacement": distinct children, each against the distribution it was drawn from (arXiv 2402.14160).
-- "k_seq": independent children against fixed distributions, p over the best rho in [1, K] (SpecTr, arXiv 2310.15141).
-- "naive": the K likeliest tokens; a draw from p is a hit when it is one of them.
+- "k_seq": independent children against fixed distributions, p / rho for the best rho in [1, K] (SpecTr, arXiv
+  2310.15141).
+- "naive": the K likeliest tokens; a draw from p is a hit if it is one of them.
 - "greedy": the K - 1 likeliest tokens and one drawn from the rest; it accepts most often (arXiv 2502.18779).
 
 "k_seq" suits spread-out distributions (images), "without_replacement" and "greedy" peaked ones.
@@ -41,27 +41,27 @@ MAX_NODES = 256
 
 
 class Rule(Protocol):
-    """How one node's children are drawn and verified."""
+    """Rule that draws and verifies the children of one node."""
 
     distinct: ClassVar[bool]
     """Whether repeated children are skipped."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """Children [R, K] int64 from q [R, V] with uniform [R, K]; -1 where q has no further token."""
+        """Draw children [R, K] int64 from q [R, V] with uniform [R, K]; -1 if q has no further token."""
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if there is none.
+        """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if none is accepted.
 
-        p, q: [R, V], each of sum 1. drafts: [R, K] int64, -1 where there is none. uniform: [R, K]."""
+        p, q: [R, V], with sum 1. drafts: [R, K] int64, -1: no draft. uniform: [R, K]."""
 
 
 def normalized(weights: Tensor) -> Tensor:
-    """weights [..., V] of sum 1."""
+    """Scale weights [..., V] to sum 1."""
     return weights / weights.sum(-1, keepdim=True)
 
 
 def without(distribution: Tensor, tokens: Tensor) -> Tensor:
-    """distribution [R, V] with tokens [R, N] set to 0 (-1 sets none), not normalised."""
+    """Set the probability of tokens [R, N] to 0 in a distribution [R, V], without normalising; -1 sets none."""
     size = distribution.shape[-1]
     mask = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
     mask.scatter_(1, torch.where(tokens < 0, size, tokens), True)
@@ -74,7 +74,7 @@ class Sequential:
     distinct: ClassVar[bool] = False
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """For children x [R]: the probability of acceptance [R], and p and q [R, V] after a rejection."""
+        """Return the acceptance probability [R] of children x [R], and p and q [R, V] after a rejection."""
         raise NotImplementedError
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class WithoutReplacement(Sequential):
 
 
 class Naive(Sequential):
-    """The likeliest tokens, each accepted with its share of the remaining p: together one draw from p."""
+    """The likeliest tokens, each accepted with its probability in the remaining p: in total one draw from p."""
 
     distinct = True
 
@@ -129,7 +129,7 @@ class Naive(Sequential):
 
 
 class KSeq:
-    """Independent children against fixed distributions, p divided by the rho that hits most often."""
+    """Independent children against fixed distributions: p divided by the rho that accepts most often."""
 
     distinct: ClassVar[bool] = False
     children = Recursive.children
@@ -138,7 +138,7 @@ class KSeq:
         real = drafts >= 0
         count = real.sum(1, keepdim=True).to(p.dtype)
         low, high = torch.ones_like(count), count.clamp(min=1)
-        for _ in range(BISECTIONS):  # the smallest rho with 1 - (1 - beta)^K <= rho beta; K is always one
+        for _ in range(BISECTIONS):  # the smallest rho with 1 - (1 - beta)^K <= rho beta, which holds for rho = K
             middle = (low + high) / 2
             beta = q.minimum(p / middle).sum(-1, keepdim=True)
             fits = 1 - (1 - beta).clamp(min=0) ** count <= middle * beta
@@ -153,7 +153,8 @@ class KSeq:
 
 
 class Greedy:
-    """The likeliest tokens and one drawn from the rest. Only the latter is verified; a draw may hit the others."""
+    """The likeliest tokens and one drawn from the remaining ones. Only the drawn one is verified; a draw may hit the
+    others."""
 
     distinct: ClassVar[bool] = False
 
@@ -164,7 +165,7 @@ class Greedy:
         return torch.cat((top_tokens, sampled.unsqueeze(1)), 1)
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        # the drawn child is the last one that is not padding
+        # the drawn child is the last one that is not -1
         last_column = (drafts >= 0).sum(1, keepdim=True) - 1
         column = torch.arange(drafts.shape[1], device=drafts.device)
         remaining = without(q, drafts.masked_fill(column >= last_column, -1))
@@ -187,7 +188,7 @@ RULES: dict[str, Rule] = {
 
 
 def _grow_paths(*counts: str) -> tuple[tuple[int, ...], ...]:
-    """Paths of a tree, from a digit per node: its number of children."""
+    """Make the paths of a tree. counts: per depth, the number of children of each node, one digit per node."""
     paths: list[tuple[int, ...]] = []
     nodes: list[tuple[int, ...]] = [()]
     for digits in counts:
@@ -205,15 +206,15 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
         "8", "84321111", "832111112100100101100", "5211100010010000001001100", "311001000010100", "20010000"
     ),
 }
-"""Published static trees by name: EAGLE's (LANTERN's too), and Token Recycling's."""
+"""Published static trees by name: that of EAGLE and LANTERN, and that of Token Recycling."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A static tree of drafts. Node 0 is the last final token; the others come in order of depth, then of their paths.
+    """A static tree of drafts. Node 0 is the last final token; the others are sorted by depth, then by path.
 
-    paths: one for every node but the root: the index of the child at each depth.
-    Raises ValueError: a path whose parent or elder sibling is missing."""
+    paths: one for every node except the root: the index of the child at each depth.
+    Raises ValueError for a path whose parent or previous sibling is missing."""
 
     paths: tuple[tuple[int, ...], ...]
 
@@ -226,22 +227,22 @@ class Tree:
                 check_int("tree", entry, low=0)
             elder = (*path[:-1], path[-1] - 1)
             if (len(path) > 1 and path[:-1] not in paths) or (path[-1] > 0 and elder not in paths):
-                raise ValueError(f"tree={shown(self.paths)} has the path {path} without its parent or elder sibling")
+                raise ValueError(f"tree={shown(self.paths)} has the path {path} without its parent or previous sibling")
         object.__setattr__(self, "paths", tuple(paths))
 
     @classmethod
     def of(cls, tree: Any) -> Tree:
-        """Make a tree from its paths, the number of children per depth, (2, 2, 1), or a name. Raises ValueError
-        otherwise."""
+        """Make a tree from paths, the number of children per depth (e.g. (2, 2, 1)), or a name of `TREES`. Raises
+        ValueError for anything else."""
         if isinstance(tree, str):
             if tree not in TREES:
                 raise ValueError(unknown_name("tree", tree, TREES))
             return cls(TREES[tree])
         if not isinstance(tree, Sequence) or len(tree) == 0:
-            raise ValueError(f"tree={shown(tree)} must be children per depth, (2, 2, 1) say, or paths")
+            raise ValueError(f"tree={shown(tree)} must be children per depth, e.g. (2, 2, 1), or paths")
         if not all(isinstance(entry, int) for entry in tree):
             if not all(isinstance(entry, Sequence) and not isinstance(entry, str) for entry in tree):
-                raise ValueError(f"tree={shown(tree)} must be children per depth, (2, 2, 1) say, or paths")
+                raise ValueError(f"tree={shown(tree)} must be children per depth, e.g. (2, 2, 1), or paths")
             return cls(tuple(map(tuple, tree)))
         nodes: list[tuple[int, ...]] = [()]
         paths: list[tuple[int, ...]] = []
@@ -255,7 +256,7 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """Nodes, the root included."""
+        """Number of nodes, including the root."""
         return len(self.paths) + 1
 
     @cached_property
@@ -265,17 +266,17 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Of the deepest node."""
+        """Depth of the deepest node."""
         return self.depths[-1]
 
     @property
     def children(self) -> Tensor:
-        """[N, K] int64: every node's children, -1 where it has fewer than the widest."""
+        """[N, K] int64: every node's children, padded with -1."""
         return self.layout.children[0]
 
     @cached_property
     def layout(self) -> TreeLayout:
-        """The same for all rows."""
+        """The tree as a layout that all rows share."""
         index = {(): 0} | {path: i for i, path in enumerate(self.paths, start=1)}
         parents = torch.tensor([[-1, *(index[path[:-1]] for path in self.paths)]])
         return TreeLayout(parents, self.depth, 1 + max(path[-1] for path in self.paths))
@@ -283,9 +284,9 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """Trees of the rows. Parents come before children, siblings in the order of verification.
+    """Trees of the rows. Parents precede children; siblings are in the order of verification.
 
-    parents: [R, N] int64, or [1, N] where all rows have the same tree; -1 for the root, node 0.
+    parents: [R, N] int64, or [1, N] if all rows have the same tree; -1 for the root, node 0.
     depth: of the deepest possible node. widest: the largest possible number of children."""
 
     parents: Tensor
@@ -294,7 +295,7 @@ class TreeLayout:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[R, N, N] bool: whether a node (row) sees another: itself and those on its path."""
+        """[R, N, N] bool: whether the node of the first index sees that of the second: itself or one on its path."""
         column = torch.arange(self.parents.shape[1], device=self.parents.device)
         ancestor = column.expand_as(self.parents)
         is_ancestor = torch.zeros((), dtype=torch.bool, device=ancestor.device)
@@ -310,7 +311,7 @@ class TreeLayout:
 
     @cached_property
     def children(self) -> Tensor:
-        """[R, N, K] int64: every node's children, -1 where it has fewer than `widest`."""
+        """[R, N, K] int64: every node's children, padded with -1."""
         rows, size = self.parents.shape
         elder = (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
         nodes = torch.full((rows, size * self.widest), -1, dtype=torch.int64, device=self.parents.device)
@@ -321,13 +322,13 @@ class TreeLayout:
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree, different for every row and step (arXiv 2406.16858, section 4). Each level adds the `top_k`
-    likeliest tokens below each of the `top_k` nodes with the likeliest paths; then the likeliest `nodes - 1` remain.
-    They are not drawn: only "naive" verifies them exactly.
+    likeliest tokens below each of the `top_k` nodes with the likeliest paths. Of all nodes the likeliest `nodes - 1`
+    are selected. They are not drawn: only "naive" verifies them exactly.
 
-    nodes: the root and the drafts (the paper's 60 for 7B models).
+    nodes: the root and the drafts (60 for 7B models in the paper).
     depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
     top_k: nodes per level, and tokens per node.
-    Raises ValueError: a number out of its range, or more nodes than candidates."""
+    Raises ValueError for a number out of its range, or more nodes than candidates."""
 
     nodes: int = 60
     depth: int = 6
@@ -340,8 +341,8 @@ class DynamicTree:
         max_candidates = self.top_k + (self.depth - 1) * self.top_k**2
         if self.nodes - 1 > max_candidates:
             raise ValueError(
-                f"nodes={self.nodes} is more than depth={self.depth} and top_k={self.top_k} name "
-                f"({max_candidates}) and the root"
+                f"nodes={self.nodes} must be at most {max_candidates + 1}, the candidates of depth={self.depth} and "
+                f"top_k={self.top_k} and the root"
             )
 
     def to_dict(self) -> dict[str, int]:
@@ -349,30 +350,30 @@ class DynamicTree:
 
 
 def hashable(tree: Any) -> Any:
-    """A static tree as strings, ints and tuples: lists come from JSON."""
+    """Convert the lists of a static tree (from JSON) to tuples."""
     return tree if isinstance(tree, str) else tuple(n if isinstance(n, int) else tuple(n) for n in tree)
 
 
 @lru_cache(maxsize=64)
 def tree_of(tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tree:
-    """`Tree.of`, once for equal trees."""
+    """`Tree.of`, cached."""
     return Tree.of(tree)
 
 
 @dataclass
 class Walk:
-    """Result of a tree's verification, for `R` rows. D is the depth of the tree."""
+    """Result of a tree's verification, for `R` rows and a tree of depth `D`."""
 
     nodes: Tensor
-    """[R, D + 1] int64: the node reached at each depth, root first; -1 after the last."""
+    """[R, D + 1] int64: the node reached at each depth, root first; -1 after the last node."""
     tokens: Tensor
-    """[R, D + 1] int64: the tokens that become final: `accepted` children, then one more."""
+    """[R, D + 1] int64: the tokens that become final: `accepted` children, then one more; -1 after these."""
     accepted: Tensor
     """[R] int64."""
     weights: Tensor
-    """[R, V]: weights of the last token's draw; not normalised."""
+    """[R, V]: weights that the last token was drawn from; not normalised."""
     scores: Tensor
-    """[R, D + 1]: the tokens' target probabilities; after the last, that of token 0 after the root."""
+    """[R, D + 1]: the tokens' target probabilities; after the last token, a finite filler."""
 
 
 def walk(
@@ -386,11 +387,11 @@ def walk(
 ) -> Walk:
     """Verify a tree of drafts from the root down.
 
-    drafts: [R, N] int64: the nodes' tokens; -1 where a node could not be drafted.
-    p: [R, N, V]: the target distribution after each node; or a function of the reached nodes [R].
-    q: [R, N, V]: the draft distributions after each node.
+    drafts: [R, N] int64: the nodes' tokens; -1: no draft.
+    p: [R, N, V]: the target distribution after each node; or a function that returns it for the reached nodes [R].
+    q: [R, N, V]: the draft distribution after each node.
     uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw if none is accepted.
-    hits: whether the walk continues at a child that equals that draw; exact for `RULES`."""
+    hits: whether the walk continues at a child that equals this draw; exact for `RULES`."""
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
     children = layout.children.to(device).expand(rows, -1, -1)
@@ -436,13 +437,13 @@ def walk(
 
 
 def real_nodes(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Tensor:
-    """Nodes [R, N] of the running rows; -1 for those with no token after them before the row's end."""
+    """Set nodes [R, N] of the running rows to -1 if no position remains after them before the row's end."""
     remaining = torch.as_tensor((state.end - state.committed)[state.rows, None], device=nodes.device)
     return nodes.masked_fill(tree.depths.to(nodes.device) >= remaining, -1)
 
 
 def step_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> CausalQuery:
-    """Evaluate the trees of a step, nodes [R, N] of the running rows; only final tokens are stored."""
+    """Evaluate the trees of a step. nodes: [R, N] of the running rows. Only final tokens are stored."""
     rows, num_stored = state.rows, state.num_stored()[state.rows]
     begin = np.where(num_stored > 0, num_stored + state.shift[:, rows], 0)
     wanted_nodes = np.arange(tree.parents.shape[1]) * state.drafted[rows].any()
@@ -459,9 +460,9 @@ def tree_query(
     num_drafts: int,
     wanted_nodes: np.ndarray,
 ) -> CausalQuery:
-    """Evaluate final tokens, which enter the store, and after them drafts of a tree, which do not.
+    """Evaluate final tokens, which are stored, and after them drafts of a tree, which are not.
 
-    rows: [R]. drafts: [R, N] int64, -1 where a node has none.
+    rows: [R]. drafts: [R, N] int64, -1: no draft.
     begin: [branches, R] int64: position of the first final token to evaluate; the last one is the root.
     num_drafts: drafts to evaluate, from node 1. wanted_nodes: [W] int64: nodes whose logits are read."""
     device, branches = state.context.device, state.branches

@@ -1,10 +1,10 @@
-"""The window of drafts: what a step proposes for it, and how drafts move and are guessed.
+"""The window of drafts: its proposal in a step, its move, and guesses for its new slots.
 
-The slots of a window that were not committed are drafts of the next: tokens of this step, whose q is this step's p.
-Slots new to the window get a guess, whose q is uniform, or one-hot (copied neighbours, `guess_distribution`).
+Slots of a window that were not committed become drafts of the next window: tokens of this step, whose q is this step's
+p. Slots new to the window get a guess, whose q is uniform or one-hot (copied neighbours, `guess_distribution`).
 
 With branches (`Branches`) the drafts are a tree: node 0 is the last final token, nodes 1 to W - 1 are the window's
-drafts, then come the branches. One path is chosen and verified as a window.
+drafts, and the other nodes are the branches. One path is selected and verified as a window.
 
 `R` rows, `W` slots, `N` nodes, `V` tokens of the vocabulary.
 """
@@ -28,7 +28,7 @@ from paradec.samplers.causal.trees import TreeLayout, real_nodes
 from paradec.samplers.distributions import probability, safe_log, select_slots
 
 UNIFORM, ONE_HOT = -1, -2
-"""Values of `DraftDistributions.source`: q is uniform over the guessable tokens; q is one-hot."""
+"""Values of `DraftDistributions.source`: q is uniform over the tokens of guesses; q is one-hot."""
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
@@ -48,10 +48,10 @@ class DraftDistributions:
     source: Tensor
     """[R, W] int64: index in `dense` of each slot's distribution, or UNIFORM, or ONE_HOT."""
     guess: Tensor
-    """[V] float: the distribution of UNIFORM."""
+    """[V] float: the distribution that UNIFORM means."""
 
     def probability_of(self, tokens: Tensor) -> Tensor:
-        """q of tokens [R, W, G] -> [R, W, G]."""
+        """q(token) of tokens [R, W, G]: [R, W, G]."""
         rows, count, size = self.dense.shape
         source = self.source.unsqueeze(-1)
         row = torch.arange(rows, device=tokens.device).view(-1, 1, 1)
@@ -64,7 +64,7 @@ class DraftDistributions:
         return self.probability_of(self.tokens.unsqueeze(-1)).squeeze(-1)
 
     def distributions(self, slot: Tensor | None = None) -> Tensor:
-        """q of slots [R, N], by default all: [R, N, V]."""
+        """q of slots [R, N] (None: all): [R, N, V]."""
         source, tokens = self.source, self.tokens
         if slot is not None:
             source, tokens = source.gather(1, slot), tokens.gather(1, slot)
@@ -77,7 +77,7 @@ class DraftDistributions:
 
 @dataclass
 class DraftWindow:
-    """Input of a method's `accept`: a window of drafts, with p and q."""
+    """Input of a method's `accept`: a window of drafts with p and q."""
 
     p: Tensor
     """[R, W, V]: the target distribution of each slot, given the drafts before it."""
@@ -97,20 +97,20 @@ class Verified(NamedTuple):
     """Result of verification."""
 
     tokens: Tensor
-    """[R, W] int64: the window after the step. Final up to and including slot `accepted`."""
+    """[R, W] int64: the window after the step. Tokens up to and including slot `accepted` are final."""
     accepted: Tensor
-    """[R, 1] int64: drafts accepted, those before the first rejection; one token more becomes final (-1: none does)."""
+    """[R, 1] int64: number of drafts before the first rejection; one more token becomes final. -1: none is final."""
     kept: Tensor | None = None
-    """[R, W] bool: slots that keep their old draft and q; None where there are none."""
+    """[R, W] bool: slots that keep their old draft and q; None: no slot."""
 
 
 # ---- what a step proposes -----------------------------------------------------------------------------------------
 
 
 def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery], guesses: bool) -> Proposal:
-    """The target distribution of every slot and a token drawn from it: see `CausalSampler.propose`.
+    """Compute the target distribution of every slot and draw a token from it: see `CausalSampler.propose`.
 
-    logits: [R, W, V], guided. guesses: whether slots that are new to the next window are guessed."""
+    logits: [R, W, V], guided. guesses: whether slots that are new to the next window get guesses."""
     rows, guided = state.rows, logits
     positions = state.positions(rows)
     if state.controls is not None:
@@ -137,8 +137,8 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
 
 
 def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Uniform numbers [R, W, 3] for positions [R, W]: to sample a token, for u, and for the residual. Where slots new
-    to the next window are guessed, also "guesses" [R, 2 W], from the first slot on."""
+    """Draw uniform numbers [R, W, 3] for positions [R, W]: to sample a token, to verify a draft, and to resample it. If
+    new slots get guesses, also return "guesses" [R, 2 W], numbers for 2 W slots from the first slot on."""
     if not (guesses and state.guesses):
         return state.uniform(state.rows, positions, 3, rng.TOKEN_STREAM), {}
     rows, width = state.rows, state.width
@@ -151,7 +151,8 @@ def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[
 
 
 def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [R, W] from p [R, W, V] with their positions' noise, or with `uniform` [R, W] without noise."""
+    """Draw tokens [R, W] from p [R, W, V] with the noise of their positions, or without noise with `uniform`
+    [R, W]."""
     if state.request.temperature == 0:
         return argmax(p)
     if "noise" not in state.memory:
@@ -161,15 +162,15 @@ def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tenso
 
 
 def read_drafts(state: CausalState, rows: np.ndarray) -> DraftDistributions:
-    """The drafts in the windows of rows, with q."""
+    """Read the drafts in the windows of rows, and their q."""
     memory = state.memory.read(rows)
     return DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
 
 
 def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Tensor]:
-    """Return the window that a step verifies, and [R, W] bool: slots that hold drafts."""
+    """Return the window that a step verifies, and the slots with drafts, [R, W] bool."""
     drafts, drafted = read_drafts(state, proposal.rows), state.verified(proposal.available)
-    if "drafts" in proposal.quantities:  # those of a path that branches have chosen
+    if "drafts" in proposal.quantities:  # drafts of the path that branches selected
         drafts.tokens = proposal.quantities["drafts"].clamp(min=0)
         drafted = drafted & (proposal.quantities["drafts"] >= 0)
     return DraftWindow(proposal.quantities["p"], drafts, proposal.values, state.embeddings), drafted
@@ -181,8 +182,8 @@ def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Te
 def move_window(
     state: CausalState, proposal: Proposal, verified: Verified, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move the window on by `count` [R, 1] tokens; this step's p becomes the q of what was not committed. Returns [R,
-    W] bool: slots that hold drafts, in front; the drafts and their `DraftDistributions.source`, [R, W] int64 both."""
+    """Move the window by `count` [R, 1] tokens. For tokens that were not committed, this step's p becomes q. Returns
+    the slots with drafts, [R, W] bool (a prefix); the drafts and their `DraftDistributions.source`, [R, W] int64."""
     rows, p = proposal.rows, proposal.quantities["p"]
     slot = torch.arange(state.width, device=p.device)
     dense, source = p, slot.expand(len(rows), -1)
@@ -211,9 +212,9 @@ def guess_drafts(
 ) -> tuple[Tensor, Tensor]:
     """Guess [R, W] tokens for every slot of the next window; also return their `DraftDistributions.source` [R, W].
 
-    num_known: [R, 1]: slots in front that hold drafts [R, W].
+    num_known: [R, 1]: number of first slots that already have drafts [R, W].
     uniform: [R, W]: numbers for random guesses; None draws them.
-    init, distribution: see `SJD`. from_text: whether random guesses are tokens of the row's own text."""
+    init, distribution: see `SJD`. from_text: whether random guesses are drawn from the tokens of the row's text."""
     if not state.guesses:
         return drafts, torch.full_like(drafts, ONE_HOT)
     if uniform is None:
@@ -237,12 +238,12 @@ def guess_drafts(
 
 
 def random_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor:
-    """[R, W] int64: random tokens of each row's text, by uniform [R, W]; -1 for those that may not be drawn."""
+    """Draw tokens [R, W] int64 of each row's text with uniform [R, W]; -1 for tokens that are not allowed."""
     device, size = uniform.device, len(state.guess)
     length = torch.as_tensor(state.committed[rows, None], device=device)
     column = (uniform * length).long().minimum(length - 1)
     text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, column)
-    # prompts may hold ids that have no logit
+    # prompts may contain ids beyond the logits
     fits = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
     return torch.where(fits, text, -1)
 
@@ -250,7 +251,7 @@ def random_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor
 def copy_neighbours(
     state: CausalState, rows: np.ndarray, init: str, positions: Tensor, num_known: Tensor, drafts: Tensor
 ) -> Tensor:
-    """[R, W] int64: the neighbour's token at positions [R, W], -1 where there is none. See `guess_drafts`."""
+    """Copy tokens [R, W] int64 of the neighbours of positions [R, W], -1: no neighbour. init: see `SJD`."""
     index = torch.as_tensor(rows, device=drafts.device)
     slot = torch.arange(state.width, device=drafts.device)
     if init.startswith("sample"):
@@ -264,13 +265,13 @@ def copy_neighbours(
     if init.endswith("horizontal"):
         source = last_known.expand_as(positions)
     else:
-        assert state.grid is not None  # `SJD.check_request` has seen to it
+        assert state.grid is not None  # `SJD.check_request` checked it
         stride, _ = state.grid.line(positions - prompt_length)
         source = positions - stride * torch.div(positions - last_known + stride - 1, stride, rounding_mode="floor")
     copied = tokens.gather(1, source.clamp(min=0, max=tokens.shape[1] - 1))
     if state.grid is None:
         return copied
-    # copy image tokens only, not into the first column from its left, and not from another raster
+    # copy only image tokens of the same raster, and nothing from the left of the first column
     stride, first_column = state.grid.line(positions - prompt_length)
     usable = (source >= prompt_length + first_column) & (
         state.forced(rows, source.clamp(min=0).maximum(prompt_length)) < 0
@@ -281,7 +282,7 @@ def copy_neighbours(
 
 
 def put_noise(state: CausalState, rows: np.ndarray, num_new: np.ndarray) -> None:
-    """Draw Gumbel noise for the last `num_new` [R] positions of the windows; none at temperature 0."""
+    """Draw and store Gumbel noise for the last `num_new` [R] positions of the windows; none at temperature 0."""
     if "noise" not in state.memory or state.request.temperature == 0:
         return
     noise, device = state.memory["noise"], state.context.device
@@ -293,21 +294,21 @@ def put_noise(state: CausalState, rows: np.ndarray, num_new: np.ndarray) -> None
     noise[row, position % state.width] = rng.gumbel(uniform).squeeze(1).to(noise.dtype)
 
 
-# ---- branches beside the window -----------------------------------------------------------------------------------
+# ---- branches -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Path:
-    """The path that a step over branches continues with."""
+    """The selected path through a window with branches."""
 
     node: Tensor
-    """[R, W] int64: the node whose distribution is each slot's."""
+    """[R, W] int64: the node whose distribution each slot uses."""
     p: Tensor
-    """[R, W, V]: these distributions."""
+    """[R, W, V]: distribution of each slot."""
     sampled: Tensor
-    """[R, W] int64: a token drawn from each."""
+    """[R, W] int64: a token drawn from each distribution."""
     drafts: Tensor
-    """[R, W] int64: the draft of each slot; -1 takes the sampled token."""
+    """[R, W] int64: the draft of each slot; -1: none, use the sampled token."""
     uniform: Tensor
     """[R, W, 2] float64: numbers to verify each draft and to resample a rejected one; 0 always accepts."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
@@ -321,23 +322,23 @@ class Branches(Protocol):
         """Memory between steps."""
 
     def check_model(self, model: Any) -> None:
-        """Raise ValueError for a model whose queries cannot hold them."""
+        """Raise ValueError for a model that cannot evaluate branches."""
 
     def layout(self, state: CausalState) -> TreeLayout | None:
-        """The window's chain and the branches; None where there are none."""
+        """Layout of the window's chain and the branches; None without branches."""
 
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
-        """[R, N] int64: the running rows' drafts, -1 where a node has none and at the root."""
+        """[R, N] int64: the running rows' drafts; -1 at the root and at nodes without a draft."""
 
     def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """Choose the path through nodes [R, N], with p [R, N, V] at positions [R, N]."""
+        """Select the path through nodes [R, N] with p [R, N, V] at positions [R, N]."""
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
-        """Renew the branches of rows whose windows are drafted. quantities: the proposal's; empty at the start."""
+        """Draft the branches of rows, whose windows are drafted. quantities: those of the proposal; empty at start."""
 
 
 def check_branches(name: str, value: int, model: Any) -> None:
-    """Raise ValueError for a setting that needs branches, on a model whose queries cannot hold them."""
+    """Raise ValueError for setting `name`, which needs branches, and a model that cannot evaluate branches."""
     if not (model.supports_store and model.supports_visibility):
         raise ValueError(f"{name}={value} needs a model that runs over a store; {model.facts.name} does not")
 
@@ -345,7 +346,7 @@ def check_branches(name: str, value: int, model: Any) -> None:
 def propose_path(
     state: CausalState, branches: Branches, tree: TreeLayout, logits: Tensor, queries: list[CausalQuery]
 ) -> Proposal:
-    """As `propose_window`, along the chosen path. logits: [R, N, V], guided."""
+    """As `propose_window`, for the selected path. logits: [R, N, V], guided."""
     rows, guided = state.rows, logits
     nodes = real_nodes(state, tree, branches.nodes(state, tree))
     positions = torch.as_tensor(state.committed[rows, None], device=nodes.device) + tree.depths.to(nodes.device)

@@ -1,4 +1,4 @@
-"""ZipAR (He et al., arXiv 2412.04062): rows of an image are decoded side by side, each some tokens behind the one
+"""ZipAR (He et al., arXiv 2412.04062): rows of an image are decoded in parallel, each some tokens behind the row
 above."""
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from paradec.samplers.distributions import probability
 
 @dataclass(frozen=True)
 class Step:
-    """One call: which positions are evaluated, with the tokens of which, and which tokens their logits choose. All are
-    offsets from the end of the prompt; -1 is its last token."""
+    """One model call. Offsets count from the end of the prompt; -1 is its last token."""
 
     fed: list[int]
+    """Offsets of the evaluated positions."""
     token_of: list[int]
+    """Offsets of the tokens that are evaluated at these positions."""
     read: list[int]
     """Columns of `fed` whose logits are read."""
     chosen: list[int]
-    """The offsets that they choose."""
+    """Offsets of the tokens that these logits predict."""
 
 
 def schedule(grid: Grid, window: int) -> list[Step]:
-    """The steps of a grid; the first one evaluates the prompt too. Rasters come one after the other."""
+    """Plan the steps of a grid, one raster after the other; the first step also evaluates the prompt."""
     forced = grid.layout.tolist()
-    deferred: list[int] = []  # what a row that is full leaves to evaluate
+    deferred: list[int] = []  # offsets at the end of complete rows, evaluated in the next step
     steps: list[Step] = []
     for begin, height, width in grid.rasters:
         stride = width + grid.stride - grid.width
@@ -50,18 +51,18 @@ def schedule(grid: Grid, window: int) -> list[Step]:
         for (cells,) in orders.ZipAR(window).groups(height, width):
             fed: dict[int, int] = {offset: offset for offset in deferred}
             targets: dict[int, int] = {}
-            num_decided = dict(divmod(cell, width) for cell in cells.tolist())  # cells that each open row has
+            num_decided = dict(divmod(cell, width) for cell in cells.tolist())  # decided cells of each open row
             deferred = []
             for row, column in num_decided.items():
-                offset = row_starts[row] + column  # the token to choose
+                offset = row_starts[row] + column  # the token to predict
                 targets[offset - 1] = offset
                 num_above = num_decided.get(row - 1, width)
                 is_known = column > 0 or row == 0 or forced[offset - 1] >= 0 or num_above == width
-                # the end of the row above is not known: its last token so far takes the place
+                # if the end of the row above is not decided, its last decided token is evaluated instead
                 fed.setdefault(offset - 1, offset - 1 if is_known else row_starts[row - 1] + num_above - 1)
                 if column == width - 1:
                     deferred += range(offset, row_starts[row] + stride)
-            if not steps:  # all that comes before the first image token
+            if not steps:  # all positions before the first image token
                 fed = {offset: offset for offset in range(-1, begin)} | fed
             order = sorted(fed)
             columns = [order.index(offset) for offset in targets]
@@ -71,13 +72,13 @@ def schedule(grid: Grid, window: int) -> list[Step]:
 
 @dataclass
 class ZipARState(CausalState):
-    """Of a request whose rows of tokens are decoded side by side."""
+    """State of a request whose image rows are decoded in parallel."""
 
     schedule: list[Step] = field(init=False, default_factory=list)
-    """What each step evaluates."""
+    """The steps of the request."""
 
     def close(self, rows: np.ndarray) -> None:
-        # all before the first token that some later step chooses is final
+        # tokens before the first one that a later step predicts are final
         targets = [offset for step in self.schedule[self.commits :] for offset in step.chosen]
         self.committed = self.prompt_length + min(targets, default=self.max_new_tokens)
         self._find_rows()
@@ -85,14 +86,14 @@ class ZipARState(CausalState):
 
 @dataclass(frozen=True)
 class ZipAR(CausalSampler):
-    """A row begins once `window` tokens of the row above are decided; all open rows grow by one token per step.
+    """A row starts once `window` tokens of the row above are decided; all open rows grow by one token per step.
 
-    Not lossless: tokens do not see undecided tokens to their right in the rows above. If rows have no end token, a
-    row's first token follows the latest token of the row above. With `window` at least the image's width it is
-    token-by-token decoding. Nothing is drafted. Needs a grid and a model with a key/value store.
+    Not lossless: a token does not see the undecided tokens at the right of the rows above. If rows have no end token, a
+    row's first token is predicted from the latest token of the row above. With `window` at least the image's width this
+    is token-by-token decoding. There are no drafts. Needs a grid and a model with a key/value store.
 
     Args:
-        window: the lead of a row over the next one, in tokens.
+        window: number of tokens by which a row is ahead of the next one.
     """
 
     window: int = 16
@@ -111,7 +112,7 @@ class ZipAR(CausalSampler):
     def check_request(self, model: Any, grid: Grid | None) -> None:
         """Raise ValueError without a grid, or for a model without a store."""
         if grid is None:
-            raise ValueError(f"sampler {self.name!r} decodes the rows of an image: it needs a grid")
+            raise ValueError(f"sampler {self.name!r} decodes rows of an image: it needs a grid")
         if not model.supports_store:
             raise ValueError(
                 f"sampler {self.name!r} needs a model that runs over a key/value store; {model.facts.name} does not"
@@ -126,19 +127,19 @@ class ZipAR(CausalSampler):
     def open(self, state: CausalState, model: Any) -> None:
         assert isinstance(state, ZipARState) and state.grid is not None and state.layout is not None  # checked
         state.schedule = schedule(state.grid, self.window)
-        layout = state.layout.expand(state.batch, -1)  # what the grid prescribes is there from the start
+        layout = state.layout.expand(state.batch, -1)  # prescribed tokens are written at the start
         state.write(_columns(state, range(len(state.layout))), state.rows, layout)
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
-        return Sampler.observe(self, state, proposal)  # nothing is drafted
+        return Sampler.observe(self, state, proposal)  # without drafts
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """The last token of every open row, at its place; at first the prompt."""
+        """Evaluate the last token of every open row at its position; in the first step the prompt."""
         assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
         prompt_end = (state.prompt_length + state.shift).reshape(-1)[:, None]
         columns, token_at = prompt_end + np.array(step.fed), prompt_end + np.array(step.token_of)
-        if not state.commits:  # every row's own prompt, from its beginning; they end in one column
+        if not state.commits:  # the whole prompt of every row, right-aligned
             columns = token_at = prompt_end + np.arange(-int(prompt_end.max()), step.fed[-1] + 1)
         valid = columns >= 0
         logit_columns = np.array(step.read) + columns.shape[1] - len(step.fed)
@@ -162,7 +163,7 @@ class ZipAR(CausalSampler):
         ]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """A token for every open row. Quantities: "top_logit" [R, W]."""
+        """Draw a token for every open row. Quantities: "top_logit" [R, W]."""
         assert isinstance(state, ZipARState)
         positions = _columns(state, state.schedule[state.commits].chosen)
         logits = read_logits(state, outputs, queries)
@@ -174,14 +175,14 @@ class ZipAR(CausalSampler):
         return make_proposal(state, queries, tokens, positions, probability(p, tokens), available, quantities)
 
     def verify(self, state: CausalState, proposal: Proposal) -> Verified:
-        """All tokens are final."""
+        """Make all tokens final."""
         tokens = proposal.values
         return Verified(tokens, torch.full_like(tokens[:, :1], tokens.shape[1] - 1))
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
-        """Nothing is drafted."""
+        """Draft nothing."""
 
 
 def _columns(state: CausalState, offsets: Iterable[int]) -> Tensor:
-    """[B, N] int64: positions of offsets [N]."""
+    """[B, N] int64: positions of offsets [N] after the prompt."""
     return torch.as_tensor(state.prompt_length[:, None] + np.array(list(offsets)), device=state.context.device)

@@ -279,7 +279,7 @@ def test_settings() -> None:
             return torch.eye(7)[(input_ids + 1) % 7]
 
     bare = paradec.wrap(Ids(), topology="causal", prediction="shifted")
-    with pytest.raises(ValueError, match="early_exit='published' keeps keys and values"):
+    with pytest.raises(ValueError, match="early_exit='published' needs a model with a key.value store"):
         paradec.generate(bare, input_ids=[[1, 2]], sampler=ceed, max_new_tokens=5)
     out = paradec.generate(bare, input_ids=[[1, 2]], sampler=Jacobi(group=3), max_new_tokens=5)
     assert out.new_tokens.tolist() == [[3, 4, 5, 6, 0]]

@@ -1,1 +1,1 @@
-"""Where drafts of a causal model come from, a source a file. `source.py` has the interface."""
+"""Sources of drafts for a causal model. `source.py` has the interface."""

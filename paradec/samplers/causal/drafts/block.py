@@ -1,8 +1,8 @@
 """Drafts of a whole window in one forward of the drafter (DFlash, `paradec.models.dflash`).
 
-It reads what the model's layers made of the new final tokens, which enter its key/value store, then the last final
-token with masks after it, which do not. Each mask's logits are the q of its own position: the drafts are drawn
-independently of each other and verified as any chain.
+The drafter reads the model's hidden states of the new final tokens and stores their keys and values. Then it reads the
+last final token and masks after it, which are not stored. The logits of each mask give the q of its position. So the
+drafts are drawn independently of each other; they are verified as any chain.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, read_logits
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """A window of masks that one forward of the drafter fills."""
+    """Source: one forward of the drafter fills a window of masks."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         drafting = state.drafting
         drafter: Any = drafting.model
-        assert features is not None  # such drafters read them
+        assert features is not None  # drafters of blocks read hidden states
         query, num_new = block_query(state, drafting.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
         width = query.tokens.shape[1] - drafter.block_size
         context = right_align(features, num_new, width)
@@ -61,8 +61,8 @@ def draft_in_order(
 ) -> tuple[Tensor, Tensor]:
     """Draft [R, n] at positions [R, n] from left to right; also return q [R, n, V].
 
-    logits: called with a slot and the tokens before it [R]; returns [R, V].
-    candidates: called with a slot; returns the ids [R, K] outside of which these are -inf, or None for the vocabulary.
+    logits: called with a slot and the tokens [R] before it; returns [R, V].
+    candidates: called with a slot; returns the ids [R, K] whose logits are finite, or None: the whole vocabulary.
     """
     drafting, device = state.drafting, positions.device
     last_position = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
@@ -78,7 +78,7 @@ def draft_in_order(
         ids = None if use_vocabulary or candidates is None else candidates(slot)
         if ids is None:
             token = draw(q, uniform[:, slot]).squeeze(1)
-        else:  # in the order of the candidates, outside of which q is 0
+        else:  # draw in the order of the candidates; q is 0 for all other ids
             column = draw(q.squeeze(1).gather(1, ids).unsqueeze(1), uniform[:, slot])
             token = ids.gather(1, column).squeeze(1)
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
@@ -89,10 +89,10 @@ def draft_in_order(
 def block_query(
     state: CausalState, fed: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
-    """Query of final tokens that the drafter has not read, right-aligned, then the last final token and masks.
+    """Query of the final tokens that the drafter has not read, right-aligned, then the last final token and masks.
 
-    fed: [R] int64: final tokens that it has read. size: columns of the block.
-    Returns the query, and how many columns each row of the call has before the block, [branches * R] int64."""
+    fed: [R] int64: number of final tokens that the drafter has read. size: columns of the block.
+    Returns the query, and [branches * R] int64: number of unread tokens in each row of the call."""
     device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(fed > 0, fed + shift, 0).reshape(-1)
     last_position = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token
@@ -124,8 +124,8 @@ def block_query(
 
 @dataclass(frozen=True)
 class DraftWalk(DraftBlock):
-    """A window drawn from left to right over one forward of the drafter (DFlash 2, DSpark): small matrices link the
-    tokens."""
+    """Source: tokens drawn from left to right from one forward of the drafter (DFlash 2, DSpark). Small matrices make
+    the logits of a slot depend on the token before it."""
 
     def _draw(
         self, state: CausalState, rows: np.ndarray, positions: Tensor, output: Tensor, query: CausalQuery

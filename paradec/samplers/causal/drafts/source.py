@@ -1,4 +1,4 @@
-"""Sources of drafts: the interface, and how a model that drafts is read. A source writes drafts [R, W] or [R, N] and
+"""Sources of drafts: the interface, and functions that run a drafter model. A source writes drafts [R, W] or [R, N] and
 their distributions q into the state's memory."""
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paradec.samplers.causal.window import ONE_HOT
 
 
 class DraftSource(Protocol):
-    """Fills the next windows, or trees, of rows."""
+    """Source of drafts for the next windows or trees of rows."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """Draft for rows [R]; each takes at least one draft.
+        """Draft for rows [R], each with space for at least one draft.
 
         features: [branches * R, F, D]: the model's hidden states before the tokens that became final, from the first
-            that the drafter has not read; None for drafters that read none."""
+            that the drafter has not read; None for drafters that read no hidden states."""
 
 
 def record_broken(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
-    """Return the drafter's distributions [R, ..., V], and record rows with NaN for the next commit."""
+    """Record rows with NaN in the drafter's distributions q [R, ..., V] for the next commit; return q unchanged."""
     broken = q[..., 0].isnan().flatten(1).any(1)
     if drafting.broken is None:
         drafting.broken = torch.zeros(len(drafting.nfe), dtype=torch.bool, device=q.device)
@@ -46,9 +46,9 @@ def exclude_tokens(
     tokens: Tensor,
     nodes: Sequence[int] | np.ndarray,
 ) -> Tensor:
-    """Exclude the tokens that may not be drawn from logits [R, K, V] after nodes of the rows' trees (arguments as for
-    `CausalConstraint.mask_nodes`). If a drafter, with its own vocabulary or candidates, has none of the others, these
-    are equally likely."""
+    """Set the logits [R, K, V] of tokens that may not be drawn after nodes of the rows' trees to -inf (arguments as for
+    `CausalConstraint.mask_nodes`). If the drafter's own vocabulary or candidates contain no allowed token, all allowed
+    tokens become equally likely."""
     constraint, allowed = state.constraint, state.allowed
     if constraint is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
@@ -60,13 +60,14 @@ def exclude_tokens(
 
     fitted = fit(logits)
     is_empty = (fitted == -torch.inf).all(-1, keepdim=True)
-    if constraint is not None and not is_empty.any():  # it is read on the host, which waits in any case
+    if constraint is not None and not is_empty.any():  # constraints synchronise with the host in any case
         return fitted
     return torch.where(is_empty, fit(torch.zeros_like(logits)), fitted)
 
 
 def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor | None) -> None:
-    """Write drafts [R, n] into the first slots of the windows of rows, drawn from q [R, n, V]; None: not drawn."""
+    """Write drafts [R, n] into the first slots of the rows' windows. q: [R, n, V] that they were drawn from; None:
+    one-hot."""
     padding = state.width - drafts.shape[1]
     source = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
     state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, padding)))
@@ -81,7 +82,7 @@ def num_drafts_left(state: CausalState, rows: np.ndarray) -> np.ndarray:
 
 
 def soften_state(state: CausalState) -> CausalState:
-    """The state with temperature 1 instead of 0: a one-hot distribution has no second token."""
+    """Return the state with temperature 1 if it is 0: a one-hot distribution has no second token."""
     if state.request.temperature:
         return state
     soft = copy.copy(state)
@@ -90,13 +91,13 @@ def soften_state(state: CausalState) -> CausalState:
 
 
 def right_align(features: Tensor, counts: np.ndarray, width: int) -> Tensor:
-    """[R, width, D]: the first `counts` [R] of features [R, F, D], right-aligned."""
+    """Right-align the first `counts` [R] of features [R, F, D]: [R, width, D]."""
     column = np.maximum(np.arange(width) - (width - counts)[:, None], 0)
     return features.take_along_dim(torch.as_tensor(column, device=features.device).unsqueeze(-1), 1)
 
 
 def run_drafter(state: CausalState, queries: list[CausalQuery]) -> Tensor:
-    """The drafter's guided logits for the calls."""
+    """Run the drafter on queries; return its guided logits."""
     drafting = state.drafting
     with torch.no_grad():
         store = () if drafting.store is None else (drafting.store,)
@@ -106,8 +107,8 @@ def run_drafter(state: CausalState, queries: list[CausalQuery]) -> Tensor:
 
 
 def unread_span(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[branches, R] int64: the first final token that the drafter has not read, and the end. Drafters that read
-    `features` skip the first token, which has no hidden state before it."""
+    """Return the positions of the first final token that the drafter has not read and of the end of the final tokens,
+    [branches, R] int64 each. Drafters that read `features` skip token 0, before which there is no hidden state."""
     fed, shift = state.drafting.fed[rows], state.shift[:, rows]
     return np.where(fed > 0, fed + shift, int(features)), state.committed[rows] + shift
 
@@ -120,9 +121,9 @@ def run_drafter_on_tree(
     features: Tensor | None,
     hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The drafter's guided logits, and its hidden states at the wanted nodes [branches * R, W, D] if it reads features.
+    """Return guided logits, and for drafters that read features hidden states [branches * R, W, D] of wanted nodes.
 
-    num_drafts: drafts in the query. num_new: [branches, R]: its final tokens.
+    num_drafts: number of drafts in the query. num_new: [branches, R]: number of final tokens in the query.
     features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent."""
     if features is None or hidden is None:
         return run_drafter(state, [query]), None

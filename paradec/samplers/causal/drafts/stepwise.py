@@ -1,4 +1,5 @@
-"""Drafts of a model step by step: a chain, one forward a token (or a layer each), or a tree, one forward a depth."""
+"""Drafts by several forwards of a model: one per token of a chain (or one layer per token), or one per depth of a
+tree."""
 
 from __future__ import annotations
 
@@ -30,20 +31,20 @@ ROOT = tree_of((1,)).layout
 
 @dataclass(frozen=True)
 class DraftChain:
-    """One token after the other, each row as many as it has slots for, or up to where `stop` ends its window."""
+    """Source: one token after the other, until a row's window is full or `stop` ends it."""
 
     stop: StopRule | None = None
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         drafting = state.drafting
-        # what the store holds beyond the final tokens before the last belongs to rejected drafts
+        # clear rejected drafts from the store: it keeps the final tokens except the last
         fed = drafting.fed[rows] = np.minimum(drafting.fed[rows], state.committed[rows] - 1)
         if drafting.store is not None:
             for branch in range(state.branches):
                 shift = np.where(fed > 0, state.shift[branch, rows], 0)
                 drafting.store.clear_from(rows + branch * state.batch, fed + shift)
         drafts, every_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
-        rule_q = every_q.clone() if self.stop is not None else every_q  # what the rule is shown
+        rule_q = every_q.clone() if self.stop is not None else every_q  # the rule reads temperature 1 instead of 0
         for slot in range(state.width - 1):
             rows = rows[state.slots(rows) - 1 > slot]
             if not len(rows):
@@ -72,14 +73,14 @@ class DraftChain:
 
 @dataclass(frozen=True)
 class DraftLayers:
-    """One token of each of several layers (MTP, arXiv 2412.19437). The first layer reads final tokens and the model's
-    hidden states; each next one reads the layer's output before it, at tokens shifted right by one, with its draft at
-    the end. The last columns of later layers hold drafts and are read again when the tokens are final."""
+    """Source: each of several layers drafts one token (MTP, arXiv 2412.19437). The first layer reads final tokens and
+    the model's hidden states. Each later layer reads the output of the layer before it; its tokens are shifted by one
+    and end with that layer's draft. So the last columns of later layers are read again once their tokens are final."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         drafting, device = state.drafting, state.context.device
         drafter: Any = drafting.model
-        assert features is not None  # such drafters read them
+        assert features is not None  # MTP layers read hidden states
         num_reread = drafter.num_reread
         first_unread, _ = unread_span(state, rows, True)
         positions = state.positions(rows)[:, :-1]
@@ -105,9 +106,10 @@ class DraftLayers:
         write_drafts(state, rows, drafts, torch.cat(every_q, 1))
 
     def _align_states(self, state: CausalState, query: Any, first_unread: Tensor, features: Tensor) -> Tensor:
-        """[branches * R, Q, D]: the hidden states left of the query's columns; those of the last columns are kept.
+        """Return the hidden states at the positions before the query's columns, [branches * R, Q, D], and save those of
+        the last columns for the next step.
 
-        first_unread: [branches * R, 1]: the first position that was never read; `features` begin left of it."""
+        first_unread: [branches * R, 1]: the first position not read so far; `features` begin one position before."""
         drafting, row_index = state.drafting, query.store.rows
         assert drafting.features is not None  # `DraftingSampler.open` has made them
         num_reread = drafting.features.shape[1]
@@ -121,7 +123,7 @@ class DraftLayers:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of one shape: the children of every node, drawn as `rule` has it, one depth after the other."""
+    """Source: a static tree; `rule` draws the children of all nodes, one depth after the other."""
 
     tree: Tree
     rule: Rule
@@ -139,7 +141,7 @@ class StaticTree:
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         for depth in range(min(tree.depth, num_drafts_left(state, rows).max())):
             nodes = np.flatnonzero(depths == depth)
-            num_drafts = int((depths <= depth).sum()) - 1  # drafts that there are, all in front
+            num_drafts = int((depths <= depth).sum()) - 1  # drafts so far: nodes 1 to num_drafts
             query = tree_query(state, drafting.store, rows, tree.layout, drafts, begin, num_drafts, nodes)
             logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
             logits = exclude_tokens(state, logits, rows, tree.layout.parents, drafts, nodes)
@@ -164,18 +166,19 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class RecurrentChain:
-    """A tree with one child everywhere, whose node i is slot i - 1 of a chain (EAGLE, arXiv 2401.15077)."""
+    """Source: a chain, drafted as a tree with one child per node; node i becomes slot i - 1 (EAGLE, arXiv
+    2401.15077)."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         StaticTree(tree_of((1,) * (state.width - 1)), RULES["recursive"]).fill(state, rows, features)
         drafts = state.memory["drafts"]
-        state.memory["drafts"] = drafts.roll(-1, 1).clamp(min=0)  # nothing is drafted for the last
+        state.memory["drafts"] = drafts.roll(-1, 1).clamp(min=0)  # the last slot has no draft
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
 
 
 @dataclass(frozen=True)
 class GrownTree:
-    """The nodes of highest probability under the drafter, as `DynamicTree` has it (EAGLE-2, arXiv 2406.16858)."""
+    """Source: a `DynamicTree` of the paths most probable under the drafter (EAGLE-2, arXiv 2406.16858)."""
 
     tree: DynamicTree
 
@@ -186,13 +189,12 @@ class GrownTree:
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         begin, end = unread_span(state, rows, features is not None)
         root = torch.full_like(committed, -1)
-        # what the drafter reads: the root, then `top` nodes of each level; their places are among all that it named
+        # nodes that the drafter reads: the root, then `top` of each level. candidate: their indices in all candidates
         parents, tokens, candidate, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
         hidden = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
         remaining = num_drafts_left(state, rows)
-        limit = torch.as_tensor(remaining, device=device).unsqueeze(
-            1
-        )  # what a row names does not depend on its neighbours
+        # per row, so that a row's candidates do not depend on other rows
+        limit = torch.as_tensor(remaining, device=device).unsqueeze(1)
         wanted_nodes = np.arange(1)
         candidates: list[tuple[Tensor, Tensor, Tensor]] = []
         for level in range(min(tree.depth, remaining.max())):
@@ -220,7 +222,7 @@ class GrownTree:
             wanted_nodes = np.arange(num_drafts + 1, num_drafts + 1 + top)
             drafting.fed[rows], begin = state.committed[rows], end
         tokens, score, candidate = (torch.cat(level_values, 1) for level_values in zip(*candidates, strict=True))
-        # a parent is as likely as its child or likelier, and named before it: it is kept too
+        # a parent is at least as likely as its child and precedes it, so it is selected too
         selected = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - 1].sort(1).values
         drafts = tokens.gather(1, selected).masked_fill(score.gather(1, selected).isinf(), -1)
         parent_nodes = torch.searchsorted(

@@ -1,5 +1,5 @@
-"""Rules that end a chain of drafts before its window is full. A rule is called after a draft; that draft is verified in
-any case, so whether a draft exists never depends on itself, and every rule is exact."""
+"""Rules that end a chain of drafts before its window is full. A rule is called after each draft, and that draft is
+verified in any case. So whether a draft is verified never depends on its own value, and every rule is exact."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.window import read_drafts
 
 StopRule = Callable[[Tensor, Tensor], Tensor]
-"""From q [R, k, V] of the drafts so far and these, [R, k] int64, whether each row's window ends here, [R] bool. A row's
-answer may depend on that row alone."""
+"""Function of q [R, k, V] and the drafts so far [R, k] int64. Returns whether each row's window ends here, [R] bool;
+this may depend on that row alone."""
 
 
 @dataclass(frozen=True)
 class Unsure:
     """Stop where q(x) < threshold, as transformers' `assistant_confidence_threshold` and SWIFT (arXiv 2410.06916). With
-    `product`, where 1 - q(x_1) ... q(x_k) > threshold: SpecDec++'s criterion (arXiv 2405.19715), which has a trained
-    head in the place of q.
+    `product`, stop where 1 - q(x_1) ... q(x_k) > threshold: the criterion of SpecDec++ (arXiv 2405.19715), which uses a
+    trained head instead of q.
 
     Args:
-        threshold: from 0 to 1. product: see above. least: drafts before it may stop (SpecDec++ drafts 2 at least).
+        threshold: from 0 to 1. product: see above. least: minimal number of drafts (2 in SpecDec++).
     """
 
     threshold: float = 0.4
@@ -51,12 +51,8 @@ class Unsure:
 
 @dataclass(frozen=True)
 class Unconfident:
-    """Stop before the first draft whose confidence, by the drafter's head, is below the threshold (DSpark). The first
-    draft is always verified.
-
-    Args:
-        threshold: from 0 to 1.
-    """
+    """Stop before the first draft whose confidence is below the threshold (DSpark; the drafter has a confidence head).
+    The first draft is always verified. threshold: from 0 to 1."""
 
     threshold: float = 0.5
 
@@ -73,14 +69,15 @@ RULES: dict[str, Any] = {rule.name: rule for rule in (Unsure, Unconfident)}
 
 
 def make_stop_rule(setting: Any) -> Any:
-    """Make the rule of a setting `stop`: a name, a rule's data or a callable. Raises ValueError for anything else."""
+    """Make a rule from the setting `stop`: a name, the data of `to_dict` or a callable. Raises ValueError for anything
+    else."""
     if setting is None or isinstance(setting, Unconfident) or callable(setting):
         return setting
     data = {"stop": setting} if isinstance(setting, str) else setting
     if not isinstance(data, Mapping) or data.get("stop") not in RULES:
         raise ValueError(
-            f"stop={shown(setting)} must be a callable of q and drafts, or {' or '.join(map(repr, RULES))} for one of "
-            "paradec.samplers.causal.drafts.stopping"
+            f"stop={shown(setting)} must be a callable of q and drafts, {' or '.join(map(repr, RULES))} (see "
+            "paradec.samplers.causal.drafts.stopping)"
         )
     try:
         return RULES[data["stop"]](**{key: value for key, value in data.items() if key != "stop"})
@@ -89,7 +86,7 @@ def make_stop_rule(setting: Any) -> Any:
 
 
 def apply_rule(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
-    """Apply a rule: [R] bool on the host. Raises ValueError for another result."""
+    """Apply a rule: [R] bool on the host. Raises ValueError for a result of another type or shape."""
     result = rule(q, drafts)
     if not isinstance(result, Tensor) or result.shape != drafts.shape[:1] or result.dtype != torch.bool:
         raise ValueError(f"stop={shown(rule)} returned {shown(result)}; it must return [R] bool, R={len(drafts)}")

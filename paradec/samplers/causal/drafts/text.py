@@ -49,26 +49,26 @@ class NamedDrafter:
             raise ValueError(f"drafter={shown(dict(setting))}: {error}") from None
 
     def observe(self, state: CausalState, proposal: Proposal) -> None:
-        """Learn from a committed step over a tree. Its quantities hold "nodes" [R, N], the evaluated drafts (-1 where
-        there is none), and "node_logits" [R, N, V], the logits after each."""
+        """Learn from a committed step over a tree. The proposal's quantities are "nodes" [R, N], the evaluated drafts
+        (-1: none), and "node_logits" [R, N, V], the logits after each node."""
 
 
 @dataclass(frozen=True)
 class PromptLookup(NamedDrafter):
-    """Draft what followed the last tokens earlier in the row: `create("speculative", drafter="prompt_lookup")`, or
-    `drafter=PromptLookup(...)`.
+    """Draft the tokens that followed an earlier occurrence of the last tokens: `create("speculative",
+    drafter="prompt_lookup")`, or `drafter=PromptLookup(...)`.
 
-    Saxena, "Prompt Lookup Decoding" (2023); transformers' `prompt_lookup_num_tokens`. It pays where answers repeat
-    their prompts: summaries, edits, code. The last n tokens are searched in the row so far, n from
+    Saxena, "Prompt Lookup Decoding" (2023); transformers' `prompt_lookup_num_tokens`. It is fast where answers repeat
+    their prompts: summaries, edits, code. The row so far is searched for its last n tokens, n from
     `max_matching_ngram_size` down to 1; the leftmost match of the largest n gives the drafts. q is one-hot: draft x is
     accepted with probability p(x), else its position is resampled from p without x. Lossless.
 
-    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row: drafts stop before end
-    tokens and tokens that may not be drawn; a match whose first draft may not be drawn is skipped.
+    The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row. Drafts stop before end
+    tokens and tokens that may not be drawn. A match whose first draft may not be drawn is skipped.
 
     Args:
         prompt_lookup_num_tokens: maximal number of drafts.
-        max_matching_ngram_size: the longest match; shorter ones are tried after it.
+        max_matching_ngram_size: tokens of the longest match; shorter matches are used if there is none.
     """
 
     prompt_lookup_num_tokens: int = 10
@@ -105,14 +105,14 @@ class PromptLookup(NamedDrafter):
 def look_up(
     tokens: Tensor, length: Tensor, usable: Tensor, end_ids: Tensor, size: int, max_drafts: int
 ) -> tuple[Tensor, Tensor]:
-    """Find what followed earlier occurrences of the rows' last tokens.
+    """Find the tokens that followed earlier occurrences of the rows' last tokens.
 
-    tokens: [R, L] int64. length: [R, 1] int64: real tokens of each row, from the left.
-    usable: [R, L] bool: which tokens may be drafted. end_ids: [E] int64: ids after which no draft follows.
-    size: the longest match, at least 1. max_drafts: limit of drafts.
-    Returns drafts [R, max_drafts] int64, 0 where there is none, and their number per row, [R] int64."""
+    tokens: [R, L] int64. length: [R, 1] int64: number of real tokens of each row, from the left.
+    usable: [R, L] bool: tokens that may be drafted. end_ids: [E] int64: drafts stop before these ids.
+    size: tokens of the longest match, at least 1. max_drafts: limit of drafts.
+    Returns drafts [R, max_drafts] int64, padded with 0, and their number per row, [R] int64."""
     column = torch.arange(tokens.shape[1], device=tokens.device)
-    # [R, L] bool: whether the n tokens before a column equal the row's last n; only for columns with a token
+    # [R, L] bool: whether the n tokens before a column equal the row's last n; False for columns without a token
     is_match = (column < length).expand_as(tokens)
     start = torch.full_like(length, -1)
     for n in range(1, size + 1):
@@ -136,16 +136,16 @@ class TokenRecycling(NamedDrafter):
 
     Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
     arXiv 2408.08696. Row t of a matrix holds the `k` likeliest next tokens from the last evaluation of token t. Child j
-    of a node of a static tree is entry j of the row of the node's token. The drafts are not sampled: the exact rule
-    for them is "naive".
+    of a node of a static tree is entry j of the matrix row of the node's token. The drafts are not sampled: the exact
+    rule for them is "naive".
 
-    Differs from the public code (greedy, one row, one matrix for all requests, which begins with zeros): exact at every
-    temperature; a matrix for each row; unknown tokens are not drafted. As there, the prompt is not read, and if a step
-    evaluates a token several times, its last node in the tree's order counts.
+    Differs from the public code, which is greedy and has one row and one matrix for all requests that starts with
+    zeros. Here it is exact at every temperature, each row has a matrix, and unknown tokens are not drafted. As there,
+    the prompt is not read, and if a step evaluates a token several times, its last node in the tree's order counts.
 
     Args:
         k: next tokens stored per token: 4 * k bytes per token of the vocabulary and row.
-        tree: tree of drafts with at most k children per node, as for `Speculative`; "2.2.2" is the paper's, with 80
+        tree: tree of drafts with at most k children per node, as for `Speculative`; "2.2.2" is the paper's tree with 80
             drafts.
 
     Raises:
@@ -173,9 +173,8 @@ class TokenRecycling(NamedDrafter):
         last_token = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=matrix.device)]
         parents, depths = tree.layout.parents[0], np.array(tree.depths)
         tokens = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=matrix.device)
-        tokens[:, 0] = last_token.masked_fill(
-            last_token >= matrix.shape[1], -1
-        )  # prompts may contain ids beyond the logits
+        # prompts may contain ids beyond the logits
+        tokens[:, 0] = last_token.masked_fill(last_token >= matrix.shape[1], -1)
         child = torch.tensor([0, *(path[-1] for path in tree.paths)], device=matrix.device)
         for depth in range(1, tree.depth + 1):
             nodes = torch.as_tensor(np.flatnonzero(depths == depth), device=matrix.device)
