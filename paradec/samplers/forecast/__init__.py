@@ -1,1 +1,1 @@
-"""Continuous models: at some solver steps the output is forecast from earlier evaluations instead of evaluated."""
+"""Samplers for continuous models: at some solver steps the output is forecast from earlier evaluations."""

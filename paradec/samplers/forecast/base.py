@@ -28,15 +28,15 @@ from paradec.samplers.start import row_keys
 
 @dataclass
 class ForecastState(State):
-    """The state of one request. `B` rows."""
+    """State of one request. `B` rows."""
 
-    scheduler: Any  # the request's copy of the diffusers scheduler, its timesteps set
+    scheduler: Any  # copy of the diffusers scheduler, with timesteps set
     latent: Tensor  # [B, ...] float
     conditions: dict[str, Tensor]
     guidance_scale: float
-    generator: torch.Generator | list[torch.Generator] | None  # of a stochastic scheduler: one per row, or the caller's
-    positions: int  # positions (patches) that one evaluation costs per row
-    history: History | None = None  # of the evaluated outputs
+    generator: torch.Generator | list[torch.Generator] | None  # for a stochastic scheduler: one per row, or one for all
+    positions: int  # positions (patches) per row that one evaluation computes
+    history: History | None = None  # the evaluated outputs
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,7 +49,7 @@ class ForecastState(State):
 
     @property
     def total(self) -> int:
-        """Timesteps of the scheduler, which may be more than `num_inference_steps`."""
+        """Number of the scheduler's timesteps, which may exceed `num_inference_steps`."""
         return len(self.scheduler.timesteps)
 
     @property
@@ -61,7 +61,7 @@ class ForecastState(State):
         return self.index * self.batch, self.total * self.batch
 
     def advance(self, output: Tensor, full: bool) -> None:
-        """Take one solver step. output: the model's if `full`, else its forecast."""
+        """Take one solver step. output: the model's output if `full`, else its forecast."""
         options = {} if self.generator is None else {"generator": self.generator}
         timestep = self.scheduler.timesteps[self.index]
         self.latent = self.scheduler.step(output, timestep, self.latent, return_dict=False, **options)[0]
@@ -69,7 +69,7 @@ class ForecastState(State):
         self.input = self._model_input()
 
     def _model_input(self) -> Tensor:
-        # here and not in the query: some schedulers change while they scale
+        # once per step, not in `query`: scaling changes the state of some schedulers
         if self.done or not hasattr(self.scheduler, "scale_model_input"):
             return self.latent
         return self.scheduler.scale_model_input(self.latent, self.scheduler.timesteps[self.index])
@@ -88,25 +88,25 @@ class FeatureForecast(Sampler):
 
     @cached_property
     def rule(self) -> Rule:
-        """When to evaluate."""
+        """Rule that decides which steps are evaluated."""
         rule: Any = self.to_forecast().when
         return rule or Every()
 
     @cached_property
     def forecaster(self) -> Basis:
-        """How to forecast."""
+        """Basis that computes forecasts."""
         settings = self.to_forecast()
         basis: Any = settings.how or BASES[self.rule.how]()
         order = basis.order if settings.order is None else settings.order
         return replace(basis, last_warmup_step=self.rule.last_warmup_step, order=order)
 
     def evaluates(self, progress: RunProgress) -> bool:
-        """Whether the model is evaluated at the run's next step, or forecast."""
+        """Whether the next step of the run evaluates the model (else it is forecast)."""
         # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
         assert isinstance(self.rule, StepRule)
         return not progress.nodes or self.rule.is_full(progress)
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.inference_mode(False)  # else the state could be used in inference mode only
     @torch.no_grad()
     def start(
         self,
@@ -125,14 +125,14 @@ class FeatureForecast(Sampler):
 
         Args:
             model: from `paradec.models.images.diffusion`.
-            latent: [B, ...] float noise, times the scheduler's `init_noise_sigma`.
-            scheduler: a diffusers scheduler, which is copied.
-            num_inference_steps: solver steps.
-            guidance_scale: s in uncond + s (cond - uncond); 1 is off, else a call evaluates two rows for each.
+            latent: [B, ...] float noise, multiplied by the scheduler's `init_noise_sigma`.
+            scheduler: a diffusers scheduler; it is copied.
+            num_inference_steps: number of solver steps.
+            guidance_scale: s in uncond + s (cond - uncond); 1: no guidance, else a call evaluates two rows per row.
             seed, generator: one, or one per row, for stochastic schedulers; a seed is combined with the row's latent.
-            conditions: the model's: `class_labels` for DiT.
+            conditions: conditions of the model: `class_labels` for DiT.
 
-        Raises ValueError or TypeError for an invalid argument, or a setting that needs the inside of a transformer.
+        Raises ValueError or TypeError for an invalid argument, or a setting that needs layers inside the transformer.
         """
         self.check_model(model)
         self._check_output_only()
@@ -179,12 +179,12 @@ class FeatureForecast(Sampler):
         ):
             if is_wrong:
                 raise ValueError(
-                    f"{setting}={shown(value)} needs a pipeline, or the inside of the transformer: attach the sampler "
-                    "with paradec.accelerate; this loop forecasts the whole output"
+                    f"{setting}={shown(value)} needs a pipeline: attach the sampler with paradec.accelerate; this loop "
+                    "forecasts only the whole output"
                 )
 
     def query(self, state: ForecastState) -> list[LatentQuery]:
-        """Ask for the whole model on all rows, or nothing where the output is forecast."""
+        """Evaluate the whole model for all rows; no query if the output is forecast."""
         if not self.evaluates(state.run_progress):
             return []
         branches = 1 if state.guidance_scale == 1.0 else 2
@@ -230,7 +230,7 @@ class FeatureForecast(Sampler):
             history = basis.update(history, values, index)
         elif history is not None:
             history = basis.roll(history, values)
-        state.advance(proposal.values, full)  # first: a scheduler that raises leaves the history as it was
+        state.advance(proposal.values, full)  # first: if the scheduler raises, the history is unchanged
         state.history = history
         if not state.done and isinstance(self.rule, StepRule):
             self.rule.observe_change(state.run_progress, latent, state.input)
@@ -240,7 +240,7 @@ class FeatureForecast(Sampler):
 
 
 def _make_generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> Any:
-    """Make the scheduler's generators of noise; None if it draws none."""
+    """Make the generators for a stochastic scheduler; None for other schedulers."""
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
     seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(latent)

@@ -1,6 +1,6 @@
-"""Bases: how a feature is forecast from those of earlier evaluations.
+"""Bases: forecasts of a feature from earlier evaluations of it.
 
-Steps are solver steps, not timesteps or noise levels. All bases but `dmd` are elementwise over the feature.
+Steps are solver steps, not timesteps or noise levels. All bases except `dmd` are elementwise over the feature.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paradec.core.component_text import parse_component
 from paradec.samplers.forecast.refresh import Checked, integer, number
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-RIDGE = 1e-8  # HiCache's public code adds it to singular values before it divides by them
+RIDGE = 1e-8  # added to singular values before division, as in HiCache's public code
 
 
 class History(NamedTuple):
-    """One feature [B, ...] at earlier evaluations."""
+    """Earlier evaluations of one feature [B, ...]."""
 
-    tensors: tuple[Tensor, ...]  # by basis: derivatives (order 0 first), or earlier features (newest first)
-    nodes: tuple[int, ...]  # steps of the evaluations in use, newest first
-    dtype: torch.dtype  # of the feature and of forecasts
+    tensors: tuple[Tensor, ...]  # depends on the basis: derivatives (order 0 first), or features (newest first)
+    nodes: tuple[int, ...]  # steps of these evaluations, newest first
+    dtype: torch.dtype  # dtype of the feature and of forecasts
 
     def count_bytes(self, slots: int = 0) -> int:
         return self.tensors[0].nbytes * (slots or len(self.tensors))
@@ -36,9 +36,9 @@ class History(NamedTuple):
 class Basis(Checked):
     """Base of the bases.
 
-    order: O: orders beyond the last feature.
-    dtype: of the history, such as "bfloat16"; None is the feature's. Sums are taken in the wider of the two.
-    last_warmup_step: set by the sampler: the last step at which no differences are taken (`Rule.last_warmup_step`)."""
+    order: O: highest order; 0 uses the last feature alone.
+    dtype: dtype of the history, such as "bfloat16"; None: that of the feature. Sums use the wider of the two.
+    last_warmup_step: set by the sampler: last step that computes no differences (`Rule.last_warmup_step`)."""
 
     order: int = integer(1, low=0)
     dtype: torch.dtype | None = None
@@ -58,7 +58,7 @@ class Basis(Checked):
         return [field.name for field in fields(cls) if field.name != "last_warmup_step"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for `basis_from`."""
+        """Return plain data; `basis_from` is the inverse."""
         settings = {key: getattr(self, key) for key in self.settings()}
         return {"how": self.name} | settings | {"dtype": self.dtype and str(self.dtype).removeprefix("torch.")}
 
@@ -68,19 +68,19 @@ class Basis(Checked):
         return self.order + 1
 
     def update(self, history: History | None, feature: Tensor, step: int) -> History:
-        """Return the history after an evaluation at `step`; a feature of another shape starts it anew."""
+        """Return the history after an evaluation at `step`; a feature of another shape starts a new history."""
         if history is not None and history.tensors[0].shape != feature.shape:
             history = None
         tensors, nodes = self.extend(history, feature, step)
         return History(tuple(tensor.to(self.dtype or feature.dtype) for tensor in tensors), nodes, feature.dtype)
 
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
-        """Return tensors and nodes after an evaluation: by default the last features."""
+        """Return tensors and nodes of the history after an evaluation; by default the last features."""
         tensors, nodes = (history.tensors, history.nodes) if history is not None else ((), ())
         return [feature, *tensors][: self.slots], (step, *nodes)[: self.slots]
 
     def forecast(self, history: History, step: float) -> Tensor:
-        """Forecast the feature [B, ...] at a later step (a fraction for `DiCache`), in its dtype."""
+        """Forecast the feature [B, ...] at a later step (not an integer for `DiCache`), in the feature's dtype."""
         tensors, dtype = history.tensors, history.dtype
         if tensors[0].dtype == dtype:
             return self.expand(tensors, history.nodes, step)
@@ -88,18 +88,18 @@ class Basis(Checked):
         return self.expand(tuple(tensor.to(wide) for tensor in tensors), history.nodes, step).to(dtype)
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
-        """Forecast from a history's tensors; by default their sum with `weights`."""
+        """Forecast from a history's tensors; by default their sum weighted by `weights`."""
         total = tensors[0]
         weights = self.weights(nodes, step, len(tensors))
         if weights[0] != 1:
             total = total * weights[0]
         for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-            # product and sum are rounded separately, not fused; the sum reuses the product's memory
+            # not fused: product and sum are rounded separately; the sum reuses the product's memory
             total = total + tensor if weight == 1 else (tensor * weight).add_(total)
         return total
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
-        """One factor per tensor of a history of `count` tensors."""
+        """Weights of the `count` tensors of a history."""
         raise NotImplementedError
 
     def roll(self, history: History, forecast: Tensor) -> History:
@@ -111,8 +111,8 @@ class Basis(Checked):
 class Taylor(Basis):
     """Taylor expansion from backward differences: sum_i D_i k^i / i!, k steps after the evaluation (TaylorSeer).
 
-    As in the public code, the gap between the last two evaluations divides the differences of every order: exact for
-    linear features, not for quadratic ones (`Newton` is). Each evaluation adds an order, up to `order`.
+    As in the public code, differences of every order are divided by the gap between the last two evaluations. This is
+    exact for linear features, but not for quadratic ones (use `Newton`). Each evaluation adds an order, up to `order`.
     """
 
     name = "taylor"
@@ -130,7 +130,7 @@ class Taylor(Basis):
 
 @dataclass(frozen=True)
 class Hermite(Taylor):
-    """Taylor's differences with k^i replaced by sigma^i H_i(sigma k), physicists' Hermite polynomials (HiCache)."""
+    """`Taylor` with k^i replaced by sigma^i H_i(sigma k), where H_i are physicists' Hermite polynomials (HiCache)."""
 
     sigma: float = number(0.5, low=0, open_low=True)
 
@@ -142,7 +142,7 @@ class Hermite(Taylor):
 
 @dataclass(frozen=True)
 class Reuse(Basis):
-    """The last evaluated feature."""
+    """Reuse of the last evaluated feature."""
 
     name = "reuse"
     slots = 1
@@ -153,7 +153,7 @@ class Reuse(Basis):
 
 @dataclass(frozen=True)
 class Newton(Basis):
-    """The polynomial through the last `order + 1` evaluations, at any steps: exact up to degree `order`."""
+    """Polynomial through the last `order + 1` evaluations, evenly spaced or not: exact up to degree `order`."""
 
     name = "newton"
 
@@ -163,8 +163,8 @@ class Newton(Basis):
 
 @dataclass(frozen=True)
 class FoCa(Basis):
-    """A corrected forecast from the last two evaluations and the last two features used, which `roll` feeds back
-    (cache-dit's form). Tensors: last evaluation, the one before, last feature used, the one before.
+    """Corrected forecast from the last two evaluations and the last two features in use, evaluated or forecast
+    (cache-dit's form). Tensors: last evaluation, the one before, last feature in use, the one before.
     """
 
     name = "foca"
@@ -195,10 +195,10 @@ class FoCa(Basis):
 
 @dataclass(frozen=True)
 class DMD(Basis):
-    """Dynamic mode decomposition of the last `window` evaluations, where at least 4 are evenly spaced; else `Hermite`.
+    """Dynamic mode decomposition of the last `window` evaluations if at least 4 are evenly spaced; else `Hermite`.
 
-    As in HiCache's public code (hicache-pp), in float64; modes below 1e-4 of the largest are dropped. It costs an SVD
-    per row and feature: meant for whole outputs.
+    As in HiCache's public code (hicache-pp), in float64. Singular values below 1e-4 of the largest are dropped. Costs
+    an SVD per row and feature, so it is meant for whole outputs.
     """
 
     window: int = integer(6, low=4)
@@ -227,7 +227,7 @@ class DMD(Basis):
 
 
 def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
-    """sigma^i H_i(sigma k) / i! for i below `count`; 1 at i = 0."""
+    """Weights sigma^i H_i(sigma k) / i! for i below `count`, where k = `distance`."""
     x = sigma * distance
     values = [1.0, 2 * x]
     for i in range(2, count):
@@ -236,7 +236,7 @@ def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
 
 
 def mode_forecast(snapshots: Tensor, distance: float) -> Tensor:
-    """Forecast `distance` spacings after the last of evenly spaced snapshots [features, n] float64, oldest first."""
+    """Forecast `distance` spacings after the last of n evenly spaced snapshots [features, n] float64, oldest first."""
     x, y = snapshots[:, :-1], snapshots[:, 1:]
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     rank = max(int((s > 1e-4 * s[0]).sum()), 1)
@@ -252,7 +252,7 @@ BASES: Mapping[str, type[Basis]] = {basis.name: basis for basis in (Taylor, Newt
 
 
 def basis_from(value: Any) -> Basis | None:
-    """Make a basis from its name, "hermite(sigma=0.7)", or `to_dict`. Raises ValueError for anything else."""
+    """Make a basis from its name, e.g. "hermite(sigma=0.7)", or `to_dict`. Raises ValueError for anything else."""
     if value is None or isinstance(value, Basis):
         return value
     if isinstance(value, str):

@@ -29,21 +29,21 @@ RULES: Mapping[str, Any] = {
 class Forecast(FeatureForecast):
     """Evaluate some solver steps, and forecast the others from evaluated features.
 
-    In a diffusers pipeline (`paradec.accelerate`) these are inside the transformer. paradec's own loop forecasts the
-    whole output, after guidance. Invalid values, and two that do not go together, are a ValueError.
+    In a diffusers pipeline (`paradec.accelerate`) features are inside the transformer. paradec's own loop forecasts the
+    whole output, after guidance. Raises ValueError for an invalid value or settings that exclude each other.
 
     Args:
         when: a schedule (`Every`, the default; a list of steps from 0; a step mask of cache-dit: "slow", "medium",
             "fast" or "ultra"; a `StepSchedule`, a `BlockSchedule` or its file) or a rule that measures (`Verification`,
-            `AccumulatedChange`, those of `rules`); also by name: "every(interval=6, first_enhance=3)".
-        how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or an object of
-            `bases`. None is taylor, or what `when` was published with.
-        where: "module" (attention and feed-forward outputs before their gates), "block" (each block's residual),
-            "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list of patterns of
-            modules (`targets.Modules`). None is "module" in a pipeline, or what `when` needs.
+            `AccumulatedChange`, one of `rules`); also as text: "every(interval=6, first_enhance=3)".
+        how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or a basis of
+            `bases`. None: the basis published with `when`, or "taylor".
+        where: what is forecast: "module" (attention and feed-forward outputs before their gates), "block" (each block's
+            residual), "stack" (the sum of all residuals), "output" (of the transformer; least memory), or a list of
+            patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
         order: replaces the order of `how`; 0 reuses the last feature.
-        max_memory: bytes that the histories may take in a pipeline, as a number or "2GB"; more are a ValueError in the
-            run's first evaluation, which counts them with all their orders.
+        max_memory: limit of the histories' bytes in a pipeline, as a number or "2GB". If the histories with all orders
+            exceed it, the run's first evaluation raises ValueError.
     """
 
     when: Rule | Sequence[int] | str | None = None
@@ -53,7 +53,7 @@ class Forecast(FeatureForecast):
     max_memory: int | None = None
 
     name = "forecast"
-    summary = "some solver steps skip the transformer; what it would have computed is forecast"
+    summary = "some solver steps skip the transformer; its features are forecast"
 
     def __post_init__(self) -> None:
         for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from)):
@@ -62,12 +62,12 @@ class Forecast(FeatureForecast):
         check_int("order", self.order, low=0, none=True)
         rule, where = self.rule, self.where
         if rule.where is not None and where not in (None, rule.where):
-            raise ValueError(f"when={rule.name!r} goes with where={rule.where!r} alone; leave where={shown(where)} out")
+            raise ValueError(f"when={rule.name!r} needs where={rule.where!r}; leave where={shown(where)} out")
         watch = rule.watch if isinstance(rule, AccumulatedChange) else None
         if watch in ("modulated", "hidden") and where == "output":
             raise ValueError(f"watch={watch!r} is inside the transformer, which where='output' skips; use 'latent'")
         if watch is not None and isinstance(where, Modules):
-            raise ValueError(f"watch={watch!r} does not go with modules by patterns; leave one out")
+            raise ValueError(f"watch={watch!r} does not go with a list of module patterns in where; leave one out")
 
     def to_forecast(self) -> Forecast:
         return self
@@ -75,13 +75,13 @@ class Forecast(FeatureForecast):
 
 def rule_from(value: Any) -> Rule | None:
     """Make a rule from steps, a step mask's name, a file (".json"), a rule's name ("first_block(threshold=0.05)") or
-    its `to_dict`; rules and None are returned. Raises ValueError otherwise."""
+    its `to_dict`; return rules and None unchanged. Raises ValueError for anything else."""
     if value is None or isinstance(value, Rule):
         return value
     if isinstance(value, (list, tuple, range)):
         return StepSchedule(tuple(value))
     if isinstance(value, int):
-        raise ValueError(f"when={shown(value)}: one step in so many is Every({shown(value)})")
+        raise ValueError(f"when={shown(value)} must be a rule, such as Every({shown(value)})")
     data = value
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
         data = SavedAsJson.read(value)
@@ -91,8 +91,8 @@ def rule_from(value: Any) -> Rule | None:
     if not isinstance(data, Mapping):
         classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
         raise ValueError(
-            f"when={shown(value)} must be one of {classes}, one of their names, the evaluated steps, a file of them "
-            f"(.json), or a step mask: {', '.join(MASKS)}"
+            f"when={shown(value)} must be one of {classes}, one of their names, a list of evaluated steps, a .json "
+            f"file of steps, or a step mask: {', '.join(MASKS)}"
         )
     if "when" not in data:
         return (BlockSchedule if "modules" in data else StepSchedule).from_dict(data)

@@ -1,4 +1,4 @@
-"""Methods of the literature as short constructors (others: `rules`), and the names that `paradec.accelerate` takes."""
+"""Published methods as short constructors (more in `rules`), and the names that `paradec.accelerate` accepts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ LITE = {"order": 2, "where": "output", "first_enhance": 3}
 class TaylorSeer(FeatureForecast):
     """TaylorSeer (Liu et al., arXiv 2503.06923, section 3): evaluate every N-th step.
 
-    In between, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, D_i the backward differences:
-    `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. Even steps are the public code's
-    for Wan and HunyuanVideo. Preset "paper" (or "flux") is its schedule for FLUX.1-dev; "lite_*" are for whole outputs.
+    The other steps use F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences. Equal to
+    `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The public code spaces steps
+    evenly for Wan and HunyuanVideo; preset "paper" or "flux" is its schedule for FLUX.1-dev. "lite_*" forecast outputs.
 
     Args:
-        interval: N; None is 5, or 2 in runs of at most 8 steps.
-        order: O: derivatives in the expansion; 0 reuses the last feature.
-        first_enhance: evaluated solver steps at the start.
-        where, max_memory: as in `Forecast`, whose other settings are a TypeError here.
+        interval: N; None means 5, or 2 in runs of at most 8 steps.
+        order: O: highest derivative in the expansion; 0 reuses the last feature.
+        first_enhance: number of evaluated solver steps at the start.
+        where, max_memory: as in `Forecast`. Other settings of `Forecast` raise TypeError.
     """
 
     interval: int | None = None
@@ -65,7 +65,7 @@ class TaylorSeer(FeatureForecast):
         return super().__new__(cls, *args, **settings)
 
     def __post_init__(self) -> None:
-        forecast = self.to_forecast()  # which checks the settings
+        forecast = self.to_forecast()  # checks the settings
         object.__setattr__(self, "where", forecast.where)
         object.__setattr__(self, "max_memory", forecast.max_memory)
 
@@ -80,14 +80,14 @@ def TeaCache(
 ) -> Forecast:
     """TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108): skip all blocks while the input has changed little.
 
-    sum_t poly(|m_t - m_{t-1}| / |m_{t-1}|) < threshold, m the modulated input of the first block; the residual of all
-    blocks is reused. The last step is always evaluated.
+    Blocks are skipped while sum_t poly(|m_t - m_{t-1}| / |m_{t-1}|) < threshold, where m is the modulated input of the
+    first block. The residual of all blocks is reused. The last step is always evaluated.
 
     Args:
-        threshold: of the sum. The paper has 0.1 ("slow") and 0.2 ("fast") for Open-Sora.
-        coefficients: of the polynomial, highest power first, which the paper fits for each model: for FLUX (498.651651,
-            -283.781631, 55.8554382, -3.82021401, 0.264230861). (1, 0) is x.
-        max_forecasts: skipped steps in a row; None sets no bound.
+        threshold: limit of the sum. The paper has 0.1 ("slow") and 0.2 ("fast") for Open-Sora.
+        coefficients: of the polynomial poly, highest power first; (1, 0) is x. The paper fits them for each model: for
+            FLUX (498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861).
+        max_forecasts: limit of consecutive skipped steps; None: no limit.
     """
     rule = AccumulatedChange(threshold, tuple(coefficients), max_forecasts, watch="modulated", last_steps=1)
     return Forecast(rule, "reuse", "stack")
@@ -104,7 +104,7 @@ def SpeCa(
 ) -> Forecast:
     """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
 
-    Arguments: as for `Verification`, and the order of the expansion.
+    Arguments: as for `Verification`; order: of the Taylor expansion.
     """
     rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
     return Forecast(rule, Taylor(order), "module")
@@ -112,12 +112,12 @@ def SpeCa(
 
 @with_checked_names
 def FoCa(interval: int | None = None, first_enhance: int = 1) -> Forecast:
-    """FoCa in cache-dit's form: `Every(interval, first_enhance)`, and forecasts corrected by those before them."""
+    """FoCa in cache-dit's form: the schedule `Every(interval, first_enhance)` with the basis "foca"."""
     return Forecast(Every(interval, first_enhance), "foca", "module")
 
 
 def ReCAP(**settings: Any) -> Any:
-    """ReCAP (arXiv 2505.19089), for AmusedPipeline: local steps between full ones; settings of the sampler "recap"."""
+    """ReCAP (arXiv 2505.19089), for AmusedPipeline: partial steps between full ones. Settings: sampler "recap"."""
     from paradec import samplers
 
     return samplers.create("recap", **settings)
@@ -132,24 +132,24 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "forecast": Forecast,
     **RULES,
 }
-"""By name; case, "_" and "-" do not count."""
+"""Methods by name; case, "_" and "-" are ignored."""
 
 
 def method_called(name: str) -> str | None:
-    """The method of a name here or in other tools, whatever its case; None for other names."""
+    """Find the method's name in `METHODS` for a name used here or by other tools, in any case; None if unknown."""
     methods = PIPELINE_METHODS | {plain_name(method): method for method in METHODS}
     return methods.get(plain_name(name))
 
 
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
-    """Make the sampler or rule of a name, with settings in it: "taylorseer(interval=3)". Others are a ValueError."""
+    """Make a sampler or rule from its name, with or without settings: "taylorseer(interval=3)". Else ValueError."""
     name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
     method = method_called(name)
     if method is None:
         raise ValueError(unknown_name("sampler", name, METHODS))
     settings = {**text_settings, **settings}
     make = METHODS[method]
-    if make is not ReCAP:  # which checks its settings itself
+    if make is not ReCAP:  # `ReCAP` checks its settings
         allowed = list(inspect.signature(make).parameters)
         if isinstance(make, type):
             allowed = [field.name for field in fields(make)]
@@ -158,13 +158,13 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
 
 
 def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> FeatureForecast | Any:
-    """Make the sampler to attach to a pipeline: a `Forecast`, or the sampler "recap".
+    """Make the sampler to attach to a pipeline: a `FeatureForecast`, or the sampler "recap".
 
-    value: such a sampler, a rule, a name with `settings`, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None
-    is `TaylorSeer()`. Raises TypeError for another value, and ValueError as `method_from` or for an unsupported config.
+    value: one of these, a rule, a name with `settings`, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None
+    means `TaylorSeer()`. Raises TypeError for another value, ValueError as `method_from` or for an unsupported config.
     """
     if settings and not isinstance(value, str | None):
-        raise TypeError(f"{next(iter(settings))}=... goes with a name; sampler={shown(value)} has its settings")
+        raise TypeError(f"{next(iter(settings))}=... needs a method's name; sampler={shown(value)} has its settings")
     if type(value).__name__ in CONFIGS:
         method: Any = CONFIGS[type(value).__name__](value)
     else:
@@ -174,13 +174,13 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
         method = Forecast(method)
     if not isinstance(method, FeatureForecast) and getattr(method, "name", None) != "recap":
         raise TypeError(
-            f"sampler={shown(value)} is not for pipelines: accelerate takes {', '.join(map(repr, METHODS))}, by name "
-            f"or made with settings, a config of diffusers ({', '.join(CONFIGS)}), or cache='block' without a sampler"
+            f"sampler={shown(value)} is not for pipelines: it must be {', '.join(map(repr, METHODS))}, by name or as "
+            f"an object, or a config of diffusers ({', '.join(CONFIGS)}); or give cache='block' without a sampler"
         )
     return method
 
 
-ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"  # what diffusers' TaylorSeer hooks by default
+ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"  # modules that diffusers' TaylorSeer hooks by default
 
 
 def _taylorseer_config(config: Any) -> Forecast:
@@ -208,4 +208,4 @@ CONFIGS: Mapping[str, Callable[[Any], Forecast | Rule]] = {
     "MagCacheConfig": _magcache_config,
     "SeaCacheConfig": partial(_with_same_settings, SeaCache),
 }
-"""Configs of diffusers, which give the same latents here as through `enable_cache`."""
+"""Configs of diffusers by class name; latents equal those of `enable_cache`."""

@@ -1,4 +1,4 @@
-"""Rules: when a model is evaluated instead of forecast; base classes, and the rules that decide once a step."""
+"""Rules that decide whether a step is evaluated or forecast: base classes, and rules that decide once per step."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from paradec.core.other_names import check_setting_names
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
 
-FEW_STEPS = 8  # runs of at most as many solver steps skip little
+FEW_STEPS = 8  # runs of at most this many solver steps skip fewer steps
 WATCH_INPUTS = ("modulated", "hidden", "latent")
 
 
 @dataclass
 class RunProgress:
-    """The state of a run, or of one call in its steps, for rules."""
+    """State that rules read and update: of a run, or of one of several calls per step."""
 
-    total: int | None = None
-    index: int = 0
-    first: int = 0  # the scheduler's step at which the run begins (image to image)
+    total: int | None = None  # number of steps
+    index: int = 0  # current step
+    first: int = 0  # the scheduler's step at which the run starts (image to image)
     nodes: tuple[int, ...] = ()  # the latest two evaluated steps, newest first
-    forecasts: int = 0  # since the latest evaluation
-    skips: int = 0  # forecasts of the run
+    forecasts: int = 0  # number of forecasts since the latest evaluation
+    skips: int = 0  # number of forecasts in the run
     change: float = 0.0  # the rule's sum since the latest evaluation
-    product: float = 1.0  # the rule's product since then
+    product: float = 1.0  # the rule's product since the latest evaluation
     error: float | None = None  # relative error of the latest forecast that `Verification` checked
     latent: Tensor | None = None  # the transformer's input in this call [B, ...]
-    level: float = 0.0  # the noise level of this step, from `Probe.noise_levels`
-    memory: dict[str, Any] = field(default_factory=dict)  # the rule's, from step to step
+    level: float = 0.0  # the noise level of this step, from `Rule.noise_levels`
+    memory: dict[str, Any] = field(default_factory=dict)  # data that the rule keeps between steps
 
     @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self.memory.values() if isinstance(value, Tensor))
 
     def finish_step(self, full: bool) -> None:
-        """Go to the next step. full: whether this one was evaluated."""
+        """Advance to the next step. full: whether this step was evaluated."""
         if full:
             self.nodes = (self.index, *self.nodes)[:2]
             self.forecasts, self.change, self.product, self.error = 0, 0.0, 1.0, None
@@ -69,7 +69,7 @@ def choice(default: Any, *allowed: Any) -> Any:
 
 
 class Checked:
-    """Base of dataclasses with settings that are declared by `number`, `integer` and `choice`."""
+    """Base of dataclasses whose settings are declared by `number`, `integer` and `choice`."""
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         check_setting_names(cls.__name__, settings, [field.name for field in fields(cls)])  # type: ignore[arg-type]
@@ -83,10 +83,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class Rule(Checked):
-    """Base of all values of `Forecast(when=...)`. A setting out of its range is a ValueError."""
+    """Base of all values of `Forecast(when=...)`. Raises ValueError for a setting out of its range."""
 
     name: ClassVar[str] = ""
-    how: ClassVar[str] = "taylor"  # `Forecast.how`, unless the sampler names one
+    how: ClassVar[str] = "taylor"  # default of `Forecast.how`
     measures: ClassVar[bool] = False  # whether `StepRule.observe_change` is implemented
     from_input: ClassVar[bool] = False  # whether the difference of the transformer's output and input is forecast
     filters: ClassVar[bool] = False  # whether `RunProgress.latent` must have rows and columns
@@ -94,61 +94,61 @@ class Rule(Checked):
 
     @property
     def where(self) -> str | Modules | None:
-        """`Forecast.where`, unless the sampler names one; None is "module"."""
+        """Default of `Forecast.where`; None means "module"."""
         return None
 
     @property
     def last_warmup_step(self) -> int:
-        """Last step at which no differences are taken (TaylorSeer's public code)."""
+        """Last step that computes no differences (TaylorSeer's public code)."""
         return int(getattr(self, "first_enhance", 1)) - 2
 
     @property
     def needs_total(self) -> str:
-        """Clause for an error in runs of an unknown number of steps; "" if the rule serves them."""
+        """First clause of the error for runs of an unknown number of steps; "" if the rule supports such runs."""
         is_unknown = self.evaluates_last and getattr(self, "num_inference_steps", None) is None
         return f"num_inference_steps=None: {type(self).__name__} evaluates the last step" if is_unknown else ""
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
-        """Return the names of facts that the rule needs and that are unknown (None).
+        """Return the names of values that the rule checks but that are unknown (None).
 
-        Raises ValueError if the rule cannot serve a run of `total` solver steps with these.
+        Raises ValueError if the rule does not support a run of `total` solver steps with this scheduler and guidance.
         """
         if total is None and (clause := self.needs_total):
-            raise ValueError(f"{clause}, and a transformer by itself does not tell the number of steps")
+            raise ValueError(f"{clause}, and without a pipeline the number of steps is unknown")
         return []
 
     def check_model(self, module: nn.Module) -> None:
-        """Raise ValueError if the rule cannot serve this transformer."""
+        """Raise ValueError if the rule does not support this transformer."""
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:
-        """Noise level of each step, if the rule reads them. Raises ValueError for an unsuitable scheduler or None."""
+        """Noise level of each step; () if not needed. Raises ValueError for an unsuitable or missing scheduler."""
         return ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for `forecast.rule_from`."""
+        """Return plain data; `forecast.rule_from` is the inverse."""
         return {"when": self.name} | asdict(self)
 
 
 @dataclass(frozen=True)
 class StepRule(Rule):
-    """Base of the rules that decide once a step, in its first call. A subclass implements `is_full`."""
+    """Base of the rules that decide once per step, in its first call. A subclass implements `is_full`."""
 
     def is_full(self, progress: RunProgress) -> bool:
         """Whether the next step is evaluated. Called after `observe_change`."""
         raise NotImplementedError
 
     def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
-        """Record how the watched input [B, ...] changed from one step to the next."""
+        """Record the change of the watched input [B, ...] from one step to the next."""
 
     def observe_output(self, progress: RunProgress, latent: Tensor, output: Tensor) -> None:
-        """Record the transformer's input and output [B, ...] in the call that decided for its step."""
+        """Record the transformer's input and output [B, ...] in the first call of an evaluated step."""
 
 
 @dataclass(frozen=True)
 class Probe(Rule):
     """Base of the rules that decide in every call, from the output of the first blocks (the probe) or from a table.
 
-    The blocks between the probe and the last ones are evaluated, or forecast as one residual.
+    The blocks after the probe (except `tail` last ones) are evaluated, or forecast as one residual.
     """
 
     how = "reuse"
@@ -158,14 +158,14 @@ class Probe(Rule):
     replaces_probe: ClassVar[bool] = False  # whether a forecast also replaces the probe's blocks
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
-        """Whether the blocks after the probe are evaluated in this call; true if `forced`.
+        """Whether this call evaluates the blocks after the probe; must be true if `forced`.
 
         first, probe: [B, ...] hidden states before the first block, and after the probe.
         """
         raise NotImplementedError
 
     def forecast_at(self, progress: RunProgress) -> float:
-        """The step for which the residual is forecast in this call."""
+        """Step at which the basis forecasts the residual in this call."""
         return progress.index
 
     def observe_residual(self, progress: RunProgress, residual: Tensor) -> None:
@@ -174,14 +174,14 @@ class Probe(Rule):
 
 @dataclass(frozen=True)
 class Every(StepRule):
-    """Evaluate evenly spread steps: the first `first_enhance`, and every `interval`-th from the last of them on.
+    """Evaluate the first `first_enhance` steps, and every `interval`-th step counted from the last of them.
 
     Args:
-        interval: N: one evaluation, then N - 1 forecasts; None is 5, or 2 in runs of at most 8 steps.
-        first_enhance: evaluated solver steps at the start.
-        style: "reference" is the public code's schedule; "diffusers" is that of `TaylorSeerCacheConfig`, which counts
-            from the second step after these, and takes differences from the start.
-        full_after: the step from which on all are evaluated (`disable_cache_after_step`); None: no such step.
+        interval: N: one evaluation, then N - 1 forecasts; None means 5, or 2 in runs of at most 8 steps.
+        first_enhance: number of evaluated solver steps at the start.
+        style: "reference" is TaylorSeer's public code; "diffusers" is `TaylorSeerCacheConfig`, which counts from the
+            second step after the first ones, and computes differences from the start.
+        full_after: from this step on all steps are evaluated (`disable_cache_after_step`); None: no such step.
     """
 
     interval: int | None = integer(None, low=1, none=True)
@@ -207,16 +207,16 @@ class Every(StepRule):
 class Verification(StepRule):
     """Evaluate after a forecast with a large error: SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628).
 
-    At forecast steps the last block is evaluated too, on forecast features, to measure the error of its forecast. If
-    the mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next* step is evaluated. A
-    forecast follows each evaluation. The public code has no defaults.
+    In forecast steps the last block is evaluated with forecast features, to measure the error of its forecast. If the
+    mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next* step is evaluated. The
+    step after an evaluation is always forecast. The public code has no defaults.
 
     Args:
         base_threshold: relative error allowed at the first step.
-        decay_rate: factor of the threshold from the first step to the last.
-        min_forecasts: forecasts after an evaluation before the error counts (`min_taylor_steps`).
-        max_forecasts: forecasts in a row at most (`max_taylor_steps`).
-        first_enhance: solver steps at the start in which evaluations and forecasts alternate.
+        decay_rate: ratio of the last step's threshold to the first step's.
+        min_forecasts: number of forecasts after an evaluation before the error is compared (`min_taylor_steps`).
+        max_forecasts: limit of consecutive forecasts (`max_taylor_steps`).
+        first_enhance: number of solver steps at the start in which evaluations and forecasts alternate.
     """
 
     base_threshold: float = number(0.3, low=0, open_low=True)
@@ -249,14 +249,14 @@ class AccumulatedChange(StepRule):
     The relative L1 change of an input from step to step, rescaled by a polynomial, is summed since the last evaluation.
 
     Args:
-        threshold: sum at which the step is evaluated.
+        threshold: a step is evaluated if the sum reaches it.
         coefficients: of the polynomial (the paper fits it to each model), highest power first; (1, 0) is x.
-        max_forecasts: forecasts in a row at most; None sets no bound.
-        watch: "modulated", the input of the first block's attention (the paper's); "hidden", the hidden states before
-            the first block; or "latent". None is "modulated" with `where="module"`, "hidden" with "block" and "stack",
-            "latent" with "output".
-        last_steps: evaluated steps at the end (1 in the public code).
-        first_enhance: evaluated steps at the start.
+        max_forecasts: limit of consecutive forecasts; None: no limit.
+        watch: the input: "modulated", input of the first block's attention (as in the paper); "hidden", the hidden
+            states before the first block; or "latent". None means "modulated" with `where="module"`, "hidden" with
+            "block" and "stack", "latent" with "output".
+        last_steps: number of evaluated steps at the end (1 in the public code).
+        first_enhance: number of evaluated steps at the start.
     """
 
     threshold: float = number(0.2, low=0, open_low=True)
@@ -272,7 +272,7 @@ class AccumulatedChange(StepRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.coefficients, (list, tuple)) or not self.coefficients:
-            raise ValueError(f"coefficients={shown(self.coefficients)} must be numbers, highest power first")
+            raise ValueError(f"coefficients={shown(self.coefficients)} must be a list of numbers, highest power first")
         for value in self.coefficients:
             check_number("coefficients", value)
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
@@ -309,7 +309,7 @@ class SavedAsJson:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Any:
-        """Read a file of `save`. Raises ValueError for any other file."""
+        """Read a file written by `save`. Raises ValueError for any other file."""
         return cls.from_dict(cls.read(path))
 
     @classmethod
@@ -318,14 +318,14 @@ class SavedAsJson:
         try:
             return parse_json(read_text(path))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{cls.setting}={str(path)!r} is no {cls.content}: {error}") from None
+            raise ValueError(f"{cls.setting}={str(path)!r} is not a {cls.content}: {error}") from None
 
 
 def relative_change(new: Tensor, old: Tensor) -> float:
-    """Compute mean |new - old| / mean |old|. Waits for the device."""
+    """Compute mean |new - old| / mean |old|. Synchronises with the device."""
     return float((new - old).abs().mean() / old.abs().mean().clamp(min=1e-12))
 
 
 def relative_error(forecast: Tensor, real: Tensor) -> float:
-    """Compute SpeCa's mean(|forecast - real| / |real|). Waits for the device."""
+    """Compute SpeCa's mean(|forecast - real| / |real|). Synchronises with the device."""
     return float(((forecast - real).abs() / (real.abs() + 1e-10)).mean())

@@ -27,14 +27,14 @@ from paradec.samplers.forecast.refresh import (
 
 @dataclass(frozen=True)
 class FirstBlock(Probe):
-    """FBCache (ParaAttention): evaluate the blocks after the first one when its residual has changed.
+    """FBCache (ParaAttention): evaluate the blocks after the first one if the first block's residual has changed.
 
-    The relative L1 change is taken since the latest evaluation, over all rows of the call, in the model's dtype. Names
-    and default are diffusers' (`FirstBlockCacheConfig`).
+    The relative L1 change since the latest evaluation is computed over all rows of the call, in the model's dtype.
+    Names and defaults are diffusers' (`FirstBlockCacheConfig`).
 
     Args:
-        threshold: a larger change asks for an evaluation; 0 always evaluates.
-        first_enhance: evaluated solver steps at the start.
+        threshold: a step is evaluated if the change exceeds it; 0 always evaluates.
+        first_enhance: number of evaluated solver steps at the start.
     """
 
     threshold: float = number(0.05, low=0)
@@ -56,15 +56,15 @@ class FirstBlock(Probe):
 
 @dataclass(frozen=True)
 class DBCache(Probe):
-    """cache-dit's DBCache: FBCache with more evaluated blocks and with bounds on skipping.
+    """cache-dit's DBCache: FBCache with more evaluated blocks and with limits on skipping.
 
-    All blocks are one stack; in cache-dit, each list of blocks of some models decides for itself.
+    All blocks form one stack. In cache-dit, some models have several lists of blocks, with a decision for each list.
 
     Args:
-        Fn_compute_blocks, Bn_compute_blocks: first and last blocks, evaluated at every step.
-        residual_diff_threshold: relative L1 change at which a step is evaluated; 0 always evaluates, 1 and more never.
-        max_warmup_steps: evaluated steps at the start.
-        max_cached_steps, max_continuous_cached_steps: skipped steps of a run, and in a row; -1 sets no bound.
+        Fn_compute_blocks, Bn_compute_blocks: number of first and last blocks, which every step evaluates.
+        residual_diff_threshold: relative L1 change from which on a step is evaluated; 0: always, 1 and more: never.
+        max_warmup_steps: number of evaluated steps at the start.
+        max_cached_steps, max_continuous_cached_steps: limit of skipped steps in a run, and consecutively; -1: no limit.
     """
 
     Fn_compute_blocks: int = integer(8, low=1)
@@ -105,17 +105,17 @@ class DBCache(Probe):
 class DiCache(Probe):
     """DiCache (Bu et al., arXiv 2508.17356): sum the changes of the first blocks' output (the probe), as its code does.
 
-    The relative L1 change is taken from step to step. While the sum is below `threshold`, all blocks, the probe's too,
-    are replaced by the residual r_before + g (r_latest - r_before), with the last two evaluated r, g = |p - p_before| /
-    |p_latest - p_before| within [1, 1.5], and p the probe's residual: "taylor" of order 1 at a measured time. Other
-    bases are used at the same time. A run of an unknown number of steps is a ValueError.
+    Changes are relative L1 changes from step to step. While the sum is below `threshold`, all blocks (also the probe)
+    are replaced by the residual r_before + g (r_latest - r_before) of the last two evaluations. Here p is the probe's
+    residual and g = |p - p_before| / |p_latest - p_before|, clipped to [1, 1.5]. This is "taylor" of order 1 at a
+    measured step; other bases use the same step. Raises ValueError for a run of an unknown number of steps.
 
     Args:
-        threshold: of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
+        threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
         error: "delta_y" sums the probe's change; "delta_minus" its difference from the input's change.
-        probe_depth: first blocks, evaluated at every step.
-        retention_ratio: share of evaluated steps at the start (0 in the public code for "delta_minus"); the last too.
-        num_inference_steps: solver steps, for a transformer by itself.
+        probe_depth: number of first blocks, which every step evaluates.
+        retention_ratio: share of evaluated steps at the start (public code for "delta_minus": 0). So is the last step.
+        num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
     threshold: float = number(0.4, low=0)
@@ -145,16 +145,16 @@ class DiCache(Probe):
             forced
             or progress.index < int(self.retention_ratio * total)
             or progress.index == total - 1
-            or not progress.change < self.threshold  # also where it is no number
+            or not progress.change < self.threshold  # also for NaN
         )
         if full:
-            # the first evaluation is also the one before it: histories have their full size from then on
+            # the first evaluation is stored twice, so that the memory has its full size from then on
             memory["before"], memory["latest"] = memory.get("latest", residual), residual
         else:
             before, latest = memory["before"], memory["latest"]
             gain = (residual - before).abs().mean() / (latest - before).abs().mean().clamp(min=1e-12)
             progress.product = float(gain.clamp(1.0, 1.5))
-        memory["probe"] = probe.detach().clone()  # the next block may write into it
+        memory["probe"] = probe.detach().clone()  # the next block may overwrite it
         if self.error == "delta_minus":
             memory["first"] = first.detach()
         return full
@@ -168,8 +168,8 @@ class DiCache(Probe):
 class MagRatios(SavedAsJson):
     """Magnitude ratios of one model and solver, for the steps of a run.
 
-    values: mean over tokens of |residual of this step| / |residual of the step before|; the first is 1. Others than
-    positive numbers are a ValueError.
+    values: per step, mean over tokens of |residual of this step| / |residual of the step before|; the first is 1.
+    Raises ValueError unless all are positive numbers.
     """
 
     values: tuple[float, ...]
@@ -179,7 +179,7 @@ class MagRatios(SavedAsJson):
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("mag_ratios=() must hold a ratio for each step")
+            raise ValueError("mag_ratios=() must have a ratio for each step")
         for value in self.values:
             check_number("mag_ratios", value, low=0, open_low=True)
 
@@ -189,7 +189,7 @@ class MagRatios(SavedAsJson):
             return self.values
         if steps == 1:
             return self.values[-1:]
-        # in float32, as in diffusers: it decides ties
+        # float32, as in diffusers, so that ties are rounded the same way
         nearest = np.arange(steps, dtype=np.float32) * np.float32((len(self.values) - 1) / (steps - 1))
         return tuple(self.values[int(step)] for step in nearest.round())
 
@@ -217,19 +217,19 @@ class MagRatios(SavedAsJson):
 
 @dataclass(frozen=True)
 class MagCache(Probe):
-    """MagCache (Ma et al., arXiv 2506.09045): skip while a table of magnitude ratios foresees a small error.
+    """MagCache (Ma et al., arXiv 2506.09045): skip while a table of magnitude ratios predicts a small error.
 
-    The step is evaluated when sum |1 - product of ratios| since the latest evaluation exceeds `threshold`. Names and
+    A step is evaluated if sum |1 - product of ratios| since the latest evaluation exceeds `threshold`. Names and
     defaults are diffusers' (`MagCacheConfig`).
 
     Args:
-        mag_ratios: of this model, by `paradec.integrations.diffusers.calibration.calibrate_magcache`: a `MagRatios`,
-            its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths take the nearest, image to
-            image the last ones.
-        threshold: of the sum.
-        max_skip_steps: K: skipped steps in a row.
+        mag_ratios: ratios of this model from `paradec.integrations.diffusers.calibration.calibrate_magcache`: a
+            `MagRatios`, its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths use the
+            nearest ratios, image to image the last ones.
+        threshold: limit of the sum.
+        max_skip_steps: K: limit of consecutive skipped steps.
         retention_ratio: share of evaluated steps at the start.
-        num_inference_steps: solver steps, for a transformer by itself.
+        num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
     mag_ratios: Any = None
@@ -265,16 +265,16 @@ TINY = 1e-16  # added to spectrum and denominator of `SeaCache`'s filter, as in 
 class SeaCache(Probe):
     """SeaCache (arXiv 2602.18993): sum the changes of the filtered latent from step to step.
 
-    The filter is Wiener's for pictures whose power falls as 1 / frequency^`power_exp`, at the step's noise level. The
-    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`). A ValueError
-    without a scheduler with flow sigmas, with more input than output channels, or with unknown rows and columns.
+    The filter is a Wiener filter for the step's noise level and images with a spectrum 1 / frequency^`power_exp`. The
+    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`). ValueError:
+    a scheduler without flow sigmas, more input than output channels, or a latent without known rows and columns.
 
     Args:
-        threshold: of the sum; 0 always evaluates.
+        threshold: limit of the sum; 0 always evaluates.
         residual_order: 1 extrapolates (`how="taylor"`), 0 reuses (`how="reuse"`).
-        retention_steps, cache_end_steps: evaluated steps at the start and at the end.
-        max_consecutive_cached: skipped steps in a row; 0 sets no bound.
-        power_exp: of the spectrum.
+        retention_steps, cache_end_steps: number of evaluated steps at the start and at the end.
+        max_consecutive_cached: limit of consecutive skipped steps; 0: no limit.
+        power_exp: exponent of the spectrum.
     """
 
     threshold: float = number(0.25, low=0)
@@ -294,11 +294,11 @@ class SeaCache(Probe):
     def check_model(self, module: nn.Module) -> None:
         config = getattr(module, "config", None) or {}
         inputs, outputs, cell = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
-        packed = outputs is not None and isinstance(cell, int) and inputs == outputs * cell**2  # Qwen-Image counts so
+        packed = outputs is not None and isinstance(cell, int) and inputs == outputs * cell**2  # as in Qwen-Image
         if inputs is not None and outputs is not None and inputs > outputs and not packed:
             raise ValueError(
-                f"when='seacache' filters the latent, and {type(module).__name__} is given {inputs} channels and "
-                f"returns {outputs}: conditions beside the latent; use another rule"
+                f"when='seacache' filters the latent, but {type(module).__name__} is given {inputs} channels and "
+                f"returns {outputs}: its input has conditions too; use another rule"
             )
 
     def noise_levels(self, scheduler: Any) -> Sequence[float]:
@@ -307,8 +307,8 @@ class SeaCache(Probe):
         if sigmas is None or not (config.get("use_flow_sigmas") or float(torch.as_tensor(sigmas).max()) <= 1):
             kind = "a transformer by itself has no scheduler" if scheduler is None else type(scheduler).__name__
             raise ValueError(
-                f"when='seacache' reads the noise levels (sigmas from 1 to 0) of a scheduler for flow matching, "
-                f"such as FlowMatchEulerDiscreteScheduler, or UniPCMultistepScheduler(use_flow_sigmas=True, "
+                f"when='seacache' needs a scheduler for flow matching with sigmas from 1 to 0, such as "
+                f"FlowMatchEulerDiscreteScheduler, or UniPCMultistepScheduler(use_flow_sigmas=True, "
                 f"prediction_type='flow_prediction'); {kind}"
             )
         return torch.as_tensor(sigmas).tolist()[getattr(scheduler, "begin_index", None) or 0 :]
@@ -327,21 +327,21 @@ class SeaCache(Probe):
         if not full:
             changes = [relative_change(new, old) for new, old in zip(filtered, memory["filtered"], strict=True)]
             progress.change += sum(changes) / len(changes)
-            full = not progress.change < self.threshold  # also where it is no number
+            full = not progress.change < self.threshold  # also for NaN
         memory["filtered"] = filtered
         return full
 
 
 def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
-    """Filter the noise out of a latent [B, C, ...] of 1 - s parts picture and s = `level` parts noise, in float32.
+    """Filter the noise out of a latent [B, C, ...] = (1 - s) image + s noise, s = `level`, in float32.
 
-    On each axis after C the gain is a S / (a^2 S + s^2) with a = 1 - s, S = 1 / |f|^power; their product is divided by
-    its mean. Raises ValueError for a latent of other axes.
+    On each axis after C the gain is a S / (a^2 S + s^2) with a = 1 - s, S = 1 / |f|^power. The product of the gains is
+    divided by its mean. Raises ValueError for a latent with other axes.
     """
     if latent.ndim not in (4, 5):
         raise ValueError(
-            f"when='seacache' filters over frames, rows and columns, and the transformer is given a latent of shape "
-            f"{tuple(latent.shape)}, not [B, C, rows, columns] or [B, C, frames, rows, columns]; use another rule"
+            f"when='seacache' filters over frames, rows and columns: the transformer's input must be [B, C, rows, "
+            f"columns] or [B, C, frames, rows, columns], not {tuple(latent.shape)}; use another rule"
         )
     noise = min(max(level, 1e-6), 1 - 1e-6)
     clean, gain = 1 - noise, torch.ones((), device=latent.device)
@@ -357,16 +357,16 @@ def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
 
 @dataclass(frozen=True)
 class EasyCache(StepRule):
-    """EasyCache (arXiv 2507.02860, the authors' code for Wan): sum the change of the latent, rescaled to the output's.
+    """EasyCache (arXiv 2507.02860, the authors' code for Wan): sum estimates of the output's change.
 
     With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| between evaluations.
     While the sum of K mean|x - x of the step before| / mean|v_latest| is below `threshold`, the output is x + (v_latest
-    - x_latest). The first call of a step decides for all. A run of an unknown number of steps is a ValueError.
+    - x_latest). The first call of a step decides for all. Raises ValueError for a run of an unknown number of steps.
 
     Args:
-        threshold: of the sum; 0 always evaluates. The public code has 0.05 and 0.06 for Wan.
-        ret_steps: evaluated steps at the start. The last step is always evaluated.
-        num_inference_steps: solver steps, for a transformer by itself.
+        threshold: limit of the sum; 0 always evaluates. The public code has 0.05 and 0.06 for Wan.
+        ret_steps: number of evaluated steps at the start. The last step is always evaluated.
+        num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
     threshold: float = number(0.05, low=0)
@@ -384,7 +384,7 @@ class EasyCache(StepRule):
         last = (self.num_inference_steps or progress.total or 0) - 1
         if progress.index < self.ret_steps or progress.index == last or "rate" not in progress.memory:
             return True
-        return not progress.change < self.threshold  # also where it is no number
+        return not progress.change < self.threshold  # also for NaN
 
     def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
         memory = progress.memory
@@ -394,7 +394,7 @@ class EasyCache(StepRule):
     def observe_output(self, progress: RunProgress, latent: Tensor, output: Tensor) -> None:
         if latent.shape != output.shape:
             raise ValueError(
-                f"when='easycache' forecasts how the output differs from the input, and the transformer is given "
+                f"when='easycache' needs an output in the shape of the input; the transformer is given "
                 f"{tuple(latent.shape)} and returns {tuple(output.shape)}; use another rule"
             )
         memory = progress.memory

@@ -1,5 +1,5 @@
-"""Evaluated steps beforehand: lists, for all modules (any, or those of `paradec.tune_steps`) or for each one (BAC), and
-cache-dit's step masks ("SCM"): names, figures and rules of version 1.5.3.
+"""Fixed schedules: lists of evaluated steps (for example from `paradec.tune_steps`), lists for each module (BAC), and
+cache-dit's step masks ("SCM"), with the names, numbers and rules of its version 1.5.3.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SCHEMA = "paradec-steps/1"
 
 @dataclass(frozen=True)
 class StepSchedule(SavedAsJson, StepRule):
-    """Evaluated steps, ascending from step 0, and the run that they are for; None stands for any.
+    """Evaluated steps, ascending from step 0, and the runs that they apply to; None: any.
 
     Args:
-        total: solver steps of the run.
-        scheduler: the class of its scheduler.
+        total: number of solver steps of the run.
+        scheduler: class name of its scheduler.
         guidance: its guidance scale.
-        where: what is forecast (`Forecast.where`).
+        where: default of `Forecast.where`.
     """
 
     steps: tuple[int, ...]
@@ -41,7 +41,7 @@ class StepSchedule(SavedAsJson, StepRule):
         object.__setattr__(self, "steps", check_steps("when", self.steps, self.total))
         object.__setattr__(self, "where", where_from(self.where))
         if not isinstance(self.scheduler, str | None):
-            raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a class, or None")
+            raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a scheduler class, or None")
 
     def is_full(self, progress: RunProgress) -> bool:
         return progress.index in self.steps
@@ -58,8 +58,8 @@ class StepSchedule(SavedAsJson, StepRule):
                 unknown.append(name)
             elif expected not in (None, actual):
                 raise ValueError(
-                    f"refresh: these steps were found for runs of {name} {expected}, and this one has {actual}; find "
-                    "others with paradec.tune_steps, or give the steps themselves"
+                    f"when: these steps were tuned for runs of {name} {expected}, and this one has {actual}; tune "
+                    "others with paradec.tune_steps, or give a list of steps"
                 )
         return unknown
 
@@ -70,18 +70,18 @@ class StepSchedule(SavedAsJson, StepRule):
     def from_dict(cls, data: Any) -> StepSchedule:
         fields = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
         if not {"steps", "total"} <= set(fields) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
-            raise ValueError(f"when={shown(data)} is no schedule of {SCHEMA}")
+            raise ValueError(f"when={shown(data)} is not a schedule of schema {SCHEMA}")
         return cls(**fields)
 
 
 @dataclass(frozen=True)
 class BlockSchedule(SavedAsJson, Rule):
-    """Steps at which each module is evaluated: BAC (Ji et al., ICLR 2026, arXiv 2506.13456).
+    """Evaluated steps of each module: BAC (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-    Between them a module's last output is reused, or forecast by another basis. `calibrate_bac` finds the steps.
+    In the other steps a module's last output is reused, or forecast by another basis. `calibrate_bac` finds the steps.
 
     Args:
-        steps: solver steps of the run.
+        steps: number of solver steps of the run.
         modules: pairs (name in the transformer, ascending steps from 0), in the order of evaluation.
     """
 
@@ -95,7 +95,7 @@ class BlockSchedule(SavedAsJson, Rule):
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1)
         if not self.modules or len(dict(self.modules)) != len(self.modules):
-            raise ValueError(f"modules={shown(self.modules)} must name at least one module, and each once")
+            raise ValueError(f"modules={shown(self.modules)} must name at least one module, each name once")
         modules = tuple((name, check_steps(f"steps of {name!r}", steps, self.steps)) for name, steps in self.modules)
         object.__setattr__(self, "modules", modules)
 
@@ -104,7 +104,7 @@ class BlockSchedule(SavedAsJson, Rule):
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:
         if total not in (None, self.steps):
-            raise ValueError(f"refresh was made for runs of {self.steps} steps; this one has {total}")
+            raise ValueError(f"when: this schedule was made for runs of {self.steps} steps; this one has {total}")
         return []
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,19 +124,19 @@ def check_steps(name: str, steps: Any, total: int | None) -> tuple[int, ...]:
     for step in values:
         check_int(name, step, low=0, high=LARGEST_INT if total is None else total - 1)
     if 0 not in values or sorted(set(values)) != list(values):
-        raise ValueError(f"{name}={shown(steps)} must be ascending steps that begin with 0, each once")
+        raise ValueError(f"{name}={shown(steps)} must be strictly ascending steps that start with 0")
     return values
 
 
-Runs = tuple[int, ...]  # lengths of the runs of evaluated and of skipped steps, in turn
+Runs = tuple[int, ...]  # numbers of consecutive evaluated and consecutive skipped steps, alternating
 
-MASKS: dict[str, Runs] = {  # at 28 steps, for 16 steps and more
+MASKS: dict[str, Runs] = {  # for 28 steps; scaled for 16 steps and more
     "slow": (8, 1, 3, 2, 3, 2, 2, 2, 1, 3, 1),
     "medium": (6, 1, 2, 3, 2, 3, 2, 3, 2, 3, 1),
     "fast": (6, 1, 1, 3, 1, 4, 1, 5, 1, 4, 1),
     "ultra": (4, 2, 1, 5, 1, 6, 1, 7, 1),
 }
-SHORT: dict[int, dict[str, Runs]] = {  # by the number of steps; 10 to 14 are cut from 15
+SHORT: dict[int, dict[str, Runs]] = {  # by the number of steps; masks of 10 to 14 steps are shortened from 15
     15: {
         "slow": (4, 1, 2, 1, 2, 1, 2, 1, 1),
         "medium": (4, 1, 2, 1, 1, 2, 1, 2, 1),
@@ -152,7 +152,7 @@ SHORT: dict[int, dict[str, Runs]] = {  # by the number of steps; 10 to 14 are cu
 
 @dataclass(frozen=True)
 class StepMask(StepRule):
-    """Evaluate the steps of a named mask, cut or stretched to the run (`step_mask`)."""
+    """Evaluate the steps of a named mask, scaled to the length of the run (`step_mask`)."""
 
     mask: str = choice("", *MASKS)
 
@@ -174,25 +174,25 @@ class StepMask(StepRule):
 
 @lru_cache(maxsize=64)
 def step_mask(name: str, steps: int) -> tuple[int, ...]:
-    """Return the evaluated steps of a named mask, from 0; the last step is always among them.
+    """Return the evaluated steps of a named mask, from 0; the last step is always evaluated.
 
     Args:
         name: "slow" (18 of 28 steps are evaluated), "medium" (15), "fast" (11) or "ultra" (8).
-        steps: solver steps: 4, 6, or 8 and more; else a ValueError. Of 16 steps, "ultra" evaluates 3.
+        steps: number of solver steps: 4, 6, or at least 8; else ValueError. Of 16 steps, "ultra" evaluates 3.
     """
     check_choice("when", name, MASKS)
     check_int("steps", steps, low=1)
     if steps < 8 and steps not in SHORT:
-        raise ValueError(f"when={name!r}: there is no mask for {steps} steps; 4, 6, or 8 and more have one")
+        raise ValueError(f"when={name!r}: there is no mask for {steps} steps; use 4, 6, or at least 8 steps")
     runs = list((MASKS if steps >= 16 else SHORT[min(length for length in SHORT if length >= steps)])[name])
-    # too short: the runs grow in turn, by half of their shares of the new length, the last one by 1
+    # too short: lengthen the runs in turn, each by half of its length scaled to `steps`, the last run by 1
     share = steps / sum(runs) * 0.5
     increments = [max(int(length * share), 1) for length in runs[:-1]] + [1]
     for i in cycle(range(len(runs))):
         if sum(runs) >= steps:
             break
         runs[i] += increments[i]
-    # too long: the last skipped and evaluated runs shrink in turn, by single steps
+    # too long: shorten the last skipped and the last evaluated run in turn, by one step
     for kind in cycle((1, 0)):
         if sum(runs) == steps:
             break

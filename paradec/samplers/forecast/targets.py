@@ -14,11 +14,11 @@ PLACES = ("module", "block", "stack", "output")
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules by their names within the transformer. Raises ValueError for no patterns, or an invalid one.
+    """Patterns of module names within the transformer. Raises ValueError for no pattern or an invalid one.
 
     Args:
         modules: patterns (`re.fullmatch`) of modules whose outputs are forecast.
-        skip: patterns of modules that are skipped at forecast steps: a forecast replaces everything that they feed.
+        skip: patterns of modules that forecast steps skip; only modules with forecast outputs may use their outputs.
     """
 
     modules: tuple[str, ...]
@@ -30,7 +30,7 @@ class Modules:
             try:
                 patterns = (value,) if isinstance(value, str) else tuple(value)
                 for pattern in patterns:
-                    re.compile(pattern + "")  # a TypeError unless it is a text
+                    re.compile(pattern + "")  # TypeError unless it is a string
             except (TypeError, re.error) as error:
                 expected = "a regular expression for module names, or a list of them"
                 raise ValueError(f"{setting}={shown(value)} must be {expected}: {error}") from None
@@ -43,7 +43,7 @@ class Modules:
 
 
 def where_from(value: Any) -> str | Modules | None:
-    """Read a place's name, a list of patterns, or `Modules` and its `to_dict`. Raises ValueError otherwise."""
+    """Read the setting `where`: a name of `PLACES`, a list of patterns, `Modules` or its `to_dict`; else ValueError."""
     if value is None or isinstance(value, Modules):
         return value
     if isinstance(value, (list, tuple)):

@@ -695,7 +695,7 @@ def test_what_cannot_be_accelerated(flux: Any) -> None:
         ("teacache", {"thresh": 1}, "unknown setting of teacache: 'thresh'.*threshold"),
     ):
         refuses(partial(accelerate, flux, name, **settings), message)
-    refuses(lambda: accelerate(flux, TaylorSeer(), interval=3), "interval=... goes with a name", TypeError)
+    refuses(lambda: accelerate(flux, TaylorSeer(), interval=3), "interval=... needs a method's name", TypeError)
     refuses(lambda: accelerate(nn.Linear(2, 2), TaylorSeer()), "Linear has no list of blocks")
     odd = nn.Module()
     odd.blocks = nn.ModuleList([DriftBlock(Drift(1)), nn.Linear(2, 2)])

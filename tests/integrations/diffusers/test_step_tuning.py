@@ -127,7 +127,7 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
         assert "the run's guidance_scale is unknown, so" in str(session.report())
     refuses(lambda: Forecast(when=found, where="module"), "leave where='module' out")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
-    for wrong, message in (("other.json", "is no schedule of"), ("none.json", "is no schedule file")):
+    for wrong, message in (("other.json", "is not a schedule of"), ("none.json", "is not a schedule file")):
         refuses(partial(Forecast, when=tmp_path / wrong), message)
     for fields in ({"steps": (1, 2)}, {"steps": (0, 6)}, {"total": 0}):
         refuses(partial(StepSchedule, **({"steps": (0,), "total": 6} | fields)), r"when|total")
