@@ -124,7 +124,7 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
     """Raise ValueError if a kernel would read outside its lists."""
     if tuple(tiles.place.shape) != (len(query), query.shape[2]):
         raise ValueError(
-            f"tiles are for {tuple(tiles.place.shape)} rows and columns; the call has {len(query), query.shape[2]}"
+            f"tiles are for {tuple(tiles.place.shape)} columns; the call has {len(query)} x {query.shape[2]} columns"
         )
     if index is None:
         return
