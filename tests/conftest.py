@@ -31,14 +31,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark three of four cases of each test that is `thinned` as `further`, other ones for each test."""
-    seen = collections.Counter[str]()
+    """Mark six of seven cases of each `thinned` test as `further`, different ones for each test; one case remains."""
+    cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if item.get_closest_marker("thinned"):
-            name = item.nodeid.partition("[")[0]
-            if (seen[name] + zlib.crc32(name.encode())) % 4:
+        if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, group in cases.items():
+        interval = min(7, len(group))  # a prime: no value of a product of parameters is always left out
+        for index, item in enumerate(group, zlib.crc32(name.encode())):
+            if index % interval:
                 item.add_marker("further")
-            seen[name] += 1
 
 
 def pytest_collection_finish() -> None:
