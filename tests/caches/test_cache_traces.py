@@ -14,8 +14,8 @@ Final tokens, the number of forwards, and what each evaluated and committed are 
   decided: the calls that it makes are compared, and the answer. For Dream, DPad compares probabilities among the 50
   likeliest tokens, a default of transformers.
 
-By default traces with every pair of settings are replayed (`replay.often`), and all with `-m full`, in float32 too:
-final tokens and the number of forwards are compared there.
+By default two cases of traces with every setting are replayed (`traces.often`), and all with `-m full`, in
+float32 too: final tokens and the number of forwards are compared there.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ import pytest
 import torch
 from torch import Tensor
 from traces import (
-    PRECISIONS,
     assert_batches_move_together,
     assert_calls,
     assert_confidences,
@@ -41,6 +40,7 @@ from traces import (
     of_the_likeliest,
     others_are_full,
     our_feeds,
+    precisions,
     replay_case,
     replay_rows,
     request_of,
@@ -63,13 +63,13 @@ FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of
 DKV = trace_names("dkv", "dkv-dream")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", others_are_full(BLOCKS))
-def test_block_caches(name: str, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
+@pytest.mark.parametrize("name", others_are_full(BLOCKS, together=1))
+def test_block_caches(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
     sampler, arguments = request_of(trace)
-    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments)
+    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if trace["method"] == "fastdllm-jun25" and by_threshold:
         for together in by_case(rows):
             with replay_rows(together):
@@ -84,15 +84,15 @@ def test_block_caches(name: str, precision: str) -> None:
         assert_replayed(rows, exact)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", others_are_full(FORCED))
-def test_forced_first_token(name: str, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
+@pytest.mark.parametrize("name", others_are_full(FORCED, together=1))
+def test_forced_first_token(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = request_of(trace)
     arguments["cache"] = cache_without_left(arguments["cache"] == "dual")
     model = model_of(trace, precision)
-    assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, **arguments), exact)
+    assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, numbers=numbers, **arguments), exact)
 
 
 @pytest.mark.parametrize("name", others_are_full(FORCED, together=1))
@@ -149,13 +149,13 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
     return sampler, request | {"cache": caches.create(name, **given)}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
 @pytest.mark.parametrize("name", others_are_full(DKV, together=1))
-def test_dkv(name: str, precision: str) -> None:
+def test_dkv(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = (dkv if trace["method"] == "dkv" else dkv_dream)(trace["settings"])
-    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments)
+    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if trace["settings"].get("shift_type") == "right" and trace["settings"]["use_cache"]:
         for together in by_case(rows):
             with replay_rows(together):

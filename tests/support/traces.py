@@ -39,9 +39,6 @@ from paradec.samplers.masked.state import MaskedState
 
 TRACES = golden("traces") / "traces" if (golden("traces") / "traces").is_dir() else golden("traces")
 
-PRECISIONS = ["float64", pytest.param("float32", marks=pytest.mark.full)]
-"""What the replays of all files are run in. In float32, near-ties decide which of equally sure positions is first."""
-
 
 def load_trace(name: str) -> Any:
     trace = read_json(TRACES / f"{name}.json")
@@ -74,6 +71,15 @@ def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token
 def which(*numbers: int) -> list[Any]:
     """Parameters of a test: which cases of a file, of one with fewer others; and, marked `full`, all (None)."""
     return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
+
+
+def precisions(*numbers: int) -> list[Any]:
+    """Parameters (precision, numbers) of a test: these cases of a file in float64; and, marked `full`, all (None) in
+    both precisions. In float32, near-ties decide which of equally sure positions is first."""
+    every = [
+        pytest.param(precision, None, id=precision, marks=pytest.mark.full) for precision in ("float64", "float32")
+    ]
+    return [pytest.param("float64", numbers, id="some"), *every]
 
 
 def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
@@ -301,13 +307,21 @@ def draws(settings: dict) -> bool:
     return bool(by_chance or settings.get("temperature") or settings.get("alg_temp"))
 
 
-def decode(model: Model, trace: dict, sampler: Sampler, alone: bool = False, **request: Any) -> list[Row]:
-    """Decode the prompts of a trace's cases, and lay each row beside the reference's.
+def decode(
+    model: Model,
+    trace: dict,
+    sampler: Sampler,
+    alone: bool = False,
+    numbers: Sequence[int] | None = None,
+    **request: Any,
+) -> list[Row]:
+    """Decode the prompts of a trace's cases, or of those with these numbers; lay each row beside the reference's.
 
     A row does not depend on its neighbours in float64, so those of one length that draw nothing share a batch; with
     `alone` a case has its own, as the reference had it.
     """
-    names, cases = zip(*some_cases(trace, None), strict=True)
+    selected = some_cases(trace, numbers)
+    names, cases = [name for name, _ in selected], [case for _, case in selected]
     settings = trace["settings"]
     batches: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     for number, case in enumerate(cases):

@@ -12,8 +12,8 @@ the mask's own probability in the softmax, as the public codes do. What differs:
   decided is compared, and ours is run to its own stop, which comes no later. It takes everything within 1e-5 of the
   best position with it, which makes no difference on these traces. Credit is replayed with both ways to keep it.
 
-By default traces with every setting are replayed (`replay.often`), and all with `-m full`, in float32 too: final tokens
-and the number of forwards are compared there.
+By default two cases of traces with every setting are replayed (`traces.often`), and all with `-m full`, in float32 too:
+final tokens and the number of forwards are compared there.
 """
 
 import functools
@@ -24,7 +24,6 @@ import torch
 from places import GOLDEN
 from recorded import is_packaged, read_arrays, read_head, refuse, replay
 from traces import (
-    PRECISIONS,
     TRACES,
     Call,
     Row,
@@ -40,6 +39,7 @@ from traces import (
     loaded,
     model_of,
     others_are_full,
+    precisions,
     replay_rows,
     request_of,
     some_cases,
@@ -75,13 +75,13 @@ def test_no_method_without_a_replay() -> None:
             refuse(case, "of a kind that paradec does not have (docs/fidelity.md)")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
 @pytest.mark.parametrize("name", others_are_full(NAMES, together=1))
-def test_trace(name: str, precision: str) -> None:
+def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, exact = trace["settings"], precision == "float64"
     sampler, arguments = request_of(trace)
-    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments)
+    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if settings.get("alg") == "origin":
         for together in by_case(rows):
             with replay_rows(together):
@@ -178,15 +178,15 @@ def unrolled(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
     return calls
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
 @pytest.mark.parametrize(
     ("name", "storage"), [(n, s) for n in NAMES_DINFER for s in (("dense", "slots") if is_credit(n) else ("",))]
 )
-def test_dinfer(name: str, storage: str, precision: str) -> None:
+def test_dinfer(name: str, storage: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, sampler = trace["settings"], sampler_of(trace, storage)
     model = model_of(trace, precision)
-    arguments = {"block_length": settings["block_length"], "alone": precision == "float32"}
+    arguments = {"block_length": settings["block_length"], "alone": precision == "float32", "numbers": numbers}
     for rows in by_case(decode(model, trace, sampler, **arguments)):
         with replay_rows(rows):
             for row, calls in zip(rows, unrolled(rows, settings, trace["eos_id"]), strict=True):
@@ -205,13 +205,15 @@ def test_dinfer(name: str, storage: str, precision: str) -> None:
 NAMES_ADABLOCK = [name for name in trace_names("adablock", "adablock-dream") if cache_of(head_of(name)) == "none"]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
 @pytest.mark.parametrize("name", NAMES_ADABLOCK)
-def test_adablock(name: str, precision: str) -> None:
+def test_adablock(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = request_of(trace)
-    assert_replayed(decode(model_of(trace, precision), trace, sampler, alone=not exact, **arguments), exact)
+    assert_replayed(
+        decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments), exact
+    )
 
 
 def test_traces_have_adaptive_blocks() -> None:

@@ -8,15 +8,14 @@ the block. What differs:
 - Its cached decoder for Dream commits a block's first token without logits (`replay.forced_first`).
 - Of its eager mode, which drafts into the next block, the final tokens are compared.
 
-`test_by_answers` compares ours without any of this. By default traces with every pair of settings are replayed
-(`replay.often`), and all with `-m full`, in float32 too: final tokens are compared there.
+`test_by_answers` compares ours without any of this. By default two cases of traces with every pair of settings are
+replayed (`traces.often`), and all with `-m full`, in float32 too: final tokens are compared there.
 """
 
 from typing import Any
 
 import pytest
 from traces import (
-    PRECISIONS,
     Call,
     Row,
     assert_calls,
@@ -28,6 +27,7 @@ from traces import (
     load_trace,
     model_of,
     others_are_full,
+    precisions,
     replay_rows,
     text_of,
     trace_names,
@@ -81,9 +81,9 @@ def request_of(settings: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
 @pytest.mark.parametrize("name", others_are_full(NAMES))
-def test_trace(name: str, precision: str) -> None:
+def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, model = trace["settings"], model_of(trace, precision)
     threshold, static = settings.get("confidence_threshold"), settings["method"] == "static"
@@ -92,7 +92,7 @@ def test_trace(name: str, precision: str) -> None:
     if model.facts.prediction == "shifted":
         base = forced_first(base)
         arguments["cache"] = cache_without_left(settings["dual_cache"])
-    rows = decode(model, trace, freedave(settings, base), alone=precision == "float32", **arguments)
+    rows = decode(model, trace, freedave(settings, base), alone=precision == "float32", numbers=numbers, **arguments)
     for together in by_case(rows):
         with replay_rows(together):
             for row in together:
