@@ -86,6 +86,7 @@ def masked_of(case: dict[str, Any]) -> dict[tuple[int, ...], float]:
 ROWS = 2000
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "chain", [pytest.param(name, marks=() if name in ("sjd", "drafter") else pytest.mark.full) for name in CHAINS]
 )
@@ -127,6 +128,7 @@ def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...]
     return masses
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("after", "budget"), [("a", None), ("ab", 1), ("aa", None), ("b", 0)])
 @pytest.mark.parametrize(
     "chain", ["sjd", *(pytest.param(c, marks=pytest.mark.full) for c in ("one by one", "drafter"))]
@@ -181,6 +183,7 @@ OVER_STORES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "name",
     [

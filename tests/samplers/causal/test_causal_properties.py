@@ -99,6 +99,7 @@ def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
         assert (state.nfe < 11).all() and (state.draft_nfe > 0).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", EVERY)
 def test_a_row_is_what_it_is_alone(name: str) -> None:
     sampler, model = started(name)
@@ -116,6 +117,7 @@ def test_a_row_is_what_it_is_alone(name: str) -> None:
     assert written.sum() == sum(together.tokens) and (together.logprobs.chosen[written] <= 0).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_repeated_is_the_step_and_copies_go_on(name: str) -> None:
     sampler, model = started(name)
@@ -164,6 +166,7 @@ def test_logits_that_are_not_finite_are_refused(name: str) -> None:
     assert torch.equal(state.canvas, before) and not state.nfe.any()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_generate_stops_at_the_end_of_text(name: str) -> None:
     sampler, _ = started(name)

@@ -334,6 +334,7 @@ def all_runs(
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", named("law"))
 @replays("name")
 def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +372,7 @@ def case_of(vocab: str, slots: int, pattern: str, bias: Any = None, **settings: 
     }  # fmt: skip
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("pattern", ["[ab]c?[ab]|cab", "(ab|ba|cc)[abc]", "[abc]{2,3}"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +382,8 @@ def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch:
     bias = torch.randn(3, 4, generator=draw).tolist()
     case = case_of("abc", slots, pattern, bias, rule={}, temperature=1.0)
     expected = dict.fromkeys(itertools.product(range(4), repeat=slots), 0.0)
-    fits = [text for text in expected if accepts(automaton_of(case), text)]
+    automaton = automaton_of(case)
+    fits = [text for text in expected if accepts(automaton, text)]
     p = softmax(torch.tensor(bias, dtype=torch.float64))
     found = all_runs(case, Ordered(), monkeypatch, forced=True)
     assert found.keys() == {*fits}
@@ -394,7 +397,8 @@ def test_weights_count_a_template(pattern: str, block: int) -> None:
     """Of a uniform model: the share of a block's tokens with which a text can go on, of every block."""
     slots = 3
     case = case_of("abcd", slots, pattern)
-    texts = [text for text in itertools.product(range(5), repeat=slots) if accepts(automaton_of(case), text)]
+    automaton = automaton_of(case)
+    texts = [text for text in itertools.product(range(5), repeat=slots) if accepts(automaton, text)]
     asked: dict[str, Any] = {"constraint": paradec.Regex(pattern), "max_new_tokens": slots, "block_length": block}
     asked |= {"temperature": 1.0, "seed": [*range(3)], "eos_early_stop": False}
     for name in ("low_confidence", "random"):
@@ -417,6 +421,7 @@ def case_behind_a_marker(after: str, budget: int | None, slots: int, temperature
     return case
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("after", "budget", "slots"), BEHIND_MARKERS)
 @pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, -1)])
 def test_free_text_a_marker_and_an_answer_have_the_models_distribution(

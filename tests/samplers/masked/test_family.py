@@ -38,6 +38,7 @@ def test_the_textbook_fits_a_page() -> None:
     assert len(TEXTBOOK.splitlines()) <= 60
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -1,5 +1,6 @@
 """Combinations of samplers: as values, as text, and against what their parts decide."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,39 +35,42 @@ def same(a: paradec.Output, b: paradec.Output) -> bool:
     return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
 
 
+RULES = (
+    "threshold", "entropy_threshold", "margin", "klass(history=1, kl_threshold=0.5)", "persistence", "localleap",
+    "learn2pd(filter_threshold=0.5)",
+)  # fmt: skip
+PAIRS = [*itertools.combinations(RULES[:-1], 2), RULES[-2:], RULES[:-3:-1]]
+
+
+@pytest.mark.thinned
 @pytest.mark.parametrize("joined", [Union, Intersection])
-def test_each_step_is_what_the_rules_decide(joined: type, llada64: Model) -> None:
-    rules = (
-        "threshold", "entropy_threshold", "margin", "klass(history=1, kl_threshold=0.5)", "persistence", "localleap",
-        "learn2pd(filter_threshold=0.5)",
-    )  # fmt: skip
-    rules = tuple(samplers.create(rule) for rule in rules)
-    pairs = [(a, b) for i, a in enumerate(rules[:-1]) for b in rules[i + 1 : -1]] + [rules[-2:], rules[:-3:-1]]
-    for pair in pairs:
-        whole, request = joined(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
-        state = whole.start(llada64, PROMPTS, eos_early_stop=False, **request)
-        parts = [rule.start(llada64, PROMPTS, eos_early_stop=False, **request) for rule in pair]
-        with torch.inference_mode():
-            while not state.done:
-                decided = []
-                for rule, part in zip(pair, parts, strict=True):
-                    part.canvas.copy_(state.canvas)
-                    for name in ("running", "block_start", "block_end", "remaining", "masks_at_open", "_steps"):
-                        getattr(part, name)[:] = getattr(state, name)
-                    part.make_window()
-                    for name in part.memory.specs:  # what the whole remembers of this rule
-                        part.memory[name] = state.memory[f"{pair.index(rule)}.{name}"].clone()
-                    commit = rule.commit(part, rule.step(llada64, part))
-                    decided.append({entry[:3] for entry in commit.to_list()})
-                before = state.running.copy()
-                ours = {entry[:3] for entry in whole.commit(state, whole.step(llada64, state)).to_list()}
-                if joined is Union:
-                    assert ours == decided[0] | decided[1]
-                    continue
-                agreed = decided[0] & decided[1]
-                without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
-                assert agreed <= ours and {row for row, *_ in ours - agreed} == without
-                assert len(ours - agreed) == len(without)
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_each_step_is_what_the_rules_decide(joined: type, names: tuple[str, str], llada64: Model) -> None:
+    pair = tuple(samplers.create(name) for name in names)
+    whole, request = joined(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
+    state = whole.start(llada64, PROMPTS, eos_early_stop=False, **request)
+    parts = [rule.start(llada64, PROMPTS, eos_early_stop=False, **request) for rule in pair]
+    with torch.inference_mode():
+        while not state.done:
+            decided = []
+            for rule, part in zip(pair, parts, strict=True):
+                part.canvas.copy_(state.canvas)
+                for name in ("running", "block_start", "block_end", "remaining", "masks_at_open", "_steps"):
+                    getattr(part, name)[:] = getattr(state, name)
+                part.make_window()
+                for name in part.memory.specs:  # what the whole remembers of this rule
+                    part.memory[name] = state.memory[f"{pair.index(rule)}.{name}"].clone()
+                commit = rule.commit(part, rule.step(llada64, part))
+                decided.append({entry[:3] for entry in commit.to_list()})
+            before = state.running.copy()
+            ours = {entry[:3] for entry in whole.commit(state, whole.step(llada64, state)).to_list()}
+            if joined is Union:
+                assert ours == decided[0] | decided[1]
+                continue
+            agreed = decided[0] & decided[1]
+            without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
+            assert agreed <= ours and {row for row, *_ in ours - agreed} == without
+            assert len(ours - agreed) == len(without)
 
 
 @pytest.mark.parametrize("joined", [Union, Intersection])
