@@ -59,6 +59,7 @@ CONVERSATIONS = st.tuples(
 )
 
 
+@pytest.mark.thinned
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=CONVERSATIONS)
 def test_answers_are_those_without(case: tuple[Model, dict[str, Any]], drawn: tuple[Any, ...]) -> None:
@@ -106,7 +107,7 @@ def check_equal(
             assert output.forwarded_tokens <= plain.forwarded_tokens or not sum(output.reused)
 
 
-def conversation(batch: Batch, turns: int = 5) -> list[Any]:
+def conversation(batch: Batch, turns: int = 3) -> list[Any]:
     said, outputs = words(1, 12), []
     for turn in range(turns):
         ticket = batch.add(said)
@@ -195,6 +196,7 @@ def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
         assert second.output.reused == again.output.reused == [0]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("first", [{"cache": "none"}, {"cache": "dkv_decode"}, {"sampler": "self_speculative"}])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_row_that_shares_nothing_runs_beside_one_that_begins_alike(first: dict[str, Any], turned: bool) -> None:

@@ -353,6 +353,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dspark-rnn", {}),
     ("../mtp-2/model", {}),
 ]
+QUICK = ((2, 1.0), (4, 1.5), (5, 1.0))
 
 
 @pytest.fixture(scope="module")
@@ -362,8 +363,8 @@ def base() -> Model:
 
 @pytest.mark.parametrize(
     ("name", "settings", "scale"),
-    [  # by default with guidance or without, in turn
-        pytest.param(*case, scale, marks=() if (number % 2 == 0) == (scale == 1.0) else pytest.mark.full)
+    [  # by default a dynamic tree, and drafters of the other two kinds
+        pytest.param(*case, scale, marks=() if (number, scale) in QUICK else pytest.mark.full)
         for number, case in enumerate(CASES)
         for scale in (1.0, 1.5)
     ],

@@ -21,6 +21,7 @@ from traces import (
     head_of,
     load_trace,
     model_of,
+    others_are_full,
     our_feeds,
     replay_case,
     some_cases,
@@ -80,6 +81,7 @@ class Everything(D2Cache):
         return np.ones((len(rows), state.canvas.shape[1]), bool) | super().needed(state, rows, picks)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("suffix", [None, Suffix(6, "gaussian")], ids=str)
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_with_everything_in_its_set_it_is_no_cache(prediction: str, suffix: Suffix | None) -> None:
@@ -128,8 +130,8 @@ class AsRecorded(D2Cache):
         return found
 
 
-@pytest.mark.parametrize("numbers", which(2, 3))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("numbers", which(2))
+@pytest.mark.parametrize("name", others_are_full(NAMES))
 def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]

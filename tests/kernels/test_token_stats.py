@@ -249,6 +249,7 @@ def assert_exact_zeros(found: TokenStats, logits: Tensor) -> None:
     assert found.token[5] == 2 and found.prob[5] == found.second_prob[5] == 0.5 and found.margin[5] == 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("vocabulary", "dtype"),
     [
@@ -304,6 +305,7 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
     assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
 
 
+@pytest.mark.thinned
 @runs_kernel
 @pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 1), (torch.float16, 2), (torch.bfloat16, 2)])
 def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
@@ -315,6 +317,7 @@ def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
         assert_exact_zeros(found, logits)
 
 
+@pytest.mark.thinned
 @runs_kernel
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("splits", [1, 2])
@@ -346,6 +349,7 @@ def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tens
     return float(chisquare(groups[0][kept], groups[1][kept] * groups[0][kept].sum() / groups[1][kept].sum()).pvalue)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("temperature", "count"),
     [(0.3, 500), (1.7, 500), *(pytest.param(each, 100_000, marks=pytest.mark.full) for each in (0.7, 1.0))],

@@ -23,6 +23,7 @@ from traces import (
     model_of,
     of_the_likeliest,
     trace_names,
+    which,
 )
 
 import paradec
@@ -184,8 +185,9 @@ def test_the_bound_is_strict() -> None:
     assert samplers.create("factor", profile=True, margin=0.625).select(below).tolist() == [[True, True]]
 
 
+@pytest.mark.parametrize("numbers", which(2, 5))
 @pytest.mark.parametrize("name", NAMES)
-def test_public_traces(name: str) -> None:
+def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, model = trace["settings"], model_of(trace)
     sampler: Any = samplers.create("factor", profile=True, margin=settings["frechet_margin"])
@@ -194,7 +196,7 @@ def test_public_traces(name: str) -> None:
     if model.facts.shift:
         sampler, others = of_the_likeliest(sampler)
         sampler, cache, asked = forced_first(sampler), cache_without_left(cache == "dual"), asked | others
-    rows = decode(model, trace, sampler, cache=cache, **asked)
+    rows = decode(model, trace, sampler, numbers=numbers, cache=cache, **asked)
     if trace["batch_size"] > 1:
         assert_batches_move_together(rows, settings["block_length"])
     else:
