@@ -69,7 +69,7 @@ def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token
 
 
 def which(*numbers: int) -> list[Any]:
-    """Parameters of a test: which cases of a file, of one with fewer others; and, marked `full`, all (None)."""
+    """Parameters of a test: the cases of a file to replay, modulo their number; and, marked `full`, all (None)."""
     return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
 
 
@@ -92,10 +92,10 @@ def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, di
 
 
 def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[str]:
-    """So many of the traces that every two values of settings that stand together anywhere do so in one of them
-    (`together=1`: that every value is in one). Model, batch size and public code count as settings.
+    """A few traces in which every pair of values of settings occurs that occurs in any trace (`together=1`: every
+    value). Model, batch size and public code count as settings.
 
-    Taken greedily: what adds most for its forwards comes first.
+    Chosen greedily, by new pairs per forward.
     """
     wanted, forwards = {}, {}
     for name in names:
@@ -104,20 +104,20 @@ def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] =
         values = sorted((key, json.dumps(value)) for key, value in settings.items())
         wanted[name] = set(itertools.combinations(values, together))
         forwards[name] = sum(len(case["steps"]) for case in trace["cases"])
-    left = set().union(*wanted.values())
-    found = []
-    while left:
-        most = max(wanted, key=lambda name: len(wanted[name] & left) / forwards[name])
-        found.append(most)
-        left -= wanted[most]
-    return sorted(found)
+    uncovered = set().union(*wanted.values())
+    selected = []
+    while uncovered:
+        best = max(wanted, key=lambda name: len(wanted[name] & uncovered) / forwards[name])
+        selected.append(best)
+        uncovered -= wanted[best]
+    return sorted(selected)
 
 
 def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[Any]:
     """Parameters of a test: all names, marked `full` but for those that are replayed `often`."""
     names = list(names)
-    kept = often(names, together, load)
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]
+    default = often(names, together, load)
+    return [name if name in default else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def model_of(trace: dict, precision: str = "float64") -> Model:
@@ -329,7 +329,7 @@ def decode(
             key = number if alone or draws(trace["settings"]) else len(prompt)
             batches[key].append((number, row))
     options: dict[str, Any] = {"rng": "reference", "eos_early_stop": False, "trace": True} | request
-    found = []
+    rows = []
     for members in batches.values():
         prompts = [cases[number]["prompt_ids"][row] for number, row in members]
         first = cases[members[0][0]]
@@ -350,7 +350,7 @@ def decode(
                 commits[index].add((position, token))
         for index, (number, row) in enumerate(members):
             case = cases[number]
-            found.append(
+            rows.append(
                 Row(
                     where=f"{names[number]}, row {row}",
                     name=names[number],
@@ -366,17 +366,17 @@ def decode(
                     threshold=settings.get("threshold"),
                 )
             )
-    assert all(row.nfe == len(row.ours) for row in found)
-    return found
+    assert all(row.nfe == len(row.ours) for row in rows)
+    return rows
 
 
 def scores_of(commit: Commit) -> dict[int, dict[int, float]]:
     """Of a step's rows, the score of each position that it might have committed."""
-    found: dict[int, dict[int, float]] = defaultdict(dict)
+    scores_by_row: dict[int, dict[int, float]] = defaultdict(dict)
     if commit.scores is not None and commit.positions is not None:
         for row, positions, scores in zip(commit.rows.tolist(), commit.positions, commit.scores, strict=True):
-            found[row] = dict(zip(positions.tolist(), scores.tolist(), strict=True))
-    return found
+            scores_by_row[row] = dict(zip(positions.tolist(), scores.tolist(), strict=True))
+    return scores_by_row
 
 
 def check_case(trace: dict, case: dict) -> None:

@@ -88,8 +88,8 @@ def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
     request = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     expected = greedy(model.module, PROMPTS, 11, scale, NEGATIVE)
     for new in (1, 2, 11):
-        found, state = answers(sampler, model, PROMPTS, max_new_tokens=new, temperature=0, seed=0, **request)
-        assert found == [answer[:new] for answer in expected]
+        tokens, state = answers(sampler, model, PROMPTS, max_new_tokens=new, temperature=0, seed=0, **request)
+        assert tokens == [answer[:new] for answer in expected]
     assert (state.nfe <= (23 if sampler.name == "jacobi" else 11)).all()
     assert (state.row_forwards == state.nfe * (1 if scale == 1 else 2)).all()
     assert np.sum(state.accepted, 0).tolist() == [11] * 4
@@ -106,13 +106,13 @@ def test_a_row_is_what_it_is_alone(name: str) -> None:
     request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "logprobs": 2}
     together = paradec.generate(model, PROMPTS, sampler=sampler, seed=[5, 6, 7, 8], **request)
     prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
-    for found in paradec.generate_many(model, prompts, batch_size=2, sampler=sampler, **request):
-        row = found.index
+    for output in paradec.generate_many(model, prompts, batch_size=2, sampler=sampler, **request):
+        row = output.index
         alone = paradec.generate(model, [PROMPTS[row]], sampler=sampler, seed=5 + row, **request)
-        assert found.new_tokens.tolist() == alone.new_tokens.tolist() == [together.new_tokens[row].tolist()]
-        assert found.row_nfe == alone.row_nfe == [together.row_nfe[row]]
+        assert output.new_tokens.tolist() == alone.new_tokens.tolist() == [together.new_tokens[row].tolist()]
+        assert output.row_nfe == alone.row_nfe == [together.row_nfe[row]]
         if "tree" not in name and "recycling" not in name:  # a tree is drafted to the depth that any row needs
-            assert found.draft_nfe == alone.draft_nfe == (together.draft_nfe and [together.draft_nfe[row]])
+            assert output.draft_nfe == alone.draft_nfe == (together.draft_nfe and [together.draft_nfe[row]])
     written = ~together.logprobs.chosen.isnan()
     assert written.sum() == sum(together.tokens) and (together.logprobs.chosen[written] <= 0).all()
 
@@ -151,7 +151,7 @@ def test_a_trace_replays(name: str) -> None:
     assert state.trace.replay() == final and len(state.trace.steps) == state.nfe.max()
     written = [entry[:2] for step in state.trace.steps for entry in step.commits]
     assert len(written) == len(set(written)) == 36
-    rejected = [(step, *entry[:3]) for step, found in enumerate(state.trace.steps) for entry in found.rejected or ()]
+    rejected = [(step, *entry[:3]) for step, record in enumerate(state.trace.steps) for entry in record.rejected or ()]
     assert len(rejected) == len(set(rejected))
 
 

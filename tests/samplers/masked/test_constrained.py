@@ -471,12 +471,12 @@ WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_pref
 
 def product() -> list[Any]:
     """All; without `-m full` a tenth of them, in which every sampler, kind and policy is."""
-    found = []
+    cases = []
     for number, name in enumerate(MASKED):
         for at, (kind, policy) in enumerate(itertools.product(KINDS, POLICIES)):
             marks = [] if (number + at) % 12 == 0 or policy == "4" and (number + at) % 36 == 5 else [pytest.mark.full]
-            found.append(pytest.param(name, kind, policy, marks=marks))
-    return found
+            cases.append(pytest.param(name, kind, policy, marks=marks))
+    return cases
 
 
 @pytest.fixture(scope="module")

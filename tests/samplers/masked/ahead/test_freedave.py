@@ -82,12 +82,12 @@ def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, requ
     expected = paradec.generate(model, prompts, sampler=method, **arguments)
     fewer = []
     for count in (1, 2, 4, 8):
-        found = paradec.generate(model, prompts, sampler=FreeDave(base, draft_steps=count), **arguments)
-        assert same(found, expected)
-        assert all(ours <= theirs for ours, theirs in zip(found.row_nfe, expected.row_nfe, strict=True))
+        output = paradec.generate(model, prompts, sampler=FreeDave(base, draft_steps=count), **arguments)
+        assert same(output, expected)
+        assert all(ours <= theirs for ours, theirs in zip(output.row_nfe, expected.row_nfe, strict=True))
         if count == 1:
-            assert found.row_nfe == expected.row_nfe and found.forwarded_tokens == expected.forwarded_tokens
-        fewer.append(sum(found.row_nfe))
+            assert output.row_nfe == expected.row_nfe and output.forwarded_tokens == expected.forwarded_tokens
+        fewer.append(sum(output.row_nfe))
     drawn, drafted = (
         paradec.generate(model, prompts, sampler=sampler, temperature=0.6, **arguments)
         for sampler in (method, FreeDave(base))
@@ -108,11 +108,11 @@ def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: s
         return
     arguments = {"max_new_tokens": 8, "block_length": 8, "seed": 1} | ({"steps": 6} if sampler.uses_steps else {})
     for temperature in (0.0, 0.6):
-        expected, found = (
+        expected, output = (
             paradec.generate(model, prompts[:60], sampler=method, temperature=temperature, **arguments)
             for method in (sampler.base, sampler)
         )
-        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
+        assert same(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
 
 
 CASES = [
@@ -138,6 +138,7 @@ def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base
     assert (batch.row_forwards, batch.forwarded_tokens) == (tree.row_forwards, tree.forwarded_tokens)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("base", ["learn2pd", "learn2pd+margin"])
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
@@ -147,9 +148,9 @@ def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
         method = samplers.create(base.replace("learn2pd", f"learn2pd(eot={eot})"))
         arguments = {"max_new_tokens": 32, "block_length": 16, "cache": cache}
         expected = paradec.generate(llada64, rows, sampler=method, **arguments)
-        found = paradec.generate(llada64, rows, sampler=FreeDave(method), **arguments)
-        assert same(found, expected) and sum(found.row_nfe) < sum(expected.row_nfe)
-        forwarded[eot] = found.forwarded_tokens
+        output = paradec.generate(llada64, rows, sampler=FreeDave(method), **arguments)
+        assert same(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
+        forwarded[eot] = output.forwarded_tokens
     assert forwarded["greedy"] < forwarded["none"]
 
 
@@ -161,6 +162,7 @@ def test_guidance(mode: str, cache: str) -> None:
     assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("threshold", "count", "subset"), [(1.0, 4, False), (0.8, 3, False), (0.7, 4, True), (1.0, 6, True)]
 )

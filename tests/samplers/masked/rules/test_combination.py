@@ -89,7 +89,7 @@ def test_the_first_cut_by_hand(joined: type) -> None:
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
         for rule in range(4):
             view.quantities[f"{rule}.is_end"] = is_end
-        found = joined(rules=[rules[i] for i in order]).trim(view, selected).tolist()
+        trimmed = joined(rules=[rules[i] for i in order]).trim(view, selected).tolist()
         for row in range(200):
             ends = [i for i in range(6) if is_end[row, i]]
             least = {0: 0.0, 1: 0.5, 2: 0.75}
@@ -101,7 +101,7 @@ def test_the_first_cut_by_hand(joined: type) -> None:
                     cuts.append(final[0])
                 elif rule == 1 and counting:
                     cuts.append(max(counting, key=lambda i: float(confidence[row, i])))
-            assert found[row] == (7 + min(cuts) + 1 if cuts else UNCUT)  # the view begins at position 7
+            assert trimmed[row] == (7 + min(cuts) + 1 if cuts else UNCUT)  # the view begins at position 7
             kinds.add(len(set(cuts)))
     assert kinds == {0, 1, 2}
 
@@ -178,15 +178,15 @@ def test_stages_run_in_order(llada64: Model) -> None:
     logits = torch.randn(
         1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    found = {}
+    previous = {}
     for text in ("credit+klass", "klass+credit", "klass"):
         sampler = samplers.create(text)
         state = sampler.start(llada64, PROMPTS[0], max_new_tokens=4, block_length=4)
         query = sampler.query(state)
         proposal = sampler.propose(state, [logits.clone()], query)
-        (found[text],) = (value for name, value in proposal.updates.items() if name.endswith("previous"))
-    assert torch.equal(found["klass+credit"], found["klass"])
-    assert not torch.equal(found["credit+klass"], found["klass"])
+        (previous[text],) = (value for name, value in proposal.updates.items() if name.endswith("previous"))
+    assert torch.equal(previous["klass+credit"], previous["klass"])
+    assert not torch.equal(previous["credit+klass"], previous["klass"])
 
 
 def test_text_is_the_value() -> None:
