@@ -150,6 +150,7 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(model.decode(state.tokens), images.clamp(0, 1).float())
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("scale", "sampling"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()

@@ -49,6 +49,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) -> None:
@@ -88,6 +89,7 @@ def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
     return draws_from_keys(torch.as_tensor(row_keys(seeds, rows)))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("verify", ["jacobi", "sjd", pytest.param("scd", marks=pytest.mark.full)])
 def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
     model = made(1, dim=8, n_layer=2, n_head=2, grid=2, vocab_size=3, num_classes=2)

@@ -72,6 +72,7 @@ def decided(state: Any) -> Tensor:
     return state.latent if hasattr(state, "latent") else state.tokens
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     sampler, model, state = started(name)
@@ -101,6 +102,7 @@ def test_a_step_repeated_is_the_step_and_a_commit_writes_its_positions(name: str
                 sampler.commit(state, first)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]

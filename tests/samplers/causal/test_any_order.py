@@ -67,7 +67,7 @@ def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int
     return prompts, request, [draw.choice(("random", "chain", listed)), listed]
 
 
-QUICK = [0, 1, 2, 3, 4, 5]
+QUICK = [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:.*no effect at temperature 0")
@@ -129,6 +129,7 @@ def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_
     assert {at for step in out.trace.steps for _, at, *_ in step.commits} == {*range(1, 15)} - {1, 8}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [*NAMES, "maximal"])
 def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel, name: str, order: str) -> None:

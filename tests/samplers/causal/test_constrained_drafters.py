@@ -31,6 +31,7 @@ def base() -> Model:
     return reading_letters(paradec.load(RECORDED / "base", dtype=torch.float64), 60)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "tree"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
 )
@@ -41,6 +42,7 @@ def test_answers_have_the_distribution_of_masked_decoding(name: str, tree: str, 
     assert max(out.row_nfe) < 8  # what alone fits is accepted
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tree", TREES)
 def test_tokens_that_the_drafter_does_not_have(tree: str, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / "eagle3-speculators", base=base)

@@ -123,6 +123,7 @@ def test_the_longest_branch_by_a_walk() -> None:
     assert {(2, True), (3, True), (4, False)} <= deep
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "request_",
     [

@@ -236,6 +236,7 @@ class AllOfQ(WithoutReplacement):
         return chance, next_p, q
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -248,6 +249,7 @@ def test_the_chi_square_test_has_power(sampler: SJD) -> None:
     assert min(exactness.test_case(sampler, MODEL, 10_000, seed=1)["p_values"]) < 1e-5
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("init", ["random", "sample_horizontal"])
 def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
     found = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)

@@ -183,6 +183,7 @@ def kinds() -> dict[str, Any]:
     }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("count", [12, pytest.param(170, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", kinds())
 def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: int) -> None:
@@ -245,6 +246,7 @@ def test_the_adapter_changes_drafts_alone() -> None:
     assert not any(part._forward_hooks for name, part in model.module.named_modules() if name.endswith("o_proj"))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}])
 def test_answers_under_a_constraint(settings: dict[str, Any]) -> None:
     model = reading_letters(causal(42), 20)

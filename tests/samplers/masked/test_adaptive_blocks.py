@@ -54,6 +54,7 @@ def test_cut_equals_loops() -> None:
     assert lengths == {-1, 0, 1}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("low_confidence", "dual")])
 def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, llada64: Model, dream64: Model) -> None:
     seen = set()
@@ -79,6 +80,7 @@ def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, 
     assert len(seen) >= 4
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), [("threshold", "dual"), ("random", "none")])
 def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Model) -> None:
     for policy in (

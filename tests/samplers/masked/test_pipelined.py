@@ -160,6 +160,7 @@ class Slow(nn.Module):
         return self.calm[:size] * (decided / 4)[:, None, None] + self.shaken[decided, :size] * 0.3
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "rule",
     [

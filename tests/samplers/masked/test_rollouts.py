@@ -34,6 +34,7 @@ def blocks() -> Model:
     return tiny(2, "block_causal")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["threshold", "low_confidence", "credit", "klass", "random", *BACK])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Model) -> None:
@@ -155,6 +156,7 @@ def test_an_interrupt_keeps_what_there_was(model: Model) -> None:
 CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template": paradec.Regex(r"x[0-9]\.x[0-9]ab")}
 
 
+@pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:seed=3 has no effect")
 @pytest.mark.parametrize("name", ["threshold", "random", "origin"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])

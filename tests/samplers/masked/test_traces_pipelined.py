@@ -29,6 +29,7 @@ from traces import (
     head_of,
     load_trace,
     model_of,
+    others_are_full,
     replay_case,
     scores_of,
     some_cases,
@@ -193,8 +194,8 @@ def decode(model: Model, case: dict, **request: Any) -> tuple[Any, list[Fed]]:
     return out, [Fed(frozenset(), one, scores_of(c)[0]) for one, c in zip(written, commits, strict=True)]
 
 
-@pytest.mark.parametrize("numbers", which(2, 6))
-@pytest.mark.parametrize("name", D3LLM)
+@pytest.mark.parametrize("numbers", which(2))
+@pytest.mark.parametrize("name", others_are_full(D3LLM))
 def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
     trace, model = load_trace(name), model_of(load_trace(name))
     llada = model.facts.prediction == "same"
@@ -220,7 +221,7 @@ def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
 
 
 @pytest.mark.parametrize("numbers", which(2))
-@pytest.mark.parametrize("name", D2F)
+@pytest.mark.parametrize("name", others_are_full(D2F))
 def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, inner = trace["settings"], model_of(trace)
@@ -409,7 +410,7 @@ class WithMask(D2FRule):
 
 
 @pytest.mark.parametrize("numbers", which(2))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_are_full(NAMES))
 def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, inner = trace["settings"], model_of(trace)

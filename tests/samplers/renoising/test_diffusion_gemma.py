@@ -102,6 +102,7 @@ def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: l
         assert (finished > 0) == (ends is not None)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> None:
     for case in ("one", "equal"):

@@ -337,6 +337,7 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
     return state
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", image_cases("var", "steps"))
 @replays("name", "var/")
 def test_var_replays(name: str) -> None:
@@ -351,6 +352,7 @@ def test_var_replays(name: str) -> None:
     assert state.nfe.tolist() == [record["calls"]] * state.batch
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", image_cases("code", "steps"))
 @replays("name", "code/")
 def test_code_replays(name: str) -> None:

@@ -59,6 +59,7 @@ def assert_same(model: Model, sampler: str, *, poll_every: int = 1, capture: boo
     return ours
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("sampler", "prediction", "cache"),
     [(name, *pair) for name in SAMPLERS for pair in (("same", "none"), ("shifted", "dual"))]
@@ -155,6 +156,7 @@ LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 
 """Two batches that fill 32 columns, with 24 new tokens."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
     model = tiny(2, prediction="shifted")
@@ -231,6 +233,7 @@ class Tape(TorchDispatchMode):
             made |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("sampler", "request_", "prompts"),
     [

@@ -154,6 +154,7 @@ def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | Non
     assert len(sizes) > 2 or settings.get("entropy_threshold", 0) is None or not settings.get("adaptive", True)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in (CreditLoop, KLASSLoop, CCDLoop)])
 def test_sampler_equals_loops_in_float32(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.kernels.token_stats.read.SMALL_VOCABULARY", 0)

@@ -108,6 +108,7 @@ ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 EAGER = {"threshold": 0.05, "threshold_back": 0.4, "cap_low": 1, "cap_high": 3}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
 def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale: float) -> None:
