@@ -88,6 +88,7 @@ def evaluated(cache: Any, prediction: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("warmup", [0, 1, 2, 6])
 @pytest.mark.parametrize(("every", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
 def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int | None, prediction: str) -> None:

@@ -140,6 +140,7 @@ def test_forwarded_tokens_drop_by_what_was_reused() -> None:
     assert [s.forwarded for s in reused.trace.steps][1:] == [s.forwarded for s in plain.trace.steps][1:]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "sampler", [*OFTEN, *(pytest.param(name, marks=pytest.mark.full) for name in MASKED if name not in OFTEN)]
 )
@@ -244,6 +245,7 @@ def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
     assert largest_gap(model, rows, cache, share_prefix=True) < 1e-12
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["wino", "credit", "random", "freedave", "tree"])
 def test_samplers_over_a_shared_prefix(sampler: str) -> None:
     model = tiny(2, "block_causal", ends=ENDS)
@@ -323,6 +325,7 @@ def test_attention_over_a_shared_prefix_is_attention_over_both(
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("cache", "prediction"), [("prefix", "same"), ("dual", "shifted"), ("dkv_decode", "shifted"), ("dkv_pd", "same")]
 )

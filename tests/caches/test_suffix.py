@@ -63,6 +63,7 @@ def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
     return row[len(prompt) :]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("suffix", SOME, ids=str)
 def test_a_plain_loop_says_the_same(suffix: Suffix) -> None:
     model = tiny(2)
@@ -71,6 +72,7 @@ def test_a_plain_loop_says_the_same(suffix: Suffix) -> None:
     assert answers(out) != answers(paradec.generate(model, ROWS, sampler="low_confidence", **ASKED))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", WITH)
 @pytest.mark.parametrize("prediction", ["same", pytest.param("shifted", marks=FULL)])
 @pytest.mark.parametrize("window", [NEW - BLOCK, *(pytest.param(n, marks=FULL) for n in (NEW, 10**6))])
@@ -103,6 +105,7 @@ def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
     assert left_out > 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", WITH)
 def test_given_text_after_the_window_is_context(cache: str) -> None:
     model = tiny(3)
@@ -155,6 +158,7 @@ def test_models_without_position_ids_may_have_a_cut_window() -> None:
     assert out.cost.forwarded_tokens == [4 * (10 + 14 + 14)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_several_open_blocks(cache: str) -> None:
     model, window = tiny(2), 3

@@ -130,6 +130,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
+@pytest.mark.thinned
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("backend", "dtype", "tolerance", "length", "size", "heads", "groups"), LISTS)
 def test_random_lists_are_reference_attention(
@@ -274,6 +275,7 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
     assert torch.isfinite(found).all()
 
 
+@pytest.mark.thinned
 @interpreter
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
@@ -303,6 +305,7 @@ def trained(**request: Any) -> Any:
     return paradec.generate(checkpoint(), request.pop("rows", ROWS), **(REQUEST | request))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_lists_of_everything_decode_as_dense(cache: str) -> None:
     dense, listed = trained(cache=cache), trained(cache=cache, attention=EVERYTHING)
@@ -311,6 +314,7 @@ def test_lists_of_everything_decode_as_dense(cache: str) -> None:
     assert listed.attention.density == [1.0] * 3
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "dkv_decode"])
 def test_a_row_does_not_depend_on_its_neighbours(cache: str) -> None:
     sampler = samplers.create("threshold", threshold=0.6)  # rows move at their own pace, in and out of lists
@@ -342,6 +346,7 @@ def steps_of(out: Any) -> tuple[int, int, int]:
 DUAL = {"cache": "dual"}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("settings", "request_", "expected"),
     [
