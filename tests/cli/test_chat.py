@@ -1,17 +1,16 @@
 """`paradec chat`: turns, commands, what is kept of them, and Ctrl-C."""
 
+import itertools
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import ok, refused, run, start
+from commands import interrupts, ok, refused, run
 from small_models import END, MASK, VOCAB, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -123,18 +122,17 @@ def test_a_terminal_shows_tokens_and_their_rate(
     assert re.search(r"\d tokens?, \d+ forwards?, [\d.]+ s, [\d.]+ tokens/s", capsys.readouterr().out)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_stops_the_answer_not_the_chat() -> None:
-    flags = ("--max-new-tokens", 440, "--block-length", 440, "--sampler", "low_confidence")
-    process = start("chat", *flags, stdin=subprocess.PIPE, bufsize=1)
-    process.stdin.write("/sampler\n")
-    assert process.stdout.readline().startswith("low_confidence()")
-    process.stdin.write("Shuffle: pear fig apple\n")
-    # it takes hundreds of forwards; the turn is read at once
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.3)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "(stopped; this turn is forgotten)\n"
-    stdout, stderr = process.communicate("/sampler threshold\nSort: pear fig apple\n")
-    sampler, answer = stdout.splitlines()  # it has no answer for so long a block
-    assert (process.returncode, stderr, answer) == (0, "", "") and sampler.startswith("threshold(")
+def test_ctrl_c_stops_the_answer_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = paradec.load(), itertools.count(1)
+
+    def interrupt(module: Any, args: Any) -> None:
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    model.module.register_forward_pre_hook(interrupt)
+    monkeypatch.setattr(paradec, "load", lambda *_, **__: model)
+    lines = ["/sampler", "Shuffle: pear fig apple", "/sampler threshold", TURNS[0]]
+    with interrupts():
+        printed = ok("chat", "--sampler", "low_confidence", stdin="\n".join(lines)).splitlines()
+    assert printed[0].startswith("low_confidence()") and printed[2].startswith("threshold(")
+    assert printed[1:4:2] == ["(stopped; this turn is forgotten)", "apple fig pear"]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import refused, run, start
+import typer
+from commands import interrupts, refused, run, start
 
 import paradec
 from paradec.cli import show, work
@@ -321,17 +322,23 @@ def test_an_interrupt_while_it_starts(as_module: bool, debug: str, imported: str
     assert "Traceback" not in stderr and ("File " in stderr) == (debug == "1")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_an_interrupt_while_many_answers_are_decoded() -> None:
+def test_an_interrupt_while_many_answers_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are printed as they come, long before the last one."""
-    flags = ("-n", 100000, "--temperature", 1, "--max-new-tokens", 4)
-    process = start("generate", "Shuffle: pear fig apple", *flags)
-    first = process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    lines = [first, *process.stdout.read().splitlines()]
-    assert process.wait() == 130
+    echo = typer.echo
+
+    def print_and_interrupt(message: str, **options: Any) -> None:
+        echo(message, **options)
+        if message.startswith("[1] "):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(typer, "echo", print_and_interrupt)
+    with interrupts():
+        flags = ("-n", 40, "--batch", 4, "--temperature", 1, "--max-new-tokens", 4)
+        result = run("generate", "Shuffle: pear fig apple", *flags)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 130
     assert sorted(int(line[1 : line.index("]")]) for line in lines) == list(range(1, len(lines) + 1))
-    assert process.stderr.read().endswith(f", interrupted after {len(lines)} of 100000 answers\n")
+    assert result.stderr.endswith(f", interrupted after {len(lines)} of 40 answers\n")
 
 
 def test_an_error_of_the_library_names_the_option() -> None:
@@ -340,7 +347,7 @@ def test_an_error_of_the_library_names_the_option() -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    process = start("samplers")
+    process = start("tasks")
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1

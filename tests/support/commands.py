@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,16 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         **options, **streams, env=there, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     )
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt in this process: background jobs and workers of pytest may ignore it."""
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def refused(*arguments: object) -> str:

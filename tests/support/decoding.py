@@ -1,9 +1,10 @@
-"""Which samplers fit which models, batches stepped by hand, functions in threads, and what is refused."""
+"""Combinations of parameters, samplers that fit a model, batches stepped by hand, threads, and refusals."""
 
+import itertools
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,19 @@ UNREADY = {"learn2pd"}
 MASKED = [
     name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked" and name not in UNREADY
 ]
+
+
+def covering(*parameters: Iterable[Any]) -> list[Any]:
+    """The product of the values of several parameters, marked `further` but for a few that hold every value."""
+    columns = [list(values) for values in parameters]
+    default = {tuple(row % len(column) for column in columns) for row in range(max(map(len, columns)))}
+    return [
+        pytest.param(
+            *(column[index] for column, index in zip(columns, indices, strict=True)),
+            marks=[] if indices in default else pytest.mark.further,
+        )
+        for indices in itertools.product(*(range(len(column)) for column in columns))
+    ]
 
 
 def fits(name: str, model: Model) -> bool:

@@ -1,6 +1,5 @@
 """Models whose blocks are called in ways of their own, and loops that step by themselves."""
 
-import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import covering
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLWan,
@@ -208,8 +208,7 @@ MEASURES = {
 }
 
 
-@pytest.mark.parametrize("rule", MEASURES)
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("name", "rule"), covering(MAKE, MEASURES))
 def test_rules_measure_the_denoised_stream(name: str, rule: str) -> None:
     loop = Loop(name)
     plain = loop()
@@ -221,24 +220,7 @@ def test_rules_measure_the_denoised_stream(name: str, rule: str) -> None:
     assert report.evaluated_share == 1
 
 
-@pytest.mark.parametrize(
-    "make", [FirstBlock, lambda least: DBCache(1, residual_diff_threshold=least, max_warmup_steps=1)]
-)
-def test_the_report_names_a_threshold_that_skips(make: Callable[[float], Any]) -> None:
-    loop, threshold = Loop("Latte"), 1e-6
-    for skips in (False, True):
-        with accelerate(loop, make(threshold)) as session:
-            loop()
-            report = session.report()
-        assert (report.full_steps != list(range(6))) is skips, report
-        if not skips:
-            found = re.search(r"the smallest change was (\S+), so a threshold of (\S+) would", str(report))
-            assert found is not None and 0 < float(found[1]) < float(found[2]) < 1.02 * float(found[1])
-            threshold = float(found[2])
-
-
-@pytest.mark.parametrize("where", ["module", "block", "stack", "output"])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize(("name", "where"), covering(MAKE, ["module", "block", "stack", "output"]))
 def test_forecasts_of_every_part(name: str, where: str) -> None:
     loop = Loop(name)
     plain = loop()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import golden_moe
+from decoding import covering
 from oracles.rollouts import masked_logp, writes_logp
 from places import GOLDEN
 from recorded import find_checkpoint, golden, read_arrays, read_json, replay
@@ -85,7 +86,7 @@ def test_recorded_cases(number: int) -> None:
             assert int(again.step_map.max()) + 1 == case["steps"]
 
 
-MODELS = ["llada", "dream", "sdar", "mixture", "shifted blocks"]
+MODELS = ["llada", "dream", "mixture", "sdar", "shifted blocks"]
 
 
 @functools.cache
@@ -110,8 +111,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "setting"), covering(MODELS, SETTINGS))
 def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
     for dtype, tolerance in EXACT.items():
         model, given = model_of(name, dtype), dict(SETTINGS[setting])
@@ -149,8 +149,7 @@ def test_joined_steps(name: str) -> None:
 BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
 
 
-@pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-@pytest.mark.parametrize("name", BACK)
+@pytest.mark.parametrize(("name", "topology"), covering(BACK, ["bidirectional", "block_causal"]))
 def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> None:
     model, back = tiny(2, topology), set()
     for temperature in (0.0, 1.0):
