@@ -176,6 +176,7 @@ def plain_dkv(
     return x, calls
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", range(5))
 def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -264,6 +265,7 @@ def plain_dream(
     return x, calls
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("seed", range(4))
 def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -348,6 +348,7 @@ def works_or_says_why(llada: Counted, names: Any, **arguments: Any) -> None:
         assert ((tokens >= 0) & (tokens < 63)).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:steps=")
 @pytest.mark.parametrize("sampler", ["low_confidence", "threshold", "maskgit_plus"])
 @FUZZ

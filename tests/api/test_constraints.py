@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import covering
 from small_models import MASK, VOCAB, tiny, tiny_gemma
 from structured import TEXTS, lettered
 from typer.testing import CliRunner
@@ -95,18 +96,18 @@ def of_family(family: str, **facts: Any) -> Model:
     return paradec.wrap(tiny(2).unwrap(), **known | (causal if family == "causal" else masked) | facts)
 
 
-@pytest.mark.parametrize("family", ["bidirectional", "block_causal", "causal", "canvas"])
-def test_an_end_token_that_reads_text_is_in_no_text(family: str) -> None:
+FAMILIES = ["bidirectional", "block_causal", "causal", "canvas"]
+
+
+@pytest.mark.parametrize(("family", "pattern"), covering(FAMILIES, ["[0-9],?", "[0-9]+(, ?[0-9]+)*", "[,a-c]{3}"]))
+def test_an_end_token_that_reads_text_is_in_no_text(family: str, pattern: str) -> None:
     comma = TEXTS.index(",")
     model = of_family(family, eos_token_id=(39, comma))
     asked: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
     drawn: dict[str, Any] = {} if family == "canvas" else {"temperature": 1.0}
-    for pattern in ("[0-9],?", "[0-9]+(, ?[0-9]+)*", "[,a-c]{3}"):
-        for seed in range(3):
-            out = paradec.generate(
-                model, [[1, 2], [3, 4]], constraint=paradec.Regex(pattern), seed=seed, **asked, **drawn
-            )
-            assert all(re.fullmatch(pattern, text) for text in out.text), out.text
+    for seed in range(3):
+        out = paradec.generate(model, [[1, 2], [3, 4]], constraint=paradec.Regex(pattern), seed=seed, **asked, **drawn)
+        assert all(re.fullmatch(pattern, text) for text in out.text), out.text
     for value in (paradec.Regex("[0-9],.*"), paradec.Choice(["yes", "1,2"])):
         with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
             paradec.generate(model, [[1, 2]], constraint=value, **asked)
@@ -122,40 +123,40 @@ THINKING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:seed=.* has no effect at temperature 0")
-@pytest.mark.parametrize("family", THINKING)
-def test_free_text_and_a_marker_come_first(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "marker", "temperature"), covering(THINKING, [("x,", 3), ("<38>", 2), ("true", None)], [0.9, 0.0])
+)
+def test_free_text_and_a_marker_come_first(family: str, marker: tuple[str, int | None], temperature: float) -> None:
     """A row equals the one decoded alone; the budget ends free text that would never write the marker."""
-    model, asked = of_family(family), {"max_new_tokens": 20, **THINKING[family]}
-    prompts, temperatures = [[1, 2], [3, 4], [5, 6]], ({"temperature": 0.9}, {"temperature": 0.0})
-    for after, budget in (("x,", 3), ("<38>", 2), ("true", None)):
-        value = paradec.JsonSchema(
-            {"type": "integer", "minimum": 10, "maximum": 99}, after=after, thinking_budget=budget
-        )
-        marker = model.tokenizer(after, add_special_tokens=False)["input_ids"]
-        for more in ({},) if family == "canvas" else temperatures:
-            out = paradec.generate(model, prompts, constraint=value, seed=SEEDS, logprobs=0, **asked | more)
-            rows = [
-                paradec.generate(model, [row], constraint=value, seed=n, **asked | more)
-                for row, n in zip(prompts, SEEDS)
-            ]
-            if family != "canvas":
-                many = [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, SEEDS)]
-                with paradec.generate_many(model, many, batch_size=2, constraint=value, **asked | more) as outputs:
-                    rows += sorted(outputs, key=lambda output: output.index)
-            for number, alone in enumerate(rows):
-                row = number % 3
-                count, single = out.reasoning_tokens[row], number >= 3
-                texts = (alone.reasoning, alone.text) if single else (*alone.reasoning, *alone.text)
-                assert texts == (out.reasoning[row], out.text[row]) and alone.reasoning_tokens == [count]
-                assert 10 <= json.loads(out.text[row]) <= 99 and after not in out.reasoning[row]
-                assert value.accepts(out.reasoning[row] + after + out.text[row])
-                free, answer = out.new_tokens[row, :count], out.new_tokens[row, count : out.tokens[row]]
-                assert model.tokenizer.decode(free).endswith(out.reasoning[row] + after)
-                assert model.tokenizer.decode(answer, skip_special_tokens=True) == out.text[row]
-                assert count <= (asked["max_new_tokens"] if budget is None else budget + len(marker))
-                scores = out.logprobs.chosen[row, 2 : 2 + out.tokens[row]].isfinite()
-                assert scores[0] and len(scores) == out.tokens[row]  # what a constraint forces has none
-    assert "reasoning" not in paradec.generate(model, prompts, **asked).to_dict()
+    model, (after, budget) = of_family(family), marker
+    arguments: dict[str, Any] = {"max_new_tokens": 20, **THINKING[family]}
+    if family != "canvas":
+        arguments["temperature"] = temperature
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    value = paradec.JsonSchema({"type": "integer", "minimum": 10, "maximum": 99}, after=after, thinking_budget=budget)
+    marker_ids = model.tokenizer(after, add_special_tokens=False)["input_ids"]
+    out = paradec.generate(model, prompts, constraint=value, seed=SEEDS, logprobs=0, **arguments)
+    rows = [
+        paradec.generate(model, [row], constraint=value, seed=seed, **arguments) for row, seed in zip(prompts, SEEDS)
+    ]
+    if family != "canvas":
+        many = [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, SEEDS)]
+        with paradec.generate_many(model, many, batch_size=2, constraint=value, **arguments) as outputs:
+            rows += sorted(outputs, key=lambda output: output.index)
+    for number, alone in enumerate(rows):
+        row = number % 3
+        count, single = out.reasoning_tokens[row], number >= 3
+        texts = (alone.reasoning, alone.text) if single else (*alone.reasoning, *alone.text)
+        assert texts == (out.reasoning[row], out.text[row]) and alone.reasoning_tokens == [count]
+        assert 10 <= json.loads(out.text[row]) <= 99 and after not in out.reasoning[row]
+        assert value.accepts(out.reasoning[row] + after + out.text[row])
+        free, answer = out.new_tokens[row, :count], out.new_tokens[row, count : out.tokens[row]]
+        assert model.tokenizer.decode(free).endswith(out.reasoning[row] + after)
+        assert model.tokenizer.decode(answer, skip_special_tokens=True) == out.text[row]
+        assert count <= (arguments["max_new_tokens"] if budget is None else budget + len(marker_ids))
+        scores = out.logprobs.chosen[row, 2 : 2 + out.tokens[row]].isfinite()
+        assert scores[0] and len(scores) == out.tokens[row]  # what a constraint forces has none
+    assert "reasoning" not in paradec.generate(model, prompts, **arguments).to_dict()
 
 
 @pytest.mark.parametrize("family", ["bidirectional", "causal"])

@@ -158,6 +158,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", MODELS)
 def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
     model = MODELS[kind]()
@@ -213,6 +214,7 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
     assert found.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", [*MODELS, pytest.param("canvas", marks=pytest.mark.full)])
 def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> None:
     model = canvas_model() if kind == "canvas" else MODELS[kind]()

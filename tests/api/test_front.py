@@ -71,6 +71,7 @@ def test_classes_are_found_by_their_names(package: Any) -> None:
         package.Treshold  # noqa: B018
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("tensors", [None, "pt", "np"])
 @pytest.mark.parametrize("single", [True, False])
 def test_what_a_tokenizer_returns_is_a_prompt(tensors: str | None, single: bool, packaged: Model) -> None:

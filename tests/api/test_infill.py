@@ -211,6 +211,7 @@ def test_every_cache_keeps_end_tokens_out_of_holes(cache: str, llada64: Model) -
         pytest.skip("refused by name")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "request_",
     [

@@ -194,6 +194,7 @@ def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
     assert (found[conditional.isinf() & unconditional.isinf()] == 0).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["threshold", "credit", "klass", "maskgit", "sjd", "gsd", "scd"])
 @pytest.mark.parametrize("broken", [float("nan"), INF])
 @pytest.mark.parametrize("branch", [0, 1])
@@ -212,6 +213,7 @@ def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, bra
         decoded(model, name, {"guidance_scale": 2.0, "temperature": 0.5})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["low_confidence", "credit", "ccd", "sjd"])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
@@ -290,6 +292,7 @@ def test_masked_samplers(name: str, kind: str) -> None:
         assert_never_written(model_of(kind), name, [[1, 3], [7, 9]], max_new_tokens=6, rng="reference")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", CAUSAL_MASK)
 def test_samplers_of_causal_models(name: str) -> None:
     model = model_of("causal")
@@ -298,6 +301,7 @@ def test_samplers_of_causal_models(name: str) -> None:
         assert_never_written(model, sampler, max_new_tokens=6, **supported(sampler, request))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["block_causal", "block_causal shifted", "causal", "causal_context"])
 @pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}], ids=str)
 def test_self_speculation(kind: str, settings: dict[str, Any]) -> None:
@@ -432,6 +436,7 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
     assert found[0] == found[1]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cache", [name for name in caches.names() if works("threshold", name)])
 def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> None:
     model = models[0]

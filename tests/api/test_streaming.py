@@ -247,6 +247,7 @@ TOKENIZERS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -306,6 +306,7 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
             answer(name, model, filter_file, 2, **supported(name, request))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [60, 9001])
 def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> None:
@@ -350,6 +351,7 @@ class CausalTable(Table):
         return self.table[query.positions.gather(1, query.wanted) % len(self.table)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in PICTURES if samplers.get(name).lossless and name != "sjd_pac"])
 def test_broken_distributions_are_reported_at_every_temperature(name: str) -> None:
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
@@ -364,6 +366,7 @@ def test_broken_distributions_are_reported_at_every_temperature(name: str) -> No
             paradec.generate(model, [1, 2], sampler=sampler, **asked)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tree", [None, (2, 1), DynamicTree(5, 2, 3)], ids=["chain", "tree", "dynamic tree"])
 def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
@@ -403,6 +406,7 @@ def test_image_samplers_at_every_temperature(name: str) -> None:
     assert torch.equal(codes(name, temperature=COLD), codes(name, temperature=0.0))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
 def test_causal_samplers_at_every_temperature(name: str) -> None:
     def tokens(temperature: float, **request: Any) -> Tensor:

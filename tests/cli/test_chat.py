@@ -50,6 +50,7 @@ def test_commands(tmp_path: Path) -> None:
     assert all(any(line.startswith(command) for line in printed) for command in COMMANDS)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -127,13 +127,13 @@ def test_attention_and_its_settings() -> None:
 
 
 def test_suffix_windows(tmp_path: Path) -> None:
-    flags = ("--sampler", "low_confidence", "--block-length", 8)
+    flags = ("--sampler", "low_confidence", "--block-length", 8, "--max-new-tokens", 40)
     data = report(PROMPT, *flags, "--suffix", "uniform:16:4", "--seed", 0)
     request: dict[str, Any] = {"sampler": "low_confidence", "block_length": 8, "suffix": "uniform:16:4", "seed": 0}
-    expected = paradec.generate(paradec.load(), PROMPT, **request)
+    expected = paradec.generate(paradec.load(), PROMPT, max_new_tokens=40, **request)
     assert data["text"] == expected.text and data["forwarded_tokens"] == expected.forwarded_tokens
     assert data["forwarded_tokens"] < report(PROMPT, *flags)["forwarded_tokens"]
-    one = ("--samplers", "low_confidence", "--tasks", "copy", "--limit", 1, "--block-length", 8, "--json")
+    one = ("--samplers", "low_confidence", "--tasks", "copy", "--limit", 1, *flags[2:], "--json")
     both = {"attention": SPARSE, "suffix": ("--suffix", "8")}
     plain, cut = (json.loads(ok("compare", *one, *more, "--out", tmp_path / name)) for name, more in both.items())
     assert cut["setup"]["suffix"] == {"window": 8} and "suffix" not in plain["setup"]
@@ -153,6 +153,7 @@ def test_several_answers_and_several_prompts() -> None:
     assert lines == ["[1] apple fig pear", "[2] apple fig pear"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("command", [("generate", "Shuffle: pear fig apple"), ("infill", "fox <mask:2> cow <mask>")])
 def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("-n", 7, "--temperature", 1, "--top-p", 0.95, "--top-k", 20, "--seed", 3, "--json")
@@ -228,6 +229,7 @@ TRAIN = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("command", "option"),
     [

@@ -129,6 +129,7 @@ def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
     assert ": 5 forwards (15 row calls), 6 forwards (18 row calls) of the drafter, " in done.stdout
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
@@ -190,6 +191,7 @@ def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str,
     assert not (tmp_path / "sheet.png").exists()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["speculative", "lantern++"])
 def test_drafter(tmp_path: Path, sampler: str) -> None:
     arguments = ("--model", "digits-ar", "--class", "3,4", "--sampler", sampler, "--drafter", "digits-ar-drafter")

@@ -29,6 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return files
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("suffix", ["html", "gif", "json", "PNG", ""])
 def test_generate_writes_by_suffix(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"run.{suffix}".rstrip(".")
@@ -85,6 +86,7 @@ def test_wrong_arguments(arguments: list[str], message: str, runs: list[Path], t
     assert runs[0].read_bytes() == before
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("model", ["digits-ar", "digits-maskgit", "digits-dit"])
 def test_pictures(model: str, tmp_path: Path) -> None:
     file, data = tmp_path / "run.html", tmp_path / "run.json"

@@ -144,6 +144,7 @@ def test_labels_of_membranes() -> None:
     assert len({*scores}) == 4
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

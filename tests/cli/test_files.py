@@ -43,6 +43,7 @@ def given(*texts: Any) -> list[Any]:
     return [{"messages": text} if isinstance(text, list) else {"prompt": text} for text in texts]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("batch", [1, 2, 100])
 def test_every_prompt_is_answered_in_its_place(batch: int, tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*GOOD)), tmp_path / "answers.jsonl"
@@ -230,6 +231,7 @@ UNEVEN = ["Reverse: pear fig apple kiwi plum", "Copy: fig", "Sort: pear fig appl
 STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-length", 4)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("ended_at", ["interrupt", "no memory", "an error"])
 def test_whatever_becomes_of_a_batch_answers_are_written_once(

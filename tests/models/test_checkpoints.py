@@ -127,6 +127,7 @@ def test_the_mask_id_may_stand_in_generation_config(tmp_path: Path) -> None:
     assert facts.eos_token_ids == (18, 17)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.float64, "auto", None])
 def test_dtypes_load_and_decode(name: str, dtype: Any) -> None:
@@ -356,6 +357,7 @@ def loads_or_says_why(folder: Path) -> None:
         assert logits(model, [0, 1]).shape == (2, model.facts.vocab_size)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
 @FUZZ
 @given(data=st.data())

@@ -144,6 +144,7 @@ def test_copies_of_a_masked_state_go_on(name: str) -> None:
     going_on(model, sampler, state, lambda state: state.canvas)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["groups", "nar", "sjd"])
 def test_copies_of_states_of_pictures_go_on(name: str) -> None:
     sampler, model = samplers.create(name), {"groups": tiny_lpd, "nar": tiny_nar, "sjd": tiny_llamagen}[name]()

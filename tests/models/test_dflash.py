@@ -260,6 +260,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] =
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
     config, weights = checkpoint()

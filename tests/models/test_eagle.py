@@ -150,6 +150,7 @@ def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_:
     assert checked >= 20 and {1, 2} <= moved
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
 def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
     model = tiny_llamagen(condition)
@@ -285,6 +286,7 @@ def test_the_distribution_of_the_answers_is_the_model_s(
     assert min(p_values(sampler, base, **request_)) > 0.01 / (2 * len(EXACT))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("shape", [TREE, DynamicTree(7, 2, 3)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("name", ["lantern", "lantern++"])
@@ -328,6 +330,7 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
     assert stood > 10 and fell > 3
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "settings"), [("lantern", {"tree": (3, 2, 1)}), ("lantern++", {"window": 5})])
 def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings: dict[str, Any]) -> None:
     model = tiny_llamagen("c2i")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import covering
 from drafters import drafts_after
 from recorded import distance_to_bounds, golden, read_arrays, read_json, replay, tied_below
 from safetensors.torch import load_file, save_file
@@ -78,8 +79,7 @@ def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, t
             torch.testing.assert_close(made, tensors[f"{key}/made"].float(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tree", [None, (3, 2, 1), DynamicTree(8, 3, 3)], ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize(("name", "tree"), covering(NAMES, [None, (3, 2, 1), DynamicTree(8, 3, 3)]))
 def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}

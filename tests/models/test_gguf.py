@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import LLADA, random_weights, write_checkpoint
 from commands import ok
-from decoding import refuses
+from decoding import covering, refuses
 from places import GOLDEN
 from safetensors.torch import load_file, save_file
 from tokenized_models import TEMPLATE, TEXT, byte_level_tokenizer
@@ -120,8 +120,10 @@ def test_float32_gives_the_answers_of_the_folder(name: str, tmp_path: Path) -> N
     assert decode(again) == decode(expected)
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("model_type", ["llada", "Dream"])
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    covering(["llada", "Dream"], ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"]),
+)
 def test_packed_kinds_are_the_unpacked_weights(kind: str, model_type: str, tmp_path: Path) -> None:
     folder, file = wide_folder(tmp_path / "folder", model_type=model_type), tmp_path / "model.gguf"
     stored = write_gguf(file, folder, kind)
@@ -170,6 +172,7 @@ def test_tied_output_and_other_fields(tmp_path: Path) -> None:
     assert torch.equal(logits(paradec.load(tmp_path / "a.gguf")), logits(paradec.load(folder)))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_shifted_logits(name: str, tmp_path: Path) -> None:
     """The file's word counts, and stays with a saved model."""
@@ -268,6 +271,7 @@ def causal_folder(folder: Path, model_type: str, **fields: Any) -> Path:
     return folder
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_causal_models(model_type: str, tmp_path: Path) -> None:
     folder, file = causal_folder(tmp_path / "folder", model_type), tmp_path / "model.gguf"
@@ -306,6 +310,7 @@ def test_scaled_angles_of_llama(tmp_path: Path) -> None:
 # ---- tokenizers and places ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("pre", "split"), [("gpt-2", None), ("qwen2", QWEN_SPLIT), ("bailingmoe", None)])
 def test_tokenizers(pre: str, split: str | None, tmp_path: Path) -> None:
     original = tokenizer()
@@ -395,23 +400,26 @@ def data_start(file: Path) -> int:
     return file.stat().st_size - sum(-(-tensor.blocks.nbytes // 32) * 32 for tensor in tensors)
 
 
-def test_files_that_are_cut_short(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(None, marks=pytest.mark.full)], ids=["some", "all"])
+def test_files_that_are_cut_short(count: int | None, small: Path, tmp_path: Path) -> None:
     data, start = small.read_bytes(), data_start(small)
     assert 800 < start < len(data)
     file = tmp_path / "cut.gguf"
-    cuts = [*range(start), *random.Random(0).sample(range(start, len(data) - 32), 30)]
-    for cut in cuts:
+    draw = random.Random(0)
+    cuts = [*range(start), *draw.sample(range(start, len(data) - 32), 30)]
+    for cut in cuts if count is None else draw.sample(cuts, count):
         file.write_bytes(data[:cut])
         message = refuses(lambda: paradec.load(file), "cut.gguf' cannot be read as a GGUF file", CheckpointError)
         assert ("it is cut short" in message or cut < 8) and "\n" not in message
 
 
-def test_files_with_wrong_bytes(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.full)])
+def test_files_with_wrong_bytes(count: int, small: Path, tmp_path: Path) -> None:
     """A wrong byte in the header gives a model or an error with the file's name."""
     data, start, draw = small.read_bytes(), data_start(small), random.Random(0)
     file = tmp_path / "wrong.gguf"
     loaded = 0
-    for _ in range(300):
+    for _ in range(count):
         place = draw.randrange(start)
         file.write_bytes(data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :])
         try:
@@ -419,7 +427,7 @@ def test_files_with_wrong_bytes(small: Path, tmp_path: Path) -> None:
             loaded += 1
         except CheckpointError as error:
             assert "wrong.gguf" in str(error)
-    assert 0 < loaded < 150
+    assert 0 < loaded < count / 2
 
 
 def text(value: str) -> bytes:

@@ -82,7 +82,10 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return folders
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("dream", "llada2") else pytest.param(name, marks=pytest.mark.further) for name in FAMILIES],
+)
 def test_logits_and_files(family: str, tmp_path: Path) -> None:
     exact, model = load(family), load(family, quantization=SMALL)
     parts = list(model.module.modules())

@@ -77,6 +77,7 @@ def same_weights(a: Any, b: Any) -> bool:
     return all(n == m and torch.allclose(x, y, rtol=0, atol=1e-6) for (n, x), (m, y) in pairs)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("base", BASES)
 def test_merged_as_by_hand(base: str, tmp_path: Path) -> None:
     pairs = products(base)
@@ -113,6 +114,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     assert torch.allclose(wide.module.state_dict()[at], half.module.state_dict()[at].double(), atol=0.02)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("base", BASES)
 def test_d2f_is_decoded_by_its_loop(base: str, tmp_path: Path) -> None:
     name = "D2F_Dream_Base_7B_Lora" if base == "dream-tiny" else "D2F_LLaDA_Instruct_8B_Lora"
@@ -194,6 +196,7 @@ def layer_of(name: str) -> int:
     return int(name.split(".blocks." if ".blocks." in name else ".layers.")[1].split(".")[0])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("fields", "merged"),
     [
@@ -246,6 +249,7 @@ def test_any_value_of_a_field_is_merged_or_refused_by_name(field: str, value: An
     assert time.process_time() - began < 5
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "fields",
     [

@@ -64,6 +64,7 @@ def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str
     assert not calls
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", samplers.names())
 def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], name: str) -> None:
     kind = samplers.get(name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import covering
 from drafters import NEGATIVE, answers, pair_p_value
 from oracles.causal import greedy
 from places import GOLDEN
@@ -118,7 +119,7 @@ def deeper(folder: Path, layers: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.further)])
 def test_several_layers_over_a_store_are_those_over_everything(layers: int, tmp_path: Path) -> None:
     _, drafter = loaded(deeper(tmp_path, layers))
     sampler = paradec.samplers.Speculative(drafter=drafter)
@@ -138,8 +139,7 @@ def test_several_layers_over_a_store_are_those_over_everything(layers: int, tmp_
     assert {0, 1} <= accepted
 
 
-@pytest.mark.parametrize("scale", [1.0, 1.6])
-@pytest.mark.parametrize("kind", ["chain", "static", "dynamic"])
+@pytest.mark.parametrize(("kind", "scale"), covering(["chain", "static", "dynamic"], [1.0, 1.6]))
 def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple[Model, MtpDrafter]) -> None:
     base, drafter = heads
     tree = {"chain": None, "static": (3, 2, 1), "dynamic": DynamicTree(8, 3, 3)}[kind]
@@ -256,6 +256,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_checkpoints(change: Any, message: str, tmp_path: Path, heads: tuple[Model, MtpDrafter]) -> None:
     rewritten(tmp_path, lambda name: name, change)

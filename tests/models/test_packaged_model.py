@@ -28,6 +28,7 @@ def test_one_answer(packaged: Model, task: str) -> None:
     assert parallel >= 0.9 and per_forward > 2.0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("task", ["shuffle", "insert_random", "replace_random", "latin_square"])
 def test_many_answers_fail_all_at_once(packaged: Model, task: str) -> None:
     one_by_one, _ = right(packaged, task, "low_confidence")

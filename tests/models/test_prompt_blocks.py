@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import refuses
+from decoding import covering, refuses
 from oracles.prompt_blocks import BLOCK, commits, plain_logits, plain_loop
 from small_models import END, MASK, tiny
 from torch import Tensor
@@ -54,16 +54,18 @@ def test_decoding_is_the_plain_loop(add: float, cache: str, prediction: str) -> 
     assert several == (add < 1)
 
 
-@pytest.mark.parametrize("prediction", KINDS)
-def test_a_block_of_ones_own_and_other_cuts(prediction: str) -> None:
+CUTS = [FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="absolute"), "whole"]
+
+
+@pytest.mark.parametrize(("prediction", "blocks"), covering(KINDS, CUTS))
+def test_a_block_of_ones_own_and_other_cuts(prediction: str, blocks: Any) -> None:
     model = from_prompt(2, prediction)
-    for blocks in (FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="absolute"), "whole"):
-        plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
-        for out in others:
-            assert [commits(out, row) for row in range(3)] == [commits(plain, row) for row in range(3)]
-        for row, prompt in enumerate(ROWS):
-            alone = decode(model, [prompt], blocks=blocks, cache="block", sampler="threshold")
-            assert commits(alone, 0) == commits(plain, row)
+    plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
+    for out in others:
+        assert [commits(out, row) for row in range(3)] == [commits(plain, row) for row in range(3)]
+    for row, prompt in enumerate(ROWS):
+        alone = decode(model, [prompt], blocks=blocks, cache="block", sampler="threshold")
+        assert commits(alone, 0) == commits(plain, row)
     assert decode(model).sequences.tolist() == decode(model, block_length=4).sequences.tolist()
 
 
@@ -89,6 +91,7 @@ def test_holes_begin_the_blocks() -> None:
     assert all(token == int(p[position].argmax()) for r, position, token, _ in first if r == 0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("prediction", KINDS)
 def test_guidance_and_drafts(prediction: str) -> None:
     model = from_prompt(2, prediction)

@@ -185,6 +185,7 @@ def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_sh
     assert other.tokenizer.apply_chat_template(messages) == model.tokenizer.apply_chat_template(messages)
 
 
+@pytest.mark.thinned
 def test_trained_weights_are_what_is_saved(source: Path, tmp_path: Path) -> None:
     model = paradec.load(source)
     with torch.no_grad():
@@ -209,6 +210,7 @@ def test_the_dtype_is_kept(source: Path, tmp_path: Path, dtype: str) -> None:
     assert type(other.module.model.rotary_emb) is type(model.module.model.rotary_emb)
 
 
+@pytest.mark.thinned
 def test_tied_embeddings_are_stored_once(model_type: str, tmp_path: Path) -> None:
     field = "weight_tying" if model_type == "llada" else "tie_word_embeddings"
     source = write(tmp_path / "tied", model_type, **{field: True})
@@ -236,6 +238,7 @@ def test_matrices_that_share_memory_are_stored_whole(tmp_path: Path) -> None:
     assert_equal(model, paradec.load(tmp_path / "saved"))
 
 
+@pytest.mark.thinned
 def test_arguments_of_load_are_kept(model_type: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_type)
     block = {"block_length": 2} if FAMILIES[model_type].block_name is not None else {}
@@ -384,6 +387,7 @@ def test_a_disk_that_is_full(twice: tuple[Model, Path], tmp_path: Path) -> None:
     assert state(folder) == before and not (tmp_path / "new").exists()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("size", [15000, 9000])  # shards of the same names, and of others
 def test_an_interrupt_while_files_are_exchanged(
     twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int

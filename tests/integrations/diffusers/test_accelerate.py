@@ -148,6 +148,7 @@ def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any])
         assert {len(session.report().full_steps)} == {facts["calls"][key] for key in facts["calls"] if "attn" in key}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "config",
     [
@@ -282,6 +283,7 @@ def test_runs_of_a_bare_transformer(rises: bool) -> None:
     torch.testing.assert_close(found, module(latent, times[-1]), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
 @pytest.mark.parametrize("writer", ["caller", "block"])
@@ -304,6 +306,7 @@ def test_what_was_given_may_be_written_into(writer: str, target: str, basis: str
     assert torch.equal(*ends)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["dit", "flux", "wan"])
 def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str, Tensor]) -> None:
     pipe = request.getfixturevalue(name)
@@ -559,6 +562,7 @@ def test_memory_is_kept_to_a_budget() -> None:
             assert len(session.report().calls) == calls - 1
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("kind", "attach_first"), [("block_level", True), ("leaf_level", False)])
 def test_group_offloading(kind: str, attach_first: bool) -> None:
     module, inputs = tiny_transformer("FLUX")

@@ -39,6 +39,7 @@ def run(pipe: Any, prompt: Any = ("a fox", "cat"), seed: int = 0, **options: Any
     return pipe(prompt, generator=torch.Generator().manual_seed(seed), **call).images
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
@@ -125,6 +126,7 @@ def test_draws_follow_the_pipeline_s_generator(pipe: Any) -> None:
         assert torch.equal(session.latest.tokens, first)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("place", ["processor", "vision_language_encoder", None])
 def test_prompts_are_text_for_the_adapter_too(
     place: str | None, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[.
     return callback
 
 
+@pytest.mark.thinned
 @OTHERS
 def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
     results: list[Any] = []
@@ -155,6 +156,7 @@ def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
     assert torch.equal(run(), case.fast) and torch.equal(in_thread(run), case.fast)
 
 
+@pytest.mark.thinned
 @OTHERS
 def test_pipelines_with_one_transformer(case: Case, session: Any) -> None:
     other = case.beside()
@@ -182,6 +184,7 @@ def test_bare_transformers_in_two_threads(name: str) -> None:
         assert torch.equal(run(), expected)
 
 
+@pytest.mark.thinned
 @OTHERS
 def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
 
@@ -253,6 +256,7 @@ def test_a_second_session_is_refused(case: Case, session: Any) -> None:
     assert torch.equal(case.run(case.pipe), case.fast)
 
 
+@pytest.mark.thinned
 @SOME
 def test_detach_in_the_middle(case: Case) -> None:
     for how in (lambda f: f(), in_thread):
@@ -271,6 +275,7 @@ def saved(thing: Any) -> None:
     torch.save(thing, io.BytesIO())
 
 
+@pytest.mark.thinned
 @SOME
 def test_copies_are_refused(case: Case, session: Any) -> None:
     weights = {name: value.clone() for name, value in case.pipe.transformer.state_dict().items()}
@@ -293,6 +298,7 @@ def test_copies_are_refused(case: Case, session: Any) -> None:
             assert torch.equal(case.run(other), case.fast) and torch.equal(case.run(case.pipe), case.plain)
 
 
+@pytest.mark.thinned
 @SOME
 def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> None:
     case.run(case.pipe)
@@ -320,6 +326,7 @@ def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
     return {f"transformer.{name}": torch.randn(value.shape, generator=draw) * 0.3 for name, value in weights.items()}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("targets", [["to_q"], ["proj_out"], ["proj_mlp"]], ids="".join)
 @pytest.mark.parametrize("sampler", [SAMPLER, Forecast(when=Every(3, 2), where="block")], ids=["module", "block"])
 def test_a_lora_that_comes_and_goes(targets: list[str], sampler: Any) -> None:

@@ -71,6 +71,7 @@ def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
     compare(causal, sampler, rows, draw)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["threshold", "saber"])
 @pytest.mark.parametrize(
     ("topology", "prediction"),

@@ -98,6 +98,7 @@ def test_schemas(client: openai.OpenAI, stream: bool) -> None:
         assert found.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("extra", "fits"),
     [
@@ -231,14 +232,14 @@ def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> Non
 
 
 def test_a_schema_that_takes_long_is_refused_and_delays_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paradec.integrations.server.answers.Compiler", functools.partial(Compiler, seconds=0.2))
+    monkeypatch.setattr("paradec.integrations.server.answers.Compiler", functools.partial(Compiler, seconds=0.1))
     inner: dict[str, Any] = {"type": "string", "maxLength": 20}
     for _ in range(2):  # more than a second of work
         inner = {"type": "object", "properties": {f"key_{number}": inner for number in range(4)}}
     with running(model, request={"block_length": 32}) as server, ThreadPoolExecutor(4) as pool:
-        slow = [pool.submit(server.post, chat("x", max_tokens=40, **of_schema(inner))) for _ in range(3)]
+        slow = [pool.submit(server.post, chat("x", max_tokens=40, **of_schema(inner))) for _ in range(2)]
         assert server.post(chat("x", max_tokens=8))[0] == 200
         for answer in slow:
             status, _, text = answer.result()
-            assert status == 422 and "takes more than 0.2 s" in json.loads(text)["error"]["message"], text
+            assert status == 422 and "takes more than 0.1 s" in json.loads(text)["error"]["message"], text
         assert server.post(chat("x", max_tokens=40, guided_regex="[ab]{3}"))[0] == 200

@@ -61,7 +61,7 @@ MODELS = {
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from Linux")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.full), 12])
+@pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.full), 36])
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_setting_is_served_or_refused_by_name(kind: str, share: int) -> None:
     model, wrong = MODELS[kind](), []

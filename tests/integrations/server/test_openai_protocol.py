@@ -33,6 +33,7 @@ def both(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], 
     return [plain, (content, reasoning, calls, reason)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("text", ["  indented\n    code\n", "\n\nhello", "text \n", "naïve 😀 \t", f" {CALL} \n"])
 def test_the_text_is_the_text(text: str) -> None:
     with scripted(text) as (_, client, _):
@@ -41,6 +42,7 @@ def test_the_text_is_the_text(text: str) -> None:
         assert client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200).choices[0].text == text
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("stop", [" fox", "fo", "ox ju", ["zebra", "q"]])
 def test_stop_sequences_cut_the_same_everywhere(stop: Any) -> None:
     text = "the quick brown fox jumps"
@@ -90,6 +92,7 @@ FAMILIES: list[Any] = [
 """Chat template, special tokens, a call as the family writes it, and its arguments."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("template", "markers", "call", "arguments"), FAMILIES, ids=["marked", "Hermes", "Qwen XML", "Gemma"]
 )
@@ -132,33 +135,34 @@ def test_reasoning_is_apart_only_where_the_template_opens_it() -> None:
         assert both(client, **opened) == [("yes", "I think <b>\n", [], "stop")] * 2
 
 
-def test_reasoning_comes_before_an_answer_of_a_form() -> None:
+@pytest.mark.thinned
+@pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
+def test_reasoning_comes_before_an_answer_of_a_form(markers: tuple[str, ...]) -> None:
     """Where the template opens it, or the body has a marker; a budget ends it."""
     text, opened = "I think.</think>no way", {"chat_template_kwargs": {"thinks": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no", "yes"]}}}
-    for markers in ((), ("<think>", "</think>")):
-        with scripted(text, markers) as (server, client, _):
-            assert both(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
-            own = {"choice": ["no", "yes"], "after": "</think>"}
-            for more in ({}, {"thinking_budget": 200}):
-                asked: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
-                assert both(client, **asked) == [("no", "I think.", [], "stop")] * 2
-            plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **asked).choices[0].text
-            assert plain == ("I think.</think>no" if not markers else "I think.no")
-            asked["extra_body"]["paradec"]["constraint"] |= {"thinking_budget": 2}
-            cut = server.engine.model.tokenizer.decode(token_ids(server.engine.model.tokenizer, text)[:2])
-            content, reasoning, _, _ = both(client, **asked)[0]
-            assert reasoning.startswith(cut) and content in ("no", "yes") and "think>" not in reasoning
-            server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
-            for extra in ({"guided_choice": ["no", "yes"]}, {"structured_outputs": {"regex": "no|yes"}}):
-                assert both(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
-            asked = {"extra_body": opened, "tools": [TOOL], "tool_choice": "required"}
-            (content, reasoning, calls, reason), streamed = both(client, **asked)
-            assert (content, reasoning, len(calls), reason) == ("", "I think.", 1, "tool_calls") == (
-                *streamed[:2], len(streamed[2]), streamed[3]
-            )  # fmt: skip
-            status, _, answer = server.post(chat(paradec={"constraint": {"choice": ["a"], "after": ""}}))
-            assert status == 422 and json.loads(answer)["error"]["param"] == "paradec"
+    with scripted(text, markers) as (server, client, _):
+        assert both(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
+        own = {"choice": ["no", "yes"], "after": "</think>"}
+        for more in ({}, {"thinking_budget": 200}):
+            asked: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
+            assert both(client, **asked) == [("no", "I think.", [], "stop")] * 2
+        plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **asked).choices[0].text
+        assert plain == ("I think.</think>no" if not markers else "I think.no")
+        asked["extra_body"]["paradec"]["constraint"] |= {"thinking_budget": 2}
+        cut = server.engine.model.tokenizer.decode(token_ids(server.engine.model.tokenizer, text)[:2])
+        content, reasoning, _, _ = both(client, **asked)[0]
+        assert reasoning.startswith(cut) and content in ("no", "yes") and "think>" not in reasoning
+        server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
+        for extra in ({"guided_choice": ["no", "yes"]}, {"structured_outputs": {"regex": "no|yes"}}):
+            assert both(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
+        asked = {"extra_body": opened, "tools": [TOOL], "tool_choice": "required"}
+        (content, reasoning, calls, reason), streamed = both(client, **asked)
+        assert (content, reasoning, len(calls), reason) == ("", "I think.", 1, "tool_calls") == (
+            *streamed[:2], len(streamed[2]), streamed[3]
+        )  # fmt: skip
+        status, _, answer = server.post(chat(paradec={"constraint": {"choice": ["a"], "after": ""}}))
+        assert status == 422 and json.loads(answer)["error"]["param"] == "paradec"
 
 
 def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
@@ -273,6 +277,7 @@ def test_fields_of_single_tokens_shape_the_answer() -> None:
         assert both(client, **early, extra_body={"paradec": {"min_new_tokens": 4}}) == [("hell", "", [], "stop")] * 2
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
@@ -316,6 +321,7 @@ def test_least_lengths_and_forms_of_answers_exclude_each_other() -> None:
             both(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "schema", [{"properties": [1]}, {"allOf": {"a": 1}}, {"type": None}, {"type": "object", "required": True}, 3]
 )

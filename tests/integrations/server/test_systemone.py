@@ -151,6 +151,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", REFUSED)
 def test_bodies(server: Running, name: str) -> None:
     body, status, said = REFUSED[name]

@@ -194,6 +194,7 @@ def same(one: images.ImageOutput, other: images.ImageOutput) -> None:
     assert (one.row_nfe, one.forwarded_tokens) == (other.row_nfe, other.forwarded_tokens)
 
 
+@pytest.mark.thinned
 def test_presets_of_pictures(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
     model, arguments = case
     expected, preset = paint(model, **arguments), Request(**arguments)
@@ -207,6 +208,7 @@ def test_presets_of_pictures(case: tuple[Any, dict[str, Any]], tmp_path: Path) -
     assert other.forwarded_tokens < expected.forwarded_tokens
 
 
+@pytest.mark.thinned
 def test_a_request_of_pictures_is_saved_and_loads(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
     model, arguments = case
     for asked in ({"seed": 3}, arguments):
@@ -253,6 +255,7 @@ MILLIONS["mar"]["mar_huge"] = 943
 MILLIONS["llamagen"] = {"B": 111, "L": 343, "XL": 775, "XXL": 1400, "3B": 3100}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, each in MILLIONS.items() for name in each])
 def test_presets_have_the_published_sizes(family: str, name: str) -> None:
     with torch.device("meta"):
@@ -265,6 +268,7 @@ def test_presets_have_the_published_sizes(family: str, name: str) -> None:
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(MILLIONS[family][name], rel=0.01)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["nar", "lpd", "masked image"])
 def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
     model, request = TINY[name](), {"output_type": "latent", "guidance_scale": 2.0}
@@ -312,6 +316,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, each in WRONG.items() for wrong in each])
 def test_the_argument_is_named(name: str, wrong: dict[str, Any]) -> None:
     request = REQUESTS.get(name, {"class_labels": [1]})

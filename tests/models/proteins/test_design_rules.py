@@ -85,6 +85,7 @@ def drawn_rules(draw: random.Random, structure: Structure) -> DesignRules:
     )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "first", [pytest.param(each, marks=() if each in range(3) else pytest.mark.full) for each in range(40)]
 )

@@ -37,6 +37,7 @@ def commits_of(out: Any, row: int) -> list[list[int]]:
     return [step for step in steps if step]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
 def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, temperature: float) -> None:
     prompts = [model.prompt("long", fixed=[3, 9, 10]), model.prompt("short")]
@@ -127,6 +128,7 @@ QUICK = ("threshold", "random", "editing", "ccd", "wino")
 """Of each way of deciding one; the others take their time under `-m full`."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MASKED]
 )
@@ -215,6 +217,7 @@ def test_chains_and_incomplete_residues() -> None:
     refuses(lambda: two.by_chain("MQI"), "text has 3 letters; two has 12 residues")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
     narrow = load_protein_mpnn(WEIGHTS, model.structures, dtype=dtype)

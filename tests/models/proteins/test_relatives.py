@@ -35,6 +35,7 @@ def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
     return model.module(model.encodings[0], letters, torch.tensor([order]).argsort())[0].float().softmax(-1)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 @replays("name")

@@ -46,6 +46,7 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) -> None:
     kept = []

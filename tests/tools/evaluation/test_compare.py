@@ -250,9 +250,10 @@ def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: 
 
 def test_caches_are_compared_too(packaged: Model) -> None:
     questions = evaluation.packaged_questions("shuffle", limit=4)
-    found = evaluation.compare(packaged, questions=questions, names="threshold", cache="dual", batch=4, block_length=4)
+    arguments: dict[str, Any] = {"questions": questions, "names": "threshold", "max_new_tokens": 16, "batch": 4}
+    found = evaluation.compare(packaged, cache="dual", block_length=4, **arguments)
     assert found.setup["cache"] == "dual" and found.setup["blocks"] == "FixedBlocks(length=4, align='prompt')"
-    plain = evaluation.compare(packaged, questions=questions, names="threshold", batch=4, block_length=4)
+    plain = evaluation.compare(packaged, block_length=4, **arguments)
     assert found.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
 
 

@@ -51,6 +51,7 @@ def of(row: list[tuple[int, int]]) -> list[int]:
     return [position for start, stop in row for position in range(start, stop)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "cache"),
     [  # where a sampler works without a cache and with one, it takes turns in which of them is left to -m full
@@ -85,6 +86,7 @@ def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
         assert step.seconds > 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "rng"),
     [

@@ -133,6 +133,7 @@ def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
             assert_logp(masked_logp(model, rollout), found, 1e-5)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada", "dream", "sdar", "shifted blocks"])
 def test_joined_steps(name: str) -> None:
     model = model_of(name, "float64")
