@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import refuses, run_in_threads
+from decoding import covering, refuses, run_in_threads
 from every_model import EVERY, decoded, expected, shared
 from places import GOLDEN
 from small_models import ROWS, WRAP_IDS, Opaque, decoder, encoder, random_ids
@@ -153,8 +153,7 @@ MORE = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's quantisation is deprecated
-@pytest.mark.parametrize("topology", ["bidirectional", "causal"])
-@pytest.mark.parametrize("how", MORE)
+@pytest.mark.parametrize(("how", "topology"), covering(MORE, ["bidirectional", "causal"]))
 def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
     torch.manual_seed(0)
     module = MORE[how](decoder().eval()).eval()

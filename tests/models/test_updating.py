@@ -35,6 +35,7 @@ def tokens(model: Model, **more: Any) -> Tensor:
     return paradec.generate(model, ROWS, **GIVEN, **more).sequences
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "llada2-tiny", "sdar-moe-tiny"])
 def test_published_names_reload_the_files(name: str) -> None:
     folder = GOLDEN / "moe" / name if (GOLDEN / "moe" / name).exists() else GOLDEN / name

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import covering
 from drafters import NEGATIVE, answers, drafts_after, pair_p_value
 from oracles.causal import greedy
 from places import GOLDEN
@@ -87,8 +88,7 @@ def test_recorded_blocks_and_what_they_were_drawn_from(
                 close(confidence, tensors[f"{key}/confidence_logit"].flatten())
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("scale", [1.0, 1.6])
+@pytest.mark.parametrize(("name", "scale"), covering(NAMES, [1.0, 1.6]))
 def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     prompts = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
@@ -108,6 +108,7 @@ def test_the_distribution_of_the_answers_is_the_models(name: str, rows: int, tem
     assert pair_p_value(paradec.load_drafter(RECORDED / name, base=base), base, rows, temperature=temperature) > 0.001
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
 def test_tokens_that_the_drafter_lacks_may_be_all_that_is_allowed(name: str, base: Model) -> None:
     """Its own distribution is empty then; answers stay the model's, also where some of its tokens are left."""
@@ -191,6 +192,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "change", "causal", "anchored", "first"), VARIANTS)
 def test_windows_causality_and_the_first_row(
     name: str, change: Any, causal: bool, anchored: bool, first: int, tmp_path: Path, base: Model

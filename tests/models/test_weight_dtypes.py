@@ -152,6 +152,7 @@ def refused(case: Case, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("loader", [*SAFETENSORS, *PICKLES])
 def test_weights_that_are_no_floats(loader: str, tmp_path: Path) -> None:
     case = file, name, load = (SAFETENSORS | PICKLES)[loader](tmp_path)
