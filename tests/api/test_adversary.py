@@ -307,6 +307,7 @@ def group_chance(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: 
     return p[group].sum() / q[group].sum()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["sjd", "gsd", "scd"])
 def test_windows_of_drafts(kind: str) -> None:
     rng = np.random.default_rng(0)

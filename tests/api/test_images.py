@@ -145,6 +145,7 @@ def test_every_sampler_makes_pictures(tiny: LlamaGenModel, name: str) -> None:
         assert torch.equal(make(tiny, sampler=sampler, temperature=0).tokens, expected)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
 def test_a_smaller_model_drafts(condition: str) -> None:
     model, drafter = tiny_llamagen(condition), tiny_llamagen(condition, seed=5)

@@ -63,6 +63,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
         assert alone.nfe == out.row_nfe[index]
 
 
+@pytest.mark.thinned
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     rows=st.lists(

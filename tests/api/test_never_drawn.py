@@ -343,6 +343,7 @@ def drawn(model: Model, **request: Any) -> torch.Tensor:
     return ids
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "canvas"])
 def test_they_are_not_drawn_unless_asked_for(kind: str) -> None:
     model = model_of_textless(kind)

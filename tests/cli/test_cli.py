@@ -306,7 +306,8 @@ def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 @pytest.mark.parametrize(
-    ("as_module", "debug", "imported"), [(False, "0", "torch.nn"), (True, "1", "transformers.utils.import_utils")]
+    ("as_module", "debug", "imported"),
+    [(False, "0", "torch.nn"), pytest.param(True, "1", "transformers.utils.import_utils", marks=pytest.mark.further)],
 )
 def test_an_interrupt_while_it_starts(as_module: bool, debug: str, imported: str, tmp_path: Path) -> None:
     """While torch is imported, which is before any line of the command itself has run, and while the model loads."""

@@ -100,6 +100,7 @@ def test_packaged_dit(tmp_path: Path) -> None:
     assert same["pixel_difference"] == 0 and same["full_steps"] == list(range(6))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"

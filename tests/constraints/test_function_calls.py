@@ -201,6 +201,7 @@ def byte_level() -> Any:
     return byte_level_tokenizer(text=json.dumps(FUNCTIONS))
 
 
+@pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
 @pytest.mark.parametrize(
     ("name", "temperature", "functions"), [*ONE_EACH, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL)]

@@ -86,6 +86,7 @@ def test_sampling_settings_are_transformers_own(pair: Any) -> None:
     assert torch.equal(plain.generate(ids, generation_config=config, **named), greedy)
 
 
+@pytest.mark.thinned
 def test_holes_are_no_part_of_the_answers_length(pair: Any) -> None:
     plain, loaded, arguments = pair
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]

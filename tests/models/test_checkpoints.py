@@ -85,6 +85,7 @@ MISSING = ["block_type", "rope_theta", "d_model", "n_heads", "mlp_hidden_size", 
 """The published class assumes another `block_type` where none is stated."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("base", "field", "value"),
     [
@@ -153,6 +154,7 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
     assert errors[0] < errors[1]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "where", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}, {"device_map": "auto"}]
 )

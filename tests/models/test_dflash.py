@@ -170,6 +170,7 @@ def plain_block(
 INNER = {"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_softcapping": 3.0}
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("transformers_format", [False, True])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
 def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transformers_format: bool) -> None:

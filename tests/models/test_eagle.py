@@ -127,6 +127,7 @@ def check_distributions(
     return checked
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{"window": 4}, {"tree": TREE}])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
 def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ def test_the_recorded_base(base: Model, tensors: dict[str, Tensor]) -> None:
             )
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)

@@ -101,6 +101,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_float32_gives_the_answers_of_the_folder(name: str, tmp_path: Path) -> None:
     folder, file = folder_of(name, tmp_path), tmp_path / "model.gguf"

@@ -132,6 +132,7 @@ def test_weights_are_those_of_the_rounded_module(family: str) -> None:
     assert {"embed_tokens", "norm", "input_layernorm"} <= kept
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("family", ["llada", "llada_moe"])
 def test_rows_batches_and_copies(family: str) -> None:
     model = load(family, quantization=SMALL)

@@ -44,6 +44,7 @@ def close(found: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
     torch.testing.assert_close(found.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_blocks_and_what_they_were_drawn_from(
     name: str, base: Model, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch

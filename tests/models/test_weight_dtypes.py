@@ -164,6 +164,7 @@ def test_weights_that_are_no_floats(loader: str, tmp_path: Path) -> None:
         file.write_bytes(kept)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("loader", SAFETENSORS)
 def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
     case = file, name, _ = SAFETENSORS[loader](tmp_path)

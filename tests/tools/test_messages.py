@@ -151,6 +151,7 @@ CALLS: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("call", "words"), [pytest.param(call, words, id=str(words[:1])) for call, *words in CALLS])
 def test_a_wrong_argument_is_named(call: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises((ValueError, TypeError, OSError)) as caught:

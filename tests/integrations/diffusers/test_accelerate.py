@@ -125,6 +125,7 @@ def recorded() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path in LATENTS for name in read_head(path)["cases"]])
 @replays("name")
 def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any]) -> None:
@@ -627,6 +628,7 @@ def test_compiled_blocks(target: str) -> None:
     torch.testing.assert_close(denoise(module, inputs, 3), plain)
 
 
+@pytest.mark.further
 def test_a_transformer_compiled_as_a_whole() -> None:
     module, inputs = tiny_transformer("DiT")
     with accelerate(module, TaylorSeer(interval=3, where="output")):

@@ -48,6 +48,7 @@ def alone(model: Any, seed: int) -> Any:
     return paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, max_new_tokens=12, logprobs=2)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
     client: openai.OpenAI, model: Any, stream: bool

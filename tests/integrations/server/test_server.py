@@ -370,6 +370,7 @@ class Broken:
         return self.model(query, *store)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_row_raises_fails_that_row_alone(model: Any, stream: bool) -> None:
     broken = Broken(model, model.tokenizer("kiwi", add_special_tokens=False)["input_ids"][0])
@@ -382,6 +383,7 @@ def test_what_a_row_raises_fails_that_row_alone(model: Any, stream: bool) -> Non
         assert server.engine.alive and server.engine.batch.occupied == 0
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_in_flight_read_why_the_engine_stopped(model: Any, stream: bool) -> None:
     broken = Broken(model, -1)

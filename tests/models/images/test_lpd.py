@@ -105,6 +105,7 @@ ORDERS: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
     model, sampler = tiny_lpd(), samplers.create("groups", order=order)

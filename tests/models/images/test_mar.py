@@ -95,6 +95,7 @@ def test_every_step_decides_something(size: int, steps: int) -> None:
     assert left[0] == size and left[-1] == 0 and len(left) == steps + 1 and (left[:-1] > left[1:]).all()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("keep_buffer", [False, True])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_local_steps_are_exact_where_the_group_is_everything(

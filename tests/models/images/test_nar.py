@@ -35,6 +35,7 @@ def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NA
     return NARModel(module.to(dtype))
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", image_cases("nar", "steps"))
 @replays("name", "nar/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
                 assert len({text[residue] for residue in own}) == 1
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     "name", ["sjd", "jacobi", *(pytest.param(each, marks=pytest.mark.full) for each in ("scd", "random"))]
 )

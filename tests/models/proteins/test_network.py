@@ -57,6 +57,7 @@ def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
     assert structure_of(case).index == case["index"]
 
 
+@pytest.mark.thinned
 @replays("case")
 def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     score, letters = case["score"], letters_of(model.structures[0].sequence)
@@ -68,6 +69,7 @@ def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict
     assert (other.float().softmax(-1)[0] - expected).abs().max() > 0.02
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("used", ["use_sequence", "backbone"])
 @replays("case")
 def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any], used: str) -> None:

@@ -154,6 +154,7 @@ def pictures() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sees", ["vision", None])
 def test_images_are_transformers(sees: str | None) -> None:
     module = tiny_gemma(use_bidirectional_attention=sees)
@@ -199,6 +200,7 @@ def test_models_of_text_alone_refuse_images() -> None:
     refuses(lambda: paradec.generate(tiny(1), {"input_ids": [9], **pictures()}), "prompt holds pixel_values")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype) -> None:
     """Fed to its self-conditioning they give the logits that it gives itself, to the bit."""

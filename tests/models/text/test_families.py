@@ -111,6 +111,7 @@ def test_facts(family: str, model: Model) -> None:
     assert model.pads
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("states_mask", [True, False])
 def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) -> None:
     folder = write_family(tmp_path, family)

@@ -214,6 +214,7 @@ def outputs_of(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> d
     return seen
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "sampler"), [*((name, "threshold") for name in MOE_NAMES), ("llada2-tiny", "editing")]
 )
@@ -291,6 +292,7 @@ REFUSED: list[tuple[str, str, Any]] = [
 """Fields that change the maths, with values that the classes here do not compute, or that fit nothing."""
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("name", "field", "value"), REFUSED)
 def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: Any) -> None:
     folder = edited(tmp_path, name, **{field: value})
@@ -343,6 +345,7 @@ def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor],
     return torch.stack(rows)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -373,6 +376,7 @@ def test_llada_moe_is_told_from_llada(tmp_path: Path, architectures: Any) -> Non
     assert type(paradec.load(folder, mask_token_id=95).module).__name__ == "Qwen3MoeForCausalLM"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("release", "block"),
     [
@@ -411,6 +415,7 @@ def test_the_ends_of_llada2(tmp_path: Path) -> None:
     assert paradec.load(folder, block_length=8).facts.mask_token_id == 95  # by its published name
 
 
+@pytest.mark.thinned
 def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) -> None:
     has = json.loads((MOE / name / "config.json").read_text())["num_experts"]
 

@@ -113,6 +113,7 @@ def causal_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("path", "number"), forwards())
 def test_forwards(path: Path, number: int) -> None:
     folder, case = path.parent, read_json(path)["cases"][number]
@@ -201,6 +202,7 @@ def test_the_causal_mode(path: Path) -> None:
             assert case["calls"] == [[0, begin, 1, 1, 0], *later] and case["forwards"] == len(case["calls"])
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(("path", "cache"), in_turns(traces("diffusion")))
 def test_blocks(path: Path, cache: str) -> None:
     trace = read_json(path)
@@ -368,6 +370,7 @@ def test_a_module_that_is_wrapped() -> None:
     refuses(lambda: paradec.wrap(copy.deepcopy(model.module), **facts), "block_align='absolute'.*'prompt'")
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
 def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
     model_of(FOLDERS[0], topology).save_pretrained(tmp_path)

@@ -128,6 +128,7 @@ def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
             assert out.trace.rules[rule] == "all rules" or score < 0.6
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
 def test_rejected_drafts_are_those_that_were_drafted_and_not_written(name: str) -> None:
     settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}

@@ -57,6 +57,7 @@ def assert_logp(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.double(), expected.double(), equal_nan=True, rtol=0, atol=tolerance)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_recorded_cases(number: int) -> None:
     with replay(f"rollouts, case {number}"):

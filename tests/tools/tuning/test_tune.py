@@ -380,6 +380,7 @@ def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["setup"]["checker"] == "short"
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
