@@ -340,8 +340,8 @@ def test_windows_of_drafts(kind: str) -> None:
         drafted = (torch.arange(width) < width - 1).unsqueeze(0)
         window = DraftWindow(probs, proposed, draw(probs, torch.tensor(fresh).unsqueeze(0)), torch.tensor(embed))
         numbers = torch.tensor(np.stack((accept, redraw), -1)).unsqueeze(0)
-        found = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
-        assert found.tokens[0].tolist() == expected and int(found.accepted) == first
+        verified = verify(window, drafted, sampler.accept(window), numbers, sampler.refresh, sampler.resamples)
+        assert verified.tokens[0].tolist() == expected and int(verified.accepted) == first
     assert best_drafts > 20
 
 

@@ -162,14 +162,14 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
     model = MODELS[kind]()
-    found = paradec.decide(model, "Answer: level", FEW)
+    decision = paradec.decide(model, "Answer: level", FEW)
     for name, one in FEW.items():
         scores = plain_scores(model, f"Answer: level\n\n{one.instructions}", [*one.values])
-        assert found[name].log_scores == pytest.approx(scores, rel=1e-9)
+        assert decision[name].log_scores == pytest.approx(scores, rel=1e-9)
         weights = np.exp(scores)
-        assert found[name].mass == pytest.approx(weights.sum(), rel=1e-9) and found[name].mass < 1
-        assert [*found[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
-        assert found[name].value == one.values[int(np.argmax(scores))]
+        assert decision[name].mass == pytest.approx(weights.sum(), rel=1e-9) and decision[name].mass < 1
+        assert [*decision[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
+        assert decision[name].value == one.values[int(np.argmax(scores))]
 
 
 def canvas_model(**more: Any) -> Any:
@@ -222,10 +222,10 @@ def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> No
     questions = FEW | {"long": Span("level " * 40, ["Yes", "No"])} | QUESTIONS
     every = paradec.decide(model, "only level", questions)
     for batch_size, names in itertools.product((1, 3), (["a", "long"], ["b"], ["tone", "spam", "level", "a"])):
-        found = paradec.decide(model, "only level", {name: questions[name] for name in names}, batch_size=batch_size)
+        decision = paradec.decide(model, "only level", {name: questions[name] for name in names}, batch_size=batch_size)
         for name in names:
-            assert found[name].log_scores == pytest.approx(every[name].log_scores, rel=tolerance)
-    assert found.forwards > every.forwards
+            assert decision[name].log_scores == pytest.approx(every[name].log_scores, rel=tolerance)
+    assert decision.forwards > every.forwards
 
 
 def test_models_that_take_no_padding() -> None:

@@ -153,8 +153,8 @@ def test_a_smaller_model_drafts(condition: str) -> None:
     if condition == "t2i":
         torch.manual_seed(2)
         given = {"prompts": [torch.randn(length, 16) for length in (3, 6)], "class_labels": None}
-    found = make(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **given)
-    assert torch.equal(found.tokens, make(model, sampler=SJD(window=1), temperature=0, **given).tokens)
+    drafted = make(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **given)
+    assert torch.equal(drafted.tokens, make(model, sampler=SJD(window=1), temperature=0, **given).tokens)
     assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **given).nfe < 8
 
 
@@ -185,10 +185,10 @@ def test_packaged_drafter(shape: dict[str, Any]) -> None:
     request = {"class_labels": range(2), "output_type": "latent", "seed": 0}
     one_by_one = paradec.generate_images(model, temperature=0, sampler=SJD(window=1), **request)
     assert one_by_one.row_nfe == [49] * 2 and one_by_one.draft_nfe == [0] * 2
-    found = paradec.generate_images(model, temperature=0, sampler=sampler, **request)
-    assert torch.equal(found.codes, one_by_one.codes)
+    drafted = paradec.generate_images(model, temperature=0, sampler=sampler, **request)
+    assert torch.equal(drafted.codes, one_by_one.codes)
     # what it drafts stands more often than not, and its own forwards are counted apart
-    for out in (found, paradec.generate_images(model, sampler=sampler, **request)):
+    for out in (drafted, paradec.generate_images(model, sampler=sampler, **request)):
         assert out.tokens_per_forward > 2
         depth = sampler.window - 1 if sampler.tree is None else len(sampler.tree)
         steps = np.array(out.row_nfe)

@@ -114,15 +114,15 @@ def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str,
 @pytest.mark.parametrize("name", REFERENCE)
 def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
     for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
-        found = [
+        outputs = [
             paradec.generate(
                 model, [[1, 2], [3, 4]], sampler=name, max_new_tokens=5, seed=2, rng="reference",
                 temperature=temperature, top_p=0.95,
             ).new_tokens.tolist()
             for model in pairs[topology_of(name), len(token_ids)]
         ]  # fmt: skip
-        assert found[0] == found[1]
-        assert not {*token_ids} & {token for row in found[0] for token in row}
+        assert outputs[0] == outputs[1]
+        assert not {*token_ids} & {token for row in outputs[0] for token in row}
 
 
 @pytest.mark.thinned
@@ -136,7 +136,7 @@ def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[s
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("speculative", "self_speculative")])
 def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
-    token_ids, found = list(range(0, 32, 2)), []
+    token_ids, outputs = list(range(0, 32, 2)), []
     for value in (-INF, LOW):
         model = tiny_llamagen()
         head = model.module.head
@@ -146,9 +146,9 @@ def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
         out = paradec.generate_images(
             model, class_labels=1, sampler=name, seed=1, guidance_scale=3.0, temperature=0.9, output_type="latent"
         )
-        found.append((out.tokens.tolist(), out.row_nfe))
-    assert found[0] == found[1]
-    assert not {*token_ids} & {token for row in found[0][0] for token in row}
+        outputs.append((out.tokens.tolist(), out.row_nfe))
+    assert outputs[0] == outputs[1]
+    assert not {*token_ids} & {token for row in outputs[0][0] for token in row}
 
 
 class Wide(nn.Module):
@@ -171,13 +171,13 @@ class Wide(nn.Module):
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", OPAQUE)
 def test_large_vocabularies_in_float32(name: str) -> None:
-    found = []
+    outputs = []
     for value in (-INF, LOW):
         model = paradec.wrap(Wide(value), mask_token_id=5999, prediction="same", topology="bidirectional")
         for request in ({}, {"temperature": 0.7, "guidance_scale": 2.0}):
             out = paradec.generate(model, [[1, 2, 3]], sampler=name, max_new_tokens=3, seed=0, **request)
-            found.append((out.new_tokens.tolist(), out.row_nfe))
-    assert found[:2] == found[2:]
+            outputs.append((out.new_tokens.tolist(), out.row_nfe))
+    assert outputs[:2] == outputs[2:]
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 1.5, 7.0])
@@ -217,7 +217,7 @@ def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, bra
 @pytest.mark.parametrize("name", ["low_confidence", "credit", "ccd", "sjd"])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
-    found = []
+    outputs = []
     for value in (-INF, -1e5):
         model = tiny(1)
         if name in CAUSAL:
@@ -229,9 +229,9 @@ def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
             logits[rows:, :, [3, 4, 21]] = value
 
         with_logits(model, change)
-        found.append(decoded(model, name, {"guidance_scale": scale, "temperature": 0.6}))
-    assert found[0][:2] == found[1][:2]
-    token_ids = {token for row in found[0][0] for token in row}
+        outputs.append(decoded(model, name, {"guidance_scale": scale, "temperature": 0.6}))
+    assert outputs[0][:2] == outputs[1][:2]
+    token_ids = {token for row in outputs[0][0] for token in row}
     assert token_ids <= {4, 21} if scale > 1 else not token_ids & {1, 2, 3, 4, 20, 21}
 
 
@@ -416,7 +416,7 @@ def models() -> tuple[Model, Model]:
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), PAIRS)
 def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], name: str, cache: str) -> None:
-    found = []
+    outputs = []
     for model in models:
         seen: list[tuple[int, int]] = []
 
@@ -433,8 +433,8 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
         assert (out.sequences[(~out.attention_mask.bool())] == model.facts.fill_token_id).all()
         assert not (out.sequences == 0).any()
         commits = [(step.commits, step.forwarded) for step in out.trace.steps]
-        found.append((out.new_tokens.tolist(), out.row_nfe, out.tokens, out.tokens_per_forward, commits, seen))
-    assert found[0] == found[1]
+        outputs.append((out.new_tokens.tolist(), out.row_nfe, out.tokens, out.tokens_per_forward, commits, seen))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.thinned

@@ -202,7 +202,7 @@ DRAWN = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
 @pytest.mark.parametrize("name", MASKED)
 def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str) -> None:
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else {}
-    sampler, found = samplers.create(name, **settings), []
+    sampler, outputs = samplers.create(name, **settings), []
     rows = [[1, 2], [4, 5, 6]]
     for changes in IDLE:
         given = {"seed": 1} | changes
@@ -214,8 +214,10 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
         idle += [f"seed={given['seed']}"] * (name not in DRAWN)
         said = [str(one.message) for one in heard if "temperature 0" in str(one.message)]
         assert [one.split(" ha")[0] for one in said] == [", ".join(idle)] * bool(idle)
-        found.append((out.sequences.tolist(), out.nfe))
-        assert ("seed" in changes and name in DRAWN) == (found[-1] != found[0]) or sampler.needs.score_from == "sampled"
+        outputs.append((out.sequences.tolist(), out.nfe))
+        assert ("seed" in changes and name in DRAWN) == (
+            outputs[-1] != outputs[0]
+        ) or sampler.needs.score_from == "sampled"
 
 
 def test_it_is_said_once_where_the_request_is_made() -> None:
@@ -321,15 +323,15 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
         request = Request(**{"temperature": temperature} | filters)
         for tokens_allowed in (None, allowed):
             distribution = token_distribution(logits, request, tokens_allowed)
-            for row, found in zip(logits.double().flatten(0, 1), distribution.flatten(0, 1), strict=True):
+            for row, probabilities in zip(logits.double().flatten(0, 1), distribution.flatten(0, 1), strict=True):
                 z = row if tokens_allowed is None else row.masked_fill(~tokens_allowed, -torch.inf)
                 z = (z - z.max()) / temperature
-                kept = found > 0
+                kept = probabilities > 0
                 # tokens as good as the last one stay
                 assert not (kept & (z == -torch.inf)).any() and (z > z[kept].min()).sum() < filters.get("top_k", vocab)
                 p = z.masked_fill(~kept, -torch.inf).exp()
                 rel = 1e-12 if dtype == torch.float64 else 2e-5
-                torch.testing.assert_close(found.double(), p / p.sum(), rtol=rel, atol=1e-33)
+                torch.testing.assert_close(probabilities.double(), p / p.sum(), rtol=rel, atol=1e-33)
                 p = z.exp() / z.exp().sum()
                 # the tokens that are left may be one more or less where a nucleus ends within rounding
                 if "top_p" in filters and "top_k" not in filters:
@@ -337,7 +339,7 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
                     assert p[kept].sum() - p[kept].min() <= filters["top_p"] + 1e-6
                 elif not filters:
                     assert p[~kept].sum() < 1e-30
-                assert kept[draw(found.expand(len(uniform), -1), uniform)].all()
+                assert kept[draw(probabilities.expand(len(uniform), -1), uniform)].all()
 
 
 def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
@@ -430,15 +432,15 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
 @pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_image_families_at_every_temperature(name: str) -> None:
     model, request = image_model(name)
-    found = {}
+    codes_by_temperature = {}
     for temperature, filters in ((0.0, {}), (COLD, {}), (0.05, FILTERS[3])):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             out = paradec.generate_images(
                 model, **request, seed=0, temperature=temperature, output_type="latent", **({"top_k": 0} | filters)
             )
-        found[temperature] = out.codes
-    assert torch.equal(found[0.0], found[COLD])
+        codes_by_temperature[temperature] = out.codes
+    assert torch.equal(codes_by_temperature[0.0], codes_by_temperature[COLD])
 
 
 def test_masked_images_at_every_temperature() -> None:

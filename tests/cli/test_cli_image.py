@@ -105,9 +105,9 @@ def test_packaged_dit(tmp_path: Path) -> None:
 def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
     given = ["--model", "digits-maskgit", "--class-labels", "3,8", "--steps", "4", "--trace", str(trace)]
-    found, sheet = run(tmp_path, *given, "--sampler", sampler)
-    assert found["nfe"] == 4 and found["sampler"]["sampler"] == sampler
-    assert found["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else found["forwarded_tokens"] == 4 * 2 * 100
+    report, sheet = run(tmp_path, *given, "--sampler", sampler)
+    assert report["nfe"] == 4 and report["sampler"]["sampler"] == sampler
+    assert report["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else report["forwarded_tokens"] == 4 * 2 * 100
     assert colours(trace) == 4 + 1  # a colour for each step, and the gap
 
 
@@ -136,10 +136,10 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
     given = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
     given += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b", "--height", "8", "--width", "8"]
-    found, sheet = run(tmp_path, *given, "--trace", str(trace))
-    assert found["pictures"] == 2 and found["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
+    report, sheet = run(tmp_path, *given, "--trace", str(trace))
+    assert report["pictures"] == 2 and report["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
     assert colours(trace) == 5 + 1
-    cells = found.get("cells")
+    cells = report.get("cells")
     assert cells is None if sampler != "recap" else [some < whole for some, whole in cells] == [0, 1, 0, 1, 0]
     pixels = Image.open(sheet).tobytes()
     assert Image.open(run(tmp_path, *given)[1]).tobytes() == pixels  # the seed decides

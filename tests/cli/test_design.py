@@ -166,5 +166,5 @@ def test_labels_of_membranes() -> None:
     ],
 )
 def test_rules_that_are_wrong(small: Path, arguments: tuple[str, ...], words: str) -> None:
-    found = run(WEIGHTS, small, *arguments)
-    assert found.exit_code == 2 and words in found.stderr, found.output
+    result = run(WEIGHTS, small, *arguments)
+    assert result.exit_code == 2 and words in result.stderr, result.output

@@ -48,14 +48,14 @@ def given(*texts: Any) -> list[Any]:
 def test_every_prompt_is_answered_in_its_place(batch: int, tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*GOOD)), tmp_path / "answers.jsonl"
     printed = ok("generate", "--in", source, "--out", out, "--batch", batch, "--seed", 0, "--temperature", 1)
-    found = lines(out)
+    answers = lines(out)
     model = paradec.load()
     chats = [text if isinstance(text, list) else [{"role": "user", "content": text}] for text in GOOD]
     expected = paradec.generate(model, chats, seed=0, temperature=1.0)
-    assert [entry["text"] for entry in found] == expected.text
-    assert [entry["nfe"] for entry in found] == expected.row_nfe
-    assert [entry["tokens"] for entry in found] == expected.tokens
-    assert [entry["prompt"] for entry in found] == GOOD and [entry["line"] for entry in found] == [1, 2, 3, 4, 5]
+    assert [entry["text"] for entry in answers] == expected.text
+    assert [entry["nfe"] for entry in answers] == expected.row_nfe
+    assert [entry["tokens"] for entry in answers] == expected.tokens
+    assert [entry["prompt"] for entry in answers] == GOOD and [entry["line"] for entry in answers] == [1, 2, 3, 4, 5]
     summary, cost = printed.splitlines()
     assert summary == f"5 answers in {out}"
     firsts = range(0, 5, batch)
@@ -252,17 +252,17 @@ def test_whatever_becomes_of_a_batch_answers_are_written_once(
     monkeypatch.setattr(show.Bar, "update", watch)
     result = run("generate", *flags)
     if ended_at == "interrupt":
-        found = [entry["line"] for entry in lines(out)]
-        assert result.exit_code == 130 and 0 < len(found) < 4 and found == sorted(found)
-        assert f"interrupted at {len(found)} of 4: --resume goes on" in result.output
+        answers = [entry["line"] for entry in lines(out)]
+        assert result.exit_code == 130 and 0 < len(answers) < 4 and answers == sorted(answers)
+        assert f"interrupted at {len(answers)} of 4: --resume goes on" in result.output
         result = run("generate", *flags, "--resume")
     assert result.exit_code == 0, result.output
     model = paradec.load()
     request = {"sampler": "low_confidence", "max_new_tokens": 12, "block_length": 4, "num_return_sequences": copies}
     expected = paradec.generate(model, UNEVEN, **request)
-    found = lines(out)
-    texts = [entry["text"] if copies > 1 else [entry["text"]] for entry in found]
-    assert [entry["line"] for entry in found] == [1, 2, 3, 4] and sum(texts, []) == expected.text
+    answers = lines(out)
+    texts = [entry["text"] if copies > 1 else [entry["text"]] for entry in answers]
+    assert [entry["line"] for entry in answers] == [1, 2, 3, 4] and sum(texts, []) == expected.text
 
 
 def test_a_constraint_of_a_line_s_own(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_every_one_for_programs(kind: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["wino", "credit+localleap", "sjd"])
 def test_caches_of_a_sampler(sampler: str) -> None:
-    found = json.loads(ok("caches", "--sampler", sampler, "--json"))
-    assert len(found) == len(MODELS) * len(paradec.caches.names())
+    entries = json.loads(ok("caches", "--sampler", sampler, "--json"))
+    assert len(entries) == len(MODELS) * len(paradec.caches.names())
     lines = ok("caches", "--sampler", sampler).splitlines()
-    assert [line.split("\t") for line in lines[1:]] == [list(entry.values()) for entry in found]
+    assert [line.split("\t") for line in lines[1:]] == [list(entry.values()) for entry in entries]
     one = json.loads(ok("caches", "--sampler", sampler, "--model", TINY, "--json"))
     facts = paradec.load().facts
     for entry in one:

@@ -33,8 +33,8 @@ def test_every_drawing_fits_and_says_where_it_is(width: int, packaged: Model) ->
     seen = frames(packaged, width, sampler="low_confidence", max_new_tokens=100, block_length=10)
     for number, (status, *text, legend) in enumerate(seen, 1):
         assert max(map(len, (status, *text, legend))) <= width
-        found = re.search(r"(\d+) of (\d+) tokens, (\d+) forwards?", status)
-        decided, total, forwards = map(int, found.groups())
+        match = re.search(r"(\d+) of (\d+) tokens, (\d+) forwards?", status)
+        decided, total, forwards = map(int, match.groups())
         assert forwards == number and (f", {decided / forwards:.1f} per forward" in status or width == 40)
         drawn = "".join(text)
         runs = re.findall(UNDECIDED + "\N{MULTIPLICATION SIGN}(\\d+)", drawn)

@@ -161,8 +161,8 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
 def test_devices(where: dict[str, Any]) -> None:
     pytest.importorskip("accelerate")
     model, plain = paradec.load(GOLDEN / "dream-tiny", **where), paradec.load(GOLDEN / "dream-tiny")
-    found, expected = (paradec.generate(each, [1, 2, 3], max_new_tokens=4).new_tokens for each in (model, plain))
-    assert model.device.type == "cpu" and torch.equal(found, expected)
+    new_tokens, expected = (paradec.generate(each, [1, 2, 3], max_new_tokens=4).new_tokens for each in (model, plain))
+    assert model.device.type == "cpu" and torch.equal(new_tokens, expected)
 
 
 @pytest.mark.parametrize(

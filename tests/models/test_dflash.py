@@ -204,8 +204,8 @@ def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transform
                 expected = token_distribution(logits, request)
                 if int(state.end[row] - state.committed[row]) - 1:
                     # transformers' norm and angles are float32 in every dtype
-                    found = state.memory["draft_distribution"][row, : BLOCK - 1]
-                    torch.testing.assert_close(found, expected, rtol=0, atol=5e-6)
+                    draft_probs = state.memory["draft_distribution"][row, : BLOCK - 1]
+                    torch.testing.assert_close(draft_probs, expected, rtol=0, atol=5e-6)
                     checked += 1
     assert checked > 12 and {1, 2} <= moved
 

@@ -256,8 +256,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
     base = tiny_base()
     sampler = paradec.samplers.create("speculative", drafter=loaded(base), **SETTINGS[name])
-    found, state = answers(sampler, base, PROMPTS, max_new_tokens=10, temperature=0, seed=0)
-    assert found == greedy(base.module, PROMPTS, 10)
+    tokens, state = answers(sampler, base, PROMPTS, max_new_tokens=10, temperature=0, seed=0)
+    assert tokens == greedy(base.module, PROMPTS, 10)
     assert np.sum(state.accepted, 0).tolist() == [10] * 4 and (state.accepted[0] == 1).all()
     assert (state.draft_nfe > 0).all() == (name != "token by token")
     if name in ("long chain", "published tree"):
@@ -302,10 +302,10 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
         rows, left = state.rows, state.end - state.committed
         queries = sampler.query(state)
         outputs = [model(query, state.store) for query in queries]
-        found = sampler.propose(state, outputs, queries)
+        proposal = sampler.propose(state, outputs, queries)
         tree = sampler.tree_layout(state)
         p, q = outputs[0].softmax(-1).numpy(), state.memory["draft_distribution"][torch.as_tensor(rows)].numpy()
-        uniform = state.uniform(rows, found.positions, tree.widest + 1, 0).numpy()
+        uniform = state.uniform(rows, proposal.positions, tree.widest + 1, 0).numpy()
         for i, row in enumerate(rows):
             parents = tree.parents[i if len(tree.parents) > 1 else 0].tolist()
             drafts, node, depth, expected = state.memory["drafts"][row].tolist(), 0, 0, []
@@ -326,8 +326,8 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
                 stood += 1
                 expected.append(token_ids[child])
                 node, depth = below[child], depth + 1
-            assert [token_id for token_id in found.values[i].tolist() if token_id >= 0] == expected
-        sampler.commit(state, found)
+            assert [token_id for token_id in proposal.values[i].tolist() if token_id >= 0] == expected
+        sampler.commit(state, proposal)
     assert stood > 10 and fell > 3
 
 

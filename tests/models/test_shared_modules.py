@@ -102,10 +102,10 @@ def test_two_threads_on_one_model(kind: str) -> None:
     model, interval = shared(kind), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        found = run_in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
+        outputs = run_in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
     finally:
         sys.setswitchinterval(interval)
-    assert all(map(torch.equal, found, (expected(kind), expected(kind, seed=1)))), found
+    assert all(map(torch.equal, outputs, (expected(kind), expected(kind, seed=1)))), outputs
 
 
 def offloaded(module: Any) -> Any:

@@ -72,10 +72,10 @@ def test_recorded_blocks_and_what_they_were_drawn_from(
                 close(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
                 assert made.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
                 scores = torch.cat([made.scores(slot, before[slot][None]) for slot in range(len(drafts))])
-                found = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
+                draft_scores = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
                 largest = max(1.0, float(tensors[f"{key}/scores"].abs().max()))
                 close(
-                    found,
+                    draft_scores,
                     torch.zeros_like(q).scatter(1, tensors[f"{key}/candidates"], tensors[f"{key}/scores"].to(q)),
                     largest,
                 )

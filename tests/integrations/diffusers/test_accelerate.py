@@ -292,7 +292,7 @@ def test_what_was_given_may_be_written_into(writer: str, target: str, basis: str
     ends = []
     for writes in (False, True):
         torch.manual_seed(0)
-        module, latent, found = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64), []
+        module, latent, outputs = Drift(2), torch.randn(2, 3, 4, dtype=torch.float64), []
         torch.manual_seed(1)
         block = InPlaceBlock if writes and writer == "block" else DriftBlock
         module.blocks = nn.ModuleList([block(module) for _ in range(2)])
@@ -300,10 +300,10 @@ def test_what_was_given_may_be_written_into(writer: str, target: str, basis: str
         with accelerate(module, Forecast(when=Every(4, 2), where=target, how=basis, order=order)):
             for step in range(12):
                 output = module(latent, torch.full((2,), step))
-                found.append(output.clone())
+                outputs.append(output.clone())
                 if writes and writer == "caller":
                     output.mul_(7).add_(3)
-        ends.append(torch.stack(found))
+        ends.append(torch.stack(outputs))
     assert torch.equal(*ends)
 
 

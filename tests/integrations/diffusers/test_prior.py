@@ -47,14 +47,16 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     given = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
     inputs = {key: torch.from_numpy(arrays[key]) for key in given}
     with accelerate(pipe, prior={"sampler": "scd", "temperature": 0}):
-        found = pipe.vision_language_encoder.generate(**inputs, max_new_tokens=facts["tokens"] + 1, do_sample=True)
+        generated_ids = pipe.vision_language_encoder.generate(
+            **inputs, max_new_tokens=facts["tokens"] + 1, do_sample=True
+        )
     first = inputs["input_ids"].shape[1]
-    assert torch.equal(found[:, :first], inputs["input_ids"])
-    assert np.array_equal(found[:, first:].numpy(), arrays["greedy"])
+    assert torch.equal(generated_ids[:, :first], inputs["input_ids"])
+    assert np.array_equal(generated_ids[:, first:].numpy(), arrays["greedy"])
     count = int(inputs["images_per_sample"][0])
     text = not facts["sources"]
     _, start, height, width = pipe._compute_generation_params(inputs["image_grid_thw"][:count], text)
-    parts = [pipe._extract_large_image_tokens(row[None], first, start, height * width) for row in found]
+    parts = [pipe._extract_large_image_tokens(row[None], first, start, height * width) for row in generated_ids]
     prior = torch.cat([pipe._upsample_token_ids(part, height, width) for part in parts])
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
     if text and Version(diffusers.__version__) >= Version("0.42"):  # which recorded them; 0.41 makes others

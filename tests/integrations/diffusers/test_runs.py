@@ -261,8 +261,8 @@ def test_a_second_session_is_refused(case: Case, session: Any) -> None:
 def test_detach_in_the_middle(case: Case) -> None:
     for how in (lambda f: f(), in_thread):
         with accelerate(case.pipe, SAMPLER) as session:
-            found = case.run(case.pipe, at(1, functools.partial(how, session.detach), []))
-        assert torch.equal(found, case.plain)  # nothing was forecast so far
+            output = case.run(case.pipe, at(1, functools.partial(how, session.detach), []))
+        assert torch.equal(output, case.plain)  # nothing was forecast so far
         assert torch.equal(case.run(case.pipe), case.plain)
         assert "forward" not in vars(case.pipe.transformer)
 

@@ -55,18 +55,18 @@ def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
 ) -> None:
     more = {**DRAWN, "n": 3, "logprobs": True, "top_logprobs": 2, "stream": stream}
     more |= {"stream_options": {"include_usage": True}} if stream else {}
-    found = client.chat.completions.create(model=NAME, messages=chat(SHUFFLE)["messages"], **more)
+    completion = client.chat.completions.create(model=NAME, messages=chat(SHUFFLE)["messages"], **more)
     texts, scores = [""] * 3, [[], [], []]
     if stream:
-        chunks = list(found)
+        chunks = list(completion)
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             texts[choice.index] += choice.delta.content or ""
             scores[choice.index] += choice.logprobs.content if choice.logprobs else []
         (usage,) = [chunk.usage for chunk in chunks if chunk.usage]
         assert sorted(choice.index for chunk in chunks for choice in chunk.choices if choice.finish_reason) == [0, 1, 2]
     else:
-        texts = [choice.message.content for choice in found.choices]
-        scores, usage = [choice.logprobs.content for choice in found.choices], found.usage
+        texts = [choice.message.content for choice in completion.choices]
+        scores, usage = [choice.logprobs.content for choice in completion.choices], completion.usage
     outputs = [alone(model, seed) for seed in (7, 8, 9)]
     assert texts == [output.text for output in outputs] and len(set(texts)) > 1
     assert usage.completion_tokens == sum(output.tokens[0] for output in outputs)

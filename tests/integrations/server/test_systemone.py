@@ -155,10 +155,10 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_bodies(server: Running, name: str) -> None:
     body, status, said = REFUSED[name]
-    found = asked(server, body, status)
+    answer = asked(server, body, status)
     if status != 200:
         kind = "not_found_error" if status == 404 else "invalid_request_error"
-        assert said in found["error"]["message"] and found["error"]["type"] == kind
+        assert said in answer["error"]["message"] and answer["error"]["type"] == kind
         assert asked(server, BODY)["usage"]["output_tokens"] == 0  # it goes on
 
 

@@ -68,9 +68,9 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert_checksum(logits, step["guided_logits"])
         if len(averaged) == step["rows"]:  # the reference evaluates the unconditional half that has no say
             assert_checksum(averaged, step["averaged_logits"])
-        for key, found in (("guided_logits", logits), ("averaged_logits", averaged[: step["rows"]])):
+        for key, values in (("guided_logits", logits), ("averaged_logits", averaged[: step["rows"]])):
             if (expected := arrays.get(f"{key}.{index}")) is not None:
-                assert (found - expected[: len(found)]).abs().max() < 1e-4
+                assert (values - expected[: len(values)]).abs().max() < 1e-4
         if not text and query.branches * state.batch == step["rows"]:  # the reference keeps padded captions
             assert query.tokens.tolist() == step["input_tokens"] or step["input_tokens"] is None
             store, count = state.store, 1 + grid.length

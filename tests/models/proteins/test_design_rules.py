@@ -147,10 +147,10 @@ def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNN
     out = paradec.generate(four, prompt, sampler=name, **asked)
     index = {token: number for number, token in enumerate(at)}
     numbers = torch.tensor([[index[token] for token in row] for row in out.sequences[:, 1:].tolist()])
-    found = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
-    assert expected.sum() == pytest.approx(1) and exactness.p_value(found.numpy(), expected.numpy()) > 1e-3
+    counts = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
+    assert expected.sum() == pytest.approx(1) and exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
     # residues that were not tied, or a tie without the bias, are told apart
-    assert exactness.p_value(found.numpy(), expected.flip(0).numpy()) < 1e-6
+    assert exactness.p_value(counts.numpy(), expected.flip(0).numpy()) < 1e-6
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (1.0, 0.0), (0.7, 1.5), (2.0, -1.0)])

@@ -50,10 +50,10 @@ def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, tempe
         given = [residue for residue, token in enumerate(prompt[1:]) if token != MASK_ID]
         order = given + [residue for step in steps for residue in step]
         expected = distribution(model, row, letters, order).gather(1, letters[:, None])[:, 0]
-        found = out.logprobs.chosen[row, length - size + 1 :]
-        assert found[given].isnan().all()
+        chosen_logprobs = out.logprobs.chosen[row, length - size + 1 :]
+        assert chosen_logprobs[given].isnan().all()
         designed = [residue for step in steps for residue in step]
-        assert (found - expected)[designed].abs().max() < 1e-5
+        assert (chosen_logprobs - expected)[designed].abs().max() < 1e-5
         total = math.fsum(expected[designed].tolist())
         assert out.logprobs.sums()[row] == pytest.approx(total, abs=1e-4)
 
@@ -144,7 +144,7 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
     out = paradec.generate(model, prompts, **given)
     for row, prompt in enumerate(prompts):
         tokens = out.sequences[row, -len(prompt) :]
-        assert all(token in (MASK_ID, int(found)) for token, found in zip(prompt, tokens, strict=True))
+        assert all(token in (MASK_ID, int(designed)) for token, designed in zip(prompt, tokens, strict=True))
         assert (tokens[1:] < 20).all()
         assert torch.equal(paradec.generate(model, prompt, **(given | {"seed": row + 1})).sequences[0], tokens)
     state = sampler.start(model, prompts, temperature=0.3, seed=3)
@@ -228,8 +228,8 @@ def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
     wide, rank = model.encodings[0], torch.arange(24)[None]
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
     expected = model.module(wide, letters, rank).softmax(-1)
-    found = narrow.module(narrow.encodings[0], letters, rank).double().softmax(-1)
-    assert (found - expected).abs().max() < (0.2 if dtype == torch.bfloat16 else 0.02)
+    probabilities = narrow.module(narrow.encodings[0], letters, rank).double().softmax(-1)
+    assert (probabilities - expected).abs().max() < (0.2 if dtype == torch.bfloat16 else 0.02)
 
 
 def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:

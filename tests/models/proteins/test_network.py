@@ -61,9 +61,9 @@ def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
 @replays("case")
 def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     score, letters = case["score"], letters_of(model.structures[0].sequence)
-    found = model.module(model.encodings[0], letters, rank_of(score["order"]))
+    logits = model.module(model.encodings[0], letters, rank_of(score["order"]))
     expected = torch.tensor(score["log_probs"]).exp()
-    assert (found.float().softmax(-1)[0] - expected).abs().max() < 1e-5
+    assert (logits.float().softmax(-1)[0] - expected).abs().max() < 1e-5
     # the weights are such that letters and order matter
     other = model.module(model.encodings[0], letters, rank_of(score["order"][::-1]))
     assert (other.float().softmax(-1)[0] - expected).abs().max() > 0.02
@@ -77,8 +77,8 @@ def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, c
     for residue, expected in zip(case["single"]["residues"], case["single"][used], strict=True):
         rank = randn.clone()
         rank[residue] = -1 if used == "use_sequence" else 2
-        found = model.module(model.encodings[0], letters, rank[None])[0, residue]
-        assert (found.float().softmax(-1) - torch.tensor(expected).exp()).abs().max() < 1e-5
+        logits = model.module(model.encodings[0], letters, rank[None])[0, residue]
+        assert (logits.float().softmax(-1) - torch.tensor(expected).exp()).abs().max() < 1e-5
 
 
 @replays("case")

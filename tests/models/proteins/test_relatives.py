@@ -48,8 +48,8 @@ def test_probabilities_are_those_of_the_public_code(name: str, dtype: torch.dtyp
         assert sorted({ELEMENTS.index(element) + 1 for element in structure.elements} or {0}) == case["numbers"]
     weights = find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
     model = load_protein_mpnn(weights, structure, dtype=dtype)
-    found, expected = said(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
-    assert (found - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
+    probabilities, expected = said(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
+    assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
     # the weights are such that what is told of the structure matters
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
     apart = (said(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()

@@ -342,8 +342,8 @@ def test_guidance(model: Model, plain: dict[str, Any], family: str, cache: str) 
                     start, stop = int(state.block_start[row]), int(state.block_end[row])
                     for branch, tokens in enumerate((ids, blind)):
                         expected = shifted(family, one_shot(plain[family], tokens))[start:stop]
-                        found = output[at + branch * len(query.rows), : stop - start]
-                        torch.testing.assert_close(found, expected, **CLOSE)
+                        logits = output[at + branch * len(query.rows), : stop - start]
+                        torch.testing.assert_close(logits, expected, **CLOSE)
             sampler.commit(state, proposal)
 
 

@@ -365,9 +365,9 @@ def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str
     layer = 2
     x = torch.randn(12, config["hidden_size"], generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     with torch.inference_mode():
-        found = model.module.model.layers[layer].mlp(x.unsqueeze(0))[0]
+        routed = model.module.model.layers[layer].mlp(x.unsqueeze(0))[0]
     expected = naive_mixture(name, config, load_file(folder / "model.safetensors"), f"model.layers.{layer}.mlp.", x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # the routers compute in float32
+    torch.testing.assert_close(routed, expected, rtol=0, atol=1e-5)  # the routers compute in float32
 
 
 @pytest.mark.parametrize("architectures", [["LLaDAMoEModel"], ["LLaDAMoEModelLM"], None])  # else by its experts

@@ -125,8 +125,8 @@ def test_forwards(path: Path, number: int) -> None:
         if case["name"] in later:
             raise Refused("the file of tensors holds those of a later case of this name")
         for mode in modes:
-            found = calls_of(model_of(folder, mode, "float32"), folder, case)
-            torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+            outputs = calls_of(model_of(folder, mode, "float32"), folder, case)
+            torch.testing.assert_close(outputs, expected, atol=2e-4, rtol=0)
 
 
 def traces(mode: str) -> list[Any]:
@@ -276,11 +276,11 @@ def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> Non
     plain = paradec.generate(model, rows, **request)
     assert together.new_tokens.tolist() == plain.new_tokens.tolist()
     torch.testing.assert_close(together.logprobs.chosen, plain.logprobs.chosen, equal_nan=True, atol=1e-9, rtol=0)
-    for row, found in enumerate(paradec.generate_many(model, rows, cache=cache, batch_size=2, **request)):
-        assert found.new_tokens.tolist() == [together.new_tokens[row].tolist()]
+    for row, output in enumerate(paradec.generate_many(model, rows, cache=cache, batch_size=2, **request)):
+        assert output.new_tokens.tolist() == [together.new_tokens[row].tolist()]
         alone = paradec.generate(model, [rows[row]], cache=cache, **request)
-        assert found.new_tokens.tolist() == alone.new_tokens.tolist()
-        assert found.row_nfe == [together.row_nfe[row]] == alone.row_nfe
+        assert output.new_tokens.tolist() == alone.new_tokens.tolist()
+        assert output.row_nfe == [together.row_nfe[row]] == alone.row_nfe
 
 
 def test_a_block_s_first_token_is_the_causal_one() -> None:
@@ -380,6 +380,6 @@ def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
         again, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0], mode)
         assert again.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": again.facts.name})
         for name, (down, up, scale) in before.own_drafts.adapter.products.items():
-            found = again.own_drafts.adapter.products[name]
-            assert torch.equal(found[0], down) and torch.equal(found[1], up) and found[2] == scale
+            product = again.own_drafts.adapter.products[name]
+            assert torch.equal(product[0], down) and torch.equal(product[1], up) and product[2] == scale
     assert (FOLDERS[0] / "linear_spec_lora").is_dir() == (tmp_path / "linear_spec_lora").is_dir()

@@ -63,9 +63,9 @@ def test_recorded_cases(number: int) -> None:
     with replay(f"rollouts, case {number}"):
         case, rollout = CASES[number], recorded(number)
         model = checkpoint(case["model"], "float64")
-        found = paradec.replay(model, rollout)
+        replayed_logp = paradec.replay(model, rollout)
         assert int(rollout.step_map.max()) + 1 == case["steps"]
-        assert_logp(found.detach(), rollout.logp, 1e-10)
+        assert_logp(replayed_logp.detach(), rollout.logp, 1e-10)
         if case["block"]:
             assert model.facts.block_length == case["block"]
             with torch.no_grad():
@@ -73,7 +73,7 @@ def test_recorded_cases(number: int) -> None:
         names = {each.partition("/grad/")[2]: each for each in tensors() if each.startswith(f"{number}/grad/")}
         assert names
         own = dict(model.module.named_parameters())
-        gradients = torch.autograd.grad(found.nansum(), [own[name] for name in names])
+        gradients = torch.autograd.grad(replayed_logp.nansum(), [own[name] for name in names])
         for name, gradient in zip(names, gradients, strict=True):
             expected = tensors()[names[name]]
             assert (gradient - expected).norm() <= 1e-4 * expected.norm()
@@ -122,16 +122,16 @@ def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
         rollout = paradec.generate(model, ROWS, max_new_tokens=11, rollout=True, **given).rollout
         assert rollout.decided.sum() >= 18 and rollout.exact
         with torch.no_grad():
-            found = paradec.replay(model, rollout, batch_size=5)
-            assert_logp(found, rollout.logp, tolerance)
+            replayed_logp = paradec.replay(model, rollout, batch_size=5)
+            assert_logp(replayed_logp, rollout.logp, tolerance)
             if model.facts.block_length:
-                assert_logp(paradec.replay(model, rollout, one_forward=False), found, tolerance)
+                assert_logp(paradec.replay(model, rollout, one_forward=False), replayed_logp, tolerance)
             if "temperature" in given:
                 drawn = paradec.replay(model, rollout, temperature=given["temperature"])
                 assert_logp(drawn, rollout.logp_drawn, tolerance)
         if dtype == "float64" and name != "mixture":
             # norms of transformers are float32 inside
-            assert_logp(masked_logp(model, rollout), found, 1e-5)
+            assert_logp(masked_logp(model, rollout), replayed_logp, 1e-5)
 
 
 @pytest.mark.thinned
@@ -141,11 +141,11 @@ def test_joined_steps(name: str) -> None:
     rollout = paradec.generate(model, ROWS, max_new_tokens=9, rollout=True, sampler="low_confidence").rollout
     for shrink in (2, 3, 100):
         with torch.no_grad():
-            found = paradec.replay(model, rollout, shrink)
+            replayed_logp = paradec.replay(model, rollout, shrink)
             if model.facts.block_length:
-                assert_logp(paradec.replay(model, rollout, shrink, one_forward=False), found, 1e-10)
-        assert_logp(found, masked_logp(model, rollout, shrink), 1e-5)
-        assert (found - rollout.logp).nan_to_num().abs().max() > 0.01
+                assert_logp(paradec.replay(model, rollout, shrink, one_forward=False), replayed_logp, 1e-10)
+        assert_logp(replayed_logp, masked_logp(model, rollout, shrink), 1e-5)
+        assert (replayed_logp - rollout.logp).nan_to_num().abs().max() > 0.01
 
 
 BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
@@ -161,12 +161,12 @@ def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> Non
         rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, **given).rollout
         back.add(bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > len(rollout.logp[rollout.decided]))
         with torch.no_grad():
-            found = paradec.replay(model, rollout, writes=True)
-            assert_logp(found, rollout.writes_logp, 1e-10)
-            assert_logp(found, writes_logp(model, rollout, False), 1e-5)
+            replayed_logp = paradec.replay(model, rollout, writes=True)
+            assert_logp(replayed_logp, rollout.writes_logp, 1e-10)
+            assert_logp(replayed_logp, writes_logp(model, rollout, False), 1e-5)
             assert_logp(paradec.replay(model, rollout), rollout.logp, 1e-10)
             if topology == "block_causal":
-                assert_logp(paradec.replay(model, rollout, writes=True, one_forward=False), found, 1e-10)
+                assert_logp(paradec.replay(model, rollout, writes=True, one_forward=False), replayed_logp, 1e-10)
             else:
                 assert_logp(paradec.replay(model, rollout, 100, writes=True), writes_logp(model, rollout, True), 1e-5)
             if temperature:
