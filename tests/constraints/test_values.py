@@ -274,6 +274,7 @@ HOSTILE: dict[str, Any] = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_take_bounded_work(name: str) -> None:
     """They are refused, or have a small automaton."""
@@ -398,6 +399,7 @@ def test_markers_are_checked(more: dict[str, Any], message: str) -> None:
 MARKED = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("special", [(0,), (0, 1)])
 @pytest.mark.parametrize("drops_space", [False, True])
 def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> None:

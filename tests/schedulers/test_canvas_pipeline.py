@@ -94,6 +94,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("which", SCHEDULERS)
 def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(which: str) -> None:
     module, model = tiny_gemma(), paradec.wrap(tiny_gemma(), pad_token_id=GEMMA_PAD)

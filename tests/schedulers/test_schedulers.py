@@ -110,6 +110,7 @@ def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
     assert places.sum() == 200 and (places > 30).all()  # the three best, and each of them
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("cls", [schedulers.ThresholdScheduler, schedulers.EditingScheduler])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids: Tensor, model: Model) -> None:
