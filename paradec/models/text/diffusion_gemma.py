@@ -1,8 +1,8 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' class.
 
 A causal encoder stores keys and values of final tokens; a bidirectional decoder reads these, and a canvas of tokens
-without masks. Both share their weights but for a scalar per layer and the decoder's self-conditioning: the expected
-embeddings of the last step. Logits row i predicts token i.
+without masks. Both share their weights, except a scalar per layer and the decoder's self-conditioning, which reads the
+expected embeddings of the previous step. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class DiffusionGemmaModel(Model):
 
     @property
     def soft_dtype(self) -> torch.dtype:
+        """Dtype of expected embeddings (`soften`)."""
         return self.module.model.decoder.embed_tokens.weight.dtype
 
     def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
-        """An empty store of `rows` rows and `length` final positions. Raises ValueError beyond `max_memory` or the
-        device's."""
+        """An empty store of `rows` rows and `length` final positions. Raises ValueError if it exceeds `max_memory`
+        bytes or the device's memory."""
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
 
         config = self.text_config
@@ -81,8 +82,8 @@ class DiffusionGemmaModel(Model):
         return CanvasStore(rows, length, self.device, windows)
 
     def embed_images(self, rows: list[list[int]], pixel_values: Any, image_position_ids: Any) -> list[Tensor | None]:
-        """The embeddings of each row's image tokens, in reading order: [N, D], None where it has none. Raises
-        ValueError for other images than the prompts' image tokens.
+        """The embeddings of each row's image tokens, in reading order: [N, D], or None for a row without any. Raises
+        ValueError if the images do not match the prompts' image tokens.
 
         rows: prompts' ids, with an image token for each soft token of an image.
         pixel_values, image_position_ids: from the model's processor, all images in the order of the rows."""
@@ -117,7 +118,7 @@ class DiffusionGemmaModel(Model):
 
     def _logits(self, query: CanvasQuery, store: Any) -> Tensor:  # type: ignore[override]
         if store is None:
-            raise ValueError(f"{self.facts.name} reads what is final from a store: make_store makes one")
+            raise ValueError(f"{self.facts.name} reads final tokens from a store: create one with make_store")
         query.soften = self.soften
         store.bind(query)
         masks = self._masks(query, store)
@@ -125,7 +126,7 @@ class DiffusionGemmaModel(Model):
             self._encode(query, store, masks)
             return torch.empty((len(query.tokens), 0, self.facts.vocab_size), device=query.tokens.device)
         hidden = self._decode(query, store, masks)
-        # as the module's forward, in place: of a large vocabulary each copy is 256 MiB a row
+        # as the module's forward, but in place: with a large vocabulary each copy takes 256 MiB per row
         logits = self.module.lm_head(hidden).to(torch.float32)
         cap = self.module.final_logit_softcapping
         return logits.div_(cap).tanh_().mul_(cap)
@@ -155,7 +156,7 @@ class DiffusionGemmaModel(Model):
         if query.images is None:
             encoder(input_ids=query.tokens, **common)
             return
-        # embedded here, since not every release of transformers takes images that have been encoded
+        # embedded here, since not every release of transformers accepts encoded images
         embedded = encoder.get_input_embeddings()(query.tokens)
         images = query.images.to(embedded.device, embedded.dtype)
         embedded = embedded.masked_scatter(self._image_tokens(query).unsqueeze(-1), images)
@@ -170,14 +171,14 @@ class DiffusionGemmaModel(Model):
         """The mask of each kind of layer: [R, 1, Q or 1, K]; None shows everything."""
         window = self.text_config.sliding_window
         widths = {"full_attention": None, "sliding_attention": window}
-        assert query.store is not None  # as `bind` has checked
+        assert query.store is not None  # checked by `bind`
         if query.kind == "canvas" and query.store.begin == query.store.visible_length:
             return dict.fromkeys(widths)  # every row begins where its keys end
         return {kind: self._mask(query, store.first_visible(width), width) for kind, width in widths.items()}
 
     def _mask(self, query: CanvasQuery, first: int, window: int | None) -> Tensor:
         positions = query.positions
-        assert query.store is not None and query.store.visible_length is not None  # models with canvases are told
+        assert query.store is not None and query.store.visible_length is not None  # set for canvases
         keys = torch.arange(first, query.store.visible_length, device=positions.device)
         if query.kind == "encode":
             queries = positions.unsqueeze(-1)
@@ -219,7 +220,7 @@ def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]
         kind = sampler.get("_cls_name", "EntropyBoundSamplerConfig")
         if kind != "EntropyBoundSamplerConfig":
             raise CheckpointError(
-                f"{source}: sampler_config={shown(kind)} is not known here; EntropyBoundSamplerConfig is"
+                f"{source}: sampler_config={shown(kind)} is not supported; supported: EntropyBoundSamplerConfig"
             )
         if sampler.get("entropy_bound") is not None:
             values["entropy_bound"] = sampler["entropy_bound"]
@@ -232,6 +233,7 @@ def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]
 
 
 def check_module(module: Any, source: str) -> None:
+    """Raise CheckpointError for unsupported attention of a module. source: its name in the message."""
     text = module.config.get_text_config()
     if text.use_bidirectional_attention == "all":
         raise CheckpointError(
@@ -242,7 +244,7 @@ def check_module(module: Any, source: str) -> None:
         name = getattr(config, "_attn_implementation", None)
         if name is not None and name not in ATTENTION:
             raise CheckpointError(
-                f"{source}: attn_implementation={name!r} takes no masks, which canvases over a sliding window need; "
+                f"{source}: attn_implementation={name!r} accepts no masks, which canvases over a sliding window need; "
                 f"call module.set_attn_implementation('sdpa') first ({' or '.join(map(repr, ATTENTION))})"
             )
 

@@ -37,7 +37,7 @@ KEY_MAPPING = {
     r"^model\.transformer\.blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
     r"^model\.transformer\.blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
 }
-"""Checkpoint names -> Llama names (`from_pretrained(key_mapping=...)` takes one group per pattern)."""
+"""Checkpoint names -> Llama names (`from_pretrained(key_mapping=...)` accepts one group per pattern)."""
 
 SUPPORTED = {
     "block_type": ("llama",),
@@ -56,7 +56,7 @@ SUPPORTED = {
     "sliding_window": (None,),
     "clip_qkv": (None,),
 }
-"""Fields that change the maths, and the values that Llama expresses. Values first in line are the 8B's."""
+"""Fields that change the maths -> the values that Llama supports, the 8B's first."""
 
 CLASS_DEFAULTS = {
     "block_type": "sequential",
@@ -75,7 +75,7 @@ def llama_config(config: Mapping[str, Any]) -> Any:
     from transformers import LlamaConfig
 
     require_fields(config, REQUIRED)
-    # defaults of the published configuration class that differ from Llama's are refused, not assumed
+    # a missing field means the published class's default, which may be unsupported
     check_supported({**CLASS_DEFAULTS, **config}, SUPPORTED)
     hidden, layers, heads = (read_positive(config, name) for name in ("d_model", "n_layers", "n_heads"))
     size = vocab = read_positive(config, "vocab_size")

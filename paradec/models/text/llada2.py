@@ -36,9 +36,9 @@ FUSED = {
         "self_attn.v_proj.weight",
     )
 }
-"""A matrix of the file, and the module's matrices that are concatenated in it."""
+"""A matrix of the file -> the module's matrices that it concatenates."""
 PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
-"""Published names, all trained with blocks of 32; their config.json does not say it."""
+"""Published names, all trained with blocks of 32, which their config.json does not state."""
 BLOCK_NAME = "block_length"
 
 SUPPORTED = {
@@ -57,7 +57,7 @@ SUPPORTED = {
     "router_dtype": ("fp32", None),
 }
 CAPACITY = "expert_capacity"
-"""The number of experts per block in LLaDA2.2, which also states the block, as `BLOCK_SIZE`."""
+"""The number of experts per block in LLaDA2.2, which also states the block length, as `BLOCK_SIZE`."""
 BLOCK_SIZE = "block_size"
 
 REQUIRED = (
@@ -123,7 +123,7 @@ def _rotated_share(config: Mapping[str, Any], width: int) -> float:
 
 def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     num_experts, top_k = experts_per_token(config)
-    # norm_topk_prob: as the published code does it
+    # norm_topk_prob: as in the published code
     fields = {"n_routed_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": top_k > 1}
     if config.get(CAPACITY) is not None:
         capacity, block = read_positive(config, CAPACITY), read_positive(config, BLOCK_SIZE)
@@ -149,7 +149,7 @@ def reader() -> type:
 
 
 def decoder(config: Any) -> type:
-    """The adapter of a configuration: with block routing, or the plain one."""
+    """The adapter class for a configuration: `BlockRouted` if it states `CAPACITY`, else `Decoder`."""
     if getattr(config, CAPACITY, None) is None:
         return Decoder
     from paradec.models.text.llada2_modules import BlockRouted

@@ -1,8 +1,8 @@
 """LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers choose for blocks.
 
-Imported with such a checkpoint, since it imports the model's code. transformers finds conversions by the name of a
-class: a subclass reads the files. LLaDA2.2: an expert has the largest score that any position of a block gives it, and
-every position takes its experts from the `capacity` best.
+Imported only for such a checkpoint, since it imports the model's code. transformers finds weight conversions by class
+name, so a subclass reads the files. In LLaDA2.2 an expert's score for a block is the largest that any position gives
+it, and every position chooses its experts from the block's `capacity` best.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LLaDA2MoeReader(Glm4MoeForCausalLM):
 
 
 def register_reader(fused: Mapping[str, tuple[str, ...]]) -> type:
-    """The class that reads the files. fused: as in `paradec.models.family.Family`."""
+    """Register the conversions of the class that reads the files; return it. fused: as in `Family`."""
     stack = get_checkpoint_conversion_mapping("glm4_moe")
     split = [WeightConverter(matrix, list(parts), [SplitRows()]) for matrix, parts in fused.items()]
     register_checkpoint_conversion_mapping(LLaDA2MoeReader.__name__, [*stack, *split], overwrite=True)
@@ -77,7 +77,7 @@ class BlockRouter(Glm4MoeTopkRouter):
     capacity: int
     block: int
     blocks: tuple[Tensor, Tensor | None] | None = None
-    """[R, Q] int64 and bool: the blocks of a call's columns, and which are valid; None: whole rows from position 0."""
+    """[R, Q] int64 and bool: the blocks of a call's columns, and valid columns; None for whole rows from position 0."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, length = hidden_states.shape[:2]
@@ -99,7 +99,7 @@ class BlockRouter(Glm4MoeTopkRouter):
         return logits, weights * self.routed_scaling_factor, expert_ids
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """[R, Q] int64 below R * Q, one number for each block of each row; and which columns are no padding."""
+        """[R, Q] int64 below R * Q, one number for each block of each row; and [R, Q] bool, columns without padding."""
         row_start = torch.arange(rows, device=device).unsqueeze(1) * length
         if self.blocks is None:
             return row_start + torch.arange(length, device=device) // self.block, None
@@ -121,7 +121,7 @@ class BlockRouted(Decoder):
 
     def _logits(self, query: Query, store: Any) -> Tensor:
         if query.visible is not None:
-            raise ValueError(f"{self.facts.name} chooses experts for whole blocks: a call cannot say who sees whom")
+            raise ValueError(f"{self.facts.name} chooses experts for whole blocks: a query cannot set `visible`")
         blocks = self.facts.block_numbers(query.positions), query.valid
         try:
             for router in self._routers:

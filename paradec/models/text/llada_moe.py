@@ -1,7 +1,7 @@
 """LLaDA-MoE checkpoints (inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct; Zhu et al., arXiv 2509.24389) on Qwen3Moe.
 
-Their `model_type` is "llada": the architecture tells them from the dense LLaDA. Qwen3-MoE's blocks and names, with the
-probabilities of the chosen experts not normalised. Bidirectional; logits row i predicts token i.
+Their `model_type` is "llada", as the dense LLaDA's; their architecture differs. Qwen3-MoE's blocks and names; the
+probabilities of the chosen experts are not normalised. Bidirectional; logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUIRED = (*REQUIRED_SIZES, "qk_layernorm", "num_experts", "num_experts_per_tok
 
 
 def is_llada_moe(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json of `model_type` "llada" is that of a mixture of experts."""
+    """Whether a config.json of `model_type` "llada" describes a mixture of experts."""
     names = config.get("architectures")
     has_name = isinstance(names, list) and any(isinstance(name, str) and name.startswith("LLaDAMoE") for name in names)
     return has_name or config.get("num_experts") is not None

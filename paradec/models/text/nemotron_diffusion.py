@@ -2,8 +2,8 @@
 
 Ministral3's blocks under other names: YaRN angles, queries scaled by position. One model in three modes: token by token
 (`load(topology="causal")`); in blocks from the prompt's end, each over causal context (topology "causal_context", the
-default); in blocks over blocks (`topology="block_causal"`). Causal rows predict the next token, rows of an open block
-their own.
+default); in blocks over blocks (`topology="block_causal"`). Causal rows predict the next token; rows of an open block
+predict their own token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ministral3_config(config: Mapping[str, Any]) -> Any:
     fields = read_shared_fields(config, ("dlm_paradigm", *REQUIRED, "head_dim"), SUPPORTED)
     angles = {
         SCALE: 0.0,
-        "original_max_position_embeddings": fields["max_position_embeddings"],  # read even where nothing is scaled
+        "original_max_position_embeddings": fields["max_position_embeddings"],  # read even if nothing is scaled
         **rope_parameters(config, extra_fields=(SCALE,)),
     }
     inner = read_positive(config, "intermediate_size")

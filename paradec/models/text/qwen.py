@@ -25,7 +25,7 @@ REQUIRED_SIZES = (
 )
 
 REQUIRED = (*REQUIRED_SIZES, "intermediate_size")
-"""The class defaults are wrong for the published 7B, so nothing is filled in."""
+"""The class defaults are wrong for the published 7B, so config.json must state these fields."""
 
 REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
 """Further fields of mixtures of experts. (Class defaults of `norm_topk_prob` and published values differ.)"""

@@ -11,7 +11,7 @@ from paradec.models.text.qwen import qwen3_moe_config
 
 
 def rnd1_config(config: Mapping[str, Any]) -> Any:
-    """As `qwen3_moe_config`. The published configuration class says `rope_scaling: false` for none."""
+    """As `qwen3_moe_config`. The published configuration class writes `rope_scaling: false` for none."""
     return qwen3_moe_config({**config, "rope_scaling": config.get("rope_scaling") or None})
 
 

@@ -2,8 +2,8 @@
 of experts (JetLM/SDAR-30B-A3B-Chat and kin) on Qwen3Moe.
 
 Cheng et al., "SDAR", arXiv 2510.06303; Wang et al. (TraDo), arXiv 2509.06949. Block-causal over blocks counted from
-position 0, so that a prompt's last block may have the first undecided positions; the last block is decoded whole and
-cut. Logits row i predicts token i.
+position 0, so a prompt's last block may contain the first undecided positions; the answer's last block is decoded
+whole, then cut. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from paradec.models.family import Family
 from paradec.models.text.qwen import qwen3_config, qwen3_moe_config
 
 PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|TraDo-[\d.]+B-Instruct)")
-"""Published names: `-b16` means blocks of 16, no ending for blocks of 4; their config.json may not say it."""
+"""Published names: `-b16` means blocks of 16, no ending blocks of 4; their config.json may not state the length."""
 
 BLOCK_NAME = "block_size"
 I_DLM = re.compile(r"\bI-DLM\b|^IDLM", re.IGNORECASE)
 """Names of I-DLM's checkpoints (arXiv 2604.11035), whose config.json has SDAR's model_type."""
 GIVEN = "block_length"
-"""The field of config.json for a block that `load` was given; no published file has it."""
+"""The field of config.json in which `load` passes its argument block_length on; no published file has it."""
 SHORTEST = 4
 """The shortest block of a published SDAR; I-DLM's training configs state 1 to 3."""
 
 
 def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
-    """Whether a checkpoint of SDAR's model_type is I-DLM's, by its names or its block."""
+    """Whether a checkpoint of SDAR's model_type is I-DLM's, by its names or its block length."""
     block_length = config.get(BLOCK_NAME)
     is_short = isinstance(block_length, int) and 0 < block_length < SHORTEST and config.get(GIVEN) is None
     architectures = config.get("architectures")

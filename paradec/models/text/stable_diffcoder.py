@@ -1,7 +1,7 @@
 """Stable-DiffCoder (ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; Fan et al., arXiv 2601.15892) on transformers'
 Llama.
 
-Their `model_type` is "llama": the architecture tells them from a Llama. Llama's blocks and names; logits row i predicts
+Their `model_type` is "llama", as a Llama's; their architecture differs. Llama's blocks and names; logits row i predicts
 token i, attention is block-causal over blocks of 4 counted from position 0.
 """
 
@@ -18,7 +18,7 @@ from paradec.models.text.qwen import REQUIRED
 
 SUPPORTED = {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None)}
 PUBLISHED = re.compile(r"Stable-DiffCoder-8B-(?:Base|Instruct)")
-"""Published names; their config.json does not say the block."""
+"""Published names; their config.json does not state the block length."""
 BLOCK_NAME = "block_length"
 
 

@@ -139,7 +139,7 @@ def test_a_module_says_itself_what_it_is(argument: dict[str, Any]) -> None:
 def test_attention_without_masks_is_refused() -> None:
     module = copy.deepcopy(tiny_gemma())
     module.set_attn_implementation("flex_attention")
-    refuses(lambda: paradec.wrap(module), "attn_implementation='flex_attention' takes no masks")
+    refuses(lambda: paradec.wrap(module), "attn_implementation='flex_attention' accepts no masks")
 
 
 IMAGE = 5
