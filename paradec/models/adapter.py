@@ -22,11 +22,11 @@ PADDED_ENCODERS = frozenset(
 
 
 HEADS = (("cls",), ("lm_head",), ("predictions",), ("head", "decoder"), ("generator_predictions", "generator_lm_head"))
-"""transformers' names of the parts that make logits of an encoder's hidden states, in order."""
+"""transformers' names of the parts that compute logits from an encoder's hidden states, in order."""
 
 
 class Encoder(Model):
-    """A transformers masked language model (BERT-like): predicts in place, with a padding mask and without a store."""
+    """A transformers masked language model (BERT-like); it predicts in place, with a padding mask, without a store."""
 
     kind = "encoder"
 
@@ -36,7 +36,7 @@ class Encoder(Model):
         names = tuple(name for name, part in parts if next(part.parameters(), None) is not None)
         is_transformers = type(module).forward.__module__.startswith("transformers.")
         self._head = names if names in HEADS and is_transformers else ()
-        """The parts after the base model; () for modules that are called as a whole."""
+        """Names of the parts after the base model; () for modules that are called as a whole."""
 
     @property
     def pads(self) -> bool:
@@ -67,7 +67,7 @@ class Opaque(Model):
 
     def _logits(self, query: Query, store: Any) -> Tensor:
         if query.valid is not None:
-            raise ValueError("an opaque module is called without padding; its rows must come in buckets of one length")
+            raise ValueError("an opaque module is called without padding; all rows of a call must have one length")
         kwargs = {"use_cache": False} if "use_cache" in self._accepts else {}
         output = self.module(query.tokens, **kwargs)
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

@@ -65,14 +65,14 @@ class Adapter:
 
 
 class Model(Adapter):
-    """Base of the models of tokens, which samplers query. Subclasses implement `_logits`. Copies and pickles have a
-    module of their own, and no engines.
+    """Base of token models, which samplers query. Subclasses implement `_logits`. A copy or pickle has its own module
+    and no engines.
 
     Args:
-        module: the network; it attends with `attn_implementation` until `unwrap()`.
+        module: the network; its attention function is `attn_implementation` until `unwrap()`.
         tokenizer: a transformers tokenizer, or None (then prompts are ids).
-        default_max_new_tokens, default_block_length, default_attention: what a request that names none gets; a block
-            length of None decodes the canvas at once, an attention (`paradec.attention`) of None is full.
+        default_max_new_tokens, default_block_length, default_attention: values for requests that set none. A block
+            length of None makes the canvas one block; an attention (`paradec.attention`) of None is full attention.
         attn_implementation: registered name of the attention function; None is the module's own.
     """
 
@@ -83,14 +83,14 @@ class Model(Adapter):
     reads_order: bool = False
     """Whether logits depend on the order of the decisions (`WindowQuery.decided_at`)."""
     any_order: bool = False
-    """Whether a position is predicted from those decided before it alone, so that samplers of causal models decode in
-    any order (`AnyOrderQuery`)."""
+    """Whether a prediction depends only on the positions decided before it. Samplers of causal models can then decode
+    in any order (`AnyOrderQuery`)."""
     first_place: int = 0
-    """Of a model of any order: the position that orders count from."""
+    """For any-order models: the position that index 0 of a request's order means."""
     published: Published | None = None
     """The checkpoint's files as `load` read them, for `save_pretrained`."""
     own_drafts: Any = None
-    """How it drafts for itself (`paradec.models.own_drafts.OwnDrafts`), if it does."""
+    """How the model drafts for itself (`paradec.models.own_drafts.OwnDrafts`); None if it does not."""
     module: Any
 
     def __init__(
@@ -139,7 +139,7 @@ class Model(Adapter):
 
     @property
     def supports_visibility(self) -> bool:
-        """Whether queries may say which columns see which (`Query.visible`)."""
+        """Whether queries may state which columns see each other (`Query.visible`)."""
         return self._accepts_masks
 
     @property
@@ -148,7 +148,7 @@ class Model(Adapter):
         return self.supports_store and self.attn_implementation in ("paradec_sdpa", "paradec_eager")
 
     def keep_decided(self, rows: int, length: int) -> Any:
-        """For models of any order: a store of the decided positions; None where every call evaluates all."""
+        """Make an any-order model's store of decided positions; None if every call evaluates all positions."""
         return None
 
     def unwrap(self) -> nn.Module:
@@ -166,17 +166,17 @@ class Model(Adapter):
         causal or masked language model of transformers is written in transformers' format.
 
         Args:
-            folder: made if missing; a checkpoint in it is replaced, other files stay.
+            folder: created if missing; a checkpoint in it is replaced, other files stay.
             max_shard_size: bytes in one file, or a text like "5GB"; a single weight may be larger.
 
         Raises:
-            ValueError: a path that is a file, a module of unknown format, weights that the format has no place for
-                (adapters, quantised or resized ones). OSError: it cannot be written.
+            ValueError: a path that is a file, a module of unknown format, weights that the format cannot store
+                (adapters, quantised or resized ones). OSError: the folder cannot be written.
         """
         save(self, folder, max_shard_size)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
-        """Logits [R, W, V] of the query's wanted columns ([R, Q, V] when none are named), in the module's dtype."""
+        """Compute logits [R, W, V] of the query's `wanted` columns ([R, Q, V] if None), in the module's dtype."""
         if isinstance(query, str):
             self.generate(query)
         with self.evaluating():
@@ -184,10 +184,10 @@ class Model(Adapter):
 
     def generate(self, *prompts: Any, **request: Any) -> NoReturn:
         """Raise TypeError that names the function to call."""
-        raise TypeError(f"a model is an argument here: write {MODELS[self.makes][1]}(model, prompt, ...)")
+        raise TypeError(f"a model is decoded by a function: write {MODELS[self.makes][1]}(model, prompt, ...)")
 
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
-        """The same, with gradients if enabled. Raises RuntimeError where the module's attention has changed."""
+        """Call with gradients, if enabled. Raises RuntimeError if the module's attention function has changed."""
         name = self.attn_implementation
         if name is not None and (current := self.module.config._attn_implementation) != name:
             raise RuntimeError(
@@ -197,11 +197,11 @@ class Model(Adapter):
         return self._logits(query, store)
 
     def _logits(self, query: Query, store: Any) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} does not say how it calls its module")
+        raise NotImplementedError(f"{type(self).__name__} does not implement _logits")
 
     @property
     def weights_version(self) -> int:
-        """Number of changes of the weights, by `update_weights` or in place by an optimizer (counted on reading)."""
+        """Number of weight changes, by `update_weights` or in place by an optimizer (detected when this is read)."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
@@ -221,7 +221,7 @@ class Model(Adapter):
         with self.weights_lock.update(self.facts.name):
             self.weights_lock.version(self.module)
             for parameter, value in writes:
-                # tensors that were made in inference mode are written in it alone
+                # tensors made in inference mode can be written only in inference mode
                 with torch.inference_mode(parameter.is_inference()), torch.no_grad():
                     parameter.copy_(value)
         return self.weights_version
@@ -234,11 +234,11 @@ class Model(Adapter):
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of the hidden states that `CausalQuery.keep_hidden` asks for; None for modules that give none."""
+        """Width of the hidden states that `CausalQuery.keep_hidden` requests; None for modules without them."""
         return getattr(self.text_config, "hidden_size", None)
 
     def token_embeddings(self) -> Tensor | None:
-        """[vocab_size, d]: the input embeddings of the vocabulary; None where the module names none."""
+        """[vocab_size, d]: the input embeddings of the vocabulary; None for modules without them."""
         return getattr(_call_accessor(self.module, "get_input_embeddings"), "weight", None)
 
     @property
@@ -249,7 +249,7 @@ class Model(Adapter):
     def head(self, hidden: Tensor) -> Tensor:
         """The output matrix alone: [..., d] -> [..., vocab_size]. Raises ValueError without one (`has_head`)."""
         if not self.has_head:
-            raise ValueError(f"{self.facts.name} names no output matrix that could be run by itself")
+            raise ValueError(f"{self.facts.name} has no output matrix that can be run by itself")
         return self.module.get_output_embeddings()(hidden)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class Model(Adapter):
 
 
 def set_attention(module: nn.Module, name: str) -> list[tuple[Any, str | None]]:
-    """Set the attention function of all parts of a module of transformers. Returns their configs and former names."""
+    """Set the attention function in all parts of a transformers module. Returns their configs and previous names."""
     previous = {}
     for submodule in module.modules():
         config: Any = submodule.__dict__.get("config")
@@ -283,7 +283,7 @@ def _call_accessor(module: nn.Module, name: str) -> Any:
 
 
 def count_text(number: int) -> str:
-    """A count in three digits: 1.86M."""
+    """A count with three significant digits: 1.86M."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"

@@ -14,7 +14,7 @@ NAMES = ("cache", "past_key_values")
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """The forward's argument for a key/value cache, from the first class in the MRO that names one; or None."""
+    """Name of the forward's argument for a key/value cache, from the first class in the MRO that has one; or None."""
     cls: Any = type(module)
     return _find_argument(cls)
 
@@ -35,7 +35,7 @@ def _find_argument(cls: type) -> str | None:
 
 
 class Attended:
-    """Whether an attention function of `paradec.models.attention` has run since `value` was last False."""
+    """A flag that the attention functions of `paradec.models.attention` set when they run."""
 
     value = False
 
@@ -46,4 +46,4 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-"""What the attention functions set, in the thread that runs them."""
+"""The current thread's flag (`thread.attended`)."""

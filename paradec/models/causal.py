@@ -1,4 +1,4 @@
-"""Causal language models in transformers' own format, and GGUF files. They end and pad as their own `generate` does."""
+"""Causal language models in transformers' format, and GGUF files. End and padding ids are those of their `generate`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GGUF_ENDING = ".gguf"
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """Whether config.json is that of a causal language model of transformers, by its `model_type`."""
+    """Whether config.json describes a causal language model of transformers, by its `model_type`."""
     return _causal_class_name(config) is not None and config.get("is_causal") is not False
 
 
@@ -88,11 +88,11 @@ def load_causal(
             _scale_angles(gguf, hf_config)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
-    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else of what a device_map needs
+    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # other ImportErrors are about a device_map
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
         module = read_module(cls, source, **options).eval()
     if gguf is not None:
-        # of a quantised file that became plain numbers, transformers would not save them otherwise
+        # the weights of a quantised file became plain numbers: let transformers save them
         if all(parameter.is_floating_point() for parameter in module.parameters()):
             for name in ("hf_quantizer", "is_quantized", "quantization_method"):
                 module.__dict__.pop(name, None)
@@ -145,7 +145,7 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
         )
     if config.get("mask_token_id") is not None:
         raise CheckpointError(
-            f"config.json of {source!r}: mask_token_id={shown(config['mask_token_id'])} speaks of a masked model; load "
+            f"config.json of {source!r}: mask_token_id={shown(config['mask_token_id'])} means a masked model; load "
             "it with transformers and give it to paradec.wrap with the prediction and topology that it was trained for"
         )
     return getattr(transformers, expected)
@@ -184,8 +184,8 @@ def _check_architecture(gguf: GgufFile) -> None:
 
 
 def _scale_angles(gguf: GgufFile, config: Any) -> None:
-    """Set the scaling of the rotary angles by the stored factors, which transformers does not read. Raises
-    CheckpointError for another one than that of Llama 3.1 and later releases."""
+    """Set the scaling of the rotary angles from the stored factors, which transformers does not read. Raises
+    CheckpointError unless they are those of Llama 3.1 and later releases."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     factors, theta = gguf.tensors[ROPE_FACTORS][...], config.rope_parameters["rope_theta"]
@@ -204,7 +204,7 @@ def _scale_angles(gguf: GgufFile, config: Any) -> None:
 MTP_NAME = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<mtp_layer>\d+)|mtp(?:\.layers\.(?P<mtp_inner>\d+))?)\."
 )
-"""The prefix of a head's weights: after the model's own layers (DeepSeek-V3, GLM-4 MoE), in a list of their own (MiMo,
+"""The prefix of a head's weights: numbered after the model's layers (DeepSeek-V3, GLM-4 MoE), in a separate list (MiMo,
 speculators), or under one name (Qwen3-Next, Mellum)."""
 MTP_PARTS = {
     **{"enorm": "enorm", "pre_fc_norm_embedding": "enorm", "token_layernorm": "enorm"},
@@ -212,7 +212,7 @@ MTP_PARTS = {
     **{"eh_proj": "eh_proj", "fc": "eh_proj", "input_proj": "eh_proj"},
     **{"shared_head.norm": "norm", "norm": "norm", "final_layernorm": "norm"},
 }
-"""The parts beside the decoder layer: published names -> ours."""
+"""Parts of a head besides its decoder layer: published names -> ours."""
 MTP_SHARED = ("embed_tokens", "shared_head.head")
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Fields of config.json for the number of heads."""
@@ -222,11 +222,11 @@ class MtpWeights(NamedTuple):
     renamed: dict[str, str]
     """The checkpoint's names -> those of `paradec.models.mtp`."""
     prefixes: tuple[str, ...]
-    """Prefixes of the checkpoint's names, with those of copies of the model's weights."""
+    """Prefixes of the heads' names in the checkpoint, including copies of the model's weights."""
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """The heads' weights by their names. A layer after the model's own is a head if config.json counts it."""
+    """Find the heads' weights by their names. A layer after the model's is a head if config.json counts it as one."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
     renamed, prefixes = {}, set()
     for name in names:

@@ -52,7 +52,7 @@ NEUTRAL: Mapping[str, Any] = {
 """Fields of a configuration without effect on the maths."""
 COUNTERS = ("position_ids", "num_batches_tracked")
 """Endings of the names of integer buffers in image models."""
-PROGRESS_BAR_FROM = 2**28
+MIN_PROGRESS_BYTES = 2**28
 REACH_SECONDS = 5
 """How long the hub may take to answer before it counts as out of reach."""
 
@@ -116,7 +116,7 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
 
 
 def _can_reach(source: str, filename: str, revision: str | None) -> bool:
-    """Ask once, with a short timeout, since hub downloads retry for half a minute without network."""
+    """Whether the file is cached or the hub answers within `REACH_SECONDS` (downloads retry for half a minute)."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, get_session
 
@@ -124,12 +124,12 @@ def _can_reach(source: str, filename: str, revision: str | None) -> bool:
         if isinstance(try_to_load_from_cache(source, filename, revision=revision), str):
             return True
     except HFValidationError:
-        return True  # no name of a repository: the look-up says so, without the network
+        return True  # not a repository's name: the download reports that without the network
     if constants.is_offline_mode():
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=REACH_SECONDS)
-    except Exception:  # whichever client library the hub's uses, with its own kinds of errors
+    except Exception:  # the HTTP client and its kinds of errors depend on the hub library's version
         return False
     return True
 
@@ -205,7 +205,7 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
                 f"{INDEX} of {source!r}: {shown(name)} is in {shown(shard)}; expected a .safetensors file beside it"
             )
     files = sorted(set(weight_map.values()))
-    if not os.path.isdir(source):  # side by side; those that are missing are for `fetch` to tell
+    if not os.path.isdir(source):  # download in parallel; `fetch` below reports missing files
         from transformers.utils.hub import cached_files
 
         with checkpoint_errors(f"the weights of {source!r} cannot be downloaded", OSError, ValueError):
@@ -219,7 +219,7 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
     weights = {}
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"{shard} of {source!r} does not hold {name}, as its index says")
+            raise CheckpointError(f"{shard} of {source!r} does not hold {name}, which its index expects there")
         weights[name] = shards[shard].pop(name)
     for shard, unlisted in shards.items():
         if unlisted:
@@ -262,7 +262,7 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
     if unsupported:
         suffix = f" and {len(unsupported) - 4} more" if len(unsupported) > 4 else ""
         raise CheckpointError(
-            f"the weights of {source!r} are not stored as numbers that can be used: "
+            f"the weights of {source!r} are not floating-point numbers: "
             f"{', '.join(unsupported[:4])}{suffix}; they must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
         )
 
@@ -295,7 +295,7 @@ def is_int8(config: Mapping[str, Any]) -> bool:
 def check_stored_dtypes(
     source: str, config: Mapping[str, Any], revision: str | None, unused_suffixes: tuple[str, ...] = ()
 ) -> None:
-    """`check_dtypes` of a folder's weights, except those with a `quantization_config`, which transformers checks.
+    """Apply `check_dtypes` to a folder's weights. With a `quantization_config`, transformers checks them instead.
 
     unused_suffixes: endings of names that are not weights."""
     if config.get("quantization_config") is None:
@@ -307,7 +307,7 @@ def check_stored_dtypes(
 
 
 def rename_weight(name: str, patterns: Mapping[str, str]) -> str:
-    """The module's name of a weight of the checkpoint."""
+    """The module's name for a weight of the checkpoint, by the first pattern that matches."""
     for pattern, replacement in patterns.items():
         if re.search(pattern, name):
             return re.sub(pattern, replacement, name)
@@ -324,8 +324,8 @@ def check_fit(
 ) -> None:
     """Raise CheckpointError unless `weights` are the `expected` ones, by names and shapes.
 
-    source: name of the file in the message. target: what they do not fit, in the message.
-    optional: names that may be missing. unused: prefixes of names that nothing needs."""
+    source: name of the file in the message. target: name of what the weights must fit, in the message.
+    optional: names that may be missing. unused: prefixes of names that are ignored."""
     problems = {
         "missing": [name for name in expected if name not in weights and name not in optional],
         "unexpected": [name for name in weights if name not in expected and not name.startswith(unused)],
@@ -342,7 +342,7 @@ def check_fit(
 
 
 def format_problems(problems: Mapping[str, list[str]]) -> str:
-    """{"missing": [...], ...} in one line, a few names of each kind."""
+    """{"missing": [...], ...} as one line, with a few names of each kind."""
     parts = []
     for kind, names in problems.items():
         if names:
@@ -351,7 +351,7 @@ def format_problems(problems: Mapping[str, list[str]]) -> str:
     return "; ".join(parts)
 
 
-# ---- reading a module of transformers, which all loaders of language share -----------------------------------------
+# ---- reading a module of transformers, for all loaders of text models ----------------------------------------------
 
 
 def read_module(
@@ -366,9 +366,9 @@ def read_module(
     tp_plan: Any = None,
     **options: Any,
 ) -> Any:
-    """`cls.from_pretrained`, where no weight may be missing, left over or of another size.
+    """Run `cls.from_pretrained`. No weight may be missing, left over or of another size.
 
-    state_dict: weights that `[...]` reads, by the class's names, instead of files that transformers reads.
+    state_dict: weights by the class's names, read by `[...]` when used, instead of files that transformers reads.
     computed, read_elsewhere: endings and prefixes of names of stored tensors that may be left over.
     tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
     Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' own, for
@@ -388,7 +388,7 @@ def read_module(
     kinds = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)
     unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds)
     with unreadable, silence_loading(path):
-        # strict below: sizes that differ are reported by name instead of raised by the first
+        # the check below reports all sizes that differ, where transformers would raise for the first
         location = source if state_dict is None else None
         module, loading_info = cls.from_pretrained(
             location, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -409,12 +409,12 @@ def read_module(
 
 @contextmanager
 def silence_loading(path: Path | None) -> Iterator[None]:
-    """Hide transformers' table of keys, which an error replaces, and the progress bar of small files."""
+    """Hide transformers' table of keys (our error lists them), and the progress bar of small files."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    if path is not None and path.stat().st_size < PROGRESS_BAR_FROM:
+    if path is not None and path.stat().st_size < MIN_PROGRESS_BYTES:
         logging.disable_progress_bar()
     try:
         yield

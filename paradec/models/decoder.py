@@ -28,7 +28,7 @@ PLAIN_CLASSES = frozenset(
 
 
 class Decoder(Model):
-    """A transformers causal language model, or a module of its form: it may run with any mask, and over a store."""
+    """A transformers causal language model, or a module of that form, which may run with any mask and over a store."""
 
     kind = "decoder"
 
@@ -39,8 +39,8 @@ class Decoder(Model):
 
     @cached_property
     def _slices_logits(self) -> bool:
-        """Whether the forward takes [R, W] positions as `logits_to_keep` (transformers from 5.23 on). Not with layers
-        on several devices, where the device of the positions is unknown."""
+        """Whether the forward accepts [R, W] positions as `logits_to_keep` (transformers from 5.23 on). False with
+        layers on several devices, since the device of the positions is then unknown."""
         from transformers import modeling_utils
 
         forward = type(self.module).forward
@@ -64,7 +64,7 @@ class Decoder(Model):
             return self._call(query, store)
         with LayerOutputs(require_decoder_layers(self), query.keep_layers) as outputs:
             logits = self._call(query, store)
-        assert query.hidden is not None  # left by the call
+        assert query.hidden is not None  # set by `_evaluate`
         query.hidden = outputs.concatenate(query.hidden)
         return logits
 
@@ -120,7 +120,7 @@ class Decoder(Model):
         return take_columns(output.logits, query.wanted)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
-        """[R, 1, Q or 1, K] bool: keys of the call, or of a store too, that each column sees; None for all."""
+        """[R, 1, Q or 1, K] bool: the keys, of the call or of a store, that each column sees; None for all keys."""
         if self.facts.topology == "bidirectional" and store is None and query.valid is None and query.visible is None:
             return None
         return visible_keys(self.facts, query, store, self._makes_causal_mask)
@@ -135,8 +135,8 @@ class Decoder(Model):
     def make_store(
         self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None, start: int = 0
     ) -> Any:
-        """An empty key/value store of `rows` rows and `length` positions, of which all rows share those before `start`.
-        Raises ValueError beyond `max_memory` bytes, or what the device has."""
+        """An empty key/value store of `rows` rows and `length` positions; all rows share the positions before `start`.
+        Raises ValueError if it exceeds `max_memory` bytes or the device's memory."""
         from paradec.caches.store import KeyValueStore
 
         dtype = None if store_dtype is None else getattr(torch, store_dtype)
@@ -150,7 +150,7 @@ class Decoder(Model):
         except ValueError:
             if max_memory is not None or not self.engines:
                 raise
-            self.engines.clear()  # these hold memory for requests that may never come
+            self.engines.clear()  # they reserve memory for later requests
             check_memory(num_bytes, self.device, max_memory, description)
         return KeyValueStore(rows, length, self.device, dtype, start)
 
@@ -161,7 +161,7 @@ def needs_hidden(query: Query) -> TypeGuard[CausalQuery]:
 
 def calls_parts(module: Any) -> bool:
     """Whether a call of the module equals calls of its parts: a class in `PLAIN_CLASSES` without hooks, compiled code
-    or a replaced forward (but accelerate's, which aligns devices)."""
+    or a replaced forward. (accelerate's forward, which aligns devices, is allowed.)"""
     return (
         type(module).__name__ in PLAIN_CLASSES
         and type(module).__module__.startswith("transformers.")
@@ -171,7 +171,7 @@ def calls_parts(module: Any) -> bool:
 
 
 def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
-    """The module's keyword arguments for a store, and for a plan of its attention."""
+    """The module's keyword arguments for a store and for the query's attention plan."""
     arguments: dict[str, Any] = {}
     if store is not None:
         arguments = cache_keyword(module, store.bind(query))
@@ -183,5 +183,5 @@ def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any
         if query.visible is None:
             arguments["attention_plan"] = plan
         else:
-            warnings.warn("a call with a mask per position attends to everything the mask allows", stacklevel=4)
+            warnings.warn("attention=... has no effect in calls with a mask per position", stacklevel=4)
     return arguments

@@ -1,13 +1,13 @@
 """DFlash drafters (Chen et al., arXiv 2602.06036; z-lab/dflash): layers that fill a whole block of masks in one
 forward.
 
-A draft block is the last final token and `block_size - 1` masks, embedded by the model. Each layer has keys and values
-of the block and, through the same matrices, of the model's hidden states after `target_layer_ids`. A mask's output goes
-through the model's output matrix and predicts the token at its own position.
+A draft block is the last final token and `block_size - 1` masks, embedded by the model. Each layer computes keys and
+values from the block and, with the same matrices, from the model's hidden states after layers `target_layer_ids`. The
+model's output matrix turns a mask's output into logits for the mask's own position.
 
 The network is transformers' (`MuseGlimmerAssistantModel`), with our masks. Two formats are read: transformers', and
-z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's, sliding layers are causal unless `is_causal` says
-otherwise, the window excludes its end, and embeddings are the model's rows, unscaled.
+z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's format sliding layers are causal unless `is_causal` is
+false, the window excludes its end, and embeddings are the model's rows, unscaled.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class BlockSettings:
     target_layer_ids: layers of the model, from 0, whose outputs are read.
     window: of sliding layers, in positions; 0 without such layers.
     causal: whether sliding layers see nothing to their right.
-    raw: whether embeddings are the model's rows, without what its embedding module adds.
-    scale: of the embeddings. multiplier, cap: of the logits; cap 0 is none.
-    first: the first row of the block that drafts; 0 if the last final token's does too.
-    anchored: whether the window counts from the last final token for the whole block, and includes its end."""
+    raw: whether embeddings are rows of the model's table, without the embedding module's further steps.
+    scale: factor of the embeddings. multiplier, cap: factor and soft cap of the logits; cap 0 is none.
+    first: index of the block's first row that drafts; 0 if the last final token's row drafts too.
+    anchored: whether windows of all rows start at the last final token, and include their end."""
 
     block_size: int
     mask_token_id: int
@@ -113,7 +113,7 @@ class DFlashDrafter(FeatureDrafter):
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
         """Logits [R, n, V] of the rows that draft.
 
-        query: C columns of final tokens, which the store takes in, then the block.
+        query: C columns of final tokens, which are written to the store, then the block.
         features: [R, C, layers * D]: of the final tokens."""
         with torch.no_grad():
             return self.logits(self.states(query, features, store))
@@ -133,26 +133,26 @@ class DFlashDrafter(FeatureDrafter):
             return output.last_hidden_state[:, self.settings.first :]
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, n, V] of states [R, n, D]."""
+        """Logits [R, n, V] of states [R, n, D]."""
         logits = self.base.head(states.to(self.base.device, self.base.dtype)) * self.settings.multiplier
         cap = self.settings.cap
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """ids [R, Q] -> [R, Q, D]."""
+        """Embeddings [R, Q, D] of ids [R, Q]."""
         get_embeddings = getattr(self.base.module, "get_input_embeddings", None)
         if self.settings.raw or get_embeddings is None:
             return nn.functional.embedding(ids, self.base.token_embeddings()) * self.settings.scale
         embedding = get_embeddings()
-        if hasattr(embedding, "embed_norm"):  # drafters are trained without it
+        if hasattr(embedding, "embed_norm"):  # drafters are trained without that norm
             return nn.Embedding.forward(embedding, ids) * self.settings.scale
         embedded: Tensor = embedding(ids)
         return embedded * self.settings.scale
 
     def _masks(self, query: Query, store: KeyValueStore, num_context: int) -> dict[str, Tensor]:
-        """[R, 1, block, K] bool by the layers' type: which keys the block sees."""
+        """Masks [R, 1, block, K] bool by layer type: the keys that each row of the block sees."""
         mask, keys = store.visible(query)
-        assert mask is not None  # the query says who sees whom
+        assert mask is not None  # the query sets `visible`
         full = mask[:, :, num_context:]
         settings = self.settings
         if not settings.window:
@@ -167,7 +167,7 @@ class DFlashDrafter(FeatureDrafter):
 
 
 class WalkDrafter(DFlashDrafter):
-    """A DFlash drafter whose drafts depend on each other: `walk` reads the states of a call, token by token."""
+    """A DFlash drafter whose drafts depend on each other: `walk` turns a call's states into logits token by token."""
 
     fills: ClassVar[str] = "walk"
 
@@ -206,7 +206,7 @@ def read_network(
 ) -> Any:
     """Read the network onto the base's device. Raises CheckpointError for weights that do not fit.
 
-    cls: its class. fields: of transformers' config. extra: further fields that `cls` reads.
+    cls: the network's class. fields: of transformers' config. extra: further config fields that `cls` reads.
     published: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights."""
     _check_sizes(source, fields, read_weight_headers(source, revision))
     check_stored_dtypes(source, {}, revision, unused_suffixes)
@@ -221,7 +221,7 @@ def read_network(
 
 
 def network_classes(source: str) -> tuple[Any, Any]:
-    """transformers' classes of the config and of the network; CheckpointError before 5.23."""
+    """transformers' classes of the config and of the network. Raises CheckpointError before transformers 5.23."""
     try:
         from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     except ImportError:
@@ -235,7 +235,7 @@ def network_classes(source: str) -> tuple[Any, Any]:
 def read_settings(
     source: str, config: Mapping[str, Any], base: Model, published: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
-    """Fields of transformers' config, and the settings. published: whether the format is z-lab's or speculators'."""
+    """Read fields of transformers' config and settings. published: whether the format is z-lab's or speculators'."""
     where = f"config.json of {source!r}"
     names = ("hidden_size", "vocab_size", "num_target_layers")
     check_base_sizes(source, base, **{name: config.get(name) for name in names})
@@ -257,8 +257,8 @@ def read_settings(
 
 
 def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] = FIELDS) -> dict[str, Any]:
-    """Fields of config.json and z-lab's `dflash_config`, without nulls. Raises CheckpointError for a variant that is
-    not read.
+    """Fields of config.json and z-lab's `dflash_config` as one object, without nulls. Raises CheckpointError for an
+    unsupported variant.
 
     known: fields that `dflash_config` may have."""
     where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
@@ -267,9 +267,7 @@ def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] 
     if unknown := sorted(
         name for name, value in dflash_fields.items() if name not in known and value not in (None, False)
     ):
-        raise CheckpointError(
-            f"{where}: dflash_config has {', '.join(unknown)}, of a variant of DFlash that is not read"
-        )
+        raise CheckpointError(f"{where}: dflash_config has {', '.join(unknown)}, of an unsupported variant of DFlash")
     check_supported(config, NO_BIAS, where)
     return {name: value for name, value in {**config, **dflash_fields}.items() if value is not None}
 
@@ -282,7 +280,7 @@ def _read_block_settings(
     if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
         raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
     config = {"sliding_window": 2048, "block_size": 16, **config}
-    # transformers sees one position further than z-lab's code
+    # transformers' window is one position wider than z-lab's
     window = read_positive(config, "sliding_window") + (not published) if has_window else 0
     max_block = base.facts.max_length or LARGEST_INT
     scale, multiplier, cap = (config.get(name, default) for name, default in NUMBERS.items())

@@ -1,10 +1,10 @@
 """DFlash 2 drafters (z-lab/dflash): DFlash's network with convolutions inside the block, and a selector of drafts.
 
-Every attention and MLP stands between two short convolutions over the block, with kernels made of the sublayer's normed
-input. At each position the model's output matrix proposes `selector_top_k` candidates; a table of low rank scores them
-given the draft before. q is 0 for other tokens. Two formats are read: z-lab's (`architectures` "DFlash2DraftModel"),
-with `target_layer_ids` as outputs of layers, and speculators' (`speculators_model_type` "dflash2"), which counts
-inputs.
+A short convolution over the block precedes and follows every attention and MLP; its kernel is computed from the
+sublayer's normed input. At each position the model's output matrix proposes `selector_top_k` candidates; a low-rank
+table scores them given the previous draft. q is 0 for other tokens. Two formats are read: z-lab's (`architectures`
+"DFlash2DraftModel"), whose `target_layer_ids` count layers' outputs, and speculators' (`speculators_model_type`
+"dflash2"), whose numbers count inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Convolution(nn.Module):
         return self.base_kernel + dynamic.repeat_interleave(self.group, -1)
 
     def forward(self, y: Tensor, kernel: Tensor) -> Tensor:
-        """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: over each row and those before it in the block."""
+        """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: over each position and the `taps - 1` before it."""
         terms = (kernel[:, tap:, tap] * y[:, : y.shape[1] - tap] for tap in range(min(self.taps, y.shape[1])))
         return sum(nn.functional.pad(term, (0, 0, y.shape[1] - term.shape[1], 0)) for term in terms)  # type: ignore[return-value]
 
@@ -75,7 +75,7 @@ class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no
 
 
 class Selector(nn.Module):
-    """Scores of candidates given the draft before; parameter names are those of the published checkpoints."""
+    """Scores of candidates given the previous draft; parameters are named as in published checkpoints."""
 
     def __init__(self, vocab: int, width: int, rank: int):
         super().__init__()
@@ -97,7 +97,7 @@ class SelectorWalk:
     """The scores of a block's candidates, token by token.
 
     unary, candidates: [R, n, K]: the candidates' logits, and their ids.
-    projected: [R, n, r]: of the states. vocab: tokens of the model."""
+    projected: [R, n, r]: the states, by `hidden_projection`. vocab: number of the model's tokens."""
 
     selector: Selector
     unary: Tensor
@@ -110,7 +110,7 @@ class SelectorWalk:
         return self.candidates[:, slot]
 
     def scores(self, slot: int, previous: Tensor) -> Tensor:
-        """[R, K]: of the candidates at a slot after the tokens `previous` [R]; an id that is no token counts as 0."""
+        """Scores [R, K] of a slot's candidates after the tokens `previous` [R]; ids that are no tokens count as 0."""
         previous = torch.where(previous < self.vocab, previous, 0)
         pair = self.selector.predecessor_codebook[previous] * self.projected[:, slot]
         gains = self.selector.successor_codebook[self.candidates[:, slot]] @ pair.unsqueeze(-1).to(pair.dtype)

@@ -1,4 +1,4 @@
-"""Base of drafters that read a model's hidden states, and what their files have in common."""
+"""Base of drafters that read a model's hidden states, and shared parts of reading their files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROPE_NUMBERS = (
 )
 NO_BIAS: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None)}
 TABLES = ("d2t", "t2d")
-"""`d2t`: distance from the drafter's ids to the model's; `t2d`: whether the drafter has each of the model's."""
+"""`d2t`: offset from each of the drafter's ids to the model's id; `t2d`: for each model id, if the drafter has it."""
 
 
 class FeatureDrafter(Adapter):
@@ -44,13 +44,13 @@ class FeatureDrafter(Adapter):
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
-    """How a drafter with `slots` fills a window: "block" at once, "walk" over a block, or by "layers"."""
+    """How a drafter with `slots` fills a window: "block" (at once), "walk" (token by token), "layers" (one by each)."""
     reads_features: ClassVar[bool] = True
-    """Whether drafts go on from the model's hidden states (`CausalQuery.keep_hidden`)."""
+    """Whether drafts start from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
     """Layers of the model that are read; None reads its last hidden states."""
     tokens: Tensor | None = None
-    """[Vd] int64: the model's id of each of the drafter's; None where it has all of them."""
+    """[Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's."""
     pads = supports_store = supports_visibility = True
     module: Any
     base: Any
@@ -82,7 +82,7 @@ class FeatureDrafter(Adapter):
         return KeyValueStore(rows, length, self.device)
 
     def expand_logits(self, logits: Tensor) -> Tensor:
-        """Logits [..., Vd] of the drafter's tokens -> [..., V], minus infinity for others."""
+        """Logits [..., Vd] of the drafter's tokens -> [..., V], with minus infinity for other tokens."""
         if self.tokens is None:
             return logits
         expanded = logits.new_full((*logits.shape[:-1], self.facts.vocab_size), -torch.inf)
@@ -93,7 +93,7 @@ class FeatureDrafter(Adapter):
         return features
 
     def bind(self, model: Model) -> Self:
-        """The drafter over the model's copy for one request. Raises ValueError for another model."""
+        """A copy of the drafter over `model`, a request's copy of the base. Raises ValueError for another model."""
         if getattr(model, "module", None) is not self.base.module:
             raise ValueError(
                 f"drafter {self.facts.name} was loaded for {self.base.facts.name}, whose features it reads, and cannot "
@@ -105,7 +105,7 @@ class FeatureDrafter(Adapter):
 
 
 def check_base(base: Any) -> None:
-    """Raise TypeError for a model of another kind, ValueError for one that such a drafter cannot draft for."""
+    """Raise TypeError for a model of another kind, ValueError for one that these drafters cannot draft for."""
     facts = getattr(base, "facts", None)
     if facts is None:
         raise ValueError(f"base={shown(base)} must be a model from paradec.load or paradec.wrap")
@@ -115,13 +115,13 @@ def check_base(base: Any) -> None:
     if getattr(base, "hidden_size", None) is None:
         raise ValueError(f"base {facts.name} gives no hidden states, which a drafter reads")
     if not getattr(base, "has_head", True):
-        raise ValueError(f"base {facts.name} names no output matrix, which makes a drafter's logits")
+        raise ValueError(f"base {facts.name} has no output matrix, which a drafter's logits need")
     if not (base.supports_store and base.supports_visibility):
         raise ValueError(f"base {facts.name} does not run over a key/value store, which a drafter needs")
 
 
 def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
-    """Raise CheckpointError for a drafter of this name with other sizes than the model's; None states none."""
+    """Raise CheckpointError if the sizes of the drafter `name` are not the model's; None is an unstated size."""
     base_sizes = {
         "hidden_size": base.hidden_size,
         "target_hidden_size": base.hidden_size,
@@ -131,23 +131,23 @@ def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
     for field, value in sizes.items():
         if value not in (None, base_sizes[field]):
             raise CheckpointError(
-                f"{name!r} has {field}={shown(value)}, {base.facts.name} {base_sizes[field]}: it drafts for another "
-                "model"
+                f"{name!r} has {field}={shown(value)}, {base.facts.name} has {base_sizes[field]}: it drafts for "
+                "another model"
             )
 
 
 def check_layers(name: str, indices: Iterable[int], base: Model, has_final: bool) -> None:
-    """Raise ValueError unless the base has these decoder layers, from 0. `has_final`: their number is allowed, too."""
+    """Raise ValueError unless the base has these decoder layers, from 0. has_final: allow n, their number, as well."""
     count = len(require_decoder_layers(base))
     for index in indices:
         check_int(name, index, low=0, high=count if has_final else count - 1)
 
 
 def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Sizes of a drafter's decoder layers, as transformers' configurations have them. Raises CheckpointError for a
+    """Sizes of a drafter's decoder layers, by the names of transformers' configurations. Raises CheckpointError for a
     wrong field.
 
-    defaults: of fields that config.json may leave out."""
+    defaults: values of fields that config.json may leave out."""
     where = f"config.json of {source!r}"
     hidden, heads = (read_positive(config, name) for name in ("hidden_size", "num_attention_heads"))
     defaults |= {"num_key_value_heads": heads, "head_dim": hidden // heads, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
@@ -173,15 +173,15 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
 
 
 def make_drafter(cls: Any, source: str, *args: Any) -> Any:
-    """A drafter of class `cls`, named after its folder. Raises CheckpointError where it refuses its arguments."""
+    """A drafter of class `cls`, named after its folder. Raises CheckpointError if the class refuses its arguments."""
     with checkpoint_errors(repr(source)):
         drafter = cls(*args, os.path.basename(source.rstrip("/")) or source)
     return drafter
 
 
 def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """transformers' `rope_parameters` of a drafter's config.json, with base `theta` where it states none. Raises
-    CheckpointError for an unknown field, one out of its range, or two bases."""
+    """transformers' `rope_parameters` of a drafter's config.json, with base `theta` if that states none. Raises
+    CheckpointError for a field that is unknown or out of its range, or two bases."""
     base = config.get("rope_theta")
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
@@ -213,7 +213,7 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
 
 
 def build_config(source: str, cls: Any, **fields: Any) -> Any:
-    """A configuration of transformers' class. Raises CheckpointError for a refused one, or infinite angles."""
+    """A configuration of transformers' class `cls`. Raises CheckpointError for refused fields, or infinite angles."""
     angles = fields["rope_parameters"]
     try:
         config = cls(**fields)
@@ -229,23 +229,23 @@ def build_config(source: str, cls: Any, **fields: Any) -> Any:
 
 
 def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
-    """Layers that config.json counts by their inputs, as `CausalQuery.keep_layers` counts them: l reads the output of
-    layer l - 1; the last number is the last layer's output before the final norm. Raises CheckpointError for no list of
-    layers."""
+    """Convert a config.json's numbers of layers to those of `CausalQuery.keep_layers`. Number l means the input of
+    layer l, which is the output of layer l - 1; the largest means the last layer's output before the final norm. Raises
+    CheckpointError for anything but a list of layers."""
     count = base.text_config.num_hidden_layers
     if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
         raise CheckpointError(
             f"config.json of {source!r}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the "
-            f"layers of {base.facts.name}; l is what layer l reads"
+            f"layers of {base.facts.name}; l means the input of layer l"
         )
     return tuple(count if layer == count else layer - 1 for layer in inputs)
 
 
 def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, base: Model) -> Tensor | None:
-    """[Vd] int64: the model's id of each of the drafter's tokens, None where it has all. Raises CheckpointError for
-    wrong tables.
+    """[Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's. Raises
+    CheckpointError for wrong tables.
 
-    rows: of the drafter's output matrix; None without one."""
+    rows: number of rows of the drafter's output matrix; None without one."""
     vocab = base.facts.vocab_size
     count = vocab if rows is None else rows
     tokens = torch.arange(count)
@@ -269,7 +269,7 @@ def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, 
 def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
     if t2d.shape != (vocab,) or t2d.dtype.is_floating_point:
         raise CheckpointError(
-            f"{source!r}: t2d must have a truth value for each of {vocab} ids; it has shape {tuple(t2d.shape)} and "
+            f"{source!r}: t2d must have a truth value for each of {vocab} ids; its shape is {tuple(t2d.shape)}, its "
             f"dtype {t2d.dtype}"
         )
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, tokens, True)
@@ -285,7 +285,7 @@ def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
 
 def flatten_speculators_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
     """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object. Layers are numbered as in
-    `CausalQuery.keep_layers`; `is_causal` is that of sliding layers. Raises CheckpointError for a wrong field."""
+    `CausalQuery.keep_layers`; `is_causal` is about sliding layers. Raises CheckpointError for a wrong field."""
     where = f"config.json of {source!r}"
     sublayer = check_object("transformer_layer_config", config.get("transformer_layer_config"), where)
     check_supported(sublayer, NO_BIAS, where)

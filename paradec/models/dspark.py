@@ -1,9 +1,9 @@
-"""DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network with a bias for the token before.
+"""DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network, with logits biased by the previous token.
 
 A block is the last final token and `block_size - 1` masks; row j predicts the token after its own position, so the last
-final token's row drafts too (not with `sample_from_anchor` false). A Markov head of low rank biases a row's logits by
-the token before (vanilla), also by the row's state (gated), or by a state of its own (rnn); q is the softmax of the
-sum. A confidence head predicts a draft's acceptance before it is drawn.
+final token's row drafts too (not with `sample_from_anchor` false). A low-rank Markov head computes the bias from the
+previous token (vanilla), from this and the row's state (gated), or from these and a recurrent memory (rnn); q is the
+softmax of the sum. A confidence head predicts a draft's acceptance before it is drawn.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ HEADS = ("vanilla", "gated", "rnn")
 
 
 class MarkovHead(nn.Module):
-    """The bias of a row's logits; parameter names are those of the published checkpoints.
+    """The bias of a row's logits; parameters are named as in published checkpoints.
 
     kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
-    vocab, rows: tokens of the model and of the drafter."""
+    vocab, rows: numbers of tokens of the model and of the drafter."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
         super().__init__()
@@ -48,7 +48,7 @@ class MarkovHead(nn.Module):
     def forward(self, embedded: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """The bias [R, Vd], and the next row's memory [R, r].
 
-        embedded: [R, r]: the token before, through `markov_w1`. state: [R, D]: the row's. memory: [R, r]."""
+        embedded: [R, r]: the previous token, by `markov_w1`. state: [R, D]: the row's. memory: [R, r]."""
         if self.joint_proj is not None:
             gates = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
             gate = gates[0].sigmoid()
@@ -60,7 +60,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of a draft's chance to be accepted."""
+    """The logit of the probability that a draft is accepted."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -90,7 +90,7 @@ class MarkovWalk:
     states: Tensor
     guide: Callable[[Tensor], Tensor]
     base_logits: Tensor = field(init=False)
-    """[branches * R, n, Vd]: without the bias."""
+    """[branches * R, n, Vd]: logits without the bias."""
     memory: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,10 +100,10 @@ class MarkovWalk:
         self.memory = self.states.new_zeros(len(self.states), rank)
 
     def slot_candidates(self, slot: int) -> None:
-        """None: a draft may be any token."""
+        """Return None: a draft may be any token."""
 
     def _before(self, previous: Tensor) -> Tensor:
-        """[branches * R, r]: the tokens before, embedded; unknown ids count as 0."""
+        """[branches * R, r]: the tokens `previous`, embedded; unknown ids count as 0."""
         head = self.drafter.module.markov_head
         if head is None:
             return self.memory
@@ -111,7 +111,7 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: logit of a draft's acceptance, in the first branch. Raises ValueError without a confidence head."""
+        """[R]: the logit that a draft is accepted, by the first branch. Raises ValueError without a confidence head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
@@ -120,7 +120,7 @@ class MarkovWalk:
         return head.proj(inputs)[: len(previous), 0]
 
     def drafted_logits(self, slot: int, previous: Tensor) -> Tensor:
-        """[R, Vd]: in the drafter's vocabulary, for the slot after the one of the call before."""
+        """Logits [R, Vd] of a slot, over the drafter's vocabulary. Slots must be called in order."""
         logits, head = self.base_logits[:, slot], self.drafter.module.markov_head
         if head is not None:
             bias, self.memory = head(self._before(previous), self.states[:, slot], self.memory)
@@ -128,7 +128,7 @@ class MarkovWalk:
         return self.guide(logits.unsqueeze(1)).squeeze(1)
 
     def logits(self, slot: int, previous: Tensor) -> Tensor:
-        """[R, V]: after the tokens `previous` [R]; minus infinity for tokens that the drafter does not have."""
+        """Logits [R, V] of a slot after the tokens `previous` [R]; minus infinity for tokens that the drafter lacks."""
         return self.drafter.expand_logits(self.drafted_logits(slot, previous))
 
 
@@ -137,7 +137,7 @@ class DSparkDrafter(WalkDrafter):
     `block_size` drafts in one forward (one less with `sample_from_anchor` false).
 
     module, base, settings: as for `DFlashDrafter`.
-    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all."""
+    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all."""
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
         super().__init__(module, base, settings, name)
@@ -148,7 +148,7 @@ class DSparkDrafter(WalkDrafter):
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, n, Vd] of states [R, n, D], without a bias."""
+        """Logits [R, n, Vd] of states [R, n, D], without a bias."""
         if self.module.lm_head is None:
             return super().logits(states)
         return self.module.lm_head(states).to(self.base.dtype)

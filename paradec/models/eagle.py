@@ -4,13 +4,13 @@ Li et al., arXiv 2401.15077, section 4.1. EAGLE-2 (arXiv 2406.16858) and LANTERN
 network.
 
 A position's feature is the model's last hidden state, after the final norm. The drafter reads the feature of position i
-- 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix makes logits
-of it, and the drafter reads it next. A prompt's first token has no column. Token i is rotated as position i - 1, or
-over LlamaGen by its cell.
+- 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix turns it into
+logits, and it is the drafter's next input. A prompt's first token has no column. Token i has the rotary angles of
+position i - 1, or over LlamaGen those of its cell.
 
 A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with
-embed_tokens.weight, fc.weight, maybe fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's drafters:
-with biases on q, k and v).
+embed_tokens.weight, fc.weight, optionally fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's
+drafters: with biases on q, k and v).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Features [R, Q, D] of the tokens' positions.
 
-        tokens: [R, Q] int64. features: [R, Q, D], of the positions left of the tokens'.
+        tokens: [R, Q] int64. features: [R, Q, D], each of the position before its token.
         rotation: cosine and sine [R, Q, head_dim].
         mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
         cache: `update(keys, values, layer)` returns keys and values to attend to."""
@@ -98,12 +98,12 @@ class EagleDrafter(FeatureDrafter):
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
         """Logits [R, W, V] of the wanted columns, for tokens from position 1 on, and their features [R, W, D].
 
-        query: one with `visible`.
-        features: [R, Q, D]: of the position left of each column; for a draft, the output at its parent."""
+        query: must set `visible`.
+        features: [R, Q, D]: of the position before each column; for a draft, the output at its parent."""
         with torch.no_grad():
             features = features.to(self.device, self.dtype)
             cache = store.bind(query)
-            mask, _ = store.visible(query)  # no slot is filled right of the columns: this is causal
+            mask, _ = store.visible(query)  # causal, since no slot after the columns is filled
             tokens = torch.where(query.tokens < self.facts.vocab_size, query.tokens, 0)
             hidden = self.module(tokens, features, self._rotation(query, features), mask, cache)
             hidden = (hidden if query.wanted is None else take_columns(hidden, query.wanted)).to(self.base.dtype)
@@ -132,13 +132,13 @@ def load_eagle(
     module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     check_fit(module.state_dict(), weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
-        for name, tensor in weights.items():  # from a layer that rotates adjacent pairs to one that rotates halves
+        for name, tensor in weights.items():  # reorder rows: LlamaGen rotates adjacent pairs, this layer halves
             if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
                 heads = tensor.unflatten(0, (-1, layer_config.head_dim))
                 weights = weights | {name: torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)}
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)
-    return make_drafter(EagleDrafter, source, module, base)  # LlamaGen's angles need even heads
+    return make_drafter(EagleDrafter, source, module, base)
 
 
 def build_layer_config(source: str, config: Mapping[str, Any]) -> LlamaConfig:

@@ -1,7 +1,7 @@
-"""EAGLE-3 drafters: one layer over the outputs of three layers of the model, with a vocabulary of its own.
+"""EAGLE-3 drafters: one layer over the outputs of three layers of the model, with its own vocabulary.
 
-Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix makes a feature of three layers' outputs at a
-position. The attention reads the feature of position i - 1 and the embedding of token i side by side, each normed. The
+Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix fuses three layers' outputs at a position into a
+feature. The attention reads the feature of position i - 1 and the embedding of token i, each normed, as one vector. The
 layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; the others have
 probability 0 in q.
 
@@ -50,8 +50,8 @@ SUPPORTED = {
 class Eagle3Settings:
     """Settings of a drafter besides its sizes.
 
-    layers: whose outputs are read, from 0; their number is the last output before the final norm.
-    norm_before_residual: whether the layer adds to the normed feature.
+    layers: model layers whose outputs are read, from 0; n, their number, is the last output before the final norm.
+    norm_before_residual: whether the layer's residual is the normed feature.
     norm_output: whether the next feature is normed (3.1)."""
 
     layers: tuple[int, ...]
@@ -60,7 +60,7 @@ class Eagle3Settings:
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer, whose attention reads a token and a feature side by side."""
+    """The decoder layer, whose attention reads a token and a feature as one vector."""
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Any]):
         super().__init__()
@@ -93,7 +93,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3Head(nn.Module):
     """The network; parameter names are those of the paper's code.
 
-    weights: of the file; it decides which optional parts there are. base_width: of the model's hidden states."""
+    weights: the file's, which decide which optional parts exist. base_width: width of the model's hidden states."""
 
     def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], base_width: int):
         super().__init__()
@@ -110,7 +110,7 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(width, rows, bias=False) if rows else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[R, F, layers * fed] -> [R, F, D]."""
+        """Outputs of layers [R, F, layers * base_width] -> features [R, F, D]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
@@ -130,7 +130,7 @@ class Eagle3Drafter(FeatureDrafter):
     costs acceptance, not exactness.
 
     module: the network. base: the model, loaded or wrapped.
-    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None where it has all."""
+    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all."""
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
         super().__init__(module, base, name)
@@ -183,17 +183,17 @@ def load_eagle3(
     check_base_sizes(source, base, **base_sizes)
     layer_config = build_layer_config(source, sizes)
     settings = _read_settings(source, config, base)
-    weights = {size_name.replace("layers.0.", "midlayer.", 1): tensor for size_name, tensor in weights.items()}
-    tables = {size_name: weights.pop(size_name) for size_name in TABLES if size_name in weights}
+    weights = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in weights.items()}
+    tables = {key: weights.pop(key) for key in TABLES if key in weights}
     width = base.hidden_size
-    assert width is not None  # `check_base` has seen to it
+    assert width is not None  # checked by `check_base`
     module = Eagle3Head(layer_config, settings, weights, width)
     check_fit(module.state_dict(), weights, source, "config.json")
     tokens = read_token_map(source, tables, None if module.lm_head is None else module.lm_head.out_features, base)
     if module.embed_tokens is None and layer_config.hidden_size != base.hidden_size:
         raise CheckpointError(
             f"{source!r} has no embed_tokens.weight, and hidden_size={layer_config.hidden_size} is not "
-            f"{base.hidden_size}, that of {base.facts.name}, whose embeddings would take its place"
+            f"{base.hidden_size}, that of {base.facts.name}, whose embeddings would replace it"
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)

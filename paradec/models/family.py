@@ -34,22 +34,22 @@ class Family:
     config: config.json -> that class's configuration; raises CheckpointError for unsupported maths.
     prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does).
     key_mapping: patterns of the file's weight names -> the class's names; None where they are equal.
-    block_name: the field of config.json with the block of a block-causal family.
+    block_name: the field of config.json with the block length of a block-causal family.
     second_block_name: another such field, for checkpoints without the first.
-    published_names: pattern of published names, for checkpoints without these fields; its group is the block.
-    published_block: the block of published names without a number.
+    published_names: pattern of published names, for checkpoints without these fields; its group is the block length.
+    published_block: the block length for published names without a number.
     block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
-    default_block_length: the block of requests of a bidirectional family that name none; None is the whole answer.
-    mask_token: the mask in the vocabulary, for checkpoints without its id.
+    default_block_length: for requests to a bidirectional family that set none; None is the whole answer.
+    mask_token: the mask token's text in the vocabulary, for checkpoints that do not state its id.
     qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
     float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
-    experts: whether it is a mixture of experts: files have a matrix for each, the module stacks of them.
-    fused: a weight's name after its layer -> the module's weights whose rows it contains in order.
-    reader: returns the class that reads the files, where `module` cannot; the result becomes a `module`.
+    experts: whether the family is a mixture of experts: files have one matrix per expert, the module stacks them.
+    fused: a file's weight, named within its layer -> the module's weights whose rows it contains, in order.
+    reader: returns the class that reads the files where `module` cannot; the result's class is then set to `module`.
     modes: the topologies that a checkpoint may be loaded with, the default first; empty for a single one.
     draft_adapter: the folder of the adapter with which a model drafts for itself.
-    decoder: returns the `Decoder` of a configuration, where it is not the plain one.
-    padding_ends: whether the tokenizer's end token, else the padding, ends answers without a stated end."""
+    decoder: returns the subclass of `Decoder` for a configuration; None is `Decoder` itself.
+    padding_ends: whether the tokenizer's end token, else the padding token, ends answers if no end id is stated."""
 
     module: str
     config: Callable[[Mapping[str, Any]], Any]
@@ -74,14 +74,14 @@ class Family:
 
     @property
     def topology(self) -> str:
-        """The attention it was trained with: the first of its modes, "bidirectional" or "block_causal"."""
+        """The attention of the family's training: the first of its modes, "bidirectional" or "block_causal"."""
         if self.modes:
             return self.modes[0]
         return "bidirectional" if self.block_name is None else "block_causal"
 
     def block_length(self, config: Mapping[str, Any], source: str) -> int | None:
-        """The block of a block-causal checkpoint, None where neither config.json nor its name says. Raises
-        CheckpointError for anything but a positive integer."""
+        """Block length of a block-causal checkpoint; None if neither config.json nor its name states one. Raises
+        CheckpointError unless it is a positive integer."""
         for name in (self.block_name, self.second_block_name):
             if name is not None and (stated := read_block_length(config, name)) is not None:
                 return stated
@@ -92,8 +92,8 @@ class Family:
 
 
 def read_block_length(config: Mapping[str, Any], name: str) -> int | None:
-    """The block length that config.json states under this name, None where it does not. Raises CheckpointError for
-    anything but a positive integer."""
+    """The block length that config.json states under this name; None if it does not. Raises CheckpointError unless it
+    is a positive integer."""
     return None if config.get(name) is None else read_positive(config, name)
 
 
@@ -139,7 +139,7 @@ def read_shared_fields(
 # ---- ids and the tokenizer ------------------------------------------------------------------------------------------
 
 CONTROL_IDS = ("delete_token_id", "split_token_id")
-"""Ids with which a model edits its text, in config.json (LLaDA2.2)."""
+"""Fields of config.json with the ids by which a model edits its text (LLaDA2.2)."""
 logger = logging.getLogger("paradec")
 
 
@@ -154,8 +154,8 @@ def read_facts(
     block_length: int | None,
     has_new_base: bool = False,
 ) -> ModelFacts:
-    """Facts with ids from config.json, then generation_config.json, then the tokenizer. `has_new_base`: whether `load`
-    was given another base of the rotary angles."""
+    """Build a checkpoint's facts. Ids come from config.json, else generation_config.json, else the tokenizer.
+    has_new_base: whether `load` was called with another base of the rotary angles."""
     vocab = hf_config.vocab_size
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
@@ -189,13 +189,13 @@ def read_facts(
 
 
 def tokenizer_size(tokenizer: Any) -> int | None:
-    """One more than the largest id with a token; None for a tokenizer that lists none."""
+    """The largest token id plus one; None for a tokenizer without a vocabulary."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return max(vocabulary.values()) + 1 if vocabulary else None
 
 
 def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
-    """The ids that end answers, as a checkpoint states them, unchecked."""
+    """The ids that end answers, as the checkpoint states them, unchecked."""
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     end_ids: list[Any] = []
     for fields in (config, generation):
@@ -210,7 +210,7 @@ def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], token
 def _first_id(
     source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
-    """The first stated id. Other values are logged; another mask id gives a warning, unless `argument` is set."""
+    """The first stated id. Differing ids are logged; differing mask ids give a warning unless `argument` is set."""
     values = {
         "argument": argument,
         "config.json": config.get(name),
@@ -222,9 +222,9 @@ def _first_id(
         return None
     first, value = next(iter(values.items()))
     if any(other != value for other in values.values()):
-        message = f"{source!r}: {name}={value!r} as its {first} says, of {values!r}"
+        message = f"{source!r}: {name}={value!r} is used, from its {first}; stated are {values!r}"
         if name == "mask_token_id" and argument is None:
-            warnings.warn(f"{message}; load(..., mask_token_id=...) gives another one", stacklevel=5)
+            warnings.warn(f"{message}; load(..., mask_token_id=...) overrides it", stacklevel=5)
         else:
             logger.info(message)
     return value

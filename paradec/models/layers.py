@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def decoder_layers(model: Any) -> nn.ModuleList | None:
-    """A model's layers in order; None where no list of that length is found."""
+    """A model's layers in order; None without a module list of `num_hidden_layers`."""
     lists = (layers for layers in model.module.modules() if isinstance(layers, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == model.text_config.num_hidden_layers), None)
 
@@ -27,7 +27,7 @@ class LayerOutputs:
     """A context in which calls of a network record outputs of its layers.
 
     layers: all layers of the network, in order.
-    indices: layers to read, from 0. Of n layers: n is the last output before the final norm, n - 1 after it."""
+    indices: layers to read, from 0. With n layers, n is the last layer's output before the final norm, n - 1 after."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
         self.layers, self.indices = layers, tuple(indices)

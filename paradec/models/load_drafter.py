@@ -19,7 +19,7 @@ from paradec.models.weights import read_weights
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 FORMATS = {"eagle3": "EAGLE-3", "dflash2": "DFlash 2", "dspark": "DSpark", "mtp": "MTP"}
-"""speculators' `speculators_model_type`, and its meaning."""
+"""speculators' `speculators_model_type` -> name of the format."""
 ARCHITECTURES = {"DFlash2DraftModel": "dflash2", "Qwen3DSparkModel": "dspark"}
 """Formats of z-lab and DeepSpec by the class in config.json."""
 EAGLE3_PREFIXES = ("midlayer.", "layers.0.hidden_norm.", *TABLES)
@@ -39,16 +39,16 @@ def load_drafter(
 ) -> EagleDrafter | Eagle3Drafter | DFlashDrafter | MtpDrafter:
     """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, of EAGLE-3 or
     3.1 (the paper's format, or speculators'), DFlash (z-lab's or transformers'), DFlash 2 (z-lab's or speculators') or
-    DSpark (DeepSpec's or speculators'). The last three need safetensors, and transformers 5.23 or newer.
+    DSpark (DeepSpec's or speculators'). DFlash and later formats need safetensors, and transformers 5.23 or newer.
 
-    Models trained with heads for multi-token prediction (MTP: DeepSeek-V3, GLM-4 MoE and others) have them in their own
-    checkpoint: `load_drafter(model, kind="mtp")`. speculators' format of such heads is a folder as above.
+    Models trained with heads for multi-token prediction (MTP: DeepSeek-V3, GLM-4 MoE and others) have the heads in
+    their own checkpoint: `load_drafter(model, kind="mtp")`. Heads in speculators' format are a folder as above.
 
     Args:
         source: the folder or repository; for MTP a model from `paradec.load`, or the folder of its checkpoint.
         base: the model that it was trained for: a causal transformers decoder (loaded or wrapped), a LlamaGen, or an
             image model on a Llama-like backbone.
-        kind: "mtp" reads the heads of a model's own checkpoint; None a drafter's folder.
+        kind: "mtp" reads the heads of a model's own checkpoint; None reads a drafter's folder.
         dtype: of the parameters; the base's by default. The device is the base's.
         revision: of a hub repository.
 
@@ -70,8 +70,8 @@ def load_drafter(
     format_name = config.get("speculators_model_type")
     if format_name is not None and (not isinstance(format_name, str) or format_name not in FORMATS):
         raise CheckpointError(
-            f"{source!r}: speculators_model_type={shown(format_name)} is not read; of speculators' formats "
-            f"{', '.join(map(repr, FORMATS))} are"
+            f"{source!r}: speculators_model_type={shown(format_name)} is not supported; supported: "
+            f"{', '.join(map(repr, FORMATS))}"
         )
     architectures = config.get("architectures")
     format_kind = format_name or next(
@@ -79,7 +79,7 @@ def load_drafter(
         None,
     )
     if format_kind in ("dflash2", "dspark"):
-        network_classes(source)  # raises where transformers has none
+        network_classes(source)  # raises if transformers lacks them
         from paradec.models import dflash2, dspark
 
         load = dflash2.load_dflash2 if format_kind == "dflash2" else dspark.load_dspark
@@ -87,7 +87,7 @@ def load_drafter(
     if "dflash_config" in config or config.get("model_type") == TRANSFORMERS_TYPE:
         return load_dflash(source, config, base, dtype, revision)
     if str(config.get("model_type")).startswith("deepseek_v4"):
-        raise CheckpointError(f"{source!r} is a DeepSeek-V4, whose built-in DSpark is not read")
+        raise CheckpointError(f"{source!r} is a DeepSeek-V4, whose built-in DSpark is not supported")
     path = next((candidate for name in FILES if (candidate := fetch(source, name, revision)) is not None), None)
     if path is None:
         raise CheckpointError(f"{source!r} has neither {' nor '.join(FILES)}")

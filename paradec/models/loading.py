@@ -1,4 +1,4 @@
-"""`load` reads checkpoints in their published formats."""
+"""`load`: models from checkpoints in their published formats."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["FAMILIES", "known_family", "load", "wrap"]
 
 PACKAGED = "tiny-llada"
 MAX_COPIED = 2**28
-"""Bytes of matrices that are copied at most: a quarter of a second."""
+"""Most bytes that `lay_out_by_columns` copies: about a quarter of a second."""
 LINE = 16
-"""Numbers of float32 in a cache line."""
+"""float32 numbers in a cache line."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -64,7 +64,7 @@ def load(
     padding ids of its `generate`. Weights must be safetensors or GGUF; remote code is never executed.
 
     Ids of mask, padding and end come from config.json, then generation_config.json, then the tokenizer. If these
-    disagree, the first is used, with a warning about the mask; every end token counts.
+    disagree, the first is used, with a warning for the mask; all end ids are used.
 
     Image models (docs/images.md) load from the published files and folders of LlamaGen, MAR, VAR, LPD and others, and
     in transformers' format for Emu3, Chameleon, Janus and GLM-Image's prior. Inside the package are "digits-ar",
@@ -73,29 +73,29 @@ def load(
 
     Args:
         source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file
-            ("folder/file.gguf", "owner/repository/file.gguf"), or a LoRA adapter alone, which names its base.
-        dtype: parameters' dtype (a torch dtype or its name); None takes the checkpoint's. GGUF files become float32, or
-            int8 and bfloat16 on a CPU if they are packed.
+            ("folder/file.gguf", "owner/repository/file.gguf"), or only a LoRA adapter, whose config names its base.
+        dtype: parameters' dtype (a torch dtype or its name); None keeps the checkpoint's. GGUF files become float32;
+            packed ones become int8 and bfloat16 on a CPU.
         device: None is the CPU, or the devices of `device_map`/`tp_plan`.
         quantization: "int8" rounds the weights of text models to 8 bits, with a scale per output, while they are read
-            (layers of less than a million weights, embeddings, norms and routers stay); or a
-            `paradec.models.int8.Int8Config`. `save_pretrained` keeps them.
+            (except layers of less than a million weights, embeddings, norms and routers); or a
+            `paradec.models.int8.Int8Config`. `save_pretrained` writes the int8 weights.
         device_map, quantization_config, revision, offload_folder: as in transformers' `from_pretrained`; mixtures of
             experts need a folder to offload to disk.
-        tp_plan: "auto", in each process of `torchrun`: every one reads a part of each matrix (docs/engines.md). A
-            mapping changes transformers' plan.
-        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD for requests without an attention.
-        mask_token_id: overrides the checkpoint's; needed if it names none.
-        block_length: the block that a block-causal checkpoint was trained with; overrides the checkpoint's, needed if
-            it names none. (`generate(block_length=...)` sets the blocks of an answer.)
-        topology: None is the format's, and "block_causal" in blocks of 32 for D2F's published adapters. "block_causal"
-            is for LLaDA's and Dream's formats with weights trained with blocks from the prompt's end (D2F); it needs
-            `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal" (token by token) or
+        tp_plan: "auto" under `torchrun`: each process reads a part of each matrix (docs/engines.md). A mapping (module
+            names to styles) changes transformers' plan.
+        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD for requests that set no attention.
+        mask_token_id: overrides the checkpoint's; needed if it states none.
+        block_length: the block length of a block-causal checkpoint's training; overrides the checkpoint's, needed if it
+            states none. (`generate(block_length=...)` sets the blocks of an answer.)
+        topology: None is the format's ("block_causal" in blocks of 32 for D2F's published adapters). "block_causal"
+            loads weights in LLaDA's or Dream's format that were trained with blocks from the prompt's end (D2F), and
+            needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal" (token by token) or
             "block_causal".
         rope_theta: another base of a masked model's rotary angles: a larger one stretches them over longer texts
             (LongLLaDA). Rows may then be longer than in training, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format, merged into the weights of LLaDA's,
-            Dream's and similar formats. Models that draft for themselves apply it to drafts alone.
+            Dream's and similar formats. Models that draft for themselves apply it only to their drafts.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
         image_options: further arguments of image models, such as `vq=`, the VQ autoencoder's file (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and the other loaders.
@@ -181,11 +181,11 @@ def load(
 
 @torch.no_grad()
 def lay_out_by_columns(model: Any) -> Any:
-    """Let the float32 matrices of a small model's linear layers lie column by column on a CPU; return the model.
+    """Store the float32 matrices of a small CPU model's linear layers column by column; return the model.
 
-    Products of few positions read columns, which here are an odd number of cache lines apart, so that they do not
-    compete for the same cache sets. Shared matrices stay, and all beyond `MAX_COPIED` bytes, which processes share as
-    files.
+    Products with few positions read columns. The columns lie an odd number of cache lines apart, so that they do not
+    compete for the same cache sets. Nothing changes for matrices that several layers share, nor if all matrices exceed
+    `MAX_COPIED` bytes: processes share those as mapped files.
     """
     readers = Counter(id(weight) for part in model.module.modules() for weight in part.parameters(recurse=False))
     linears = [part for part in model.module.modules() if type(part) is nn.Linear and readers[id(part.weight)] == 1]
@@ -226,8 +226,8 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
 
 
 def _parse_quantization(options: Mapping[str, Any]) -> Any:
-    """The `Int8Config` of `quantization`, or None. Raises ValueError for another value, or beside an option with which
-    it does not work."""
+    """The `Int8Config` of `quantization`, or None. Raises ValueError for another value, or for an option with which it
+    does not work."""
     value = options["quantization"]
     if value is None:
         return None
@@ -251,8 +251,8 @@ def _refuse_image_options(options: Mapping[str, Any]) -> None:
 
 
 def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Location and config.json of a checkpoint; for an image model's single file its `model_type`. Raises
-    CheckpointError for a missing one, a diffusers pipeline, or a file of a folder."""
+    """Location and config.json of a checkpoint; for an image model's single file only the `model_type`. Raises
+    CheckpointError for a missing checkpoint, a diffusers pipeline, or a file of a text model's folder."""
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -264,18 +264,18 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
             f"{source!r} is a diffusers pipeline: load it with diffusers (the packaged one is "
             "paradec.PixelDiTPipeline.digits()) and give it to paradec.accelerate, or give its name to `paradec image`"
         )
-    if not os.path.isfile(source) or source.endswith(".json"):  # only image models' checkpoints are one file
+    if not os.path.isfile(source) or source.endswith(".json"):  # only an image model can be a single file
         return source, read_json(source, "config.json", revision, required=True)
     folder_config = read_json(os.path.dirname(source) or ".", "config.json", None)
     if folder_config and image_loader(folder_config.get("model_type")) is None:  # a text model's weights
-        fetch(source, "config.json", revision)  # says that it wants the folder
+        fetch(source, "config.json", revision)  # raises: give the folder
     return source, {"model_type": file_type(source)}
 
 
 def _load_gguf(
     file: gguf.GgufFile, attn_implementation: str, device: torch.device | None, dtype: Any, **options: Any
 ) -> Model:
-    """Load a GGUF file. Packed weights become int8 on a CPU, unless a dtype or a quantisation is given."""
+    """Load a GGUF file. Packed weights become int8 on a CPU, unless a dtype or a quantisation is requested."""
     from paradec.models.int8 import Int8Config
 
     quantization, is_unpacked_here = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
@@ -303,7 +303,7 @@ def _load_gguf(
 
 
 def _find_lone_adapter(source: str, revision: str | None) -> tuple[str, str | None] | None:
-    """The base and its revision of a source that is only an adapter; None for others."""
+    """The base checkpoint and its revision, if the source is only an adapter; else None."""
     if os.path.isfile(source) or source in PACKAGED_IMAGES or source in PACKAGED_PIPELINES:
         return None
     if fetch(source, "config.json", revision) is not None or fetch(source, lora.CONFIG, revision) is None:

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format.
 
-adapter_config.json names matrices as the published checkpoint does, also by patterns. So peft gets a module of empty
-linear layers under the published names; a family's `key_mapping` leads to the real module's weights.
+adapter_config.json names matrices as the published checkpoint does, also by patterns. So peft adapts a module of empty
+linear layers with the published names; a family's `key_mapping` maps these names to the real module's weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FIELDS = (
     "rank_pattern",
     "alpha_pattern",
 )
-"""Fields that peft gets; the others are for training."""
+"""Fields that are passed to peft; the others are for training."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class LoRA:
     weights: Mapping[str, Tensor]
 
     def layers(self, base: str, headers: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """peft's layers for the adapted matrices of the checkpoint `base`, by its names of them without ".weight".
-        Matrices that the config does not name are left out, as by peft, with a warning. Raises CheckpointError for an
-        adapter that does not fit.
+        """Build peft's layers for the adapted matrices of the checkpoint `base`, by their names there without
+        ".weight". Matrices that the config does not name are left out with a warning, as in peft. Raises
+        CheckpointError for an adapter that does not fit.
 
         headers: of the checkpoint's weights."""
         from peft import inject_adapter_in_model
@@ -101,7 +101,7 @@ class LoRA:
             )
         config = replace(self.config)
         if config.target_modules is None or str(config.target_modules).lower() == "all-linear":
-            config.target_modules = set(adapted)  # peft knows these for transformers' modules alone
+            config.target_modules = set(adapted)  # peft resolves these only for transformers' modules
         try:
             with torch.device("meta"):
                 module = _linear_layers({name: shape for name, shape in shapes.items() if len(shape) == 2})
@@ -117,8 +117,8 @@ class LoRA:
         listing = f"{', '.join(unused[:4])}{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}"
         if not layers:
             raise CheckpointError(
-                f"{CONFIG} of {self.source!r}: target_modules, exclude_modules and layers_to_transform leave nothing "
-                f"of what it holds: {listing}{problem}"
+                f"{CONFIG} of {self.source!r}: target_modules, exclude_modules and layers_to_transform select none of "
+                f"its matrices: {listing}{problem}"
             )
         parts = {f"{name}.lora_A.weight": layer.lora_A["default"] for name, layer in layers.items()}
         parts |= {f"{name}.lora_B.weight": layer.lora_B["default"] for name, layer in layers.items()}
@@ -150,13 +150,13 @@ class LoRA:
             weight.copy_(weight.to(wide_dtype) + layer.get_delta_weight("default"))
             if not weight.isfinite().all():
                 raise CheckpointError(
-                    f"{name} with the adapter {self.source!r} holds numbers that are not finite, by its matrices, "
-                    "lora_alpha or alpha_pattern"
+                    f"{name} with the adapter {self.source!r} holds numbers that are not finite: check the adapter's "
+                    "matrices, lora_alpha and alpha_pattern"
                 )
 
 
 def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
-    """The checkpoint that an adapter names, and its revision. Raises CheckpointError where it names none."""
+    """The base checkpoint that an adapter names, and its revision. Raises CheckpointError if it names none."""
     config = read_json(source, CONFIG, revision)
     base, base_revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
@@ -169,8 +169,8 @@ def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> LoRA:
-    """Read an adapter, from a subfolder of the source. Raises CheckpointError for a missing or wrong file, or more than
-    a product of two matrices; ModuleNotFoundError without peft."""
+    """Read an adapter from a source or its subfolder. Raises CheckpointError for a missing or wrong file, or an adapter
+    that is more than a product of two matrices; ModuleNotFoundError without peft."""
     file = os.path.join(subfolder, CONFIG)
     if fetch(source, file, revision) is None:
         raise CheckpointError(f"adapter={source!r} has no {CONFIG}")
@@ -198,7 +198,7 @@ def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
             name="peft",
         ) from None
     where = f"{CONFIG} of {source!r}"
-    check_supported(config, SUPPORTED, where, ". Merge it with peft (merge_and_unload) and load what that saves")
+    check_supported(config, SUPPORTED, where, ". Merge it with peft (merge_and_unload), save and load that")
     fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
     with checkpoint_errors(where):
         _check_fields(fields)

@@ -50,23 +50,23 @@ FAMILIES: dict[str, Family] = {
 UNSUPPORTED = {
     "llada2_moe_veomni": "it is LLaDA2's training form, with all experts of a layer in one tensor; convert it to the "
     "published form, which load reads",
-    "nemotron_labs_diffusion_vlm": "it takes pictures as embeddings, not as tokens; load reads the models of text "
-    "alone (model_type 'nemotron_labs_diffusion')",
-    "llava_llada": "LLaDA-V takes pictures as embeddings, not as tokens. For text alone, give its language model to "
-    "paradec.wrap, loaded by its own code",
-    "wedlm": "WeDLM decodes by moving what is decided to the front, under causal attention, which no sampler here "
-    "does. Its weights are a Qwen3's or Qwen2's; give one of transformers to paradec.wrap with topology='causal' for "
-    "the causal samplers",
-    "omnivoice": "OmniVoice predicts several codebooks of sound at each position, and samplers here one token. Use its "
-    "own code",
+    "nemotron_labs_diffusion_vlm": "it reads pictures as embeddings, not as tokens; load reads only the text models "
+    "(model_type 'nemotron_labs_diffusion')",
+    "llava_llada": "LLaDA-V reads pictures as embeddings, not as tokens. For text, load its language model with its "
+    "own code and give that to paradec.wrap",
+    "wedlm": "WeDLM moves decided tokens to the front, under causal attention, which no sampler here does. Its weights "
+    "are those of a Qwen3 or Qwen2: load them with transformers and give the module to paradec.wrap with "
+    "topology='causal' for the causal samplers",
+    "omnivoice": "OmniVoice predicts several audio codebooks at each position, samplers here one token. Use its own "
+    "code",
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
 """Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and kin; Wang et al., arXiv 2508.09192): the prompt is
-one block, and the answer is cut into blocks from its end. Their files do not say so."""
+one block, and blocks of the answer count from the prompt's end. The adapters' files do not state this."""
 D2F_BLOCK_LENGTH = 32
-"""The block of most of its published scripts. (Training had 16.)"""
+"""Block length in most of D2F's published scripts. (Training used 16.)"""
 PROMPT_BLOCK = "prompt_block_length"
-"""The field of config.json in which `save_pretrained` writes D2F's block."""
+"""The field of config.json in which `save_pretrained` writes D2F's block length."""
 DEFAULT_NEW_TOKENS = 128
 """Answer length where neither the request nor generation_config.json names one."""
 
@@ -105,14 +105,14 @@ def load_masked(
         adapter = _read_adapter(source, family, quantised, adapter, options)
     elif gguf is None and fetch(source, lora.CONFIG, revision) is not None:
         raise CheckpointError(
-            f"{source!r} holds an adapter_config.json beside a config.json; give adapter={source!r} too, and it is "
-            "merged into the weights there"
+            f"{source!r} holds an adapter_config.json beside a config.json; to merge that adapter into the weights, "
+            f"give adapter={source!r} too"
         )
     family, block_length = _resolve_blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
     headers: dict[str, Any]  # sizes and dtypes, or tensors of a GGUF file that are unpacked later
     headers = dict(read_weight_headers(source, revision) if gguf is None else gguf.read_weights(options["dtype"]))
-    if is_int8(config):  # whose layers are stored as [in, out]
+    if is_int8(config):  # int8 matrices are stored as [in, out]
         headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
     if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
         names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
@@ -154,8 +154,8 @@ def load_masked(
 
 
 def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError for options that quantise or spread matrices which are split while they are read. The plan of
-    `tp_plan="auto"` spreads the experts alone."""
+    """Raise ValueError for options that quantise or spread matrices which are split while they are read. With
+    `tp_plan="auto"`, restrict the plan to the experts."""
     plan, quantization = options.get("tp_plan"), options.get("quantization_config")
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
@@ -174,7 +174,7 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
 
 
 def known_family(config: Mapping[str, Any]) -> Family | None:
-    """The masked family that config.json is of, by its model_type or its architecture."""
+    """The masked family of a config.json, by its model_type or architecture; None if it is of no such family."""
     model_type = config.get("model_type")
     if model_type == "llada" and llada_moe.is_llada_moe(config):
         return llada_moe.FAMILY
@@ -200,9 +200,9 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
         )
     if config.get("is_causal") is False:
         raise CheckpointError(
-            f"{source!r} has model_type={shown(model_type)}: the save_pretrained of a module alone wrote it, which "
-            "knows nothing of masks; load it with transformers and give it to paradec.wrap, or save with that of the "
-            "model which paradec.load returns"
+            f"{source!r} has model_type={shown(model_type)}: it was written by a module's save_pretrained, which does "
+            "not store the mask id. Load it with transformers and give it to paradec.wrap, or save again with "
+            "save_pretrained of the model that paradec.load returned"
         )
     raise CheckpointError(
         f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
@@ -215,15 +215,15 @@ def _read_adapter(source: str, family: Family, quantised: bool, adapter: str | L
     name = adapter if isinstance(adapter, str) else adapter.source
     problem = None
     if family.experts or family.fused is not None:
-        problem = "its matrices are not in the module as they are in the file"
+        problem = "the module arranges its matrices in another way than the file"
     elif quantised or options.get("quantization_config") is not None:
-        problem = "quantised weights cannot take a product"
+        problem = "an adapter cannot be added to quantised weights"
     elif options.get("tp_plan") is not None:
-        problem = "each process of tp_plan reads a part of each matrix"
+        problem = "with tp_plan each process reads only a part of each matrix"
     if problem is not None:
         raise CheckpointError(
-            f"adapter={name!r} does not work for {source!r} here: {problem}; merge it with peft (merge_and_unload) and "
-            "load what that saves"
+            f"adapter={name!r} does not work for {source!r} here: {problem}; merge it with peft (merge_and_unload), "
+            "save the result and load that"
         )
     return lora.read_lora(adapter) if isinstance(adapter, str) else adapter
 
@@ -236,8 +236,8 @@ def _resolve_blocks(
     topology: str | None,
     adapter: LoRA | None,
 ) -> tuple[Family, int | None]:
-    """The family as this checkpoint was trained, and its block. Raises CheckpointError for another topology, or no
-    length."""
+    """The family with the checkpoint's topology, and the block length. Raises CheckpointError for a topology that does
+    not fit the checkpoint, or an unknown block length."""
     if family.modes:
         return own_drafts.select_mode(source, family, topology), _resolve_block_length(
             source, config, family, block_length
@@ -257,8 +257,8 @@ def _resolve_blocks(
     )
     if length is None:
         raise CheckpointError(
-            f"topology={topology!r} needs a block for {source!r}; give load(..., block_length=...) as it was trained "
-            "(D2F's scripts have 32 to 64)"
+            f"topology={topology!r} needs a block length for {source!r}; give that of its training with "
+            "load(..., block_length=...) (D2F's scripts use 32 to 64)"
         )
     return replace(family, block_name=PROMPT_BLOCK, block_align="prompt"), length
 
@@ -267,15 +267,15 @@ def _resolve_block_length(source: str, config: dict[str, Any], family: Family, b
     if family.block_name is None:
         if block_length is not None:
             raise CheckpointError(
-                f"block_length={block_length} is for block-causal checkpoints; {source!r} is bidirectional. How an "
-                "answer is cut is an argument of generate"
+                f"block_length={block_length} is for block-causal checkpoints; {source!r} is bidirectional. To decode "
+                "an answer in blocks, give generate(..., block_length=...)"
             )
         return None
     length = family.block_length(config, source) if block_length is None else block_length
     if length is None:
         raise CheckpointError(
-            f"neither config.json nor the name of {source!r} says how long its blocks are; give load(..., "
-            "block_length=...) as it was trained"
+            f"neither config.json nor the name of {source!r} states its block length; give that of its training with "
+            "load(..., block_length=...)"
         )
     return length
 
@@ -293,25 +293,25 @@ def _read_pretrained(
             revision,
             config=hf_config,
             key_mapping=None if family.key_mapping is None else dict(family.key_mapping),
-            generation_config=transformers.GenerationConfig(),  # read above; the file's own may hold anything
+            generation_config=transformers.GenerationConfig(),  # the file's may be invalid; `load_masked` reads it
             **options,
         )
     except (ImportError, ValueError) as error:
         if isinstance(error, CheckpointError) or config.get("quantization_config") is None:
             raise
         raise CheckpointError(
-            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be followed: "
+            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be applied: "
             f"{first_line(error)}"
         ) from error
     if family.reader is not None:
         module.__class__ = cls
-    # let the module's own `save_pretrained` write what transformers loads again: under its own names of weights, and
-    # with `is_causal` False in config.json, which does not name our attention
+    # let the module's `save_pretrained` write what transformers can load: its own weight names, and `is_causal` False,
+    # since config.json does not name our attention
     renamed = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [item for item in conversions if not renamed.issuperset(item.source_patterns)]
     module.config.is_causal = False
-    if family.experts:  # torch's grouped products take no float64, and rows in multiples of 16 bytes
+    if family.experts:  # torch's grouped products need rows of multiples of 16 bytes, and not float64
         sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
         if module.dtype == torch.float64 or any(size * module.dtype.itemsize % 16 for size in sizes):
             module.set_experts_implementation("eager")

@@ -1,12 +1,12 @@
 """Heads for multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): decoder layers that draft.
 
-Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm), each normed and
-joined by one matrix, before a decoder layer of the model's kind and a norm. The output gives logits by the model's
-output matrix, and is the next hidden state. A single layer drafts repeatedly, like EAGLE's, also trees. Of several,
-layer k makes draft k: its columns are one further to the right than those of the layer before.
+Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm). Both are normed,
+joined by one matrix, and pass through a decoder layer of the model's kind and a norm. The output is the next hidden
+state; the model's output matrix turns it into logits. A single layer drafts repeatedly, as EAGLE's, also trees. With
+several, layer k makes draft k: its columns are one position further right than those of layer k - 1.
 
 Three layouts are read: `model.layers.N.` after the model's layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next, Mellum)
-and `mtp_layers.N.` (MiMo, speculators), which join the hidden state before the token; the others join the token first.
+and `mtp_layers.N.` (MiMo, speculators). The matrix reads (hidden state, token) in the last, else (token, hidden state).
 Copies of the model's embeddings and output matrix are not read.
 """
 
@@ -46,7 +46,7 @@ SAME = (
 
 
 class MtpLayer(nn.Module):
-    """One head. like_layer: the layer of the model that it is like. index: of the head."""
+    """One head. like_layer: index of the model's layer whose form its block has. index: of the head."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, like_layer: int, index: int):
         super().__init__()
@@ -56,7 +56,7 @@ class MtpLayer(nn.Module):
         self.block = layer_class(config, like_layer)
         for part in self.block.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = index  # its place in the store
+                part.layer_idx = index  # its layer in the store
 
     def forward(self, embedded: Tensor, states: Tensor, hidden_first: bool, **kwargs: Any) -> Tensor:
         """embedded, states [R, Q, D] -> [R, Q, D]. kwargs: for the decoder layer."""
@@ -66,7 +66,7 @@ class MtpLayer(nn.Module):
 
 
 class MtpNetwork(nn.Module):
-    """All heads. hidden_first: whether their matrices have the hidden state before the token."""
+    """All heads. hidden_first: whether their matrices read (hidden state, token), not (token, hidden state)."""
 
     def __init__(self, base: Model, count: int, hidden_first: bool):
         super().__init__()
@@ -93,7 +93,7 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def num_reread(self) -> int:
-        """Number of last columns that are read again each time, since some layers have read drafts there."""
+        """Number of last columns that each call evaluates again, because later layers evaluated them with drafts."""
         return len(self.module.layers) - 1
 
     @property
@@ -105,9 +105,9 @@ class MtpDrafter(FeatureDrafter):
         """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and the outputs [R, W, D] (for
         several layers of all columns, [R, Q, D]).
 
-        query: one with `visible`; its positions and slots are the first layer's. Tokens of a later one are `layer`
-            further to the right.
-        features: [R, Q, D]: outputs of the layer before; for the first one the hidden states left of the columns, or
+        query: must set `visible`. Positions and slots are the first layer's; tokens of layer `layer` are `layer`
+            positions further right.
+        features: [R, Q, D]: outputs of the previous layer; for the first layer the hidden states before the columns, or
             the output at a draft's parent."""
         with torch.no_grad():
             cache = store.bind(query)
@@ -129,7 +129,7 @@ class MtpDrafter(FeatureDrafter):
 
     def _rotation(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         config, kinds = self.module.config, {}
-        if "full_attention" in (getattr(config, "rope_parameters", None) or {}):  # angles of each kind of layer
+        if "full_attention" in (getattr(config, "rope_parameters", None) or {}):  # angles by kind of layer
             kinds = {"layer_type": "full_attention"}
         return self.base.module.get_decoder().rotary_emb(features, positions, **kinds)
 
@@ -141,8 +141,7 @@ def check_layers(base: Any) -> None:
     layers = decoder_layers(base)
     if layers is None or not hasattr(decoder, "rotary_emb") or not hasattr(layers[-1], "input_layernorm"):
         raise ValueError(
-            f"base {base.facts.name} has no list of decoder layers of transformers' usual form, of which MTP heads are "
-            "made"
+            f"base {base.facts.name} has no list of decoder layers of transformers' usual form, which MTP heads need"
         )
 
 
@@ -165,9 +164,7 @@ def load_mtp(
             "mtp.fc or mtp_layers.0.input_proj)"
         )
     if num_stated not in (0, count):
-        raise CheckpointError(
-            f"config.json of {source!r} states {num_stated} MTP layers; the weights are those of {count}"
-        )
+        raise CheckpointError(f"config.json of {source!r} states {num_stated} MTP layers; the weights have {count}")
     check_dtypes(source, {name: headers[name].dtype for name in weights.renamed})
     with torch.device("meta"):
         module = MtpNetwork(base, min(count, len(headers)), any(".input_proj." in name for name in weights.renamed))
@@ -179,11 +176,11 @@ def load_mtp(
     )
     unstored = [name for name, _ in module.named_buffers() if name not in module.state_dict()]
     if unstored:
-        raise CheckpointError(f"{source!r}: layers of {base.facts.name} compute {unstored[0]}, which is not supported")
+        raise CheckpointError(f"{source!r}: layers of {base.facts.name} have the unsupported buffer {unstored[0]}")
     module = module.to(dtype or base.dtype)
     if dtype == torch.float64:  # kernels of experts have no float64
         module.config._experts_implementation = "eager"
-    for part in module.modules():  # corrections of routers stay precise
+    for part in module.modules():  # buffers (routers' corrections) stay float32 at least
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
     module = module.to_empty(device=base.device).requires_grad_(False)
@@ -194,7 +191,7 @@ def load_mtp(
 
 
 def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that the file's weights go to, experts one by one."""
+    """The module's tensors to write the file's weights into, by name; experts one by one."""
     state = module.state_dict()
     return {name: part.assemble(state.__getitem__) for name, part in file_weights(state, None).items()}
 

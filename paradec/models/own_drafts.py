@@ -1,4 +1,4 @@
-"""Models that draft for themselves: a block of masks over their own causal store, and an adapter for such calls."""
+"""Models that draft for themselves: they fill a block of masks over their causal store, with an adapter if any."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from paradec.models.lora import CONFIG, LoRA, read_lora
 class OwnDrafts:
     """How a model that decodes token by token also fills blocks of masks (`facts.mask_token_id`).
 
-    block_length: the block of its training, with the last final token.
-    adapter: added to its matrices in such calls, or None."""
+    block_length: the block length of its training, which counts the last final token.
+    adapter: added to the model's matrices while it fills blocks, or None."""
 
     block_length: int
     adapter: DraftAdapter | None = None
@@ -35,19 +35,20 @@ class DraftAdapter:
     """Products B A of low rank, added to linear layers while a call drafts, and never merged.
 
     files: its adapter_config.json and adapter_model.safetensors.
-    products: the module's names of the layers -> A [r, in], B [out, r] and their scale."""
+    products: the module's names of layers -> A [r, in], B [out, r] and their scale."""
 
     files: tuple[Path, Path]
     products: Mapping[str, tuple[Tensor, Tensor, float]]
 
     def save(self, folder: Path) -> None:
-        """Copy its files into a new folder."""
+        """Copy `files` into a new folder."""
         folder.mkdir()
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
 
     @contextmanager
     def applied_to(self, module: nn.Module) -> Iterator[None]:
+        """A context in which the module's layers add the products."""
         with ExitStack() as hooks:
             for name, product in self.products.items():
                 handle = module.get_submodule(name).register_forward_hook(partial(_add_product, *product))
@@ -61,11 +62,11 @@ def _add_product(down: Tensor, up: Tensor, scale: float, layer: nn.Module, input
 
 
 def select_mode(source: str, family: Family, topology: str | None) -> Family:
-    """The family in a mode, by default its first. Raises CheckpointError for an unknown one."""
+    """The family restricted to one of its modes, by default the first. Raises CheckpointError for an unknown mode."""
     mode = family.topology if topology is None else topology
     if mode not in family.modes:
         modes = ", ".join(map(repr, family.modes))
-        raise CheckpointError(f"topology={shown(topology)} does not fit {source!r}, which has {modes}")
+        raise CheckpointError(f"topology={shown(topology)} does not fit {source!r}, which allows {modes}")
     prediction = "shifted" if mode == "causal" else family.prediction
     align = "absolute" if mode == "causal" else "prompt"
     return replace(family, modes=(mode,), prediction=prediction, block_align=align)
@@ -79,7 +80,7 @@ def read_own_drafts(
     revision: str | None,
     adapter: LoRA | None,
 ) -> OwnDrafts:
-    """How a checkpoint drafts: with this adapter, else its own. Raises CheckpointError for a wrong adapter."""
+    """How a checkpoint drafts: with this adapter, else the checkpoint's. Raises CheckpointError for a wrong adapter."""
     if adapter is None and family.draft_adapter is not None:
         if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
             adapter = read_lora(source, revision, family.draft_adapter)

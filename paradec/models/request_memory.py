@@ -72,8 +72,8 @@ def request_memory(
 
 
 def _int8_difference(module: Any, itemsize: int) -> int:
-    """Bytes that rounding adds to weights of `itemsize` bytes: scales less what the layers shrink. A tied output
-    matrix is a copy of its own."""
+    """Change in bytes when weights of `itemsize` bytes become int8 with scales (negative if they shrink). A tied output
+    matrix becomes a separate copy."""
     from paradec.models.int8 import Int8Config, is_converted
 
     difference, embeddings = 0, module.get_input_embeddings().weight

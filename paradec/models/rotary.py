@@ -1,7 +1,7 @@
 """Rotary angles of checkpoints: their base and scaling.
 
-`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` choose them by the longest
-position of a call: a row would depend on its neighbours, and stored keys on another length.
+`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` are refused: they choose angles
+by the longest position of a call, so a row would depend on its neighbours, and stored keys would not fit later calls.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""The types that are read, and the fields that each must state, also those which transformers would fill in."""
+"""Supported types -> their required fields, including those that transformers would fill in."""
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
 BY_CALL = ("dynamic", "longrope")
 """Types that choose angles by the longest position of a call."""
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-"""Fields of config.json: transformers 5's, and that of earlier releases."""
+"""Fields of config.json: transformers 5's, and the one of earlier releases."""
 
 
 def rope_parameters(
     config: Mapping[str, Any], rotated_share: float | None = None, extra_fields: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """transformers' `rope_parameters` for a config.json. Raises CheckpointError for no base or two, an unknown type, or
-    wrong fields.
+    """transformers' `rope_parameters` for a config.json. Raises CheckpointError for no base, two different bases, an
+    unknown type, or wrong fields.
 
-    rotated_share: the rotated part of each head, where the family states it elsewhere; None is all of it.
+    rotated_share: the rotated part of each head, if the family states it elsewhere; None is all of it.
     extra_fields: fields of `rope_parameters` that the family also reads."""
     bases = {} if config.get("rope_theta") is None else {"rope_theta": float(read_positive(config, "rope_theta"))}
     scaled: dict[str, dict[str, Any]] = {}
@@ -64,8 +64,8 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
     if kind in BY_CALL:
         raise CheckpointError(
             f"config.json: {name}={shown(fields)} is not supported: rope_type={kind!r} chooses the rotary angles by "
-            "the longest position of a call, so that a row's numbers depend on its neighbours and stored keys "
-            f"are those of another length; supported: {', '.join(map(repr, REQUIRED))}"
+            "the longest position of a call, so that a row's numbers would depend on its neighbours, and stored keys "
+            f"would not fit later calls; supported: {', '.join(map(repr, REQUIRED))}"
         )
     if kind not in REQUIRED:
         raise CheckpointError(
@@ -104,7 +104,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
 
 
 def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """The config.json with another base of the rotary angles, wherever it states one."""
+    """The config.json with base `theta` of the rotary angles in every field for it; None changes nothing."""
     if theta is None:
         return dict(config)
     bases: dict[str, Any] = {
@@ -118,13 +118,13 @@ def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, An
 
 
 def read_max_lengths(config: Any, has_new_base: bool) -> tuple[int | None, int]:
-    """The longest row that a model takes (None for any), and the longest of its training. config: transformers'.
-    has_new_base: whether `load` was given another base of the angles."""
+    """The longest row that a model accepts (None for any length), and the longest in training. config: transformers'.
+    has_new_base: whether `load` was called with another base of the angles."""
     trained = config.max_position_embeddings
     if has_new_base:
         return None, trained
     fields = config.rope_parameters
     if not {"factor", "original_max_position_embeddings"} <= fields.keys():
         return trained, trained
-    # a file may scale the angles and leave the length as it was
+    # a file may scale the angles without raising max_position_embeddings
     return max(trained, int(fields["factor"] * fields["original_max_position_embeddings"])), trained

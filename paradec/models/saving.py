@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder in the format that `load` read, or in transformers' own; completely, or not at all."""
+"""Write a checkpoint folder, completely or not at all, in the format that `load` read or in transformers' format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from paradec.models.checkpoint import (
 from paradec.models.family import Family, read_end_ids
 
 SAVED_CLASSES = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
-"""Endings of the names of transformers' classes that `wrap` knows."""
+"""Endings of the names of transformers' classes that `wrap` accepts."""
 REPLACED = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
     r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
@@ -43,7 +43,7 @@ REPLACED = re.compile(
 )
 """Files of an earlier checkpoint that would be read with the new one."""
 FOREIGN_FILES = ("adapter_config.json", "model_index.json")
-"""Files that make a folder something else than a checkpoint of one model."""
+"""Files of a folder that is not the checkpoint of one model."""
 DRAFT_PREFIX = ".saving-"
 DTYPE_CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
 """safetensors' names of torch's dtypes."""
@@ -52,7 +52,7 @@ _replacing_files = threading.Lock()
 
 @dataclass(frozen=True)
 class Published:
-    """The parts of a checkpoint that the module lacks, to write it again.
+    """Facts of the checkpoint that a module was loaded from, for writing it again.
 
     source: the folder or hub repository. config, generation: config.json, and generation_config.json ({} if missing).
     names: the module's names of the weights -> the file's (see `check_weights`)."""
@@ -72,7 +72,7 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
         raise ValueError(f"folder={str(path)!r} is a file; give the path of a folder")
     for name in FOREIGN_FILES:
         if (path / name).exists():
-            raise ValueError(f"folder={str(path)!r} holds {name}, which says that no model of its own is there")
+            raise ValueError(f"folder={str(path)!r} holds {name}: it is the folder of an adapter or a pipeline")
     if not isinstance(max_shard_size, str):
         check_int("max_shard_size", max_shard_size, low=1, high=LARGEST_INT64)
     _split_shards({}, max_shard_size)
@@ -97,8 +97,8 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
     module, name = model.module, type(model.module).__name__
     if not type(module).__module__.startswith("transformers.") or not name.endswith(SAVED_CLASSES):
         raise ValueError(
-            f"{model.facts.name} is no text model that paradec.load read, and {name} no causal or masked "
-            "language model of transformers, so its format is not known here: save it with the code that it comes from"
+            f"{model.facts.name} is not a text model from paradec.load, and {name} is not a causal or masked language "
+            "model of transformers. Its format is unknown here: save it with the code that it comes from"
         )
     with _draft_folder(path) as draft:
         module.save_pretrained(draft, max_shard_size=max_shard_size)
@@ -109,7 +109,7 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(
     model: Any, path: Path, max_shard_size: int | str, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """quantization: of int8 weights (`paradec.models.int8.stored_config`)."""
+    """Write the published format. quantization: the config of int8 weights (`paradec.models.int8.stored_config`)."""
     published, module = model.published, model.module
     if quantization is None:
         state = published_weights(module, published)
@@ -141,7 +141,7 @@ def _save_published(
             model.tokenizer.save_pretrained(draft)
         if (
             published is not None and "auto_map" in config and os.path.isdir(published.source)
-        ):  # the code it names; nothing here runs it
+        ):  # copy the code that config.json names; nothing here runs it
             for code in Path(published.source).glob("*.py"):
                 shutil.copyfile(code, draft / code.name)
         drafts = None if published is None else published.family.draft_adapter
@@ -154,8 +154,8 @@ def _save_published(
 
 
 def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json as they were read, with the arguments of `load`; with the tokenizer they
-    give the model's facts."""
+    """config.json and generation_config.json as they were read, changed so that they state the model's facts together
+    with the tokenizer (arguments of `load` included)."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
     if published is None:  # a causal model of transformers
         generation = json.loads(model.module.generation_config.to_json_string())
@@ -204,28 +204,28 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 GATE_UP = ".mlp.experts.gate_up_proj"
 DOWN = ".mlp.experts.down_proj"
-"""Experts, which a file has one by one and a module as one."""
+"""Endings of the names of a module's stacked experts; files have one matrix per expert."""
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(\d+)\.")
 STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
 
 
 @dataclass(frozen=True)
 class StackedWeight:
-    """One weight of a file, as part of the module's.
+    """One weight of a file, assembled from the module's weights.
 
-    sources: the module's names of the weights whose rows it has in order. index: of the part in them."""
+    sources: names of the module's weights, whose rows are joined in order. index: of the part in each; () is all."""
 
     sources: tuple[str, ...]
     index: tuple[Any, ...] = ()
 
     def assemble(self, get: Callable[[str], Tensor]) -> Tensor:
-        """The file's weight. get: returns the module's by name."""
+        """Build the file's weight. get: returns a weight of the module by name."""
         tensors = [get(name)[self.index] if self.index else get(name) for name in self.sources]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
-    """The weights of a module's file, under the module's names (where it has them).
+    """The weights of a module's file, by the module's names; fused weights and single experts by the file's names.
 
     state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
     weights: dict[str, StackedWeight] = {}
@@ -248,7 +248,7 @@ def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...
 
 
 def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
-    """The file's weight with this one's rows, and all weights whose rows it has."""
+    """The file's fused weight with the rows of `module_name`, and all weights that it fuses; None without one."""
     for name, parts in (fused or {}).items():
         for part in parts:
             if module_name.endswith(f".{part}"):
@@ -258,9 +258,9 @@ def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -
 
 
 def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any, family: Family) -> dict[str, str]:
-    """Compare the stored weights with those of a module of this config, before memory is taken. Returns the module's
-    names of the weights -> the checkpoint's; for stacked or split ones the names after `family.key_mapping`. Raises
-    CheckpointError, with names, for weights that do not fit.
+    """Compare the stored weights with those of a module of this config, before memory is allocated. Returns the
+    module's names of weights -> the checkpoint's (for stacked or split weights: names after `family.key_mapping`).
+    Raises CheckpointError, with names, for weights that do not fit.
 
     headers: by the checkpoint's names. config: transformers' configuration."""
     check_dtypes(source, {name: header.dtype for name, header in headers.items()})
@@ -276,8 +276,8 @@ def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any,
 
 
 def _needed_weights(source: str, stored_names: Collection[str], config: Any, family: Family) -> dict[str, Tensor]:
-    """The weights of a family's module as files have them, as meta tensors under the module's names. Raises
-    CheckpointError for sizes that the stored weights cannot have."""
+    """The weights that a family's files must have, as meta tensors, named as by `file_weights`. Raises CheckpointError
+    for sizes that the stored weights cannot have."""
     import transformers
 
     where, layers = f"the weights of {source!r} do not fit config.json:", config.num_hidden_layers
@@ -293,7 +293,7 @@ def _needed_weights(source: str, stored_names: Collection[str], config: Any, fam
 
 
 def _check_experts(source: str, stored_names: Collection[str], state: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for another number of experts than in the module's `state`, or another form."""
+    """Raise CheckpointError for a number of experts unlike the module's `state`, or weights of an unsupported form."""
     expert_indices: dict[str, set[int]] = {}
     for name in stored_names:
         if "language_model." in name or name.startswith("model.lm_head."):
@@ -318,8 +318,8 @@ def _check_experts(source: str, stored_names: Collection[str], state: Mapping[st
 
 
 def published_weights(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
-    """The file's names of the weights -> the module's. Aliases of other tensors are left out unless the file has them.
-    Raises ValueError for weights that are not plain numbers."""
+    """The file's weights by name. Aliases of other tensors are left out unless the file has them. Raises ValueError for
+    weights that are not plain numbers."""
     state, names = module.state_dict(), published.names
     parts = file_weights(state, published.family.fused)
     file_sources = {source for name in names if name in parts for source in parts[name].sources}
@@ -329,7 +329,7 @@ def published_weights(module: nn.Module, published: Published) -> dict[str, Stac
     for name, part in parts.items():
         for source in part.sources:
             if type(state[source]) is not Tensor:
-                raise ValueError(f"{source} is quantised ({type(state[source]).__name__}); save the model before that")
+                raise ValueError(f"{source} is quantised ({type(state[source]).__name__}); save before quantising")
         tensor = state[part.sources[0]]
         offloaded = tensor.device.type == "meta"
         is_alias = tied.get(name) in names if offloaded else _storage_key(tensor) in storage
@@ -339,7 +339,7 @@ def published_weights(module: nn.Module, published: Published) -> dict[str, Stac
 
 
 def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, StackedWeight]:
-    """The names in the file -> the module's: published ones (`names`), but for stacked or split weights."""
+    """The file's int8 weights by published name (`names`); stacked or split weights by the module's name."""
     tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
     for name in module.state_dict():
         if name not in tied:
@@ -356,11 +356,11 @@ def _storage_key(tensor: Tensor) -> Any:
 def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
     module_state = module.state_dict()
 
-    @lru_cache(maxsize=1)  # the parts of a stacked weight are asked for one after the other
+    @lru_cache(maxsize=1)  # the parts of a stacked weight are requested one after the other
     def read_tensor(name: str) -> Tensor:
         if module_state[name].device.type != "meta":
             return module_state[name].detach().cpu()
-        from accelerate.utils import align_module_device  # its hooks know where the tensor is
+        from accelerate.utils import align_module_device  # accelerate's hooks know where the tensor is
 
         parent, _, attribute = name.rpartition(".")
         part = module.get_submodule(parent)
@@ -384,12 +384,12 @@ def _split_shards(weights: Mapping[str, Tensor], max_shard_size: int | str) -> A
 
 
 def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callable[[str], Tensor]) -> None:
-    """Write a file, byte for byte as `safetensors.torch.save_file(..., metadata={"format": "pt"})`, but with one tensor
-    in memory at a time.
+    """Write the same bytes as `safetensors.torch.save_file(..., metadata={"format": "pt"})`, with one tensor in memory
+    at a time.
 
     sizes: meta tensors by name. tensor_of: returns the tensor of a name, on the CPU; called once for each.
     Raises ValueError: a tensor of another size than in `sizes`. OSError: the file cannot be written."""
-    names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # every tensor begins aligned
+    names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -449,10 +449,10 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def _draft_folder(folder: Path) -> Iterator[Path]:
-    """A draft folder inside `folder` for a checkpoint, which then replaces the one there by renames.
+    """A draft folder inside `folder` for a new checkpoint, whose files replace the old ones by renames at the end.
 
-    An error before leaves the folder unchanged. config.json leaves first and comes last: if the process is killed
-    between, nothing half old can be loaded, and all old files are in the draft.
+    An error leaves `folder` unchanged. config.json is moved out first and moved in last: if the process is killed
+    between, no mixture of old and new can be loaded, and all old files are in the draft.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -479,7 +479,7 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
 
 
 def _replace_files(folder: Path, new_files: Path, old_files: Path) -> None:
-    """Move the replaced files into `old_files`, then the new ones in; if that fails, all back."""
+    """Move the old checkpoint's files to `old_files`, then the new ones in. On an error, move all back."""
     incoming = sorted((path.name for path in new_files.iterdir()), key=lambda name: (name == "config.json", name))
     outgoing = [path.name for path in folder.iterdir() if path.name in incoming or REPLACED.fullmatch(path.name)]
     try:

@@ -24,7 +24,7 @@ from paradec.core.checks import shown
 FAILURE_WAIT = timedelta(seconds=10)
 """Time that a failed rank waits for the others to leave the request."""
 OBJECTS = ("prefix", "generator", "streamer", "callback")
-"""Fields of a request that each rank keeps."""
+"""Fields of a request that are not sent: each rank uses its own."""
 _numbers, _failures = itertools.count(), list[str]()
 
 
@@ -32,7 +32,7 @@ class TensorParallelModel:
     """Methods of a model that is spread over processes."""
 
     def check_user(self: Any, user: str, *_: Any, **__: Any) -> Any:
-        """Raise ValueError for what does not run on all ranks together."""
+        """Raise ValueError for a use that does not run on all ranks together."""
         if user not in ("generate", "infill") and not user.startswith("sampler "):
             raise ValueError(f"{user} does not work with {self.facts.name}, which is spread over processes (tp_plan)")
 
@@ -41,17 +41,17 @@ class TensorParallelModel:
     __getstate__ = partialmethod(check_user, "a copy or pickle")
 
     def store_bytes(self: Any, *args: Any) -> int:
-        """As in `Model`, of this rank's heads."""
+        """As in `Decoder`, for this rank's heads."""
         shares = self.module._tp_size if splits_heads(self.module.tp_plan) else 1
         return int(super().store_bytes(*args)) // shares  # type: ignore[misc]
 
     def share_request(self: Any, prompts: Any, request: Any) -> tuple[Any, Any]:
-        """Rank 0's prompts and request with its seed, and `OBJECTS` and a drafter of this rank. ConnectionError: an
-        earlier failure. RuntimeError: another thread. SystemExit: rank 0 has sent None, and ends."""
+        """Return rank 0's prompts and request, with this rank's `OBJECTS` and drafter. Raises ConnectionError after an
+        earlier failure, RuntimeError in another thread, SystemExit if rank 0 ends (it sends None)."""
         if self.__dict__.setdefault("_thread", threading.get_ident()) != threading.get_ident():
             raise RuntimeError("a model that is spread over processes is used by one thread: calls need one order")
         if _failures:
-            raise ConnectionError(f"this process cannot go on after {_failures[0]}: end all, and start again")
+            raise ConnectionError(f"this process cannot go on after {_failures[0]}: end all processes and restart")
         self.check_user("compile=True" if request.compile else "generate")
         local_fields, generator = {name: getattr(request, name) for name in OBJECTS}, request.generator
         if request.seed is None and generator is None:
@@ -70,18 +70,19 @@ class TensorParallelModel:
 
 
 def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
-    """The values of all ranks, which call it in the same order. RuntimeError: a rank is late, or no store."""
+    """Send a value and return those of all ranks, which must call this in the same order. Raises RuntimeError if a rank
+    is late, or without a store."""
     store, rank, number = distributed.distributed_c10d._get_default_store(), distributed.get_rank(), next(_numbers)
     keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
     store.wait(keys, *[] if wait is None else [wait])
-    store.delete_key(f"paradec/{number - 1}/{rank}")  # all have come here, and so have read it
+    store.delete_key(f"paradec/{number - 1}/{rank}")  # all ranks are here, so they have read it
     return [pickle.loads(store.get(key)) for key in keys]
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A block that all ranks leave together. ConnectionError: another rank has failed, with its error."""
+    """A context that all ranks leave together. Raises ConnectionError, with its error, if another rank has failed."""
     failure, failures = None, list[str]()
     try:
         yield
@@ -95,7 +96,7 @@ def fail_together() -> Iterator[None]:
     except RuntimeError as error:  # the others are in the middle of a call
         failure = failure or error
         _failures.append(line or str(error))
-    if isinstance(failure, (RuntimeError, KeyboardInterrupt)):  # this rank was in the middle of a call, perhaps
+    if isinstance(failure, (RuntimeError, KeyboardInterrupt)):  # perhaps in the middle of a call
         _failures.append(line)
     if failures and (failure is None or isinstance(failure, RuntimeError)):
         raise ConnectionError(failures[0]) from failure
@@ -104,7 +105,8 @@ def fail_together() -> Iterator[None]:
 
 
 def load_on_all_ranks(load: Callable[[], Any]) -> Any:
-    """Load a model on all ranks, each its part. ConnectionError: another rank failed. ValueError: other checkpoints."""
+    """Load a part of a model on each rank. Raises ConnectionError if another rank failed, ValueError if ranks read
+    different checkpoints."""
     if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -137,8 +139,8 @@ def splits_heads(plan: Any) -> bool:
 
 
 def distributed_config(plan: Any, config: Any, name: str) -> Any:
-    """transformers' `DistributedConfig` for a plan and a model's configuration. ValueError: a single process, no plan
-    for the model, or heads that cannot be shared out."""
+    """transformers' `DistributedConfig` for a plan and a model's configuration. Raises ValueError for a single process,
+    no plan for the model, or heads that cannot be divided among the processes."""
     from transformers.distributed import DistributedConfig
 
     text_config, description = config.get_text_config(), f"tp_plan={shown(plan)} for {name!r}"
@@ -151,6 +153,6 @@ def distributed_config(plan: Any, config: Any, name: str) -> Any:
     for field in ("num_key_value_heads", "num_attention_heads") if splits_heads(styles) else ():
         if (heads := getattr(text_config, field, None) or size) % size:
             raise ValueError(
-                f"{description} cannot share out {field}={heads} among {size} processes: take a divisor of it"
+                f"{description} cannot divide {field}={heads} among {size} processes: their number must divide it"
             )
     return DistributedConfig(tp_plan=plan, tp_size=size)

@@ -14,33 +14,33 @@ from paradec.models.rotary import BY_CALL
 
 
 def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask: bool) -> Tensor | None:
-    """[R, 1, Q or 1, K] bool: the keys that each column sees, or None where the module needs no mask. Raises ValueError
-    for a query that lacks what the topology needs.
+    """[R, 1, Q or 1, K] bool: the keys that each column sees; None if the module needs no mask. Raises ValueError for a
+    query without the fields that the topology needs.
 
-    store: of the keys; None for a call over its own columns (K = Q).
-    makes_causal_mask: whether a causal module does so by itself."""
+    store: where the keys are; None for a call over its own columns (K = Q).
+    makes_causal_mask: whether a causal module makes its causal mask by itself."""
     if store is None:
         mask = None if query.valid is None else query.valid[:, None, None, :]
         keys, structure = query.positions, query.visible
     else:
         mask, keys = store.visible(query)
-        structure = None  # the store's mask has it
+        structure = None  # the store's mask includes `query.visible`
     if structure is None and facts.topology != "bidirectional":
         module_masks = makes_causal_mask and mask is None and store is None
         structure = topology_mask(facts, query, keys, store, module_masks)
     if structure is None or mask is None:
         return mask if structure is None else structure[:, None]
     visible = structure[:, None] & mask
-    if store is None:  # a padding column sees itself, so that its softmax is defined; stores hold its row's own blocks
+    if store is None:  # let padding columns see themselves: their softmax is then defined, as it is over a store
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
 
 
 def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, module_masks: bool) -> Tensor | None:
-    """[R, Q, K] bool: the keys that each column sees by the topology of a model that is not bidirectional, None without
-    a rule. Raises ValueError for a query without `origin` or `visible` where the topology needs it.
+    """[R, Q, K] bool: the keys that each column sees by the topology of a model that is not bidirectional; None if it
+    sets no rule. Raises ValueError for a query without `origin` or `visible` where the topology needs it.
 
-    keys: [R or 1, K] int64, the keys' positions. store: of the keys; None for the call's own.
+    keys: [R or 1, K] int64, the keys' positions. store: where the keys are; None for the call's own.
     module_masks: whether a causal module makes its own mask."""
     if store is not None and isinstance(query, VisibleQuery):
         return None
@@ -54,7 +54,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
         return block_numbers[:, :, None] >= facts.block_numbers(keys, origin)[:, None, :]
     if facts.topology == "causal_context" and isinstance(query, WindowQuery):
         if query.visible is None:
-            raise ValueError(f"{facts.name} has blocks over causal context: the query says in `visible` who sees what")
+            raise ValueError(f"{facts.name} has blocks over a causal context: the query needs `visible`")
         return None
     if facts.topology.startswith("causal") and not module_masks:
         return query.positions[:, :, None] >= keys[:, None, :]
@@ -62,7 +62,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
 
 
 def special_attention(module: Any) -> dict[str, Any]:
-    """Fields of the config that make a causal module's attention more than plain, which our masks cannot replace."""
+    """Config fields (name -> value) of a causal module whose attention a mask cannot replace; {} if one can."""
     config = module.config
     layers = getattr(config, "layer_types", None)
     special: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}
@@ -71,6 +71,6 @@ def special_attention(module: Any) -> dict[str, Any]:
     if getattr(module, "_is_stateful", False):
         special["model_type"] = config.model_type
     angles = getattr(config, "rope_parameters", None) or {}
-    if angles.get("rope_type") in BY_CALL:  # stored keys would be those of another length
+    if angles.get("rope_type") in BY_CALL:  # stored keys would have the angles of another length
         special["rope_parameters"] = angles
     return {field: value for field, value in special.items() if value is not None}

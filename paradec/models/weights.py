@@ -1,4 +1,4 @@
-"""Tensors from single files: safetensors, and pickles, of which only tensors are read."""
+"""Tensors from single files: safetensors, and pickles (only their tensors)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paradec.models.checkpoint import DTYPES, CheckpointError, check_dtypes, che
 NOTHING = r"(?!)"  # a pattern that no text matches
 PICKLES = (".pt", ".pth", ".ckpt", ".bin")
 NESTED = ("model", "module", "state_dict")
-"""Where training frameworks (DDP, DeepSpeed, Lightning) put the weights."""
+"""Keys under which training frameworks (DDP, DeepSpeed, Lightning) store the weights."""
 
 
 def find_nested(mapping: Any, path: str) -> dict[str, Any] | None:
-    """The dict under names joined by points in nested dicts, or None."""
+    """The dict at a path of keys in nested dicts ("trainer.ema"), or None."""
     for key in path.split("."):
         mapping = mapping.get(key) if isinstance(mapping, dict) else None
     return mapping if isinstance(mapping, dict) else None
@@ -35,9 +35,9 @@ def read_weights(
     """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle). A pickle is read
     with `weights_only=True`: code in it is not run.
 
-    unused: pattern of the names of tensors that are not weights: their dtype may be any.
-    nested: places of the weights in a pickle, the first existing one counts ("trainer.ema": one inside the other).
-    mmap: whether a pickle is mapped into memory, so that its other parts take none.
+    unused: pattern of the names of tensors that are not weights; these may have any dtype.
+    nested: possible paths of the weights in a pickle, as for `find_nested`; the first that exists is used.
+    mmap: whether a pickle is mapped into memory, so that its other parts use no memory.
     Raises CheckpointError: a file that is missing, of another kind, or corrupt, or weights that are not floating-point
     numbers."""
     path = Path(source)
@@ -48,11 +48,11 @@ def read_weights(
     if path.suffix not in PICKLES:
         raise CheckpointError(f"{str(path)!r} must be a .safetensors file, or one of {', '.join(PICKLES)}")
     # pickle, zip and torch each raise their own kinds
-    unreadable = checkpoint_errors(f"{str(path)!r} cannot be read as tensors alone (code in it is not run)", Exception)
-    # training scripts leave their arguments beside the weights; a Namespace holds data alone
+    unreadable = checkpoint_errors(f"{str(path)!r} cannot be read as plain tensors (code in it is not run)", Exception)
+    # training scripts store their arguments beside the weights; a Namespace holds only data
     with unreadable, torch.serialization.safe_globals([argparse.Namespace]):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    content = next((weights_at for key in nested if (weights_at := find_nested(content, key)) is not None), content)
+    content = next((mapping for key in nested if (mapping := find_nested(content, key)) is not None), content)
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not weights by name")
     weights = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}

@@ -1,4 +1,4 @@
-"""`wrap` takes a module that is already in memory."""
+"""`wrap`: a model from a module that is already in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from paradec.models.visibility import special_attention
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """Endings of transformers' names of causal language models."""
-NOT_CAUSAL = {"cpmant": "it reads its prompt both ways", "xlm": "it predicts at a mask that its own generate appends"}
-"""Classes with causal names that are not, by `model_type`."""
+NOT_CAUSAL = {"cpmant": "its prompt sees in both directions", "xlm": "it predicts at a mask that its generate appends"}
+"""`model_type` of classes with causal names -> why they are not causal."""
 DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "use_cache")
 """Arguments of a `Decoder`'s module besides a store."""
 
@@ -46,25 +46,25 @@ def wrap(
 ) -> Model:
     """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
 
-    A masked language model (BERT-like) needs its mask id alone. A transformers causal language model without a mask id,
-    in `mask_token_id` or the tokenizer, is decoded as a causal model, with the end and padding ids of its `generate`.
-    With a mask id it needs `prediction` and `topology`; unless that is "causal", it attends without a causal mask. A
-    custom class is treated as the transformers class that it extends. Any other module is called with ids alone,
-    without padding and store. Until `Model.unwrap()` the module is in evaluation mode and attends as the model needs
-    it.
+    A masked language model (BERT-like) needs only its mask id. A transformers causal language model is decoded as a
+    causal model if neither `mask_token_id` nor the tokenizer has a mask id; end and padding ids are then those of its
+    `generate`. With a mask id, `prediction` and `topology` are required; any topology other than "causal" removes the
+    causal mask. A custom class is treated as the transformers class that it extends. Any other module is called with
+    ids only, without padding or a store. Until `Model.unwrap()` the module is in evaluation mode, with the attention
+    that the model needs.
 
     Args:
         mask_token_id: the undecided token; by default the tokenizer's; not needed for topology="causal".
         eos_token_id: ids that end an answer; by default the tokenizer's.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does; a causal LM's default).
         topology: "bidirectional", "block_causal" (with `block_length`), "causal", or "causal_context" (with
-            `block_length` and `block_align="prompt"`). A custom module gets no mask, and must attend so by itself.
-        block_align: where blocks begin: "absolute" is position 0, "prompt" the end of the prompt, which is a block of
-            its own (D2F), for transformers' causal language models alone.
+            `block_length` and `block_align="prompt"`). A custom module gets no mask: it must implement the topology.
+        block_align: where blocks begin: "absolute" is position 0. "prompt" is the end of the prompt, which is then one
+            block (D2F); it works only for transformers' causal language models.
         max_length: positions the model can take; by default the config's.
 
     Raises:
-        ValueError: a fact that is missing, by name, or out of its range. TypeError: not a module.
+        ValueError: an argument that is missing (named) or out of its range. TypeError: not a module.
     """
     check_type("module", module, nn.Module)
     if (base := _transformers_class(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
@@ -114,7 +114,7 @@ def wrap(
         tokenizer_size=tokenizer_size(tokenizer),
     )
     if adapter is not Decoder and facts.prompt_aligned:
-        raise ValueError(f"block_align='prompt' does not work with {name}, which is not told where a prompt ends")
+        raise ValueError(f"block_align='prompt' does not work with {name}, whose calls do not mark a prompt's end")
     sparse = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
     current_attention: str | None = None
     if adapter is Decoder and topology != "causal":
@@ -128,8 +128,8 @@ def wrap(
 
 
 def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...], int | None]:
-    """The end ids and the padding id of a module's own `generate`: the first of its generation config, its config and
-    its tokenizer."""
+    """The end ids and the padding id of a module's `generate`, each from the first of generation config, config and
+    tokenizer that states it."""
     configs = (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer)
     ids = {}
     for name in ("eos_token_id", "pad_token_id"):
@@ -157,7 +157,7 @@ def _select_adapter(module: nn.Module) -> type[Model]:
 
 
 def _transformers_class(module: nn.Module) -> type | None:
-    """The class of transformers with a network that a module is of or extends; None without one (as remote code)."""
+    """The transformers class that a module instantiates or extends; None for others (remote code, for example)."""
     from transformers import PreTrainedModel
 
     for cls in type(module).__mro__:
@@ -173,7 +173,7 @@ def _is_causal_lm(module: nn.Module) -> bool:
 
 
 def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
-    """Whether nothing says that a causal language model was trained on masks, or runs without a causal mask."""
+    """Whether a causal language model shows no sign of training on masks, nor of running without a causal mask."""
     values = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
     config_mask = getattr(module.config, "mask_token_id", None)
     plain = all(value is None for value in (*values, config_mask))
@@ -183,7 +183,7 @@ def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer
 def _resolve_conventions(
     module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
 ) -> tuple[str, str]:
-    """Prediction and topology, by default those of the module's kind. Raises ValueError for others or none."""
+    """Prediction and topology, by default those of the module's kind. Raises ValueError for unfit or missing ones."""
     name = type(module).__name__
     if topology == "causal" and prediction is None and _is_causal_lm(module):
         prediction = "shifted"
@@ -210,7 +210,7 @@ def _end_ids(eos_token_id: Any) -> tuple[Any, ...]:
 
 
 def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology: str) -> None:
-    """Raise ValueError for a transformers module that would compute something else."""
+    """Raise ValueError for a transformers module that would not compute what `topology` states."""
     name, base = type(module).__name__, _transformers_class(module)
     if base is not None and module.base_model is module:
         raise ValueError(f"module {name} has no language-model head over its base model")
@@ -228,7 +228,7 @@ def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology
         )
     takes_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
     if topology != "causal" and _is_causal_lm(module) and not takes_masks:
-        raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be taken off")
+        raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be removed")
     if adapter is Opaque:
         return
     if topology == "causal":
@@ -236,8 +236,8 @@ def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology
             implementation = config._attn_implementation
             if implementation != "sdpa" and not implementation.startswith("paradec_"):
                 raise ValueError(
-                    f"config.is_causal=False of {name} takes its causal mask off, and its attention {implementation!r} "
-                    "none of ours; call module.set_attn_implementation('sdpa') first"
+                    f"config.is_causal=False removes the causal mask of {name}, and its attention {implementation!r} "
+                    "does not apply ours; call module.set_attn_implementation('sdpa') first"
                 )
         return
     fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}
@@ -257,8 +257,8 @@ def _is_encoder(config: Any) -> bool:
 
 
 def _check_experts(module: nn.Module, config: Any) -> None:
-    """Raise ValueError for experts whose kernel has no float64; warn of a subclass whose experts run one by one, since
-    transformers looks for their kernels in the class's own file."""
+    """Raise ValueError for float64 experts whose kernel does not support float64. Warn if a subclass's experts run one
+    by one, because transformers looks for kernels in the subclass's file."""
     name, kernel = type(module).__name__, getattr(config, "_experts_implementation", None)
     experts = [part for part in module.modules() if hasattr(part, "has_gate") and hasattr(part, "is_transposed")]
     if not experts or kernel is None:
@@ -271,14 +271,14 @@ def _check_experts(module: nn.Module, config: Any) -> None:
         )
     if kernel == "eager" and _transformers_class(module) not in (None, type(module)) and dtype != torch.float64:
         warnings.warn(
-            f"{name} computes its experts one after the other: transformers chooses a kernel for classes of its own; "
-            "module.config._experts_implementation = 'grouped_mm' takes it",
+            f"{name} computes its experts one after the other: transformers chooses a faster kernel only for its own "
+            "classes; choose it with module.config._experts_implementation = 'grouped_mm'",
             stacklevel=4,
         )
 
 
 def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
-    """Positions that the config allows. RoBERTa and kin count from padding_idx + 1, inside a table of that size."""
+    """Positions that the config allows. RoBERTa's table of that length starts with padding_idx + 1 unused rows."""
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
@@ -289,7 +289,7 @@ def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | N
     return length
 
 
-# ---- what loading needs as well -------------------------------------------------------------------------------------
+# ---- shared with loading --------------------------------------------------------------------------------------------
 
 
 def registered_attention(attn_implementation: str) -> str:
@@ -306,9 +306,8 @@ def registered_attention(attn_implementation: str) -> str:
 
 
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:
-    """The attention method of an implementation. Raises ValueError where the model cannot use it.
-
-    name: of the model, for the message. topology: of a decoder; None for other models."""
+    """The attention method (`paradec.attention`) of an `attn_implementation`, if it has one. Raises ValueError for a
+    model that cannot use it. name: the model's, for the message. topology: a decoder's; None for other models."""
     if attn_implementation.removeprefix("paradec_") != "sparsed":
         return None
     if topology != "bidirectional":

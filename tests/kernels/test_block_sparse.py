@@ -528,7 +528,7 @@ def test_a_mask_per_position_is_dense_and_said_once() -> None:
         query = sampler.query(state)[0]
         columns = query.positions.shape[1]
         trees = query.with_fields(visible=torch.ones(1, columns, columns, dtype=torch.bool))
-        with pytest.warns(UserWarning, match="attends to everything the mask allows"):
+        with pytest.warns(UserWarning, match="no effect in calls with a mask per position"):
             answer = model(trees)
         assert torch.allclose(answer, model(query.with_fields(attention=None)), atol=1e-12)
         sampler.commit(state, sampler.propose(state, [answer], [trees]))

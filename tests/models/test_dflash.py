@@ -249,7 +249,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] =
     (lambda c, w: c["dflash_config"].pop("mask_token_id"), "mask_token_id=None must be"),
     (lambda c, w: c["dflash_config"].update(mask_token_id=5), "mask_token_id=5 must be"),
     (lambda c, w: c["dflash_config"].update(target_layer_ids=[0, 4]), "target_layer_ids=4 must be"),
-    (lambda c, w: c["dflash_config"].update(selector_rank=8), "has selector_rank, of a variant of DFlash"),
+    (lambda c, w: c["dflash_config"].update(selector_rank=8), "has selector_rank, of an unsupported variant"),
     (lambda c, w: c.update(num_hidden_layers=3, layer_types=None), "num_hidden_layers=3 .*layers.2.self_attn.q_"),
     (lambda c, w: c.update(intermediate_size=7), "intermediate_size=7 need 7 rows of .*gate_proj.* which has 24"),
     (lambda c, w: c.update(rope_scaling={"type": "linear", "factor": 0}), "cannot be computed: they are not finite"),

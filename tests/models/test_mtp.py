@@ -245,7 +245,7 @@ def test_layouts_are_the_same_heads(tmp_path: Path) -> None:
 WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     (lambda c, w: w.pop("model.layers.3.hnorm.weight"), "missing weights: layers.0.hnorm.weight"),
     (lambda c, w: w.pop("model.layers.3.mlp.experts.2.up_proj.weight"), "missing weights: .*experts.2.up_proj"),
-    (lambda c, w: c.update(num_nextn_predict_layers=2), "states 2 MTP layers; the weights are those of 1"),
+    (lambda c, w: c.update(num_nextn_predict_layers=2), "states 2 MTP layers; the weights have 1"),
     (lambda c, w: c.update(num_nextn_predict_layers=1.5), "num_nextn_predict_layers=1.5 must be"),
     (lambda c, w: w.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 65)}), "mismatched weights"),
     (lambda c, w: w.update({"model.layers.3.enorm.weight": torch.zeros(32, dtype=torch.int8)}), "is int8"),

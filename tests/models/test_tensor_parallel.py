@@ -341,7 +341,7 @@ def test_arguments_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_heads_that_cannot_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}
-    with pytest.raises(ValueError, match="for 'x' cannot share out num_key_value_heads=6 among 4 processes"):
+    with pytest.raises(ValueError, match="for 'x' cannot divide num_key_value_heads=6 among 4 processes"):
         distributed_config("auto", transformers.LlamaConfig(**sizes), "x")
     refuses(lambda: distributed_config("auto", transformers.GPT2Config(), "x"), "transformers has no plan for 'gpt2'")
     assert distributed_config("auto", transformers.LlamaConfig(**sizes | {"num_key_value_heads": 4}), "x").tp_size == 4

@@ -119,7 +119,7 @@ def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) ->
     assert paradec.load(folder).facts.mask_token_id == 3
     assert paradec.load(folder, mask_token_id=9).facts.mask_token_id == 9
     (folder / "config.json").write_text(json.dumps(CONFIGS[family] | {"mask_token_id": 8}))
-    with pytest.warns(UserWarning, match="mask_token_id=8 as its config.json says, of .*'tokenizer': 3") as caught:
+    with pytest.warns(UserWarning, match="mask_token_id=8 is used, from its config.json; .*'tokenizer': 3") as caught:
         assert paradec.load(folder).facts.mask_token_id == 8
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -177,7 +177,7 @@ def test_a_stated_block_wins_over_a_name(tmp_path: Path) -> None:
 
 def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "fast_dllm_v2", bd_size=...)
-    refuses(lambda: paradec.load(folder), "says how long its blocks are; give load", paradec.CheckpointError)
+    refuses(lambda: paradec.load(folder), "states its block length; give .*load", paradec.CheckpointError)
     assert paradec.load(folder, block_length=FAMILY_BLOCK).facts.block_length == FAMILY_BLOCK
 
 
@@ -206,7 +206,7 @@ def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
     [
         ("llada2_moe_veomni", "training form.*convert it"),
         ("llava_llada", "pictures as embeddings.*paradec.wrap"),
-        ("wedlm", "moving what is decided to the front.*paradec.wrap"),
+        ("wedlm", "moves decided tokens to the front.*paradec.wrap"),
         ("omnivoice", "several codebooks.*its own code"),
         ("qwen3", "architectures=.'SDARForCausalLM'., which is no class of transformers; .*paradec.wrap"),
     ],

@@ -390,7 +390,7 @@ def test_llada_moe_is_told_from_llada(tmp_path: Path, architectures: Any) -> Non
 def test_the_block_of_a_release(tmp_path: Path, release: str, block: int | None) -> None:
     folder = edited(tmp_path / release, "llada2-tiny", mask_token_id=95)
     if block is None:
-        refuses(lambda: paradec.load(folder), r"says how long its blocks are", paradec.CheckpointError)
+        refuses(lambda: paradec.load(folder), r"states its block length", paradec.CheckpointError)
     else:
         assert paradec.load(folder).facts.block_length == block
     assert paradec.load(folder, block_length=16).facts.block_length == 16

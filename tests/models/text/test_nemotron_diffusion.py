@@ -344,7 +344,7 @@ def test_what_the_files_say(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"dlm_paradigm": "autoregressive"}, "dlm_paradigm"),
-        ({"model_type": "nemotron_labs_diffusion_vlm"}, "takes pictures"),
+        ({"model_type": "nemotron_labs_diffusion_vlm"}, "reads pictures"),
         ({"mask_token_id": None}, "mask_token_id"),
         ({"block_size": None}, "block_length"),
         ({"sliding_window": 8}, "sliding_window"),
