@@ -154,7 +154,7 @@ def designed(
     request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
     out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
     scores = model.score(prompt, out.sequences, ranks).neg().tolist()
-    structure, columns = model.structures[0], model.columns[0].of.tolist()
+    structure, columns = model.structures[0], model.columns[0].by_residue.tolist()
     chosen = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
     entries = []
     for row, (seed, letters) in enumerate(zip(seeds, model.letters(out.sequences), strict=True)):

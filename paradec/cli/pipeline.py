@@ -21,7 +21,7 @@ from paradec.cli.image_job import ImageJob
 from paradec.core.checks import check_choice, format_count
 from paradec.core.thumbnails import trace_from_steps
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.base import labels_of
+from paradec.models.images.base import list_labels
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.methods import METHODS, sampler_from
 
@@ -167,7 +167,7 @@ class PipelineJob:
         rows = [entry for entry in values for _ in range(self.request["num_images"])]
         if "class_labels" in self.job.conditions:
             classes = pipe.transformer.config.num_embeds_ada_norm
-            call: dict[str, Any] = {"class_labels": labels_of(rows, classes)}
+            call: dict[str, Any] = {"class_labels": list_labels(rows, classes)}
         else:
             call = {"prompt": rows}
             if self.request["negative_prompt"] is not None:

@@ -85,7 +85,7 @@ class Model(Adapter):
     any_order: bool = False
     """Whether a prediction depends only on the positions decided before it. Samplers of causal models can then decode
     in any order (`AnyOrderQuery`)."""
-    first_place: int = 0
+    first_position: int = 0
     """For any-order models: the position that index 0 of a request's order means."""
     published: Published | None = None
     """The checkpoint's files as `load` read them, for `save_pretrained`."""

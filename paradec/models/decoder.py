@@ -71,7 +71,7 @@ class Decoder(Model):
     def _call(self, query: Query, store: Any) -> Tensor:
         arguments: dict[str, Any] = {}
         if store is not None or getattr(query, "attention", None) is not None:
-            arguments = cache_and_plan(self.module, query, store)
+            arguments = store_arguments(self.module, query, store)
         mask = self._visible(query, store)
         if mask is None and self._has_paradec_attention:
             mask = SEE_ALL
@@ -170,7 +170,7 @@ def calls_parts(module: Any) -> bool:
     )
 
 
-def cache_and_plan(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
+def store_arguments(module: nn.Module, query: Query, store: Any) -> dict[str, Any]:
     """The module's keyword arguments for a store and for the query's attention plan."""
     arguments: dict[str, Any] = {}
     if store is not None:

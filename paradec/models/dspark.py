@@ -102,7 +102,7 @@ class MarkovWalk:
     def slot_candidates(self, slot: int) -> None:
         """Return None: a draft may be any token."""
 
-    def _before(self, previous: Tensor) -> Tensor:
+    def _embed_previous(self, previous: Tensor) -> Tensor:
         """[branches * R, r]: the tokens `previous`, embedded; unknown ids count as 0."""
         head = self.drafter.module.markov_head
         if head is None:
@@ -115,7 +115,7 @@ class MarkovWalk:
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
-        state, embedded = self.states[:, slot], self._before(previous)
+        state, embedded = self.states[:, slot], self._embed_previous(previous)
         inputs = torch.cat((state, embedded), -1) if head.proj.in_features > state.shape[-1] else state
         return head.proj(inputs)[: len(previous), 0]
 
@@ -123,7 +123,7 @@ class MarkovWalk:
         """Logits [R, Vd] of a slot, over the drafter's vocabulary. Slots must be called in order."""
         logits, head = self.base_logits[:, slot], self.drafter.module.markov_head
         if head is not None:
-            bias, self.memory = head(self._before(previous), self.states[:, slot], self.memory)
+            bias, self.memory = head(self._embed_previous(previous), self.states[:, slot], self.memory)
             logits = logits + bias.to(logits.dtype)
         return self.guide(logits.unsqueeze(1)).squeeze(1)
 

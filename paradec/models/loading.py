@@ -280,8 +280,8 @@ def _load_gguf(
 
     quantization, is_unpacked_here = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
     others = [options[name] for name in ("quantization_config", "adapter", "device_map", "offload_folder")]
-    is_free = dtype == "auto" and (device is None or device.type == "cpu") and all(value is None for value in others)
-    if quantization is None and is_free and is_unpacked_here and file.has_packed_layers(Int8Config.min_weights):
+    can_choose = dtype == "auto" and (device is None or device.type == "cpu") and all(value is None for value in others)
+    if quantization is None and can_choose and is_unpacked_here and file.has_packed_layers(Int8Config.min_weights):
         quantization = Int8Config()
     if quantization is not None:
         if not is_unpacked_here:

@@ -90,7 +90,7 @@ def load_masked(
 
     gguf: the file at `source`, which replaces all files of a folder."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
-        config = {**config, sdar.GIVEN: block_length}
+        config = {**config, sdar.ARGUMENT_BLOCK: block_length}
     family = _find_family(source, config)
     if (is_shifted := read_flag(config, SHIFT, None)) is not None:
         family = replace(family, prediction="shifted" if is_shifted else "same")

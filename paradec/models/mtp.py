@@ -89,7 +89,7 @@ class MtpDrafter(FeatureDrafter):
 
     def __init__(self, module: MtpNetwork, base: Model, name: str = "MTP"):
         super().__init__(module, base, name)
-        check_layers(base)
+        check_mtp_base(base)
 
     @property
     def num_reread(self) -> int:
@@ -134,7 +134,7 @@ class MtpDrafter(FeatureDrafter):
         return self.base.module.get_decoder().rotary_emb(features, positions, **kinds)
 
 
-def check_layers(base: Any) -> None:
+def check_mtp_base(base: Any) -> None:
     """Raise TypeError or ValueError for a model that MTP heads cannot draft for."""
     check_base(base)
     decoder = getattr(base.module, "get_decoder", lambda: None)()
@@ -152,7 +152,7 @@ def load_mtp(
     source: str, config: Mapping[str, Any], base: Model, dtype: torch.dtype | None, revision: str | None
 ) -> MtpDrafter:
     """Load heads of a model's own checkpoint, or in speculators' format, as `load_drafter` does."""
-    check_layers(base)
+    check_mtp_base(base)
     _check_config(source, config, base)
     headers = read_weight_headers(source, revision)
     weights = find_mtp_weights(headers, config)

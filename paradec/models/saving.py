@@ -383,11 +383,11 @@ def _split_shards(weights: Mapping[str, Tensor], max_shard_size: int | str) -> A
         ) from None
 
 
-def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callable[[str], Tensor]) -> None:
+def write_safetensors(path: Path, sizes: Mapping[str, Tensor], get_tensor: Callable[[str], Tensor]) -> None:
     """Write the same bytes as `safetensors.torch.save_file(..., metadata={"format": "pt"})`, with one tensor in memory
     at a time.
 
-    sizes: meta tensors by name. tensor_of: returns the tensor of a name, on the CPU; called once for each.
+    sizes: meta tensors by name. get_tensor: returns the tensor of a name, on the CPU; called once for each.
     Raises ValueError: a tensor of another size than in `sizes`. OSError: the file cannot be written."""
     names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -401,7 +401,7 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], tensor_of: Callab
     with path.open("wb") as file:
         file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for name in names:
-            tensor = tensor_of(name)
+            tensor = get_tensor(name)
             if (tensor.shape, tensor.dtype) != (sizes[name].shape, sizes[name].dtype):
                 raise ValueError(
                     f"{name} was {list(sizes[name].shape)} of {sizes[name].dtype} and became {list(tensor.shape)} of "

@@ -26,7 +26,7 @@ CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 """Endings of transformers' names of causal language models."""
 NOT_CAUSAL = {"cpmant": "its prompt sees in both directions", "xlm": "it predicts at a mask that its generate appends"}
 """`model_type` of classes with causal names -> why they are not causal."""
-DECODER_TAKES = ("input_ids", "attention_mask", "position_ids", "use_cache")
+DECODER_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "use_cache")
 """Arguments of a `Decoder`'s module besides a store."""
 
 
@@ -144,13 +144,13 @@ def _select_adapter(module: nn.Module) -> type[Model]:
     if base is None:
         return Opaque
     parameters = inspect.signature(module.forward).parameters
-    takes_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    accepts_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if base.__name__.endswith("ForMaskedLM") and "attention_mask" in parameters:
         return Encoder
     generates = _is_causal_lm(module) and getattr(module, "_supports_attention_backend", False)
     cache = cache_argument(module)
     if generates and (
-        takes_kwargs or cache is not None and all(name in parameters for name in (*DECODER_TAKES, cache))
+        accepts_kwargs or cache is not None and all(name in parameters for name in (*DECODER_ARGUMENTS, cache))
     ):
         return Decoder
     return Opaque
@@ -226,8 +226,8 @@ def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology
         raise ValueError(
             f"config.is_decoder=False makes {name} bidirectional; a causal language model of its kind needs True"
         )
-    takes_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
-    if topology != "causal" and _is_causal_lm(module) and not takes_masks:
+    accepts_masks = adapter is Decoder and base is not None and base.__name__.endswith("ForCausalLM")
+    if topology != "causal" and _is_causal_lm(module) and not accepts_masks:
         raise ValueError(f"topology={topology!r} is not available for {name}: its causal mask cannot be removed")
     if adapter is Opaque:
         return

@@ -28,7 +28,7 @@ from paradec.models.images.distilled_llamagen import (
 from paradec.models.images.distilled_var import SECONDS, load_distilled_var
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, load_multi_scale_vq
-from paradec.models.images.var import ends_of, load_var
+from paradec.models.images.var import load_var, scale_ends
 from paradec.models.images.vq import VQConfig, VQModel
 from paradec.samplers.pictures.distilled import Distilled
 
@@ -409,7 +409,7 @@ def test_published_stages() -> None:
     sizes = {"n_layer": 1, "n_head": 16, "vocab_size": 8, "num_classes": 2, "ffn_dim": 8}
     published = [DistilledLlamaGenConfig(dim=dim, **sizes) for dim in (768, 1024)]
     assert [(config.second, config.split) for config in published] == [(80, 80), (80, 130)]
-    scales = Stages((0, *ends_of(PUBLISHED_SCALES[256])), 5, 5, scales=True)
+    scales = Stages((0, *scale_ends(PUBLISHED_SCALES[256])), 5, 5, scales=True)
     tokens = tiny_student(grid=16).facts.stages
     for name, calls in (("llamagen_l_", (22, 42, 81)), ("var_d16_", (3, 4, 6))):
         teacher, stages = (tiny_llamagen(), tokens) if name.startswith("llamagen") else (tiny_var(), scales)

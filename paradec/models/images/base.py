@@ -120,7 +120,7 @@ class PictureModel:
         """Lay out one request: `num_images` adjacent rows for every prompt or label. Here conditions are class labels,
         an int or several, below `facts.classes`. Raises ValueError or TypeError for other conditions."""
         self.refuse_negative_prompt(negative_prompt)
-        return ImageRequest(self, labels_of(conditions, self.facts.classes, num_images))
+        return ImageRequest(self, list_labels(conditions, self.facts.classes, num_images))
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         """Start one request: `sampler.start`, with this kind of model's additions to a `paradec.Request`."""
@@ -251,7 +251,7 @@ def picture_tokens(state: Any, grid: Grid) -> Tensor:
     return state.canvas.gather(1, start + torch.arange(grid.length, device=state.canvas.device)).cpu()
 
 
-def labels_of(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
+def list_labels(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
     """List class labels, each `copies` times. Raises ValueError for none or one out of range, TypeError for others."""
     if hasattr(class_labels, "tolist"):
         class_labels = class_labels.tolist()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice
 from paradec.models.images.grid import Grid, pixels_to_codes
-from paradec.models.images.text_to_image import TextToImageModel, order_ids, pretrained
+from paradec.models.images.text_to_image import TextToImageModel, load_pretrained, order_ids
 from paradec.models.images.vq import VQModel, check_codebook, load_vq
 
 
@@ -151,7 +151,7 @@ def load_chameleon(
         vq = load_vq(vq, "chameleon")
     # the encoder is never used, the codebook only without `vq`
     unused_weights = r"model\.vqmodel\.(?!quantize\.)" if vq is None else r"model\.vqmodel\."
-    module, tokenizer = pretrained(source, "ChameleonForConditionalGeneration", dtype, revision, unused_weights)
+    module, tokenizer = load_pretrained(source, "ChameleonForConditionalGeneration", dtype, revision, unused_weights)
     if device is not None:
         module, vq = module.to(device), None if vq is None else vq.to(device)
     return ChameleonModel(module, layout, vq, tokenizer)

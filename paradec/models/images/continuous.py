@@ -18,7 +18,7 @@ Keys = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
-class Kept:
+class ReusedKeys:
     """Keys and values of a full evaluation, per branch and row, which local evaluations of its group reuse."""
 
     encoder: Keys
@@ -49,7 +49,7 @@ class ContinuousQuery:
     temperature: float
     guidance: float | None
     """The scale at this step; None evaluates one branch."""
-    kept: Kept | None = None
+    kept: ReusedKeys | None = None
     """Keys and values that a local step reads; None evaluates everything."""
     drop: Tensor | None = None
     """[B, U] int64: positions (the group's) whose keys and values a full step does not return; None returns none."""
@@ -82,7 +82,7 @@ class ContinuousAnswer:
 
     tokens: Tensor
     conditions: Tensor
-    kept: Kept | None
+    kept: ReusedKeys | None
     distribution: TokenDistribution | None = None
 
 

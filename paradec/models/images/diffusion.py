@@ -11,7 +11,7 @@ from torch import Tensor
 from paradec.core.checks import check_type
 from paradec.core.family_queries import LatentQuery
 from paradec.models.base import Adapter
-from paradec.models.images.base import labels_of
+from paradec.models.images.base import list_labels
 
 
 class DiffusionModel(Adapter):
@@ -48,7 +48,7 @@ class DiffusionModel(Adapter):
             raise ValueError(f"latent has shape {tuple(latent.shape)}, not [batch, {self.channels}, {size}, {size}]")
         if set(values) != {"class_labels"}:
             raise ValueError(f"conditions {sorted(values)} must be: class_labels")
-        labels = labels_of(values["class_labels"], self.null_label + 1)
+        labels = list_labels(values["class_labels"], self.null_label + 1)
         labels = labels * len(latent) if not isinstance(values["class_labels"], (Sequence, Tensor)) else labels
         if len(labels) != len(latent):
             raise ValueError(f"class_labels has {len(labels)} entries for {len(latent)} rows; give one, or one per row")

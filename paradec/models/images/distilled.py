@@ -105,13 +105,13 @@ class DistilledModel(PictureModel, Adapter):
     decoder_option = "vq"
     vq: Any
     facts: DistilledFacts
-    taught: ClassVar[Mapping[str, Any]] = {}
+    teacher_defaults: ClassVar[Mapping[str, Any]] = {}
     """The authors' settings of the teacher."""
 
     def __init__(self, module: nn.Module, facts: DistilledFacts, defaults: Mapping[str, Any] | None = None):
         super().__init__(module.eval())
         self.facts = facts
-        self.defaults = merge_defaults({"steps": 2, **self.taught}, defaults)
+        self.defaults = merge_defaults({"steps": 2, **self.teacher_defaults}, defaults)
 
     # ---- for subclasses -------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class DistilledLlamaGenModel(DistilledModel):
     defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
 
     module: DistilledLlamaGen
-    taught = {"guidance_scale": 2.0, "top_k": 8000, "top_p": None, "temperature": 1.0}
+    teacher_defaults = {"guidance_scale": 2.0, "top_k": 8000, "top_p": None, "temperature": 1.0}
 
     def __init__(
         self,

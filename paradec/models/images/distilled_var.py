@@ -63,7 +63,7 @@ class DistilledVARModel(ScalePictures, DistilledModel):
     Raises TypeError: another kind of module or autoencoder. ValueError: another codebook, a wrong stage or default."""
 
     module: DistilledVAR
-    taught = {"guidance_scale": 3.0, "top_k": 900, "top_p": 0.95, "temperature": 1.0}
+    teacher_defaults = {"guidance_scale": 3.0, "top_k": 900, "top_p": 0.95, "temperature": 1.0}
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from paradec.models.images.grid import Grid, pixels_to_codes
-from paradec.models.images.text_to_image import TextToImageModel, order_ids, pretrained
+from paradec.models.images.text_to_image import TextToImageModel, load_pretrained, order_ids
 
 DEFAULT_SIDE = 90
 """Tokens along one side of a picture of 720 x 720 pixels."""
@@ -66,5 +66,5 @@ def load_emu3(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> Emu3Model:
     """Read an Emu3 from a folder or hub repository. Raises CheckpointError for another checkpoint."""
-    module, tokenizer = pretrained(source, "Emu3ForConditionalGeneration", dtype, revision)
+    module, tokenizer = load_pretrained(source, "Emu3ForConditionalGeneration", dtype, revision)
     return Emu3Model(module if device is None else module.to(device), tokenizer)

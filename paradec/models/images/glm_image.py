@@ -18,7 +18,7 @@ from paradec.core.query import Query
 from paradec.core.rows import ROWS
 from paradec.models.images.base import ImageRequest, exact_prompts, request_rows
 from paradec.models.images.grid import Grid, pixels_to_codes
-from paradec.models.images.text_to_image import TextToImageModel, pretrained
+from paradec.models.images.text_to_image import TextToImageModel, load_pretrained
 
 SCALE = 32
 """Pixels along one side of a code of the large raster."""
@@ -219,7 +219,7 @@ def load_glm_image(
 ) -> GlmImageModel:
     """Read GLM-Image's prior from a folder or hub repository, or from the pipeline's `vision_language_encoder`. A
     processor in that folder, or in `processor` next to it, is read too. Raises CheckpointError for wrong files."""
-    module, _ = pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
+    module, _ = load_pretrained(source, "GlmImageForConditionalGeneration", dtype, revision)
     processor, path = None, os.fspath(source)
     for folder in (path, os.path.join(path, os.pardir, "processor")):
         if os.path.isfile(os.path.join(folder, "processor_config.json")):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradec.core.query import Query
 from paradec.models.images.grid import Grid
-from paradec.models.images.text_to_image import TextToImageModel, pretrained
+from paradec.models.images.text_to_image import TextToImageModel, load_pretrained
 
 
 class JanusModel(TextToImageModel):
@@ -69,5 +69,5 @@ def load_janus(
     source: str | os.PathLike[str], *, dtype: Any = None, device: Any = None, revision: str | None = None
 ) -> JanusModel:
     """Read a Janus or Janus-Pro from a folder or hub repository. Raises CheckpointError for another checkpoint."""
-    module, tokenizer = pretrained(source, "JanusForConditionalGeneration", dtype, revision)
+    module, tokenizer = load_pretrained(source, "JanusForConditionalGeneration", dtype, revision)
     return JanusModel(module if device is None else module.to(device), tokenizer)

@@ -31,7 +31,7 @@ from paradec.models.images.base import (
     ImageModel,
     ImageRequest,
     exact_prompts,
-    labels_of,
+    list_labels,
     merge_defaults,
     request_rows,
     widen,
@@ -230,10 +230,10 @@ def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
         return pad(torch.complex(angle.cos(), angle.sin()), (0, 0, 1, 0))
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate the adjacent pairs of [R, heads, Q, head_dim]."""
     pairs = torch.view_as_complex(widen(x).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class LlamaGenModel(ImageModel):
         vocab = self.facts.vocab_size
         if self.conditions == "class_labels":
             classes = self.module.config.num_classes
-            rows = [[vocab + label] for label in labels_of(conditions, classes, num_images)]
+            rows = [[vocab + label] for label in list_labels(conditions, classes, num_images)]
             return ImageRequest(self, exact_prompts(rows), exact_prompts([[vocab + classes] for _ in rows]))
         captions = [caption for caption in self._features(conditions) for _ in range(num_images)]
         embedding = self.module.cls_embedding
@@ -461,9 +461,9 @@ def read_network(
     module = module.to(dtype)
     module.load_state_dict(state)
     if isinstance(text_encoder, str):
-        from paradec.models.images.text_to_image import pretrained
+        from paradec.models.images.text_to_image import load_pretrained
 
-        encoder, tokenizer = pretrained(text_encoder, "T5EncoderModel", None, None)
+        encoder, tokenizer = load_pretrained(text_encoder, "T5EncoderModel", None, None)
         if tokenizer is None:
             raise CheckpointError(f"{text_encoder!r} has no tokenizer that can be read, and its T5 encoder needs one")
         text_encoder = (tokenizer, encoder)

@@ -25,7 +25,7 @@ from paradec.core.orders import LPD as LPDOrder
 from paradec.core.orders import group_sizes
 from paradec.core.query import Query, StoreCall
 from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
-from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, labels_of, merge_defaults, widen
+from paradec.models.images.base import ImageModel, ImageRequest, exact_prompts, list_labels, merge_defaults, widen
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import NOT_SIZES, count_blocks, find_files
@@ -211,7 +211,7 @@ class LPDModel(ImageModel):
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         self.refuse_negative_prompt(negative_prompt)
         classes = self.module.config.num_classes
-        rows = [[self.blank_id + 1 + label] for label in labels_of(conditions, classes, num_images)]
+        rows = [[self.blank_id + 1 + label] for label in list_labels(conditions, classes, num_images)]
         uncond = [[self.blank_id + 1 + classes] for _ in rows]
         return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
 
@@ -229,12 +229,12 @@ class LPDModel(ImageModel):
         if not isinstance(query, RankedQuery):
             return super().__call__(query, store)
         with self.evaluating():
-            return answer_ranked(self.module, query, store)
+            return ranked_logits(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:
         """The model as an any-order model: a row is the class, then all cells, with `blank_id` at undecided ones."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
-        return self._copy_with(facts=facts, any_order=True, first_place=1, branches=branches)
+        return self._copy_with(facts=facts, any_order=True, first_position=1, branches=branches)
 
     branches = 1
 
@@ -339,7 +339,7 @@ def _config(path: Path, weights: Mapping[str, Tensor], fields: Mapping[str, Any]
     return config
 
 
-def answer_ranked(module: Any, query: RankedQuery, store: Any) -> Tensor:
+def ranked_logits(module: Any, query: RankedQuery, store: Any) -> Tensor:
     """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask, 0
     for padding. W' is the largest number of wanted positions in a row. A token sees tokens up to its rank; a wanted
     position sees tokens of lower rank and itself. Keys and values are stored by rank.

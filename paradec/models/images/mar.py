@@ -26,8 +26,8 @@ from paradec.models.images.continuous import (
     ContinuousAnswer,
     ContinuousQuery,
     DiffusionHead,
-    Kept,
     Keys,
+    ReusedKeys,
     TokenDistribution,
 )
 from paradec.models.images.grid import Grid
@@ -233,7 +233,7 @@ class MARModel(PictureModel, Adapter):
             )
             return ContinuousAnswer(distribution.mean, conditions, kept_keys, distribution)
 
-    def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> Kept:
+    def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
         """Keys and values of a full step, without the positions `drop` [R, U], which its group decides."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
@@ -247,7 +247,7 @@ class MARModel(PictureModel, Adapter):
 
         if not keep_buffer:
             encoder = [(key[:, :, num_buffer:], value[:, :, num_buffer:]) for key, value in encoder]
-        return Kept(encoder, [gather(pair) for pair in decoder])
+        return ReusedKeys(encoder, [gather(pair) for pair in decoder])
 
     def check_draft(self, draft: MARModel) -> None:
         """Raise ValueError unless `draft` makes the same kind of tokens as this model."""

@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate, mse_loss
 
 from paradec.core.checks import check_int, shown
 from paradec.models.checkpoint import check_fit, checkpoint_errors
-from paradec.models.images.vq import Codebook, Decoder, Encoder, VQConfig, decoder_sizes, from_taming
+from paradec.models.images.vq import Codebook, ConvDecoder, ConvEncoder, VQConfig, decoder_sizes, from_taming
 from paradec.models.weights import read_weights
 
 CONVOLUTIONS = 4
@@ -53,10 +53,10 @@ class Smoothing(nn.Module):
         super().__init__()
         self.qresi_ls = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(CONVOLUTIONS))
 
-    def forward(self, codes: Tensor, place: float) -> Tensor:
-        """codes: [B, C, h, w]. place: relative position of the scale, from 0 (the coarsest) to 1."""
+    def forward(self, codes: Tensor, fraction: float) -> Tensor:
+        """codes: [B, C, h, w]. fraction: relative position of the scale, from 0 (the coarsest) to 1."""
         ticks = np.linspace(1 / 3 / CONVOLUTIONS, 1 - 1 / 3 / CONVOLUTIONS, CONVOLUTIONS)
-        nearest = int(np.abs(ticks - place).argmin())
+        nearest = int(np.abs(ticks - fraction).argmin())
         return codes * 0.5 + self.qresi_ls[nearest](codes) * 0.5
 
 
@@ -77,9 +77,9 @@ class MultiScaleVQ(nn.Module):
         self.config = config
         self.quantize = MultiScaleCodebook(config.codebook_size, config.codebook_embed_dim)
         self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 3, padding=1)
-        self.decoder = Decoder(config)
+        self.decoder = ConvDecoder(config)
         if config.encoder:
-            self.encoder = Encoder(config)
+            self.encoder = ConvEncoder(config)
             self.quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 3, padding=1)
 
     @property

@@ -13,7 +13,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
-from paradec.models.images.base import labels_of
+from paradec.models.images.base import list_labels
 from paradec.models.images.loading import packaged_image
 
 OUTPUT_TYPES = ("pil", "np", "pt")
@@ -55,7 +55,7 @@ class PixelDiTPipeline(DiffusionPipeline):
         latents: initial noise [B, C, H, W], instead of drawing it.
         output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W], both float in [0, 1]."""
         config = self.transformer.config
-        labels = labels_of(class_labels, config.num_embeds_ada_norm)
+        labels = list_labels(class_labels, config.num_embeds_ada_norm)
         check_number("guidance_scale", guidance_scale, low=0)
         check_int("num_inference_steps", num_inference_steps, low=1)
         check_choice("output_type", output_type, OUTPUT_TYPES)

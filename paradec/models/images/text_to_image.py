@@ -161,7 +161,7 @@ def order_ids(codes: dict[int, int], size: int, name: str) -> tuple[int, ...]:
     return tuple(codes[code] for code in range(size))
 
 
-def pretrained(
+def load_pretrained(
     source: str | os.PathLike[str], architecture: str, dtype: Any, revision: str | None, unused: str | None = None
 ) -> tuple[Any, Any]:
     """Read (module, tokenizer) of transformers' class `architecture` from a folder or hub repository with safetensors.

@@ -22,7 +22,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
 from paradec.models.checkpoint import check_fit, checkpoint_errors
 from paradec.models.decoder import Decoder, needs_hidden
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, merge_defaults, picture_tokens
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, list_labels, merge_defaults, picture_tokens
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import count_blocks, find_files
@@ -241,7 +241,7 @@ class MaskedImageModel(PictureModel, UViTModel):
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         self.refuse_negative_prompt(negative_prompt)
-        labels = labels_of(conditions, self.module.classes - 1, num_images)
+        labels = list_labels(conditions, self.module.classes - 1, num_images)
         return ImageRequest(self, [[self.class_token(label)] for label in labels])
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:

@@ -32,15 +32,15 @@ HEAD = 64
 """Head width of the published models."""
 BUFFERS = ("lvl_1L", "attn_bias_for_masking")
 """Tensors of published files that are ignored: both follow from the scales."""
-LARGEST_SCALE = math.log(100)
-"""Bound of `scale_mul_1H11`, the logarithm of the normalised queries' factor."""
+MAX_LOG_QUERY_FACTOR = math.log(100)
+"""Bound of `scale_mul_1H11`, the logarithm of the factor of normalised queries."""
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
 """Settings of the authors' figures; their guidance of 1.5 is 2.5 here (they use `1 + cfg`)."""
 
 
-def ends_of(scales: Sequence[int]) -> list[int]:
-    """Count the tokens up to the end of each scale; the last count is `L`."""
+def scale_ends(scales: Sequence[int]) -> list[int]:
+    """Numbers of tokens up to the end of each scale; the last is `L`."""
     return list(accumulate(side**2 for side in scales))
 
 
@@ -110,7 +110,7 @@ class ScaleAnswer:
     """[wanted * B, n, V] of the last scale."""
     codes: Tensor
     """[V, C]: the codebook."""
-    place: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
+    add_scale: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
     """Add a scale: (features [B, C, s, s], code vectors [B, n, C], scale) -> new features, and the next scale's input
     [B, n', C], None after the last."""
 
@@ -150,7 +150,7 @@ class VAR(nn.Module):
         check_divides("heads", heads, "width", width)
         self.scales, self.width, self.heads, self.classes = tuple(scales), width, heads, classes
         self.codebook_size, self.code_dim, self.eps, self.shared_adaln = codebook_size, code_dim, eps, shared_adaln
-        self.ends = ends_of(self.scales)
+        self.ends = scale_ends(self.scales)
         self.word_embed = nn.Linear(code_dim, width)
         self.class_emb = nn.Embedding(classes + 1, width)
         self.pos_start = nn.Parameter(torch.zeros(1, 1, width))
@@ -281,7 +281,7 @@ class Attention(nn.Module):
         qkv = linear(x, self.mat_qkv.weight, bias)
         query, key, value = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, heads, n, head] each
         if hasattr(self, "scale_mul_1H11"):
-            query = normalize(query, dim=-1) * self.scale_mul_1H11.clamp(max=LARGEST_SCALE).exp()
+            query = normalize(query, dim=-1) * self.scale_mul_1H11.clamp(max=MAX_LOG_QUERY_FACTOR).exp()
             key = normalize(key, dim=-1)
         if store is not None:
             key, value = store.append(layer, begin, key, value)
@@ -313,7 +313,7 @@ class ScaleFacts:
 
     @property
     def ends(self) -> list[int]:
-        return ends_of(self.scales)
+        return scale_ends(self.scales)
 
 
 class ScalePictures(PictureModel):
@@ -382,7 +382,7 @@ class VARModel(ScalePictures, Adapter):
             inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
             num_wanted = query.wanted * len(query.labels)
             logits = self.module(labels, inputs, query.first, query.last, query.store, num_wanted, query.masked)
-        return ScaleAnswer(logits, self.codes, self.place)
+        return ScaleAnswer(logits, self.codes, self.add_scale)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
         """Make an empty store for the first `scales` scales. rows: rows of a call, counting each branch. Under autocast
@@ -394,7 +394,7 @@ class VARModel(ScalePictures, Adapter):
         )
 
     @torch.no_grad()
-    def place(self, features: Tensor, codes: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
+    def add_scale(self, features: Tensor, codes: Tensor, index: int) -> tuple[Tensor, Tensor | None]:
         scales = self.module.scales
         features = self.vq.add(features, codes.to(features.dtype), index, scales)
         is_last = index == len(scales) - 1
@@ -454,13 +454,13 @@ def read_network(
     device: str | torch.device | None,
     extra: Sequence[str] = (),
     nested: Sequence[str] = NESTED,
-    sized: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    to_var_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> tuple[Any, MultiScaleVQ, str, dict[str, Any], bool]:
     """Read the parts of the adapter of a VAR or its student: the network, the VQ, its name, the fields of config.json,
     and whether the scales are those of published models. Raises as `load_var`.
 
     kind: its name in messages. extra: weights that this kind needs besides a VAR's. nested: as for `read_weights`.
-    sized: weights -> those for `read_sizes`."""
+    to_var_weights: converts the weights to the sizes of a VAR's, for `read_sizes`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
         raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
@@ -471,7 +471,7 @@ def read_network(
     config = fields or metadata.get("config", {})
     scales = scales or config.get("scales") or config.get("patch_nums")
     with checkpoint_errors(f"{str(path)!r} holds no {kind}", LookupError, ValueError):
-        sizes = read_sizes(sized(weights), scales, heads or config.get("heads") or config.get("num_heads"))
+        sizes = read_sizes(to_var_weights(weights), scales, heads or config.get("heads") or config.get("num_heads"))
         module = network(**sizes).to(dtype or torch.float32)  # before loading: weights may be wider
     # buffers, which are zeros, may be missing in files
     check_fit(module.state_dict(), weights, str(path), optional={key for key, _ in module.named_buffers()})
@@ -489,15 +489,15 @@ def read_sizes(
     missing tensor, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:
-        scales = next((candidate for candidate in PUBLISHED_SCALES.values() if ends_of(candidate)[-1] == length), None)
+        scales = next((sides for sides in PUBLISHED_SCALES.values() if scale_ends(sides)[-1] == length), None)
         if scales is None:
             raise ValueError(f"its pictures have {length} tokens, unlike any published model's; give scales=...")
     check_scales(scales)
     levels = weights["lvl_embed.weight"].shape[0]
-    if len(scales) != levels or ends_of(scales)[-1] != length:
+    if len(scales) != levels or scale_ends(scales)[-1] != length:
         raise ValueError(
-            f"scales={shown(tuple(scales))} are {len(scales)} maps of {ends_of(scales)[-1]} tokens; the weights have "
-            f"{levels} maps of {length}"
+            f"scales={shown(tuple(scales))} are {len(scales)} maps of {scale_ends(scales)[-1]} tokens; the weights "
+            f"have {levels} maps of {length}"
         )
     scale = weights.get("blocks.0.attn.scale_mul_1H11")
     if heads is None:

@@ -145,7 +145,7 @@ def _middle(width: int, groups: int) -> nn.ModuleList:
     )
 
 
-class Decoder(nn.Module):
+class ConvDecoder(nn.Module):
     """Latents [B, z, h, w] -> images [B, C, h * scale, w * scale]; `conv_blocks` begin at the lowest resolution."""
 
     def __init__(self, config: VQConfig):
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
         return self.conv_out(silu(self.norm_out(x)))
 
 
-class Encoder(nn.Module):
+class ConvEncoder(nn.Module):
     """Images [B, C, H, W] -> latents [B, z, H / scale, W / scale]; `conv_blocks` begin at full resolution."""
 
     def __init__(self, config: VQConfig):
@@ -224,9 +224,9 @@ class VQModel(nn.Module):
         self.config = config
         self.quantize = Codebook(config.codebook_size, config.codebook_embed_dim, config.l2_norm)
         self.post_quant_conv = nn.Conv2d(config.codebook_embed_dim, config.z_channels, 1)
-        self.decoder = Decoder(config)
+        self.decoder = ConvDecoder(config)
         if config.encoder:
-            self.encoder = Encoder(config)
+            self.encoder = ConvEncoder(config)
             self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -352,7 +352,7 @@ class KLDecoder(nn.Module):
         super().__init__()
         self.config, self.latent_scale = config, latent_scale
         self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 1)
-        self.decoder = Decoder(config)
+        self.decoder = ConvDecoder(config)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Scaled latents [B, z_channels, h, w] -> images [B, C, h * scale, w * scale], about [-1, 1]."""

@@ -138,7 +138,7 @@ class ProteinMPNNModel(Opaque):
 
     module: ProteinMPNN
     reads_order = any_order = pads = True
-    first_place = 1  # after the structure's own token
+    first_position = 1  # after the structure's own token
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class ProteinMPNNModel(Opaque):
         orders: a permutation of the L residues (columns, where residues are tied) for each row."""
         masked = torch.tensor(prompt[1:]) == MASK_ID
         letters, target_index = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
-        columns, column_of = self.columns[target_index], self.columns[target_index].of.to(self.device)
+        columns, column_of = self.columns[target_index], self.columns[target_index].by_residue.to(self.device)
         positions = torch.arange(len(masked))
         rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), positions)
         with self.evaluating():
@@ -271,7 +271,7 @@ class ProteinMPNNModel(Opaque):
                 raise ValueError(f"rows hold no structure: {shown(row)}")
             columns = self.columns[row[start] - FIRST_STRUCTURE]
             letters = row[start + 1 : start + 1 + len(columns)]
-            texts.append(self.tokenizer.decode([letters[column] for column in columns.of.tolist()]))
+            texts.append(self.tokenizer.decode([letters[column] for column in columns.by_residue.tolist()]))
         return texts
 
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
@@ -286,7 +286,7 @@ class ProteinMPNNModel(Opaque):
     @property
     def _tied_residues(self) -> int:
         """The largest number of residues minus columns in any structure."""
-        return max(len(columns.of) - len(columns) for columns in self.columns)
+        return max(len(columns.by_residue) - len(columns) for columns in self.columns)
 
     def _find_structures(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
         """The structure of each row of tokens [R, Q]. Raises ValueError for a row without one, or of another length."""
@@ -325,7 +325,7 @@ class ProteinMPNNModel(Opaque):
         logits[..., :RESIDUES] = 0  # finite for columns that are not evaluated: structure tokens, padding
         for target in dict.fromkeys(targets):
             rows = torch.tensor([row for row, other in enumerate(targets) if other == target], device=tokens.device)
-            columns, column_of = self.columns[target], self.columns[target].of.to(tokens.device)
+            columns, column_of = self.columns[target], self.columns[target].by_residue.to(tokens.device)
             span = slice(1, 1 + len(columns))
             letters = tokens[rows, span]
             decided, positions = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)

@@ -32,8 +32,8 @@ PAIRS = (
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
 )
 """Pairs of atoms whose distance an edge reads: of the residue and of its neighbour."""
-AT_ONCE = 32
-LEAST = -60.0
+CHUNK_SIZE = 32
+MIN_EXPONENT = -60.0
 """Smallest exponent of a basis function: smaller ones add nothing, and denormal numbers slow a CPU down."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
 """Position of an ideal CB from CA: factors of (CA - N) x (C - CA), CA - N and C - CA."""
@@ -258,8 +258,8 @@ def _messages(
 ) -> Iterator[Tensor]:
     """Messages [., K, D] of each part: two layers over residue, edge and neighbour. Two terms of the first product are
     computed once per residue."""
-    own_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
-    node_part, neighbour_part = linear(nodes, own_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
+    residue_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
+    node_part, neighbour_part = linear(nodes, residue_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
         hidden = linear(edge, edge_weight)
         hidden += node_part[chunk]
@@ -269,7 +269,7 @@ def _messages(
 
 def chunks(residues: Tensor) -> list[slice]:
     """Split residues [L, ...] into chunks; on the CPU a chunk fits its cache."""
-    size = AT_ONCE if residues.is_cpu else max(len(residues), 1)
+    size = CHUNK_SIZE if residues.is_cpu else max(len(residues), 1)
     return [slice(start, start + size) for start in range(0, len(residues), size)]
 
 
@@ -287,14 +287,14 @@ def bases(distances: Tensor) -> Tensor:
     """Radial basis functions [..., BASES] of distances [...]."""
     width = (FARTHEST - NEAREST) / BASES
     centres = torch.linspace(NEAREST, FARTHEST, BASES, dtype=distances.dtype, device=distances.device) / width
-    return ((distances / width).unsqueeze(-1) - centres).square_().neg_().clamp_(min=LEAST).exp_()
+    return ((distances / width).unsqueeze(-1) - centres).square_().neg_().clamp_(min=MIN_EXPONENT).exp_()
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8
 """Numbers of elements, groups and periods, each with 0: the one-hot features of an atom."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
-UNSEEN = ("H", "MO")
+IGNORED_ELEMENTS = ("H", "MO")
 """Elements that are left out; molybdenum because the public code spells its symbol in another way."""
 PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
@@ -353,7 +353,7 @@ class LigandFeatures(Features):
     def nearest_atoms(self, structure: Structure, count: int, like: Tensor) -> Iterator[tuple[slice, AtomContext]]:
         """Yield chunks of residues with their nearest atoms, at most `count`. like: a tensor of the result's dtype."""
         wide_dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
-        atom_indices = [index for index, element in enumerate(structure.elements) if element not in UNSEEN]
+        atom_indices = [index for index, element in enumerate(structure.elements) if element not in IGNORED_ELEMENTS]
         assert structure.atoms is not None  # set by `Structure`
         atom_xyz = structure.atoms[atom_indices].to(device, wide_dtype)
         kinds = [_element_classes(structure.elements[index]) for index in atom_indices]

@@ -60,10 +60,10 @@ class DesignRules:
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
             raise ValueError(f"ties={shown(ties)} name residue {repeated[0]} more than once")
         weights = tuple(self.tie_weights) or (None,) * len(ties)
-        sizes = [len(tie if own is None else own) for tie, own in zip(ties, weights, strict=False)]
+        sizes = [len(tie if factors is None else factors) for tie, factors in zip(ties, weights, strict=False)]
         if len(weights) != len(ties) or sizes != [len(tie) for tie in ties]:
             raise ValueError(f"tie_weights={shown(self.tie_weights)} must have a number for each residue of each tie")
-        for number in (number for own in weights for number in own or ()):
+        for number in (number for factors in weights for number in factors or ()):
             check_number("tie_weights", number)
         object.__setattr__(self, "ties", ties)
         object.__setattr__(self, "tie_weights", weights)
@@ -73,7 +73,7 @@ class DesignRules:
 class Columns:
     """The `C` columns of a structure's rows, for `L` residues."""
 
-    of: Tensor
+    by_residue: Tensor
     """[L] int64: the column of each residue."""
     residues: list[list[int]]
     """Residues of each column."""
@@ -88,9 +88,9 @@ class Columns:
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
         """Logits [rows, C, V]: the mean, or weighted sum, of the logits of each column's residues; 0 without any.
         logits: [N, V], of residue `residue` [N] int64 in row `row` [N] int64."""
-        column_index = row * len(self) + self.of.to(row.device)[residue]
+        column_index = row * len(self) + self.by_residue.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
-        if len(self.residues) == len(self.of):  # no ties
+        if len(self.residues) == len(self.by_residue):  # no ties
             return sums.index_copy_(0, column_index, logits).unflatten(0, (rows, len(self)))
         if self.weights is not None:
             logits = logits * self.weights.to(logits)[residue].unsqueeze(1)
@@ -114,11 +114,11 @@ class Columns:
             for residue in indices:
                 check_int(name, residue, low=0, high=size - 1)
         leader_of, weights = list(range(size)), [1.0] * size
-        for tie, own in zip(rules.ties, rules.tie_weights, strict=True):
+        for tie, factors in zip(rules.ties, rules.tie_weights, strict=True):
             members = [residue for residue in tie if complete[residue]]
             for residue in members:
                 leader_of[residue] = min(members)
-                weights[residue] = 1 / len(members) if own is None else float(own[tie.index(residue)])
+                weights[residue] = 1 / len(members) if factors is None else float(factors[tie.index(residue)])
         leaders = sorted({*leader_of})
         column_of = torch.tensor([leaders.index(residue) for residue in leader_of])
         residues = [[residue for residue in range(size) if leader_of[residue] == leader] for leader in leaders]
@@ -135,7 +135,7 @@ class Columns:
         if len(empty_columns := mean_bias.isneginf().all(1).nonzero()):
             labels = ", ".join(map(str, residues[int(empty_columns[0])]))
             raise ValueError(f"omit and omit_at leave no letter for residue {labels} of {structure.name}")
-        is_weighted = any(own is not None for own in rules.tie_weights)
+        is_weighted = any(factors is not None for factors in rules.tie_weights)
         weight_tensor = torch.tensor(weights, dtype=torch.float64) if is_weighted else None
         return cls(column_of, residues, mean_bias if mean_bias.any() else None, weight_tensor)
 

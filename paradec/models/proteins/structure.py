@@ -310,8 +310,8 @@ def _read_pdb(name: str, text: str) -> Iterator[_Atom]:
             occupancy = float(line[54:60].strip() or 1)
         except ValueError:
             raise ValueError(f"line {line_number} of {name} is no ATOM record of the PDB format") from None
-        place = line[21:22], line[22:26].strip(), line[26:27].strip()
-        yield _Atom(record == "ATOM", *place, residue, line[12:16], line[76:78].strip().upper(), xyz, occupancy)
+        residue_id = line[21:22], line[22:26].strip(), line[26:27].strip()
+        yield _Atom(record == "ATOM", *residue_id, residue, line[12:16], line[76:78].strip().upper(), xyz, occupancy)
 
 
 def _read_mmcif(name: str, text: str) -> Iterator[_Atom]:

@@ -80,8 +80,8 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
     return num_experts, top_k
 
 
-def _fields(config: Mapping[str, Any], required: tuple[str, ...], only: Mapping[str, Any]) -> dict[str, Any]:
-    fields, layers = read_shared_fields(config, required, only), config.get("layer_types")
+def _fields(config: Mapping[str, Any], required: tuple[str, ...], supported: Mapping[str, Any]) -> dict[str, Any]:
+    fields, layers = read_shared_fields(config, required, supported), config.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
         raise CheckpointError(f"config.json: layer_types={shown(layers)} is not supported; supported: 'full_attention'")
     inner, angles = read_positive(config, "intermediate_size"), rope_parameters(config)

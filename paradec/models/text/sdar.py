@@ -23,16 +23,16 @@ PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|
 BLOCK_NAME = "block_size"
 I_DLM = re.compile(r"\bI-DLM\b|^IDLM", re.IGNORECASE)
 """Names of I-DLM's checkpoints (arXiv 2604.11035), whose config.json has SDAR's model_type."""
-GIVEN = "block_length"
+ARGUMENT_BLOCK = "block_length"
 """The field of config.json in which `load` passes its argument block_length on; no published file has it."""
-SHORTEST = 4
-"""The shortest block of a published SDAR; I-DLM's training configs state 1 to 3."""
+MIN_BLOCK = 4
+"""The smallest block length of a published SDAR; I-DLM's training configs state 1 to 3."""
 
 
 def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:
     """Whether a checkpoint of SDAR's model_type is I-DLM's, by its names or its block length."""
     block_length = config.get(BLOCK_NAME)
-    is_short = isinstance(block_length, int) and 0 < block_length < SHORTEST and config.get(GIVEN) is None
+    is_short = isinstance(block_length, int) and 0 < block_length < MIN_BLOCK and config.get(ARGUMENT_BLOCK) is None
     architectures = config.get("architectures")
     architecture_names = [*architectures] if isinstance(architectures, list) else []
     names = (os.path.basename(source.rstrip("/")), config.get("_name_or_path"), *architecture_names)

@@ -75,7 +75,7 @@ def start(
     state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, kind=kind or OrderedState)
     undecided = [np.array(row) == mask for row in rows]
     state.order = np.tile(np.arange(width), (len(rows), 1))
-    for row, positions in enumerate(_row_orders(request.order, state.keys, undecided, model.first_place)):
+    for row, positions in enumerate(_row_orders(request.order, state.keys, undecided, model.first_position)):
         state.order[row, : lengths[row]] = positions
     state.known = np.array([(~row).sum() for row in undecided], np.int64)
     state.committed, state.new = state.known.copy(), np.full(len(rows), num_new)

@@ -19,7 +19,7 @@ from paradec.core.memory import Memory
 from paradec.core.orders import Cosine, draws_from_keys, remaining_counts
 from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
-from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, Kept
+from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, ReusedKeys
 from paradec.request import Request, request_for
 from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
 from paradec.samplers.start import row_keys
@@ -140,7 +140,7 @@ def normal(uniform: Tensor) -> Tensor:
 class MARState(ContinuousState):
     """What changes while images are decoded, a step a commit."""
 
-    kept: Kept | None = None
+    kept: ReusedKeys | None = None
     """What the open group's full step kept."""
 
 
@@ -150,7 +150,7 @@ class MARProposal(LatentProposal):
 
     positions: Tensor
     """[R, W] int64: where the values would be written."""
-    kept: Kept | None = None
+    kept: ReusedKeys | None = None
     conditions: Tensor | None = None
     """[R, W, width]: what the head drew from."""
 

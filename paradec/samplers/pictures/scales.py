@@ -20,7 +20,7 @@ from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import argmax, draw
 from paradec.models.images.base import check_alike
-from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, ends_of
+from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, scale_ends
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import apply_temperature, filter_logits
 from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
@@ -72,7 +72,7 @@ class ScaleState(State):
     @property
     def ends(self) -> list[int]:
         """Tokens of all scales up to each."""
-        return ends_of(self.scales)
+        return scale_ends(self.scales)
 
     @property
     def done(self) -> bool:
@@ -243,7 +243,7 @@ class VAR(Sampler):
         p = (guided if logits is None else logits).softmax(-1)
         scores = p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
         codes = answer.codes[tokens] if not self.smooth else self.blended(state, filtered, answer.codes)
-        features, following = answer.place(state.feature_map, codes, state.index)
+        features, following = answer.add_scale(state.feature_map, codes, state.index)
         return ScaleProposal(
             rows=query.rows,
             values=tokens,

@@ -25,7 +25,7 @@ from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
 from paradec.core.query import Cost, Query
 from paradec.models.images import llamagen, lpd, mar
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, labels_of, picture_tokens
+from paradec.models.images.base import ImageRequest, PictureModel, Reading, list_labels, picture_tokens
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
 from paradec.request import DEFAULTS, Request, request_for
@@ -44,7 +44,7 @@ class Tiles(PictureModel):
         return Grid(3, 3, range(4))
 
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        return ImageRequest(self, [[5 + label] for label in labels_of(given, 4) for _ in range(num_images)])
+        return ImageRequest(self, [[5 + label] for label in list_labels(given, 4) for _ in range(num_images)])
 
     def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
         own = {"max_new_tokens": grid.length, "suppress_tokens": range(5, 9)}
