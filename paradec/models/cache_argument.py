@@ -1,4 +1,4 @@
-"""The key/value cache as an argument of transformers' modules, and a record of which attention function ran."""
+"""The key/value cache as an argument of transformers' modules, and a record of whether our attention ran."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Attended:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:  # once per thread; torch.compile guards no default of the class
+    def __init__(self) -> None:  # runs once per thread; torch.compile does not guard class attributes
         self.attended = Attended()
 
 

@@ -35,7 +35,7 @@ ROPE_NUMBERS = (
 )
 NO_BIAS: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None)}
 TABLES = ("d2t", "t2d")
-"""`d2t`: offset from each of the drafter's ids to the model's id; `t2d`: for each model id, if the drafter has it."""
+"""`d2t`: offsets from the drafter's ids to the model's; `t2d`: for each id of the model, whether the drafter has it."""
 
 
 class FeatureDrafter(Adapter):
@@ -44,7 +44,7 @@ class FeatureDrafter(Adapter):
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
-    """How a drafter with `slots` fills a window: "block" (at once), "walk" (token by token), "layers" (one by each)."""
+    """How a drafter with `slots` fills a window: "block" (at once), "walk" (token by token) or "layers" (one each)."""
     reads_features: ClassVar[bool] = True
     """Whether drafts start from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None

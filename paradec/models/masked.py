@@ -68,7 +68,7 @@ D2F_BLOCK_LENGTH = 32
 PROMPT_BLOCK = "prompt_block_length"
 """The field of config.json in which `save_pretrained` writes D2F's block length."""
 DEFAULT_NEW_TOKENS = 128
-"""Answer length where neither the request nor generation_config.json names one."""
+"""Answer length if neither the request nor generation_config.json states one."""
 
 
 def load_masked(
@@ -114,7 +114,7 @@ def load_masked(
     headers = dict(read_weight_headers(source, revision) if gguf is None else gguf.read_weights(options["dtype"]))
     if is_int8(config):  # int8 matrices are stored as [in, out]
         headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
-    if quantised:  # names, shapes and dtypes are for transformers' quantiser to check
+    if quantised:  # transformers' quantiser checks names, shapes and dtypes
         names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
     else:
         names = check_weights(source, headers, hf_config, family)
@@ -160,13 +160,13 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
             f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
-            "query_key_value matrices are split where they are read. Load it without, and quantise model.module "
-            "(torchao.quantize_, say)"
+            "query_key_value matrices are split on reading. Load it without, and quantise model.module (for example "
+            "with torchao.quantize_)"
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
         raise ValueError(
-            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
-            "where they are read; give 'auto', or a plan without it"
+            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split on "
+            "reading; give 'auto', or a plan without attention"
         )
     if plan is not None:
         expert_plan = {name: style for name, style in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}

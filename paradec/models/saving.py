@@ -154,8 +154,8 @@ def _save_published(
 
 
 def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json as they were read, changed so that they state the model's facts together
-    with the tokenizer (arguments of `load` included)."""
+    """The read config.json and generation_config.json, updated: together with the tokenizer they state the model's
+    facts, which arguments of `load` may have changed."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
     if published is None:  # a causal model of transformers
         generation = json.loads(model.module.generation_config.to_json_string())

@@ -2,7 +2,7 @@
 
 Samplers of autoregressive models (`ImageModel`) see token ids below `facts.vocab_size`, the model's outputs. Prompts
 may also have larger ids, which only the model's embedding knows: a class label, a position in a caption, other text.
-Each request makes a copy of the adapter, with the data of the request's rows.
+`request` puts further data of its rows into a copy of the adapter.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class PictureModel:
 
     def refuse_negative_prompt(self, negative_prompt: Any) -> None:
         if negative_prompt is not None:
-            raise ValueError(f"{self.facts.name} does not take negative_prompt; it is conditioned on {self.conditions}")
+            raise ValueError(f"{self.facts.name} has no negative_prompt; it is conditioned on {self.conditions}")
 
 
 class ImageModel(PictureModel, Decoder):

@@ -164,7 +164,7 @@ def load_distilled_llamagen(
 
     source: a published `.pt` file (its averaged weights, "ema"), a `.safetensors` file with the same names, or a
         folder, as in `paradec.models.images.llamagen.load_llamagen`.
-    vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), where the folder has none.
+    vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), if the folder has none.
     dtype: of the network's parameters; codes and decoding stay float32 at least.
     grid: codes along one side, 16 by default. n_head: known from the width for the published sizes.
     second, split: see `DistilledLlamaGenConfig`."""

@@ -113,7 +113,7 @@ def load_distilled_var(
     source: a published `.pth` file (its averaged weights, "ema_parameters" of "trainer"), a `.safetensors` file with
         the same names, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally
         `second`, `split`, `vq` (the autoencoder's file) and `defaults` of requests.
-    vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
+    vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), if the folder states none.
     scales, heads, dtype, device: as in `paradec.models.images.var.load_var`. second, split: see `DistilledVARModel`."""
     nested = ("trainer.ema_parameters", *NESTED)
     parts = read_network(

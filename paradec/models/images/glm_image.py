@@ -29,7 +29,7 @@ PREVIEW = 16
 @dataclass(frozen=True)
 class PreviewGrid(Grid):
     """A small raster of `preview` rows and columns ((0, 0): none), then the large one of `height` and `width`. `codes`
-    and `steps` are the large one's. Raises ValueError for tokens beside the rasters."""
+    are the large one's. Raises ValueError for tokens outside the rasters."""
 
     preview: tuple[int, int] = field(default=(0, 0))
 
@@ -38,7 +38,7 @@ class PreviewGrid(Grid):
         for side in self.preview:
             check_int("preview", side, low=min(1, max(self.preview)))
         if self.head or self.tail or self.row_end is not None:
-            raise ValueError("a grid with a preview has nothing beside its rasters; leave head, tail and row_end out")
+            raise ValueError("a grid with a preview has only its rasters; leave head, tail and row_end out")
 
     @property
     def preview_length(self) -> int:

@@ -318,7 +318,7 @@ class LlamaGenModel(ImageModel):
         source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
             (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
             decodes, `vq.safetensors`.
-        vq: the VQ autoencoder, or its file; needed for pixels where the folder has none.
+        vq: the VQ autoencoder, or its file; needed for pixels if the folder has none.
         text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
         grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
         n_head: heads; known from the width for the published sizes."""

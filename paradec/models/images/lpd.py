@@ -287,7 +287,7 @@ def load_lpd(
     source: a published `.pth` file (only its tensors are read), a `.safetensors` file with the same names, or a folder
         with `config.json` (`n_head` and other fields of `LPDConfig`; "vq", the VQ's file; "defaults" of requests) and
         `model.safetensors`.
-    vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), where the folder names none.
+    vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), if the folder states none.
     grid: codes along one side, to which the file's positions are resized.
     n_head: heads; known from the width for the published models.
     dtype: of the network's parameters; float32 by default."""

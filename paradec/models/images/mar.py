@@ -121,8 +121,8 @@ class MAR(nn.Module):
     def decode(
         self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Condition of the diffusion head at any positions: [R, M, width], and keys and values, those of class tokens
-        first.
+        """Compute the diffusion head's conditions [R, M, width] at any positions, and keys and values, those of class
+        tokens first.
 
         Args:
             encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64: the tokens' indices in `positions`.
@@ -295,7 +295,7 @@ def load_mar(
 
     source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
         VAE's file, and "defaults" of requests).
-    vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), where the folder names none.
+    vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), if the folder states none.
     heads: of encoder and decoder; known from the width for the published models.
     dtype: of the network's parameters; float32 by default. Tokens are float32 at least."""
     name, path, fields, vae = find_files(source, "vae", vae)

@@ -55,9 +55,8 @@ NAR_FORMAT = Format(
 
 
 class NARModel(LlamaGenModel):
-    """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call answers with [R, W,
-    2, V]: the logits of the right and the lower neighbour. A cell sees the condition and all cells up to its own
-    diagonal.
+    """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call returns logits
+    [R, W, 2, V] of the right and the lower neighbour. A cell sees the condition and all cells up to its own diagonal.
 
     The public code loads files without a second head, and draws from a random one; here such files are refused (the
     authors' link to the 256-pixel text model leads to LlamaGen's file)."""

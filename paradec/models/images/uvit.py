@@ -279,7 +279,7 @@ def load_masked_image(
 
     source: has `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
         `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).
-    vq: the VQ autoencoder, or its file, where the folder names none. dtype: of the parameters; float32 by default."""
+    vq: the VQ autoencoder, or its file, if the folder states none. dtype: of the parameters; float32 by default."""
     name, path, fields, vq = find_files(source, "vq", vq)
     with checkpoint_errors(f"{os.fspath(source)!r} is not a masked image model", TypeError, ValueError, KeyError):
         module = load_uvit(path, fields["heads"]).module.to(device=device, dtype=dtype or torch.float32)

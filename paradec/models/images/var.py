@@ -206,7 +206,7 @@ class VAR(nn.Module):
         Args:
             labels: [R] int64; `classes` is no class. inputs: [R, n', code_dim], of these scales without scale 0.
             store: has the scales before `first`, and records the evaluated ones.
-            wanted: return logits of the first `wanted` rows and the last scale only; None gives all.
+            wanted: return logits of the first `wanted` rows and the last scale only; None returns all.
             masked: whether finer scales of the call are hidden from coarser ones, as in training.
         """
         last = len(self.scales) - 1 if last is None else last
@@ -435,7 +435,7 @@ def load_var(
 
     source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally `vq`,
         the autoencoder's file, and `defaults` of requests.
-    vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), where the folder names none.
+    vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), if the folder states none.
     scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
     heads: by default as in `scale_mul_1H11`, else width // 64.
     dtype: of the network's parameters; float32 by default."""

@@ -173,7 +173,7 @@ class Features(nn.Module):
         chain = torch.tensor([chain_index[label] for label in structure.chains or ()], device=device)
         offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
-        # summands of the offsets, [offsets, D]
+        # terms of the offsets, [offsets, D]
         offset_weight, basis_weight = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
         one_hot = torch.eye(2 * REACH + 2, dtype=offset_weight.dtype, device=device)
         offsets = linear(self.embeddings(one_hot), offset_weight)

@@ -132,7 +132,7 @@ class DiffusionGemmaModel(Model):
         return logits.div_(cap).tanh_().mul_(cap)
 
     def _decode(self, query: CanvasQuery, store: Any, masks: dict[str, Tensor | None]) -> Tensor:
-        """Hidden states [R, Q, D] of a canvas: the decoder's parts, as its forward calls them."""
+        """Hidden states [R, Q, D] of a canvas, by the decoder's parts in the order of its forward."""
         decoder, types = self.module.model.decoder, self.text_config.layer_types
         hidden = decoder.embed_tokens(query.tokens)
         hidden = decoder.self_conditioning(

@@ -1,7 +1,7 @@
 """LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and kin) on transformers' Glm4Moe.
 
 Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. A mixture of experts with other names, and one
-matrix for queries, keys and values, which is split where it is read (`paradec.models.text.llada2_modules`).
+matrix for queries, keys and values, which is split on reading (`paradec.models.text.llada2_modules`).
 Block-causal over blocks of 32 counted from position 0; logits row i predicts token i. Published decoding: samplers
 "threshold" (2.0), "editing" (2.1) and "levenshtein" (2.2, which also chooses experts for whole blocks), with presets of
 these names.
@@ -28,7 +28,7 @@ KEY_MAPPING = {
     r"\.attention\.query_key_value\.": ".self_attn.query_key_value.",
     r"\.mlp\.gate\.expert_bias$": ".mlp.gate.e_score_correction_bias",
 }
-"""Checkpoint names -> Glm4Moe names, except split matrices (`FUSED`) and stacked ones (transformers does that)."""
+"""Checkpoint names -> Glm4Moe names, except split matrices (`FUSED`) and experts, which transformers stacks."""
 FUSED = {
     "self_attn.query_key_value.weight": (
         "self_attn.q_proj.weight",
@@ -86,7 +86,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     if config.get("quantization_config") is not None and not is_int8(config):
         raise CheckpointError(
             f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
-            "query_key_value matrices are split where they are read, which quantised ones cannot be"
+            "query_key_value matrices are split on reading, which quantised matrices cannot be"
         )
     dense, layers = config["first_k_dense_replace"], fields["num_hidden_layers"]
     with checkpoint_errors("config.json"):

@@ -40,7 +40,7 @@ class SplitRows(ConversionOps):
         matrix = matrices[0] if isinstance(matrices, list) else matrices
         names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
         rows = [model.get_submodule(name.rpartition(".")[0]).out_features for name in names]
-        # copies, so that none keeps the whole matrix in memory
+        # copies, so that no part keeps the whole matrix in memory
         return {target: part.clone() for target, part in zip(target_patterns, matrix.split(rows), strict=True)}
 
     @property

@@ -42,14 +42,14 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
 
 
 def qwen3_config(config: Mapping[str, Any]) -> Any:
-    """As `qwen2_config`, a `Qwen3Config`: a stated head width, norms on queries and keys, no biases."""
+    """The `Qwen3Config`, as `qwen2_config`: with a stated head width and norms on queries and keys, without biases."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), SUPPORTED | SUPPORTED_QWEN3), attention_bias=False)
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """As `qwen2_config`, a `Qwen3MoeConfig`: layers of experts, of which a few are chosen for each token."""
+    """The `Qwen3MoeConfig`, as `qwen2_config`: with layers of experts, of which a few are chosen for each token."""
     from transformers import Qwen3MoeConfig
 
     fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), SUPPORTED | SUPPORTED_QWEN3)
