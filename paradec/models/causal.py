@@ -130,14 +130,14 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
     expected = _causal_class_name(config)
     if expected is None or not expected.endswith(CAUSAL_HEADS):
         raise CheckpointError(
-            f"{source!r} has model_type={shown(config.get('model_type'))}, which is no causal language model of "
+            f"{source!r} has model_type={shown(config.get('model_type'))}, which is not a causal language model of "
             "transformers; load it with transformers and give it to paradec.wrap"
         )
     architecture = config.get("architectures") or [expected]
     architecture = architecture[0] if isinstance(architecture, list) else architecture
     if not isinstance(architecture, str) or architecture.lower() != expected.lower():
         is_known = isinstance(architecture, str) and hasattr(transformers, architecture)
-        problem = f"is not {expected}, which predicts the next token" if is_known else "is no class of transformers"
+        problem = f"is not {expected}, which predicts the next token" if is_known else "is not a class of transformers"
         raise CheckpointError(
             f"config.json of {source!r}: model_type={config['model_type']!r} with "
             f"architectures=[{shown(architecture)}], which {problem}; load it with the code that it comes from and "

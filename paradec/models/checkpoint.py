@@ -109,7 +109,7 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
     from transformers.utils import cached_file
 
     if filename == "config.json" and not _can_reach(source, filename, revision):
-        raise CheckpointError(f"{source!r} is no folder here, and the hub cannot be reached to look for it there")
+        raise CheckpointError(f"{source!r} is not a folder here, and the hub cannot be reached to look for it there")
     with checkpoint_errors(f"{source!r} is neither a folder here nor a hub repository in reach", OSError, ValueError):
         cached = cached_file(source, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if cached is None else Path(cached)

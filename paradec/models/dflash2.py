@@ -110,7 +110,7 @@ class SelectorWalk:
         return self.candidates[:, slot]
 
     def scores(self, slot: int, previous: Tensor) -> Tensor:
-        """Scores [R, K] of a slot's candidates after the tokens `previous` [R]; ids that are no tokens count as 0."""
+        """Scores [R, K] of a slot's candidates after the tokens `previous` [R]; other ids count as 0."""
         previous = torch.where(previous < self.vocab, previous, 0)
         pair = self.selector.predecessor_codebook[previous] * self.projected[:, slot]
         gains = self.selector.successor_codebook[self.candidates[:, slot]] @ pair.unsqueeze(-1).to(pair.dtype)

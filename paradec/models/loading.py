@@ -135,7 +135,7 @@ def load(
     source, gguf_file = causal.split_gguf_path(os.fspath(source), gguf_file)
     similar = {plain_name(name): name for name in (*PACKAGED_IMAGES, *PACKAGED_PIPELINES)}.get(plain_name(source))
     if similar not in (None, source) and not os.path.exists(source):
-        raise CheckpointError(f"{source!r} is no folder here; did you mean the packaged {similar!r}?")
+        raise CheckpointError(f"{source!r} is not a folder here; did you mean the packaged {similar!r}?")
     if adapter is None and gguf_file is None and (base_checkpoint := _find_lone_adapter(source, revision)):
         source, revision, text_options["adapter"] = *base_checkpoint, lora.read_lora(source, revision)
     quantization = text_options["quantization"] = _parse_quantization(text_options)

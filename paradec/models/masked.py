@@ -57,7 +57,7 @@ UNSUPPORTED = {
     "wedlm": "WeDLM moves decided tokens to the front, under causal attention, which no sampler here does. Its weights "
     "are those of a Qwen3 or Qwen2: load them with transformers and give the module to paradec.wrap with "
     "topology='causal' for the causal samplers",
-    "omnivoice": "OmniVoice predicts several audio codebooks at each position, samplers here one token. Use its own "
+    "omnivoice": "OmniVoice predicts several codebooks of audio at each position, samplers here one token. Use its own "
     "code",
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")

@@ -64,7 +64,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
     if kind in BY_CALL:
         raise CheckpointError(
             f"config.json: {name}={shown(fields)} is not supported: rope_type={kind!r} chooses the rotary angles by "
-            "the longest position of a call, so that a row's numbers would depend on its neighbours, and stored keys "
+            "the longest position of a call, so that a row's numbers would depend on its neighbours and stored keys "
             f"would not fit later calls; supported: {', '.join(map(repr, REQUIRED))}"
         )
     if kind not in REQUIRED:

@@ -424,7 +424,7 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
         if key not in known_weights:
             matches = get_close_matches(str(key), known_weights, 1)
             hint = f" (did you mean {matches[0]!r}?)" if matches else ""
-            raise ValueError(f"state_dict has {key!r}, which is no weight of {name}{hint}")
+            raise ValueError(f"state_dict has {key!r}, which is not a weight of {name}{hint}")
         if not isinstance(value, Tensor):
             raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
         weight = known_weights[key]

@@ -83,7 +83,7 @@ def test_residues_to_redesign_by_their_names(small: Path, tmp_path: Path) -> Non
 
 def test_files_in_the_wrong_place_are_named(small: Path) -> None:
     assert "WEIGHTS.pt comes first" in run(small, WEIGHTS).stderr
-    assert "weights.txt is no structure" in run(WEIGHTS, _text(small.parent / "weights.txt")).stderr
+    assert "weights.txt is not a structure" in run(WEIGHTS, _text(small.parent / "weights.txt")).stderr
 
 
 def _text(file: Path) -> Path:
@@ -101,7 +101,7 @@ def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: 
     shutil.copy(small, tmp_path / "again.pdb")
     (tmp_path / "broken.pdb").write_text("HEADER\n", encoding="utf-8")
     found = run(WEIGHTS, tmp_path, "--seed", 1)
-    assert found.exit_code == 1 and "broken.pdb: broken.pdb is no structure" in found.stderr
+    assert found.exit_code == 1 and "broken.pdb: broken.pdb is not a structure" in found.stderr
     lines = found.stdout.splitlines()
     assert [line.split(",")[0] for line in lines[::2]] == [">again", ">small"] and lines[1] == lines[3]
 
@@ -160,7 +160,7 @@ def test_labels_of_membranes() -> None:
         (("--tie", "A1=B1"), "--tie 'B1': small has no such residue"),
         (("--tie", "A1=B7", "--homo-oligomer"), "--tie has no meaning with --homo-oligomer"),
         (("--homo-oligomer",), "chains A, B of small have no residue number in common"),
-        (("--buried", "A1"), "membrane of small has no meaning for small, which is no membrane model"),
+        (("--buried", "A1"), "membrane of small has no meaning for small, which is not a membrane model"),
         (("--buried", "A1", "--interface", "A1-2"), "--interface names a residue that --buried names too"),
         (("--transmembrane", "--buried", "A1"), "--transmembrane labels the whole protein"),
     ],

@@ -129,7 +129,7 @@ def test_shards_and_dtypes(tmp_path: Path) -> None:
         ({}, {"block_length": 4}, "block_length=4 is for masked models"),
         ({}, {"attn_implementation": "sparsed"}, "needs a bidirectional transformers decoder"),
         ({"mask_token_id": 3}, {}, "mask_token_id=3 means a masked model.*paradec.wrap"),
-        ({"architectures": ["MyForCausalLM"]}, {}, "which is no class of transformers; .*paradec.wrap"),
+        ({"architectures": ["MyForCausalLM"]}, {}, "which is not a class of transformers; .*paradec.wrap"),
         ({"architectures": ["LlamaForSequenceClassification"]}, {}, "architectures=.'LlamaForSequenceClassification'."),
         ({"is_causal": False}, {}, "written by a module's save_pretrained"),
         ({"num_hidden_layers": 4}, {}, r"missing weights: model.layers.3"),

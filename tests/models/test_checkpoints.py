@@ -243,7 +243,7 @@ def test_an_unreachable_hub_is_not_asked_again_and_again(hub: Path, monkeypatch:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     begin = time.perf_counter()
-    refuses(lambda: paradec.load("some/model"), "'some/model' is no folder here", paradec.CheckpointError)
+    refuses(lambda: paradec.load("some/model"), "'some/model' is not a folder here", paradec.CheckpointError)
     assert time.perf_counter() - begin < 8
 
 

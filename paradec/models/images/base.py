@@ -185,7 +185,7 @@ class ImageModel(PictureModel, Decoder):
     # ---- for subclasses -------------------------------------------------------------------------------------------
 
     def codebook(self) -> Tensor | None:
-        """[vocab_size, d] float: the code vector of every id, NaN for ids that are no image tokens; None without VQ."""
+        """[vocab_size, d] float: the code vector of every id, NaN for ids of other tokens; None without VQ."""
         return None if self.vq is None else self.vq.quantize.codes
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:

@@ -444,7 +444,7 @@ def read_network(
         if os.path.isdir(source):
             raise
         raise CheckpointError(
-            f"{str(path)!r} is not a folder with a checkpoint, and no {format.name}: {error}"
+            f"{str(path)!r} is neither a folder with a checkpoint nor a {format.name}: {error}"
         ) from error
     state = {key: tensor for key, tensor in weights.items() if not UNUSED.search(key)}
     if missing := [key for key in format.marks if key not in state]:

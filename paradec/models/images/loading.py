@@ -46,7 +46,7 @@ PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "d
 
 PACKAGED_PIPELINES = ("digits-dit",)
 NOT_SIZES = ("model_type", "vq", "defaults")
-"""Fields of a folder's config.json that are no sizes of the network."""
+"""Fields of a folder's config.json that are not sizes of the network."""
 
 
 def packaged_image(name: str) -> str:

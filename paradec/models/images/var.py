@@ -120,7 +120,7 @@ class VAR(nn.Module):
 
     Args:
         scales: sides of the code maps, ascending. depth: number of blocks. width, heads: their sizes.
-        classes: number of classes; label `classes` means "no class" (the unconditional branch of guidance).
+        classes: number of classes; label `classes` is unconditional (for guidance).
         codebook_size, code_dim: of the VQ autoencoder. mlp_ratio: feed-forward width divided by `width`.
         shared_adaln: whether one layer modulates all blocks (the 512-pixel model), or each has its own.
         l2_norm: whether queries and keys are normalised (all published models).
@@ -204,7 +204,7 @@ class VAR(nn.Module):
         """Evaluate scales `first` to `last` (by default all): logits [R, n, V], or [wanted, side * side, V].
 
         Args:
-            labels: [R] int64; `classes` is no class. inputs: [R, n', code_dim], of these scales without scale 0.
+            labels: [R] int64; `classes` is unconditional. inputs: [R, n', code_dim], of these scales without scale 0.
             store: has the scales before `first`, and records the evaluated ones.
             wanted: return logits of the first `wanted` rows and the last scale only; None returns all.
             masked: whether finer scales of the call are hidden from coarser ones, as in training.

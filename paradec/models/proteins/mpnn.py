@@ -426,7 +426,7 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
     if structure.membrane is None:
         return
     if not isinstance(module, MembraneMPNN):
-        raise ValueError(f"membrane of {structure.name} has no meaning for {name}, which is no membrane model")
+        raise ValueError(f"membrane of {structure.name} has no meaning for {name}, which is not a membrane model")
     labels = {*structure.membrane} if not isinstance(structure.membrane, int) else {structure.membrane}
     if name.startswith("global_label") and (len(labels) > 1 or max(labels) > 1):
         raise ValueError(

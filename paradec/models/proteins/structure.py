@@ -250,7 +250,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path.name} is no gzip file, or is cut off: {error}") from None
+            raise ValueError(f"{path.name} is not a gzip file, or is cut off: {error}") from None
     read = _read_mmcif if name.lower().endswith((".cif", ".mmcif")) else _read_pdb
     # by residue or other molecule, the position and the element of each atom
     groups: dict[tuple[str, str, str, str], dict[str, tuple[list[float], str]]] = {}
@@ -275,7 +275,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     if selected is not None and (missing_chains := sorted(selected - {key[0] for key in residue_keys})):
         raise ValueError(f"chains={shown(missing_chains)} are not in {path.name}")
     if not residue_keys:
-        raise ValueError(f"{path.name} is no structure: it has no residues with a CA atom")
+        raise ValueError(f"{path.name} is not a structure: it has no residues with a CA atom")
     missing_xyz = [float("nan")] * 3
     allowed_elements = {*ELEMENTS} - {"H"}
     ligand_atoms = [atom for key, atoms in groups.items() if key not in protein for atom in atoms.values()]
@@ -309,7 +309,7 @@ def _read_pdb(name: str, text: str) -> Iterator[_Atom]:
                 int(line[22:26])
             occupancy = float(line[54:60].strip() or 1)
         except ValueError:
-            raise ValueError(f"line {line_number} of {name} is no ATOM record of the PDB format") from None
+            raise ValueError(f"line {line_number} of {name} is not an ATOM record of the PDB format") from None
         residue_id = line[21:22], line[22:26].strip(), line[26:27].strip()
         yield _Atom(record == "ATOM", *residue_id, residue, line[12:16], line[76:78].strip().upper(), xyz, occupancy)
 
@@ -326,7 +326,7 @@ def _read_mmcif(name: str, text: str) -> Iterator[_Atom]:
         table = cif.read_string(text)[0].find("_atom_site.", [*columns, "Cartn_z", *(f"?{tag}" for tag in optional)])
         rows = [[cif.as_string(row[index]) if row.has(index) else "" for index in range(12)] for row in table]
     except (ValueError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{name} is no mmCIF file: {error}") from None
+        raise ValueError(f"{name} is not an mmCIF file: {error}") from None
     for index, (group, chain, number, residue, atom, x, y, z, element, occupancy, insertion, model) in enumerate(rows):
         if model != rows[0][11]:
             break

@@ -126,7 +126,7 @@ def _mlp_size(config: Mapping[str, Any], hidden: int) -> int:
         raise CheckpointError("config.json has neither 'mlp_hidden_size' nor 'mlp_ratio'")
     size = read_positive(config, "mlp_ratio") * hidden
     if not is_finite(size) or int(size) < 1:
-        raise CheckpointError(f"config.json: mlp_ratio={config['mlp_ratio']!r} times d_model={hidden} is no width")
+        raise CheckpointError(f"config.json: mlp_ratio={config['mlp_ratio']!r} times d_model={hidden} is not a width")
     return int(size)
 
 

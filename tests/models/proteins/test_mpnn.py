@@ -310,11 +310,11 @@ def test_pdb_files(tmp_path: Path) -> None:
     assert read_structure(file, "B").sequence == "XL"
     refuses(lambda: read_structure(file, "AC"), r"chains=\['C'\] are not in made.pdb")
     file.write_text("HEADER\nATOM      1  CA  ALA A   1      cut off\n", encoding="utf-8")
-    refuses(lambda: read_structure(file), "line 2 of made.pdb is no ATOM record")
+    refuses(lambda: read_structure(file), "line 2 of made.pdb is not an ATOM record")
     file.write_text("HEADER\n" + text.replace("   1.000", "     nan", 1), encoding="utf-8")
     refuses(lambda: read_structure(file), "residue A-1 of made.pdb has no finite coordinates")
     file.write_text("HEADER\n", encoding="utf-8")
-    refuses(lambda: read_structure(file), "made.pdb is no structure: it has no residues with a CA atom")
+    refuses(lambda: read_structure(file), "made.pdb is not a structure: it has no residues with a CA atom")
     with pytest.raises(OSError):
         read_structure(tmp_path / "none.pdb")
 
@@ -355,4 +355,4 @@ def test_mmcif_files_that_are_cut_off(tmp_path: Path) -> None:
         packed.write_bytes(gzip.compress(source.read_bytes())[:end])
         refuses(lambda: read_structure(packed), "1ubi.pdb.gz")
     packed.write_bytes(b"no gzip")
-    refuses(lambda: read_structure(packed), "1ubi.pdb.gz is no gzip file")
+    refuses(lambda: read_structure(packed), "1ubi.pdb.gz is not a gzip file")

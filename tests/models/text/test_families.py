@@ -208,7 +208,7 @@ def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
         ("llava_llada", "pictures as embeddings.*paradec.wrap"),
         ("wedlm", "moves decided tokens to the front.*paradec.wrap"),
         ("omnivoice", "several codebooks.*its own code"),
-        ("qwen3", "architectures=.'SDARForCausalLM'., which is no class of transformers; .*paradec.wrap"),
+        ("qwen3", "architectures=.'SDARForCausalLM'., which is not a class of transformers; .*paradec.wrap"),
     ],
 )
 def test_other_families_are_refused_with_the_reason(tmp_path: Path, model_type: str, message: str) -> None:
