@@ -110,7 +110,7 @@ def test_wrong_weights_are_refused_before_anything_is_written() -> None:
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     good, head = changed(model), "lm_head.weight"
     wrong: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, r"no weight of Llama.* \(did you mean 'lm_head.weight'\?", {"lm_head.weigth": good[head]}),
+        (ValueError, r"not a weight of Llama.* \(did you mean 'lm_head.weight'\?", {"lm_head.weigth": good[head]}),
         (ValueError, r"is torch.float64 \[3\]; .* has torch.float64 \[41, 32\]", {head: good[head][0, :3]}),
         (ValueError, r"is torch.int64 \[41, 32\]", {head: good[head].long()}),
         (TypeError, "must be a tensor", {head: [1.0]}),
