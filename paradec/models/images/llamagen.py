@@ -4,7 +4,7 @@ Parameter names are those of the published checkpoints. Unlike a plain Llama, th
 
 - rotates adjacent numbers of a head as pairs, half of them by the row and half by the column of the token's cell;
 - rotates condition tokens by zero in cosine and sine: their queries and keys vanish, and every query scores them 0;
-- pads captions on the left. Here there is no padding; results are equal, since angles depend only on the cell.
+- pads captions on the left (not here, with equal results: angles depend only on the cell).
 """
 
 from __future__ import annotations
@@ -238,13 +238,15 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Format:
+    """A file format: LlamaGen's, or that of a network derived from it."""
+
     name: str
     config: type[LlamaGenConfig]
     network: type[nn.Module]
     marks: tuple[str, ...] = ()
-    """Weights that no LlamaGen has and this kind must have."""
+    """Weights that this network must have and a LlamaGen lacks."""
     sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
-    """Fields of the configuration that differ from a LlamaGen's of the same weights."""
+    """(weights, LlamaGen's configuration for them) -> the fields that differ in `config`."""
     grid: int | None = None
     """The grid, if the published files' names do not state it."""
     nested: tuple[str, ...] = NESTED
@@ -272,7 +274,7 @@ class LlamaGenModel(ImageModel):
     module: LlamaGen
 
     _captions: Tensor | None = field(default=None, metadata=row_layout(axis=1))
-    """[2, B, T, dim] of a request for captions, the unconditional branch after the other."""
+    """[2, B, T, dim] of a request for captions; the unconditional branch is the second."""
     _prompt_length: Tensor | None = field(default=None, metadata=row_layout(axis=1))
     """[2, B] int64; None for classes."""
 
