@@ -205,6 +205,6 @@ def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
         size = sizes.get(name)
         if None not in (size, base_sizes.get(name)) and size != base_sizes[name]:
             raise CheckpointError(
-                f"{source!r} has {name}={shown(size)}, {base.facts.name} {shown(base_sizes[name])}: its MTP heads "
+                f"{source!r} has {name}={shown(size)}, {base.facts.name} has {shown(base_sizes[name])}: its MTP heads "
                 "draft for another model"
             )

@@ -241,7 +241,7 @@ def test_over_llamagen(loaded: Any) -> None:
 
 WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = [
     (lambda c, w: c.pop("hidden_size"), "hidden_size"),
-    (lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
+    (lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM has 16"),
     (lambda c, w: c.update(attention_bias=True), "attention_bias=True"),
     (lambda c, w: c.update(hidden_act="square"), "hidden_act: 'square'"),
     (lambda c, w: c.update(layer_types=["full_attention"]), "layer_types=.* must name num_hidden_layers=2 of"),

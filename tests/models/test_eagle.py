@@ -365,8 +365,8 @@ def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
 
 
 WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = [
-    (lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM 16"),
-    (lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM 5"),
+    (lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM has 16"),
+    (lambda c, w: c.update(vocab_size=9), "vocab_size=9, LlamaForCausalLM has 5"),
     (lambda c, w: c.update(num_hidden_layers=2), "num_hidden_layers=2"),
     (lambda c, w: c.update(hidden_act="square"), "hidden_act: 'square'"),
     (lambda c, w: c.update(num_key_value_heads=3), "num_key_value_heads=3"),

@@ -128,7 +128,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
     ("dflash2-zlab", lambda c, w: w.pop("candidate_selector.hidden_projection.weight"), "missing .*hidden_projection"),
     ("dflash2-speculators", lambda c, w: c.update(aux_hidden_state_layer_ids=[0, 3, 5]), "integers from 1 to 6"),
     ("dflash2-speculators", lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),
-    ("dflash2-zlab", lambda c, w: c.update(num_target_layers=7), "num_target_layers=7, base 6"),
+    ("dflash2-zlab", lambda c, w: c.update(num_target_layers=7), "num_target_layers=7, base has 6"),
     ("dspark-rnn", lambda c, w: c.update(markov_head_type="lstm"), "unknown markov_head_type: 'lstm'"),
     ("dspark-rnn", lambda c, w: c.update(target_layer_ids=[0, 2, 5]), "the last layer of base"),
     ("dspark-rnn", lambda c, w: c.update(markov_head_type="gated"), "markov_head.gate_proj"),
