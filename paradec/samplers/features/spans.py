@@ -96,7 +96,7 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
             edges = [(a, b) for a, b in np.flatnonzero(masked[1:] != masked[:-1]).reshape(-1, 2).tolist()]
             entries = value
             if len(value) != len(edges):
-                raise ValueError(f"constraint has {len(value)} entries, row {row} {len(edges)} holes: give one each")
+                raise ValueError(f"constraint has {len(value)} entries for {len(edges)} holes of row {row}")
         row_spans = []
         for entry, (first, end) in zip(entries, edges, strict=True):
             if entry is None:
