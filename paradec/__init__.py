@@ -1,4 +1,4 @@
-"""Fast sampling from models that need not decode one token at a time.
+"""Fast sampling from models that can decode several tokens at a time.
 
 >>> import paradec
 >>> model = paradec.load()                                       # the small model inside the package
@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import paradec.core.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
-from paradec import attention, caches, samplers  # noqa: F401 - which register what they have
+from paradec import attention, caches, samplers  # noqa: F401 - each registers its components
 from paradec.core.registry import read_stub as _read_stub
 from paradec.core.version import __version__  # noqa: F401
-from paradec.tools import traces  # noqa: F401 - which register what they have
+from paradec.tools import traces  # noqa: F401 - registers the drawing functions
 
 _MODULES = _read_stub(Path(__file__).with_suffix(".pyi"))
 __all__ = sorted(_MODULES)
 
-# what the logger "paradec" says is for those who ask for it
+# the logger "paradec" is silent unless the program configures it
 logging.getLogger("paradec").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        globals()[name] = value = getattr(importlib.import_module(_MODULES[name]), name)  # asked for here once
+        globals()[name] = value = getattr(importlib.import_module(_MODULES[name]), name)  # called once per name
         return value
-    # a module, as if it had been imported by its name: `paradec.api.images.contact_sheet`
+    # `paradec.api.images.contact_sheet` works without `import paradec.api`
     if not name.startswith("_"):
         try:
             return importlib.import_module(f"paradec.{name}")

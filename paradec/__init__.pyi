@@ -1,4 +1,4 @@
-"""What `import paradec` gives; read by type checkers, and at run time for what to import when it is first used."""
+"""Public names of `paradec` and their modules. Type checkers read it; so does `paradec.__getattr__` at run time."""
 
 from typing import Any
 

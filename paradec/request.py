@@ -52,15 +52,15 @@ if TYPE_CHECKING:
 def argument(default: Any, check: Any = None, option: Any = None, help: str = "", **metadata: Any) -> Any:
     """Declare a field of `Request`.
 
-    check: called with the name and any value other than the default; raises ValueError or TypeError, and may return the
-        value to store. None: the sampler checks.
+    check: called with the name and any value other than the default; raises ValueError or TypeError, and may return a
+        converted value to store. None: the sampler checks the field.
     option, help: type and help text of the command-line option, if any.
-    metadata: the option's `short`, `metavar` and `option_default`; `is_live`: neither saved nor kept in a state."""
+    metadata: the option's `short`, `metavar` and `option_default`; `is_live`: an object that cannot be saved."""
     return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
 
 
 def _component(name: str, value: Any) -> Any:
-    """Check a sampler, a cache or an attention method; saved requests hold mappings."""
+    """Check a sampler, a cache or an attention method; build it from the mapping of a saved request."""
     registry = Registry.by_kind[name]
     if isinstance(value, Mapping) and name in value:
         return registry.from_dict(value)
@@ -93,62 +93,62 @@ def _check_new_tokens(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Arguments of one request, checked as far as no model is needed.
+    """Arguments of one request. The checks that need a model follow later.
 
     Args:
         sampler: a name (`paradec.samplers.names()`), joined names ("credit+localleap"), or a sampler with settings.
         cache: a name (`paradec.caches.names()`), with settings in parentheses ("dkv_decode(refresh_interval=4)"), or a
             cache; None recomputes everything at every step.
-        prefix: `Output.prefix` of a request with `keep_prefix`: common leading tokens are not evaluated again. Exact
-            for block-causal models, approximate for others; see `out.cost.reused_tokens`.
+        prefix: `Output.prefix` of a request with `keep_prefix`: common leading tokens (`out.cost.reused_tokens`) are
+            not evaluated again. Exact for block-causal models, approximate for others.
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
-        share_prefix: evaluate and store the rows' common prefix once; exact as for `prefix`.
-        attention: "dense", "sparsed", or `paradec.SparseD(...)`, for long sequences (docs/caches.md); None is as the
-            model was loaded. `Output.attention` has its cost.
+        share_prefix: evaluate and store the rows' common prefix once. Exact on the same models as `prefix`.
+        attention: "dense", "sparsed", or `paradec.SparseD(...)`, for long sequences (docs/caches.md); None: the
+            model's own. `Output.attention` reports its cost.
         suffix: masks after the open block to evaluate: a `paradec.Suffix`, a window (64), or a text ("gaussian:256");
-            None is all. For bidirectional models and answers of several blocks (docs/caches.md).
-        blocks, block_length: a block policy, its name ("fixed", "whole", "adaptive", "pipelined"), and the length of
-            blocks; by default 32 for LLaDA, the whole canvas for Dream, the model's blocks for block-causal models.
-        steps: forwards per row of samplers with a schedule, spread over its blocks; None is one per token.
+            None: all. For bidirectional models and answers of several blocks (docs/caches.md).
+        blocks: a block policy or its name ("fixed", "whole", "adaptive", "pipelined").
+        block_length: by default 32 for LLaDA, the whole canvas for Dream, the model's own for block-causal models.
+        steps: forwards per row for samplers with a schedule, divided among its blocks; None: one per token.
         max_new_tokens: answer length; by default from generation_config.json, else 128 (0 with masks).
-        temperature: 0 takes the best token; above (1e-6 to 1e6), tokens are drawn from softmax(logits / temperature).
+        temperature: 0 takes the likeliest token; 1e-6 to 1e6 draws from softmax(logits / temperature).
         min_p, top_p, top_k: restrict the draw to tokens at least `min_p` times as likely as the best, then to the
-            nucleus of this mass, then to this many tokens.
+            likeliest tokens of total probability `top_p`, then to the `top_k` likeliest.
         guidance_scale: s in uncond + s (cond - uncond), where uncond has the prompt masked; 1 is off (LLaDA's cfg_scale
             is s - 1). See `paradec.samplers.distributions.apply_guidance` for excluded tokens.
-        seed: an int, or one per prompt or row. A row's numbers depend on it, the prompt and the positions alone.
+        seed: an int, or one per prompt or row. A row's draws depend only on its seed, prompt and positions.
         generator: a torch.Generator instead of a seed.
         rng: "counter" (reproducible per row), or "reference" to draw as the public code does.
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
-        holes_eos_inf: never propose an end token in a hole, a mask before given tokens.
-        confidence_eos_eot_inf: commit end tokens last (LLaDA's, which loses one of two ids at temperature > 0).
-        suppress_tokens: ids never proposed, besides the mask id; None is the ids without text.
-        logit_bias: what is added to the logits of ids: {id: number from -100 to 100}.
-        bad_words: texts (with a tokenizer) or sequences of ids that an answer must not have; samplers that decide
-            positions in any order take words of one token.
-        min_new_tokens, ignore_eos: no end token in the first so many positions of an answer, or in none.
+        holes_eos_inf: never propose an end token in a hole (a mask before given tokens).
+        confidence_eos_eot_inf: commit end tokens last (as LLaDA, which loses one of two ids at temperature > 0).
+        suppress_tokens: ids never proposed, besides the mask id; None: the ids without text.
+        logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
+        bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
+            positions in any order accept words of one token only.
+        min_new_tokens, ignore_eos: no end token in the first `min_new_tokens` positions of an answer, or in none.
         repetition_penalty, presence_penalty, frequency_penalty: on tokens that are final when a step begins, in prompt
             and answer (repetition) or in the answer (`paradec.samplers.features.token_controls` has the formulas).
         stop_strings: one or several texts that end a row once an answer contains one and everything before is decided.
             Needs a tokenizer.
         stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
-        constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers; for holes a list, None where
-            free (docs/structured.md).
+        constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For holes: a list with one
+            entry per hole, None where anything is allowed (docs/structured.md).
         order: for any-order models and samplers without a drafter: "random" (from the row's key; the default), "chain"
-            (left to right), a list of positions (all or all undecided ones, from 0), one list per row, or an order of
+            (left to right), a list of positions from 0 (all, or all undecided ones), one list per row, or an order of
             `paradec.core.orders`.
         num_return_sequences: answers per prompt, in neighbouring rows, each with its own draws.
-        chat: whether text becomes a user turn of the chat template; None: if the tokenizer has one.
-        streamer: transformers' streamer (`put`, `end`, and `put_draft` if it has that); see `paradec.api.streaming`.
+        chat: whether text becomes a user turn of the chat template; None: where the tokenizer has a template.
+        streamer: as in transformers: `put`, `end` and optionally `put_draft`; see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
-        compile: replay whole steps as CUDA graphs, with the same tokens (`paradec.samplers.masked.device.step`); the
-            model keeps them until `clear_graphs(model)`. Warns where it cannot. Only on CUDA.
-        logprobs: keep log-probabilities of final tokens and of so many likeliest alternatives (0 for none) in
+        compile: replay whole steps as CUDA graphs, with the same tokens (`paradec.samplers.masked.device.step`). The
+            model keeps the graphs until `clear_graphs(model)`. Only on CUDA; warns where it is not possible.
+        logprobs: record the log-probability of each final token and of this many likeliest alternatives (0: none) in
             `Output.logprobs` and the trace (`paradec.core.logprobs`).
-        rollout: keep every decision with its step and log-probability: `Output.rollout` (docs/rollouts.md).
-        progress: show tqdm's bar of final tokens and forwards on standard error.
+        rollout: record every decision with its step and log-probability in `Output.rollout` (docs/rollouts.md).
+        progress: show a tqdm bar of final tokens and forwards on standard error.
 
     Raises ValueError or TypeError for an argument out of its range; the message names it.
     """
@@ -245,13 +245,13 @@ class Request:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
-        """Build a request: arguments win over the preset, which wins over `defaults`. Raises TypeError for an unknown
-        name; else as the class and `load`."""
+        """Build a request: arguments override the preset, which overrides `defaults`. Raises TypeError for an unknown
+        name, and the errors of the class and of `load`."""
         return cls(**{**defaults, **cls.merge_arguments(arguments, preset)})
 
     @classmethod
     def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
-        """Merge unchecked arguments over a preset: values by field. Raises as `from_arguments`."""
+        """Merge unchecked arguments over a preset; return values by field. Raises as `from_arguments`."""
         check_names(arguments)
         if preset is None:
             return dict(arguments)
@@ -286,7 +286,7 @@ class Request:
         return self.top_p, self.top_k, self.min_p
 
     def without_objects(self) -> Request:
-        """Copy the request without objects of this process."""
+        """Copy the request with None in the fields `LIVE`."""
         stripped = copy.copy(self)  # checked already
         vars(stripped).update(dict.fromkeys(LIVE))
         return stripped
@@ -297,8 +297,8 @@ class Request:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Read arguments from data of `to_dict`. Raises ValueError for other data or unknown names; else as the
-        class."""
+        """Read arguments from data of `to_dict`. Raises ValueError for other data or unknown names, and the errors of
+        the class."""
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
         arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
@@ -309,14 +309,14 @@ class Request:
         return {name: getattr(request, name) for name in arguments}
 
     def save(self, path: str | Path) -> None:
-        """Write `to_dict` as JSON, for `load` and `preset=`, with the version of the draws if a seed draws tokens.
-        Raises ValueError as `to_dict`, before writing."""
+        """Write `to_dict` as JSON, for `load` and `preset=`. If a seed draws tokens, the version of the draws is saved
+        too. Raises ValueError as `to_dict`, before writing."""
         is_drawn = self.seed is not None and self.temperature > 0
         write_json(path, self.to_dict() | ({"draws": DRAWS} if is_drawn else {}))
 
     @classmethod
     def load(cls, path: str | Path) -> Request:
-        """Read a file of `save`. Warns (UserWarning) of a seed saved with another version of the draws. Raises
+        """Read a file of `save`. Warns (UserWarning) if its seed was saved with another version of the draws. Raises
         FileNotFoundError, or ValueError for another file."""
         return cls(**cls._read(path))
 
@@ -340,7 +340,7 @@ class Request:
 
 NO_FILTERS = (None, None, None)
 Preset = Request | str | Path | Mapping[str, Any]
-"""Base of a request: another one, a file of `Request.save`, or its data."""
+"""Source of default arguments: a request, a file of `Request.save`, or data of `Request.to_dict`."""
 FIELDS: Mapping[str, Field[Any]] = {entry.name: entry for entry in fields(Request)}
 DEFAULTS: Mapping[str, Any] = {name: entry.default for name, entry in FIELDS.items()}
 LIVE = tuple(name for name, entry in FIELDS.items() if "is_live" in entry.metadata)
@@ -351,8 +351,8 @@ if not TYPE_CHECKING:
 
 
 def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[str, Any]) -> Request:
-    """The request of a sampler's `start`: `request`, or one of arguments over the family's defaults. Raises TypeError
-    for both or an unknown name, ValueError for an argument out of its range or in `Sampler.unsupported`."""
+    """The request of a sampler's `start`: `request` itself, or built from arguments over the family's defaults. Raises
+    TypeError for both or an unknown name, ValueError for an argument out of its range or in `Sampler.unsupported`."""
     if request is None:
         request = Request.from_arguments(arguments, **sampler.request_defaults)
     elif not isinstance(request, Request):
@@ -368,7 +368,7 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
 
 
 def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
-    """Whether a seed may change the result: tokens, the order of positions, drafts or the suffix are drawn."""
+    """Whether a seed may change the result, because tokens, positions, drafts or suffix masks are drawn."""
     is_builtin = type(method).__module__.startswith("paradec.")  # others may draw without declaring it
     suffix_masks = import_lazily("paradec.caches.suffix:Suffix").from_value(suffix)
     return (
@@ -380,7 +380,7 @@ def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str
 
 
 def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
-    """Warn once, at the caller's caller, of fields in `names` without effect on the sampler."""
+    """Warn of fields in `names` without effect on the sampler. The warning points at the caller of the entry point."""
     if request.steps is not None and not sampler.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {sampler.name!r} has no schedule", stacklevel=4)
     if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 MAX_LISTED = 24
-"""A message lists at most this many names, else the nearest."""
+"""Messages list all names up to this number, else the nearest ones."""
 NUM_NEAREST = 3
 MODELS: Mapping[str, tuple[str, str]] = {
     "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
@@ -27,13 +27,13 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "latent": ("a diffusion transformer (paradec.models.images.diffusion)", "a sampler of the forecast family"),
     "drafts": ("a drafter (paradec.load_drafter)", "the setting drafter of a sampler"),
 }
-"""Kinds of model (`makes`) in words, and their entry point. A callable with `facts` but no `makes` is a language model.
-"""
+"""Kinds of model (`model.makes`): their description and entry point. A callable with `facts` but without `makes` is a
+language model."""
 
 
 def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless `model` is of a kind in `allowed` (names of `MODELS`). Its `check_user(user)` may raise
-    too."""
+    """Raise TypeError unless `model` is of a kind in `allowed` (names of `MODELS`). The model's `check_user(user)`, if
+    any, may raise too. user: for messages."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
         kind = "text"
@@ -46,7 +46,7 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
 
 
 def wrong_model_error(user: str, model: Any, takes: str) -> TypeError:
-    """Make the error for a `model` of another kind than `user` takes."""
+    """Make the error for a `model` that `user` does not accept. takes: what it accepts, in words."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if isinstance(kind, str) and kind in MODELS:
         name = getattr(getattr(model, "facts", None), "name", type(model).__name__)
@@ -60,13 +60,13 @@ def shown(value: Any) -> str:
     """Represent a value in one line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
-    except (RecursionError, ValueError):  # nested too deeply; an integer of more digits than Python writes
+    except (RecursionError, ValueError):  # nested too deeply, or an integer with more digits than Python prints
         text = f"a {type(value).__name__} that is too large to be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def plain_name(name: str) -> str:
-    """A name without case, spaces, "_", "-" and ".", by which names are compared."""
+    """A name in lower case without spaces, "_", "-" and ".", for comparisons."""
     return re.sub(r"[\s_.-]", "", name.lower())
 
 
@@ -75,7 +75,7 @@ def unknown_name(
 ) -> str:
     """Message for a `name` that is not in `allowed`, with the closest names.
 
-    listing: the call that lists all. other_names: what else names are called, by `plain_name`."""
+    listing: the call that lists all names. other_names: names here by other name, spelled as by `plain_name`."""
     names = sorted(allowed)
     text, quoted = str(name)[:80], shown(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}
@@ -95,12 +95,12 @@ def format_count(number: int, noun: str) -> str:
 
 
 def throughput_unit(rows: int) -> str:
-    """Name the unit of tokens per forward, which is per row call for several rows."""
+    """Name the unit of throughput: "tokens per forward", or "tokens per row call" for several rows."""
     return f"tokens per {'forward' if rows == 1 else 'row call'}"
 
 
 LARGEST_INT = 2**31 - 1
-"""Default bound of integers: sums and products of a few fit into int64."""
+"""Default bound of integers: sums and products of a few such integers fit into int64."""
 LARGEST_INT64 = 2**63 - 1
 
 
@@ -113,7 +113,7 @@ def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGES
 
 
 def check_bytes(name: str, value: Any, low: int = 1) -> int | None:
-    """Read a number of bytes from an int or a text: "2GB" (10^9), "512MiB" (2^20). None stays."""
+    """Read a number of bytes from an int or a text: "2GB" (2 * 10^9), "512MiB" (512 * 2^20). None stays None."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
@@ -142,7 +142,7 @@ def check_number(
 
 
 def check_temperature(name: str, value: Any, none: bool = False) -> None:
-    """Raise ValueError unless `value` is 0 (off) or a number in [1e-6, 1e6]: beyond, logits leave float32's range."""
+    """Raise ValueError unless `value` is 0 (off) or in [1e-6, 1e6], where scaled logits stay in float32's range."""
     check_number(name, value, low=0, high=1e6, none=none)
     if value is not None and 0 < value < 1e-6:
         raise ValueError(f"{name}={shown(value)} must be 0 or a number in [1e-06, 1e+06]")
@@ -162,7 +162,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_divides(name: str, value: int, other: str, size: int) -> None:
-    """Raise ValueError unless one setting divides another one; the message names both."""
+    """Raise ValueError unless `value` divides `size`, the setting `other`."""
     if size % value:
         raise ValueError(f"{name}={value} must divide {other}={size}")
 
@@ -174,7 +174,7 @@ def check_type(name: str, value: Any, cls: type, reason: str = "") -> None:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise ValueError for text with surrogates, which stand for bytes that are not UTF-8."""
+    """Raise ValueError for text with surrogates, by which Python represents bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -18,8 +18,8 @@ class ParsedComponent(NamedTuple):
 
 
 def parse_components(kind: str, text: str) -> list[ParsedComponent]:
-    """Parse names joined by "+", each with settings in parentheses: Python literals, or words for texts. A "+" joins
-    where a name follows, else it ends a name: "lantern++(k=5)". kind: for messages. Raises ValueError for other text.
+    """Parse names joined by "+", each with settings in parentheses: Python literals, or words without quotes for texts.
+    A "+" that no name follows belongs to the name before: "lantern++(k=5)". kind: for messages. Raises ValueError.
     """
     try:
         terms: list[str] = []
@@ -45,7 +45,7 @@ def parse_component(kind: str, text: str) -> ParsedComponent:
 
 
 def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
-    """Make a component from a text with settings or several names, as `Registry.create`."""
+    """Make a component from a text with settings or several names; otherwise as `Registry.create`."""
     components = parse_components(registry.kind, name)
     if len(components) > 1 and "union" in registry:
         for setting in settings:
@@ -64,7 +64,7 @@ def split_file(term: str) -> tuple[str, str] | None:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split a text at a separator outside of brackets, and of quotes inside these."""
+    """Split a text at a separator outside of brackets. Brackets in quoted texts do not count."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -89,6 +89,6 @@ def _parse_term(term: str) -> ParsedComponent:
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in settings:
             raise ValueError(term)
-        value = keyword.value  # a name is a text: a shell takes quotes away
+        value = keyword.value  # a bare name is a text, since a shell removes quotes
         settings[keyword.arg] = value.id if isinstance(value, ast.Name) else ast.literal_eval(value)
     return ParsedComponent(parts[1], settings)

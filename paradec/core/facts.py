@@ -12,7 +12,7 @@ PREDICTIONS = ("same", "shifted")
 TOPOLOGIES = ("bidirectional", "block_causal", "causal", "causal_context", "canvas")
 BLOCK_ALIGNS = ("absolute", "prompt")
 TOPOLOGY_ALIGNS = {"block_causal": BLOCK_ALIGNS, "causal_context": ("prompt",)}
-"""Alignments of each topology; the others allow "absolute" only."""
+"""Allowed alignments by topology; other topologies allow "absolute" only."""
 HOLE = -1
 """Id of a position to fill, for models with canvases, which have no mask token."""
 
@@ -25,20 +25,21 @@ class ModelFacts:
         vocab_size: rows of the output matrix. name: for messages.
         mask_token_id: id of undecided tokens, never proposed; None for models without one.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
-        pad_token_id: id after the end of an answer; by default the first end id, else the lowest id but the mask's.
-        max_length, trained_length: limit of prompt and answer together (None: unlimited); length that draws a warning.
-        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 does: Dream).
-        topology: "bidirectional", "block_causal", "causal"; "causal_context" (an open block over causal keys and
-            values, whose first token the position before predicts: Nemotron-Labs-Diffusion); "canvas" (a causal encoder
-            of final tokens before a bidirectional block of noise: DiffusionGemma).
+        pad_token_id: id after the end of an answer; by default the first end id, else 0 (1 if 0 is the mask id).
+        max_length: limit of prompt and answer together; None: unlimited.
+        trained_length: longer rows draw a warning.
+        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 predicts it: Dream).
+        topology: "bidirectional", "block_causal", "causal"; "causal_context" (a bidirectional block after causal keys
+            and values; the position before the block predicts its first token: Nemotron-Labs-Diffusion); "canvas" (a
+            bidirectional block of noise after a causal encoder of final tokens: DiffusionGemma).
         block_length: length of a block-causal model's blocks, or of the canvas.
-        block_align: "absolute" counts blocks from position 0 (SDAR, LLaDA2), "prompt" from the end of the prompt, which
+        block_align: "absolute" counts blocks from position 0 (SDAR, LLaDA2); "prompt" from the end of the prompt, which
             is one block (D2F).
         delete_token_id, split_token_id: ids that delete a position, or insert a mask before it (LLaDA2.2).
-        tokenizer_size: ids from this one on have no text, such as embedding padding; None where all have.
-        whole_blocks: whether calls must hold whole blocks, as experts are chosen per block.
+        tokenizer_size: ids from this one on have no text, such as embedding padding; None: all have text.
+        whole_blocks: whether calls must hold whole blocks, because experts are chosen per block.
 
-    Raises ValueError for a fact out of its range.
+    Raises ValueError for a value out of its range.
     """
 
     vocab_size: int
@@ -124,7 +125,7 @@ class ModelFacts:
 
     @property
     def block_unit(self) -> int:
-        """Length of the blocks that see each other: the block of a block-causal model, else 1."""
+        """Length of the blocks whose positions see each other: `block_length` of a block-causal model, else 1."""
         return self.block_length or 1 if self.topology == "block_causal" else 1
 
     @property
@@ -144,12 +145,12 @@ class ModelFacts:
         if not self.prompt_aligned:
             return start // block * block, -(-stop // block) * block
         start, stop = start - origin, stop - origin
-        starts_in_block = start >= 0  # else the range begins in the prompt, and includes all of it
+        starts_in_block = start >= 0  # a range that begins in the prompt includes all of it
         return (start // block * block + origin) * starts_in_block, (-(-stop // block)).clip(0) * block + origin
 
     @property
     def shift(self) -> int:
-        """Distance from a token to its logits on the left."""
+        """Distance from a token to the position on its left that predicts it."""
         return 1 if self.prediction == "shifted" else 0
 
     @property

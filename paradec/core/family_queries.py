@@ -1,4 +1,4 @@
-"""Model calls of single families; shapes as in `Query`."""
+"""Model calls of the causal, canvas, image and latent families; shapes as in `Query`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class CausalQuery(Query):
     keep_hidden: bool = False
     """Whether the model stores its last hidden states in `hidden`."""
     keep_layers: tuple[int, ...] | None = None
-    """Layers, from 0, whose outputs the model stores in `hidden` instead: the last one's after the final norm, the
-    index after it the same output before the norm."""
+    """Layers, from 0, whose outputs the model stores in `hidden` instead. Of `n` layers, index n - 1 is the last
+    layer's output after the final norm, index n the same output before the norm."""
     hidden: Tensor | None = None
     """[R, Q, D]: input of the output matrix at all columns; with `keep_layers` [R, Q, layers * D]."""
 
 
 @dataclass
 class VisibleQuery(CausalQuery):
-    """A call over a store whose columns see everything stored, and each other by `visible`, not by the topology."""
+    """A call over a store. Columns see all stored positions, and each other as in `visible`, whatever the topology."""
 
 
 @dataclass(kw_only=True)
@@ -52,8 +52,8 @@ class CanvasQuery(Query):
 
 @dataclass
 class GroupQuery(Query):
-    """One call over a key/value store whose slots are ranks in the row's order: the prompt, then the cells as they are
-    decided. `positions` count the cells row by row. A slot's old content is overwritten before it is read."""
+    """One call over a key/value store whose slots are ranks in the row's order: the prompt, then the cells in the order
+    of their decision. `positions` count the cells row by row. A slot's old content is overwritten before it is read."""
 
     visible_end: Tensor | None = None
     """[R, Q] int64: end (exclusive) of the slots that each column sees."""
@@ -66,7 +66,7 @@ class RankedQuery(AnyOrderQuery):
     of the first."""
 
     ranks: Tensor
-    """[N, Q] int64: rank of each column in its row's order, prompt first, decided or not."""
+    """[N, Q] int64: rank of each column in its row's order, prompt first, for decided and undecided columns."""
     is_wanted: Tensor
     """[N, W] bool: False where `wanted` is padding."""
     scale: Tensor
@@ -75,7 +75,7 @@ class RankedQuery(AnyOrderQuery):
 
 @dataclass
 class LatentQuery:
-    """One call of a continuous model: `N` rows of the state, `R = branches * N` in all, the conditional N first."""
+    """One call of a continuous model: `N` rows of the state, `R = branches * N` rows in the call, conditional first."""
 
     rows: np.ndarray
     latent: Tensor
@@ -90,7 +90,7 @@ class LatentQuery:
 
 @dataclass
 class LatentProposal:
-    """The output of a continuous model for the next step, of the forecast family."""
+    """A continuous model's output for the next step, or its forecast (forecast family)."""
 
     rows: np.ndarray
     values: Tensor

@@ -1,5 +1,5 @@
-"""Ctrl-C while the command `paradec` starts, which takes seconds: the process ends with the exit code of an interrupt,
-since an exception could surface inside any import. Programs that import paradec keep their handling."""
+"""Ctrl-C while the command `paradec` imports its modules for seconds: the process ends at once with the exit code of an
+interrupt, since an exception could surface inside any import. Programs that import paradec keep their handling."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _held = False
 
 
 def is_debugging() -> bool:
-    """Whether tracebacks are wanted."""
+    """Whether PARADEC_DEBUG requests tracebacks."""
     return os.environ.get("PARADEC_DEBUG", "0") not in ("", "0")
 
 
 def is_command(argv: list[str], original_argv: list[str]) -> bool:
-    """Whether a process is the command: the installed script, or `python -m paradec`. argv, original_argv: `sys.argv`
-    (with "-m" first while Python looks for a module) and `sys.orig_argv`."""
+    """Whether a process is the command: the installed script, or `python -m paradec`. argv: `sys.argv`, whose first
+    entry is "-m" while Python imports the module. original_argv: `sys.orig_argv`."""
     if argv[:1] == ["-m"]:
         return "-m" in original_argv and original_argv[original_argv.index("-m") + 1 :][:1] == ["paradec"]
     return bool(argv) and Path(argv[0]).stem == "paradec"
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process until `restore_interrupt`, if it is the command."""
+    """If the process is the command, let Ctrl-C end it until `restore_interrupt`."""
     if not is_command(getattr(sys, "argv", []), getattr(sys, "orig_argv", [])):
         return
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background jobs of shells ignore it
@@ -50,7 +50,7 @@ def restore_interrupt() -> None:
 def hold_interrupt() -> Iterator[None]:
     """Delay Ctrl-C to the end of the outermost block, so that no output is cut off."""
     global _held
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # and stays so, as in background jobs of shells
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in background jobs of shells
     if threading.current_thread() is not threading.main_thread() or _held or is_ignored:
         yield
         return
@@ -71,7 +71,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
         traceback.print_stack(frame)
         sys.stderr.flush()
     if os.isatty(2):
-        os.write(2, b"\n")  # the line says what is waited for
+        os.write(2, b"\n")  # end the progress message
     os._exit(EXIT_CODE)
 
 

@@ -1,7 +1,8 @@
-"""Log-probabilities of each written token and of the likeliest tokens of its step. Masked models: softmax of the step's
-logits after guidance, without suppressed tokens, whatever the temperature, filters and the method's own logits stage.
-Causal models: the verified target distribution p, after temperature and filters; at temperature 0 that of temperature 1
-without filters. The last write to a position counts."""
+"""Log-probabilities of written tokens and of their steps' likeliest tokens. The last write to a position counts.
+
+Masked models: softmax of the step's logits after guidance, without suppressed tokens; temperature, filters and the
+sampler's changes to logits have no effect. Causal models: the target distribution p that verifies drafts, after
+temperature and filters; at temperature 0 the distribution of temperature 1 without filters."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from torch import Tensor
 from paradec.core.rows import row_layout
 
 SEGMENT = 256
-"""Size of the segments whose maxima are searched first."""
+"""Number of neighbouring logits of which `_top_k` compares the maximum first."""
 CHUNK = 2**23
-"""Logits held in float32 at a time."""
+"""Number of logits converted to float32 at a time."""
 NAMES = ("chosen", "best", "best_tokens")
 
 
@@ -38,8 +39,8 @@ class StepLogProbs:
 
     @classmethod
     def from_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
-        """Of softmax(logits [R, W, V]) for tokens [R, W] and the `count` likeliest. probability: [R, W] of the tokens,
-        if known."""
+        """Log softmax of logits [R, W, V] at tokens [R, W] and at the `count` likeliest. probability: [R, W] of the
+        tokens, if known."""
         flat, ids = logits.flatten(0, 1), tokens.reshape(-1, 1)
         size = max(1, CHUNK // max(1, flat.shape[-1]))
         known = [None] * len(flat) if probability is None else [*probability.reshape(-1, 1).split(size)]
@@ -56,14 +57,14 @@ class StepLogProbs:
 
     @classmethod
     def from_log_probabilities(cls, log_p: Tensor, tokens: Tensor, count: int) -> StepLogProbs:
-        """Of log-probabilities [R, W, V] for tokens [R, W] and the `count` likeliest."""
+        """Select from log-probabilities [R, W, V] those of tokens [R, W] and of the `count` likeliest."""
         best, best_tokens = log_p.topk(count, -1)
         chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return cls(chosen.double(), best.double(), best_tokens)
 
     @classmethod
     def combine(cls, parts: Sequence[StepLogProbs], function: Callable[[list[Tensor]], Tensor]) -> StepLogProbs:
-        """Apply a function to the lists of the parts' tensors."""
+        """Combine parts field by field: apply `function` to the list of the parts' tensors."""
         names = [entry.name for entry in fields(cls) if getattr(parts[0], entry.name) is not None]
         return cls(**{name: function([getattr(part, name) for part in parts]) for name in names})
 
@@ -90,8 +91,8 @@ class StepLogProbs:
         return filled
 
     def to_lists(self, index: Tensor, column: Tensor) -> list[list[Any]]:
-        """As trace entries at (index [N], column [N]): [log-probability, [[token, log-probability], ...]], None if not
-        finite. Waits for the device."""
+        """List trace entries at (index [N], column [N]): [log-probability, [[token, log-probability], ...]], None if
+        not finite. Waits for the device."""
         log_p = (tensor.cpu()[index, column].numpy() for tensor in (self.chosen, self.best))
         chosen, best = (np.where(np.isfinite(values), values, np.array(None)).tolist() for values in log_p)
         tokens = self.best_tokens.cpu()[index, column].tolist()
@@ -102,7 +103,7 @@ class StepLogProbs:
 
 
 def _top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of [n, V], descending, and their columns. A large vocabulary is searched by segments."""
+    """The `count` largest logits of [n, V], descending, and their columns. Searches large vocabularies by segments."""
     size = logits.shape[-1]
     num_segments = size // SEGMENT
     if size <= 2**13 or count > num_segments // 4:
@@ -176,7 +177,7 @@ class LogProbs:
 def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
     """Write values [R, W, ...] to `target` [B, L, ...] at rows [R] and positions [R, W], where selected [R, W]."""
     columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
-    # as many as there are columns, those past the end wrap around: they stay distinct
+    # positions past the end wrap around; at most as many as columns are written, so they stay distinct
     column, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]
     selected = selected if values.ndim == 2 else selected.unsqueeze(-1)
     target[index, column] = torch.where(selected, values, target[index, column])

@@ -8,7 +8,7 @@ from typing import Any
 from paradec.core.checks import check_int, shown
 
 HOLE_TEXT = "\ufdd0"
-"""Stands for a position to fill, for models without a mask token; a noncharacter, which no text contains."""
+"""Text of a position to fill, for models without a mask token: a Unicode noncharacter, which no text contains."""
 
 
 MAX_MASKS = 1_000_000
@@ -22,8 +22,8 @@ def check_placeholder(placeholder: Any) -> None:
 
 
 def replace_placeholders(model: Any, text: str, placeholder: str) -> str:
-    """Replace each placeholder by the tokenizer's mask, as often as it says, and drop a space before it: GPT-2's kind
-    of tokenizer joins it to the next word."""
+    """Replace each placeholder by its number of mask tokens. A space before it is dropped: tokenizers such as GPT-2's
+    treat the space as part of the next word."""
     mask, tokenizer = model.facts.mask_token_id, model.tokenizer
     name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
     if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):

@@ -1,4 +1,4 @@
-"""Tensors that a method declares to keep between steps, and a check of device memory."""
+"""Tensors that samplers keep between steps, and a check of device memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paradec.core.rows import RowLayout, resize_axis
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """A tensor that a method keeps between steps.
+    """Declaration of a tensor that a sampler keeps between steps.
 
     dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
         "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), or an int.
-    dtype: None is the model's: of distributions or soft embeddings. fill: initial value.
-    reset: "block" (whenever a row opens a block) or "sequence" (never within a request)."""
+    dtype: None is the model's, for distributions or soft embeddings. fill: initial value.
+    reset: refill when a row opens a block ("block"), or never within a request ("sequence")."""
 
     dims: tuple[str | int, ...] = ()
     dtype: torch.dtype | None = torch.float32
@@ -43,7 +43,7 @@ Specs: TypeAlias = Mapping[str, MemorySpec]
 
 @dataclass(eq=False)
 class Memory:
-    """Declared tensors by name, each [B, *dims]. Only `commit` may write to them."""
+    """Declared tensors by name, each [B, *dims]. Only `Sampler.commit` may write to them."""
 
     specs: dict[str, MemorySpec] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(
@@ -127,7 +127,7 @@ class Memory:
                     self.tensors[name] = _shift_rows(self.tensors[name], axis, rows, offsets, spec.fill)
 
     def before_row_change(self, other: Memory | None) -> None:
-        """Take over specs of the other memory that were added during a step."""
+        """Add specs that only the other memory has, since some are declared during a step."""
         if other is not None:
             self.specs = other.specs | self.specs
 
@@ -149,7 +149,7 @@ def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, offsets: np.ndarray
 
 
 def check_memory(needed: int, device: Any, max_memory: int | None, what: str) -> None:
-    """Raise ValueError if `needed` bytes do not fit. what: their use, for the message."""
+    """Raise ValueError if `needed` bytes exceed `max_memory`, or by default the device's memory. what: for messages."""
     if max_memory is not None:
         limit, source = max_memory, "max_memory"
     elif device.type == "cuda":

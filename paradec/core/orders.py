@@ -1,17 +1,17 @@
 """Orders: which cells of a raster are decided together, and in which order.
 
-An `Order` gives the `Groups` of a raster of `height` x `width` cells: every cell once. Masked samplers, MAR, ZipAR and
-models of groups (LPD, NAR) use the same orders.
+An `Order` divides a raster of `height` x `width` cells into `Groups`, every cell in one group. Masked samplers, MAR,
+ZipAR and models that predict groups (LPD, NAR) use the same orders.
 
 | name | groups |
 |---|---|
 | `raster` | row by row |
 | `random` | at random |
-| `cosine` | at random, with MAR's sizes (arXiv 2406.11838) |
+| `cosine` | at random, with MAR's group sizes (arXiv 2406.11838) |
 | `halton` | along a low-discrepancy sequence (arXiv 2503.17076) |
 | `diagonal` | one anti-diagonal after the other (NAR, arXiv 2503.10696) |
-| `zipar` | parallel rows, each a window behind the row above (arXiv 2412.04062) |
-| `lpd` | near decided cells and far from each other (arXiv 2507.01957) |
+| `zipar` | parallel rows, each `window` cells behind the row above (arXiv 2412.04062) |
+| `lpd` | near decided cells, and far from other cells of the group (arXiv 2507.01957) |
 | `given` | as listed |
 """
 
@@ -35,7 +35,7 @@ from paradec.core.registry import Component, Registry
 
 @dataclass(frozen=True)
 class OrderDraws:
-    """Random choices of one row, by row key, group and cell (`paradec.core.rng`). key: two 32-bit integers."""
+    """Random choices for one row, by row key, group and cell (`paradec.core.rng`). key: two 32-bit integers."""
 
     key: tuple[int, int]
 
@@ -63,7 +63,7 @@ SINGLE_ROW: Sequence[OrderDraws] = (OrderDraws((0, 0)),)
 # ---- sizes of groups ------------------------------------------------------------------------------------------------
 
 Sizes = int | Sequence[int] | None
-"""Sizes of groups: a list, or a number of groups (sizes by `group_sizes`), or None for the order's default."""
+"""Group sizes: a list of sizes, a number of groups (then `group_sizes` chooses), or None for the order's default."""
 PUBLISHED_SIZES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
     256: {
         8: (1, 15, 24, 32, 40, 45, 49, 50),
@@ -81,18 +81,18 @@ PUBLISHED_SIZES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
         48: (*(*range(1, 23), 23, 23, 24, 25, 26, 26, 27, 28, 28, 29, 29, 30, 30, 31, 31, *(32,) * 3, *(33,) * 7), 34),
     },
 }
-"""LPD's published sizes, by cells and groups."""
+"""LPD's published group sizes, by number of cells and number of groups."""
 DEFAULT_GROUPS = {256: 20, 1024: 48}
-"""Number of groups in LPD's published images, by cells."""
+"""Number of groups in LPD's published images, by number of cells."""
 
 
 @lru_cache(maxsize=256)
 def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """Sizes of `groups` groups of `cells` cells: LPD's published list, or the one nearest in groups per side, scaled
-    (`scale_sizes`).
+    """Sizes of `groups` groups of `cells` cells: LPD's published list for these numbers. Otherwise the list with the
+    nearest groups / sqrt(cells), scaled by `scale_sizes`.
 
     Args:
-        groups: 1 to `cells`; None is the published 20 of 256 cells and 48 of 1024, else 1.25 per cell of a side.
+        groups: 1 to `cells`; None is the published 20 for 256 cells and 48 for 1024, else 1.25 sqrt(cells).
 
     Raises ValueError for a number out of its range.
     """
@@ -113,7 +113,7 @@ def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
 
 
 def scale_sizes(sizes: Sequence[int], cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """Scale a list of sizes to another number of cells, each at least 1. groups: by default as many as before."""
+    """Scale a list of sizes to another number of cells; each stays at least 1. groups: default `len(sizes)`."""
     groups = min(len(sizes) if groups is None else groups, cells)
     shares = np.concatenate(([0], np.cumsum(sizes))) / sum(sizes)
     positions = np.linspace(0, len(sizes), groups + 1)
@@ -124,7 +124,7 @@ def scale_sizes(sizes: Sequence[int], cells: int, groups: int | None = None) -> 
 
 
 def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
-    """Check sizes; return an int, a tuple or None. Raises ValueError for other values and sizes below 1."""
+    """Check sizes; return an int, a tuple or None. Raises ValueError for other types and sizes below 1."""
     if sizes is None or isinstance(sizes, int):
         check_int(name, sizes, low=1, none=True)
         return sizes
@@ -148,8 +148,8 @@ def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str 
 
 
 def remaining_counts(size: int, steps: int) -> np.ndarray:
-    """MAR's schedule: [steps + 1] int64, undecided cells before each step, and 0. Step t leaves floor(size cos(pi / 2
-    (t + 1) / steps)), at least one fewer than before."""
+    """MAR's schedule: [steps + 1] int64, the undecided cells before each step, and a final 0. Step t leaves
+    floor(size cos(pi / 2 (t + 1) / steps)) cells, and decides at least one."""
     counts = [size]
     for step in range(steps - 1):
         planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
@@ -165,8 +165,8 @@ NUM_POINTS = 10_000
 
 @lru_cache(maxsize=64)
 def halton_order(height: int, width: int) -> np.ndarray:
-    """[height * width] int64: rank of each cell. Point n of the Halton sequence (base 2 for the row, 3 for the column,
-    from n = 1) falls into a cell; cells are ranked by their first point."""
+    """[height * width] int64: rank of each cell by the first point of the Halton sequence in it. Points count from
+    n = 1, with base 2 for the row and base 3 for the column."""
     n = np.arange(1, NUM_POINTS + 1)
     cells = (_radical_inverse(n, 2) * height).astype(int) * width + (_radical_inverse(n, 3) * width).astype(int)
     hit, first = np.unique(cells, return_index=True)
@@ -178,7 +178,7 @@ def halton_order(height: int, width: int) -> np.ndarray:
 
 
 def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
-    """The digits of n in `base`, mirrored at the point: a coordinate in [0, 1)."""
+    """The digits of n in `base`, mirrored at the radix point: a coordinate in [0, 1)."""
     value, scale = np.zeros(len(n)), 1.0
     while n.any():
         scale /= base
@@ -187,7 +187,7 @@ def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
 
 
 def lpd_repulsion(cells: int) -> float:
-    """The published repulsion: 2 at 256 pixels, 4 at 512."""
+    """The published repulsion: 2 for images of 256 x 256 pixels, 4 for 512 x 512."""
     return 2.0 if cells < 1024 else 4.0
 
 
@@ -208,9 +208,9 @@ def lpd_order(
     the group.
 
     Args:
-        sizes: of the groups, together the undecided cells.
-        decided: [H * W] bool: cells that are known from the start. Without any, a first group of several cells is
-            completed by farthest-point sampling.
+        sizes: cells of each group; their sum is the number of undecided cells.
+        decided: [H * W] bool: cells that are known from the start. Without any, farthest-point sampling completes a
+            first group of several cells.
 
     Returns [sum(sizes)] int64: the cells in order.
     """
@@ -235,7 +235,7 @@ def lpd_order(
                     skipped.append(cell)
                 else:
                     chosen.append(cell)
-            if len(chosen) < size:  # all that are near were reached
+            if len(chosen) < size:  # the near cells did not suffice
                 pool = np.array([*cells[~is_near].tolist(), *skipped], np.int64)
                 chosen += _sample_farthest(coordinates, pool, chosen, size - len(chosen), step, draws)
         is_decided[chosen] = True
@@ -247,7 +247,7 @@ def _nearness(is_decided: np.ndarray) -> np.ndarray:
     """[H, W] float64: sum of 1 / distance over each cell's decided neighbours (is_decided: [H, W] bool)."""
     padded = np.pad(is_decided, 1).astype(int)
     above, middle, below = padded[:-2], padded[1:-1], padded[2:]
-    # counts first: equal neighbourhoods must have equal sums, whichever neighbour is which
+    # add integer counts first, so that equal counts give equal floats
     adjacent = (above + below)[:, 1:-1] + middle[:, :-2] + middle[:, 2:]
     diagonal = (above + below)[:, :-2] + (above + below)[:, 2:]
     return adjacent + diagonal / math.sqrt(2)
@@ -277,8 +277,8 @@ def _sample_farthest(
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Every cell of a raster once, in groups that are decided together: `B` rows, `S` cells, `G` groups. Iterating
-    gives the positions [B, n] int64 of each group."""
+    """All cells of a raster in groups that are decided together: `B` rows, `S` cells, `G` groups. Iterating gives the
+    positions [B, n] int64 of each group."""
 
     order: np.ndarray
     """[B, S] int64, on the host: the cells in order."""
@@ -292,7 +292,7 @@ class Groups:
 
     @property
     def num_left(self) -> np.ndarray:
-        """[G + 1] int64: undecided cells before each group, and 0."""
+        """[G + 1] int64: undecided cells before each group, and a final 0."""
         return self.order.shape[1] - np.concatenate(([0], self.ends))
 
     @property
@@ -324,12 +324,12 @@ class Order(Component):
     """Whether rows differ by their draws."""
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
-        """The groups of a raster, whose cells count row by row. draws: one for each row (`draws_from_keys`); other than
-        `random` orders only count them. Raises ValueError for settings that do not fit the raster."""
+        """Divide a raster into groups; cells are numbered row by row. draws: one per row (`draws_from_keys`); orders
+        that are not `random` use only their number. Raises ValueError for settings that do not fit the raster."""
         raise NotImplementedError
 
     def with_steps(self, steps: int | None) -> Order:
-        """The same order in `steps` groups. Raises ValueError for an order with its own number."""
+        """The same order in `steps` groups. Raises ValueError for an order that fixes its number of groups."""
         if steps is None:
             return self
         name = "steps" if "steps" in self.settings() else "sizes"
@@ -345,7 +345,7 @@ class Order(Component):
 
 @dataclass(frozen=True)
 class Sized(Order):
-    """Base of orders whose groups may be any part of a sequence of cells. sizes: see `Sizes`; None is one cell at a
+    """Base of orders that cut a sequence of cells into groups of any size. sizes: see `Sizes`; None is one cell at a
     time."""
 
     sizes: Sizes = None
@@ -388,13 +388,13 @@ class Random(Sized):
 
 @dataclass(frozen=True)
 class Cosine(Order):
-    """MAR's: a random order for each row, in few cells at first and many at last (`remaining_counts`). steps: number of
-    groups; None is 64, or one per cell."""
+    """MAR's order: random for each row, with small groups first and large groups last (`remaining_counts`). steps:
+    number of groups; None is 64, or one per cell if there are fewer."""
 
     steps: int | None = None
 
     name = "cosine"
-    summary = "at random, in MAR's numbers"
+    summary = "at random, with MAR's group sizes"
     random = True
 
     def __post_init__(self) -> None:
@@ -421,7 +421,7 @@ class Halton(Sized):
 
 @dataclass(frozen=True)
 class Diagonal(Order):
-    """One anti-diagonal after the other, from the upper left; within one, from above."""
+    """One anti-diagonal after the other, from the upper left; inside a diagonal from top to bottom."""
 
     name = "diagonal"
     summary = "one anti-diagonal after the other"
@@ -432,13 +432,13 @@ class Diagonal(Order):
 
 @dataclass(frozen=True)
 class ZipAR(Order):
-    """All open rows grow by one cell at a time; a row opens once `window` (at least 1) cells of the row above are
-    decided."""
+    """Each group has the next cell of every open row. A row opens once `window` (at least 1) cells of the row above
+    are decided."""
 
     window: int = 16
 
     name = "zipar"
-    summary = "rows side by side, each a window after the one above"
+    summary = "rows in parallel, each `window` cells behind the row above"
 
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)
@@ -453,7 +453,7 @@ class ZipAR(Order):
 @dataclass(frozen=True)
 class Given(Order):
     """A listed order, as in published order files. cells: [S] int in order, or one such list per row. sizes: see
-    `Sizes`."""
+    `Sizes`; None is one cell at a time."""
 
     cells: Sequence[int] | Sequence[Sequence[int]] = ()
     sizes: Sizes = None
@@ -483,7 +483,7 @@ class Given(Order):
 
 @dataclass(frozen=True)
 class LPD(Sized):
-    """Locality-aware: each group near decided cells, its cells far from each other (`lpd_order`).
+    """Locality-aware order: cells near decided cells, and far from other cells of their group (`lpd_order`).
 
     Args:
         sizes: None is `group_sizes`.
@@ -495,7 +495,7 @@ class LPD(Sized):
     proximity: float = 1.0
 
     name = "lpd"
-    summary = "near what is decided and far from each other"
+    summary = "near decided cells, and far from other cells of the group"
     random = True
 
     def __post_init__(self) -> None:
@@ -525,8 +525,8 @@ create = registry.create
 
 
 def resolve_order(order: Any) -> Order:
-    """An `Order` from a name, plain data, or an order. Raises TypeError for others, ValueError for unknown names or
-    data."""
+    """Convert a name, plain data or an order to an `Order`. Raises TypeError for other types, ValueError for unknown
+    names or data."""
     if isinstance(order, str):
         return create(order)
     if isinstance(order, Mapping):
@@ -537,8 +537,8 @@ def resolve_order(order: Any) -> Order:
 
 
 def check_request_order(name: str, value: Any) -> Any:
-    """Check a request's order: a name, an `Order`, or lists of positions, as tuples. Raises ValueError or TypeError for
-    others. The prompts decide later whether the lists are complete."""
+    """Check a request's order: a name, an `Order`, or lists of positions, which become tuples. Raises ValueError or
+    TypeError for others. Whether lists are complete is checked later, with the prompts."""
     if isinstance(value, str):
         check_choice(name, value, ("random", "chain"))
     if isinstance(value, (str, Order)):
@@ -552,6 +552,6 @@ def check_request_order(name: str, value: Any) -> Any:
             f"{name}={shown(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
             "paradec.core.orders.create"
         )
-    for place in (place for row in rows for place in row):
-        check_int(name, place, low=0)
+    for position in (position for row in rows for position in row):
+        check_int(name, position, low=0)
     return tuple(map(tuple, rows)) if is_nested else tuple(value)

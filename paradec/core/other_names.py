@@ -1,4 +1,4 @@
-"""What papers and other libraries call things: for errors that say what to write here."""
+"""Names that papers and other libraries use, for error messages that give the name in paradec."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMPONENTS: Mapping[str, Mapping[str, str]] = {
         "kvcache": "prefix",
     },
 }
-"""Samplers and caches, by `paradec.core.checks.plain_name`."""
+"""Samplers and caches by other name, spelled as by `paradec.core.checks.plain_name`."""
 PIPELINE_METHODS = {
     "fbcache": "first_block",
     "fbc": "first_block",
@@ -77,7 +77,7 @@ REQUEST_FIELDS = {
     "bad_words": ("bad_words_ids",),
     "num_return_sequences": ("num_samples", "n"),
 }
-"""Fields of a request: their other names."""
+"""Other names of a request's fields, by field."""
 CONSTRAINTS = {
     "json_schema": "paradec.JsonSchema(schema)",
     "choice": 'paradec.Choice(["yes", "no"])',
@@ -86,7 +86,7 @@ CONSTRAINTS = {
     "grammar": "paradec.Grammar(text)",
     "response_format": "paradec.JsonSchema(schema), or a class of pydantic",
 }
-"""Constraints, and what to write."""
+"""Constraint arguments of other libraries, and the replacement here."""
 LOAD_ARGUMENTS = {
     "torch_dtype": "write dtype=",
     "trust_remote_code": "remote code is never executed; leave it out (docs/models.md has the formats)",
@@ -98,7 +98,7 @@ LOAD_ARGUMENTS = {
     "block_size": "write block_length=",
     "attention": "write attn_implementation=, or attention= in a request",
 }
-"""Arguments of `paradec.load`, and what to do instead."""
+"""Arguments of other loaders, and what to pass to `paradec.load` instead."""
 
 
 def check_setting_names(

@@ -1,4 +1,4 @@
-"""Words and prompts of the packaged text model. Imports nothing heavy. Tasks: `paradec.tools.evaluation.tasks`."""
+"""Words and prompts of the packaged text model, without heavy imports. Tasks: `paradec.tools.evaluation.tasks`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS: tuple[str, ...] = tuple(
     radish rose seal sheep tiger viper whale wolf zebra
     """.split()
 )
-"""Nouns of the lists, in alphabetical order."""
+"""Nouns in the lists that the model edits, in alphabetical order."""
 SYMBOLS: tuple[str, ...] = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 """Symbols of the Latin squares."""
 LIST_LENGTHS: tuple[int, ...] = (3, 4, 5, 6)
@@ -71,7 +71,7 @@ def unknown_words_error(tokenizer: Any, text: str) -> ValueError:
     """Make the error that names the words of a text that a tokenizer cannot express."""
     unk = tokenizer.unk_token_id
     plain_text = text
-    for special in getattr(tokenizer, "get_added_vocab", dict)():  # those of a chat template are close to words
+    for special in getattr(tokenizer, "get_added_vocab", dict)():  # a chat template writes them next to words
         plain_text = plain_text.replace(special, " ")
     words = sorted({w for w in plain_text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
     quoted = repr(", ".join(words) or text)

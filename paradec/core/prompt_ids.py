@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BYTES = (bytes, bytearray, memoryview)
-"""Sequences of integers that are not ids."""
+"""Types whose items are integers but not token ids."""
 
 
 def is_rows_of_ids(prompt: Any) -> bool:
@@ -43,7 +43,7 @@ def to_tensor(name: str, value: Any) -> Tensor:
 
 def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
     """Rows of a tensor without padding, and whether it is one row ([length]) rather than a batch ([batch, length]).
-    Raises TypeError or ValueError for another tensor, or a mask that does not fit or has holes."""
+    Raises TypeError or ValueError for a tensor of another dtype or shape, or a mask of another shape or with holes."""
     if not _is_integral(ids):
         raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
     if ids.ndim not in (1, 2) or ids.numel() == 0:
@@ -63,7 +63,7 @@ def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]],
 
 
 def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Rows of a list of ids or of rows of ids, and whether it is one row. Raises TypeError for other lists."""
+    """Rows of a list (ids, or rows of ids), and whether it is one row. Raises TypeError for other lists."""
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [[int(i) for i in prompt]], True
     if is_rows_of_ids(prompt):
@@ -118,6 +118,6 @@ def _read_tokenized(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[A
     if isinstance(ids, (Tensor, np.ndarray)) or mask is None:
         return ids, attention_mask if mask is None else mask
     rows, masks = (ids, mask) if len(ids) and isinstance(ids[0], Sequence) else ([ids], [mask])
-    if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and one needs no batch
+    if all(all(row) for row in masks):  # nothing is padded: rows may differ in length, and a single row needs no batch
         return ids, None
     return (rows, masks) if rows is ids else (to_tensor("input ids", ids), to_tensor("attention_mask", mask))

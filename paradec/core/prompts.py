@@ -1,4 +1,4 @@
-"""Prompts: from text, chat messages, ids and padded batches to rows of ids."""
+"""Prompts: conversion of text, chat messages, ids and padded batches to rows of ids."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class Prompts:
     starts: list[int]
     """Start of each row's last turn, for infilling."""
     copy_indices: list[int] | None = None
-    """Number of equal rows before each row, in other batches too; None without other batches."""
+    """Number of equal rows before each row of the request, for a request that is split; else None."""
     images: list[Tensor | None] | None = None
     """[N, D] embeddings at the image tokens of each row."""
     joins_batch: bool = False
     """Whether the rows join a running batch."""
 
     def repeat(self, times: int) -> Prompts:
-        """Repeat every row `times` times, copies side by side."""
+        """Repeat every row `times` times; copies are neighbours."""
         rows = [row for row in self.rows for _ in range(times)]
         starts = [start for start in self.starts for _ in range(times)]
         images = None if self.images is None else [part for part in self.images for _ in range(times)]
         return Prompts(rows, self.single and times == 1, starts, images=images)
 
     def number_duplicates(self) -> Prompts:
-        """Set `copy_indices`, so that a part of the rows draws as it does among all."""
+        """Set `copy_indices`, so that a slice of the rows has the same draws as in the whole request."""
         counters = defaultdict[tuple[int, ...], Any](itertools.count)
         return replace(self, copy_indices=[next(counters[row]) for row in map(tuple, self.rows)])
 
@@ -85,12 +85,12 @@ def encode(
 
     Args:
         prompt: a string, a chat (list of {"role", "content"}), input ids (1-D or 2-D tensor, list of int), a list of
-            these, or a mapping with "input_ids" (of a transformers tokenizer or processor). Ids may include the mask id
-            (-1 for models with canvases). `Prompts` are returned unchanged.
+            these, or the mapping with "input_ids" that a tokenizer or processor of transformers returns. Ids may
+            include the mask id (-1 for models with canvases). `Prompts` are returned unchanged.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
-        chat: whether a string becomes a user turn of the chat template; None: if there is one.
-        placeholder: text for masks in texts and chats ("<mask>", and "<mask:3>" for three). Then strings are chats only
-            if `chat` is True, and an assistant's turn at the end of a chat stays open.
+        chat: whether a string becomes a user turn of the chat template; None: where the tokenizer has a template.
+        placeholder: text for masks in texts and chats ("<mask>", and "<mask:3>" for three). With a placeholder, strings
+            are chats only if `chat` is True, and an assistant's turn at the end of a chat stays open.
 
     Raises ValueError for an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
     with holes, or masks in text without a placeholder; TypeError for a prompt of another kind.
@@ -152,9 +152,9 @@ def encode_text(model: Any, text: str, chat: bool | None, placeholder: str | Non
     if chat or (chat is None and placeholder is None and template):
         return encode_chat(model, [{"role": "user", "content": text}], placeholder)
     if placeholder is None:
-        # a causal model was trained with the special tokens of its tokenizer
+        # a causal model was trained on texts with the tokenizer's special tokens
         return tokenize(tokenizer, text, special=model.facts.topology.startswith("causal")), 0
-    # a masked language model was trained on whole inputs, with its special tokens around them
+    # an encoder was trained on whole inputs with special tokens around them
     return tokenize(tokenizer, replace_placeholders(model, text, placeholder), special=model.kind == "encoder"), 0
 
 
@@ -173,12 +173,12 @@ def encode_chat(model: Any, messages: Sequence[dict[str, Any]], placeholder: str
         return tokenize(tokenizer, render_chat(tokenizer, messages)), 0
     ids = tokenize(tokenizer, render_chat(tokenizer, messages, open_turn=False))
     earlier_ids = tokenize(tokenizer, render_chat(tokenizer, messages[:-1])) if len(messages) > 1 else []
-    # a tokenizer may merge tokens across turns; then the text includes the earlier turns
+    # if the tokenizer merges tokens across turns, all turns count as the last one
     return ids, len(earlier_ids) if ids[: len(earlier_ids)] == earlier_ids else 0
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
-    """Render a chat as text; tokenizing it later adds no special token twice. variables: of the template."""
+    """Render a chat as text, to be tokenized without special tokens. variables: of the template."""
     from jinja2 import TemplateError  # transformers' template engine
 
     try:
@@ -193,7 +193,7 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: b
 
 def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     """Tokenize a text; `special` adds special tokens. Raises ValueError for words without a token."""
-    if HOLE_TEXT in text:  # of a model without a mask token
+    if HOLE_TEXT in text:  # the model has no mask token
         parts = [tokenize(tokenizer, part) if part else [] for part in text.split(HOLE_TEXT)]
         return [*parts[0], *(token for part in parts[1:] for token in (HOLE, *part))]
     ids = tokenizer(text, add_special_tokens=special)["input_ids"]

@@ -35,8 +35,7 @@ from paradec.core.trace import Notes, Trace
 
 @dataclass
 class Proposal:
-    """Tokens that could become final, of the text and image-token families. Shapes: `R` running rows, `W` window
-    positions."""
+    """Candidate tokens of one step, for text and image tokens. Shapes: `R` running rows, `W` window positions."""
 
     rows: np.ndarray
     """[R] int64, on the host: rows of the state."""
@@ -50,14 +49,14 @@ class Proposal:
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Further values read from the logits, by name, each [R, W, ...]."""
     made_at: int = 0
-    """`State.commits` at the time: a proposal is valid for the next commit only."""
+    """`State.commits` when it was made. A proposal is valid for the next commit only."""
     kind: str = "full"
     logprobs: StepLogProbs | None = None
 
 
 @dataclass
 class Commit:
-    """Values written in one step, where `selected` is True. Methods that take tokens back write the mask id."""
+    """Values written in one step, where `selected` is True. Samplers that mask tokens again write the mask id."""
 
     rows: np.ndarray
     values: Tensor
@@ -89,14 +88,14 @@ class Commit:
 
 @dataclass
 class State:
-    """Everything that changes while decoding `B` rows; base of the families' states. `nfe`, `row_forwards`,
+    """Everything that changes while decoding `B` rows; base class of each family's state. `nfe`, `row_forwards`,
     `forwarded_tokens` and `full_forwards` are the rows of `counts`."""
 
     batch: int
     memory: Memory = field(metadata=ROWS)
     trace: Trace | None = field(init=False, default=None)
     features: dict[str, Any] = field(init=False, default_factory=dict, metadata=ROWS)
-    """Optional features (`paradec.samplers.features`) by name, in the order of their calls."""
+    """Optional features (`paradec.samplers.features`) by name, in the order in which they are called."""
     has_notes: bool = field(init=False, default=True)
     """Whether a trace records the notes of `Sampler.observe`."""
     logprobs: LogProbs | None = field(init=False, default=None, metadata=ROWS)
@@ -117,7 +116,7 @@ class State:
     def counts(self) -> np.ndarray:
         """[4, B] int64 over all commits: forward calls, rows evaluated (2 per call under guidance, K for K drafts),
         positions evaluated, and calls that evaluated the whole row."""
-        while self._calls:  # committed since the last reading
+        while self._calls:  # committed since the last read
             self._calls.pop().add_to(self._counts)
         return self._counts.copy()
 
@@ -128,7 +127,7 @@ class State:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[R] int64, on the host, ascending: rows of the next step. Set where rows end at different steps."""
+        """[R] int64, on the host, ascending: rows of the next step. A family sets it if rows end at different steps."""
         return np.arange(self.batch)
 
     @property
@@ -138,7 +137,7 @@ class State:
 
     @contextmanager
     def release_stores_on_exit(self) -> Iterator[None]:
-        """Release `stores` on exit, since a traceback would keep the state alive."""
+        """Release `stores` on exit, even if a traceback keeps the state alive."""
         try:
             yield
         finally:
@@ -155,21 +154,21 @@ class State:
         return None
 
     def why_rows_fixed(self) -> str | None:
-        """The reason why rows cannot be replaced; None where they can."""
+        """Why rows cannot be replaced; None where they can."""
         return f"{type(self).__name__} cannot exchange rows"
 
     def before_row_change(self, other: Self | None) -> None:
         """Called before rows are selected (`other` is None), or replaced by those of `other`."""
-        self._counts = self.counts  # the calls are of the old rows
+        self._counts = self.counts  # count pending calls, whose indices are the old rows
         if other is not None:
             other._counts = other.counts
-            self.commits += 1  # earlier proposals are of other rows
+            self.commits += 1  # earlier proposals are invalid
 
     def after_row_change(self) -> None:
         self.batch, self._calls = self._counts.shape[1], [*self._calls]
 
     def stop_rows(self, rows: np.ndarray, wipe: bool = False) -> None:
-        """Stop decoding `rows` [N]. wipe: also clear their memory and stores, from which NaN would spread."""
+        """Stop decoding `rows` [N]. wipe: also clear their memory and stores, which may hold NaN."""
         self.finish(rows)
         self.commits += 1
         for part in (self.memory, *self.stores()) if wipe else ():
@@ -214,15 +213,15 @@ class Sampler(Component):
     family: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     uses_steps: ClassVar[bool] = False
-    """Whether the method reads the request's `steps`."""
+    """Whether the sampler reads the request's `steps`."""
     draws: ClassVar[bool] = True
-    """Whether a seed also matters at temperature 0: for the order of positions, drafts or noise."""
+    """Whether a seed matters even at temperature 0, because the order of positions, drafts or noise are drawn."""
     lock_step: ClassVar[bool] = False
-    """Whether all rows take the same steps and end together, so that no row can be replaced."""
+    """Whether all rows run the same steps and end together, so that no row can be replaced."""
     models: ClassVar[tuple[str, ...]] = ()
-    """Kinds of model to decode with: names of `paradec.core.checks.MODELS`."""
+    """Supported kinds of model: names of `paradec.core.checks.MODELS`."""
     unsupported: ClassVar[tuple[str, ...]] = ("order",)
-    """Fields of `paradec.Request` that must have their default."""
+    """Fields of `paradec.Request` that must have their default value."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
     """Defaults that differ from those of `paradec.Request`."""
 
@@ -235,12 +234,12 @@ class Sampler(Component):
         check_model(f"sampler {self.name!r}", model, self.models)
 
     def start(self, model: Any, prompt: Any, /, *args: Any, **arguments: Any) -> State:
-        """Make the state of one request: `start(model, prompt, request)`, or the request's fields by name. Raises
+        """Make the state of one request: `start(model, prompt, request)`, or with the request's fields by name. Raises
         TypeError for a model of another kind, ValueError for an argument out of its range; the message names it."""
         raise NotImplementedError
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        """Tensors kept between steps, by name; `start` allocates them in `State.memory`."""
+        """Declare tensors to keep between steps, by name; `start` allocates them in `State.memory`."""
         return {}
 
     def query(self, state: Any) -> list[Any]:
@@ -248,7 +247,7 @@ class Sampler(Component):
         raise NotImplementedError
 
     def propose(self, state: Any, outputs: list[Any], queries: list[Any]) -> Proposal | LatentProposal:
-        """Read the model's outputs (one per query). Changes nothing."""
+        """Build a proposal from the model's outputs (one per query). Changes nothing."""
         raise NotImplementedError
 
     def commit(self, state: Any, proposal: Any) -> Commit:
@@ -256,11 +255,11 @@ class Sampler(Component):
         raise NotImplementedError
 
     def observe(self, state: Any, proposal: Any) -> Notes:
-        """Note the evaluated positions for a trace, before the commit. Changes nothing."""
+        """Return facts of the step for a trace, before the commit. Changes nothing."""
         return Notes(proposal.cost.counts[0].tolist(), evaluated_spans(proposal.cost.queries, state.batch))
 
     def step(self, model: Callable[..., Any], state: Any) -> Any:
-        """Call `query`, the model once per query, and `propose`. Repeating a step gives the same proposal."""
+        """Call `query`, the model once per query, then `propose`. Repeating a step gives the same proposal."""
         queries = self.query(state)
         store = getattr(state, "store", None)
         if store is None:
@@ -291,8 +290,8 @@ class NotFinite(FloatingPointError):
 
 
 def check_finite(row_is_finite: Tensor, rows: np.ndarray, message: str) -> None:
-    """Raise NotFinite unless `row_is_finite` [R] bool is True for all `rows` [R]; `{row}` in the message is the first
-    other."""
+    """Raise NotFinite unless `row_is_finite` [R] bool is True for all `rows` [R]; `{row}` in the message becomes the
+    first row for which it is False."""
     is_finite = row_is_finite.cpu().numpy()
     if not is_finite.all():
         raise NotFinite(message.format(row=rows[~is_finite][0]), rows[~is_finite])
@@ -308,7 +307,7 @@ class Interrupted(KeyboardInterrupt):
 def interruptible(
     output_so_far: Callable[[], Any], message: str = "decoding was interrupted; what was decoded is in .output"
 ) -> Iterator[None]:
-    """Raise Interrupted, with the output so far, in the place of KeyboardInterrupt."""
+    """Replace KeyboardInterrupt by Interrupted with the output so far."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -26,9 +26,9 @@ class StoreCall(CopyWithFields):
     slots: Tensor | None = None
     """[R, Q] int64: store slot of each position's key and value, -1 where it is not stored; None stores nothing."""
     index: np.ndarray | None = None
-    """[R] int64, on the host: `rows`, if known: then neighbouring rows are read without a copy."""
+    """[R] int64: `rows` on the host, where known. Then neighbouring rows are read without a copy."""
     visible_length: int | None = None
-    """Slots from this one on are visible to no row; None where any may be."""
+    """Number of leading slots that rows may see; None: all."""
     begin: int = 0
     """Lowest position of the call, for models with canvases."""
     step: int = 0
@@ -37,9 +37,9 @@ class StoreCall(CopyWithFields):
 
 @dataclass
 class Query(CopyWithFields):
-    """One model call, for the rows of one shape bucket: `N` rows, `R = branches * N` rows in the call, `Q` positions
-    and `W` wanted positions each. Under guidance (`branches == 2`) the first N rows are conditional, the others the
-    same rows without prompt."""
+    """One model call for rows of equal width: `N` rows of the state, `R = branches * N` rows in the call, `Q` positions
+    per row, and `W` positions per row whose logits are read. Under guidance (`branches == 2`) the first N rows are
+    conditional; the others are the same rows without prompt."""
 
     rows: np.ndarray
     """[N] int64, on the host, distinct: rows of the state."""
@@ -47,20 +47,20 @@ class Query(CopyWithFields):
     positions: Tensor
     """[R, Q] int64: position ids, 0 at a row's first token."""
     wanted: Tensor | None = None
-    """[R, W] int64: columns whose logits are wanted; None is all."""
+    """[R, W] int64: columns whose logits are returned; None is all."""
     valid: Tensor | None = None
     """[R, Q] bool: False at padding; None without padding."""
     visible: Tensor | None = None
-    """[R, Q, Q] bool: columns that each column sees, besides stored slots outside the call; None: by the topology."""
+    """[R, Q, Q] bool: columns of the call that each column sees, besides stored slots; None: by the topology."""
     store: StoreCall | None = None
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: unpadded positions of each row in one branch, all drafts together."""
+    """[N] int64, on the host: evaluated positions of each row in one branch, over all drafts, without padding."""
     kind: str = "full"
     """"full" (whole sequences) or "window" (a part, over a store). For models with canvases: "encode" (final tokens,
     for their keys and values) and "canvas" (open canvases, which write nothing)."""
 
-    # for custom models
+    # shortcuts for custom models
     store_rows = property(lambda self: None if self.store is None else self.store.rows)
     slots = property(lambda self: None if self.store is None else self.store.slots)
 
@@ -72,9 +72,9 @@ class WindowLogits(CopyWithFields):
     index: np.ndarray
     """[N] int64, on the host: indices of the call's rows among the running rows."""
     available: Tensor | None = None
-    """[N, W] bool: False where a window position has no logits in this call; None where all have."""
+    """[N, W] bool: False where a window position has no logits in this call; None: all have."""
     columns: Tensor | None = None
-    """[N, K] int64, distinct within a row: window positions of the `K` columns of `wanted`; None is all, in order."""
+    """[N, K] int64, distinct within a row: window positions of the `K` columns of `wanted`; None: all, in order."""
     copies: np.ndarray | None = None
     """[N] int64, on the host: drafts of each row in the call; None is one."""
 
@@ -85,16 +85,16 @@ class WindowQuery(Query):
 
     window: WindowLogits
     origin: Tensor | None = None
-    """[R, 1] int64: end of each row's prompt, for models that count blocks from there; else None."""
+    """[R, 1] int64: end of each row's prompt, for models that count blocks from the prompt's end; else None."""
     decided_at: Tensor | None = None
-    """[R, Q] int64: the row's step that decided each position, -1 if given or undecided; for models with `reads_order`.
+    """[R, Q] int64, for models with `reads_order`: the row's step that decided each position, -1 if given or undecided.
     """
     attention: Any = None
 
 
 @dataclass
 class Cost:
-    """Cost of one step. A call counts once in a row's `nfe`, whatever its number of branches and drafts."""
+    """Cost of one step. A call adds one to a row's `nfe`, whatever its number of branches and drafts."""
 
     queries: list[Any]
     batch: int
@@ -105,7 +105,7 @@ class Cost:
 
     @property
     def counts(self) -> np.ndarray:
-        """[4, B] int64 on the host: as in `State.counts`."""
+        """[4, B] int64, on the host: counts of this step, as in `State.counts`."""
         counts = np.zeros((4, self.batch), np.int64)
         for call in self.calls:
             call.add_to(counts)

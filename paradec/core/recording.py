@@ -14,7 +14,7 @@ from paradec.core.trace import Span, Trace, to_spans
 
 
 def record_step(sampler: Any, model: Any, state: Any, trace: Trace) -> Any:
-    """Take one step with its commit, and append it to the trace."""
+    """Run one step with its commit, and append it to the trace."""
     start = time.perf_counter()
     proposal = sampler.step(model, state)
     notes = sampler.observe(state, proposal) if state.has_notes else None
@@ -37,7 +37,7 @@ def evaluated_spans(queries: Sequence[Any], batch: int) -> list[list[Span]] | No
         if columns is None:
             continue
         has_positions = True
-        count = len(query.rows)  # of every branch and draft the same
+        count = len(query.rows)  # all branches and drafts evaluate the same positions
         valid = getattr(query, "valid", None)
         is_real = np.ones(columns[:count].shape, bool) if valid is None else valid[:count].cpu().numpy()
         for row, row_positions, row_is_real in zip(

@@ -40,7 +40,7 @@ class Component:
 
 
 def to_data(value: Any) -> Any:
-    """Convert a setting to JSON data: a component by `to_dict`, a model or function to its name."""
+    """Convert a setting to JSON data: components by `to_dict`, models and functions to their names."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if hasattr(value, "facts"):
@@ -56,18 +56,18 @@ class Registry:
     """Classes of one kind by name; a text "module:Class" is imported on first use."""
 
     by_kind: ClassVar[dict[str, Registry]] = {}
-    """All registries, for code that must not import their modules."""
+    """All registries by kind, for code that must not import the modules that create them."""
 
     def __init__(self, kind: str, targets: Mapping[str, str | type]):
         self.kind = kind
-        self._module = kind if kind == "attention" else f"{kind}s"  # in paradec, and of entry points
+        self._module = kind if kind == "attention" else f"{kind}s"  # submodule of paradec, group of entry points
         self._targets: dict[str, str | type] = dict(targets)
         self._has_plugins = False
         self.by_kind.setdefault(kind, self)
 
     @classmethod
     def from_stub(cls, kind: str, package: str, **names: str) -> Self:
-        """Register the classes of a package's classes.pyi under their module names, or as `names` says by class."""
+        """Register the classes of a package's classes.pyi under their module names. names: other names, by class."""
         modules = read_stub(Path(package).with_name("classes.pyi"))
         return cls(
             kind, {names.get(key, module.rpartition(".")[2]): f"{module}:{key}" for key, module in modules.items()}
@@ -87,7 +87,7 @@ class Registry:
         return name in self._targets
 
     def _find_plugins(self) -> None:
-        """Add the entry points of installed packages, once; warn of a taken name and skip it."""
+        """Add the entry points of installed packages, once. Warn of a name that is already taken, and skip it."""
         if self._has_plugins:
             return
         self._has_plugins = True
@@ -105,8 +105,8 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class or a text "module:Class". Raises ValueError for a taken name or another text, TypeError as
-        `check_class`."""
+        """Add a class or a text "module:Class". Raises ValueError for a taken name or a text of another form, TypeError
+        as `check_class`."""
         if name in self:
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
@@ -138,7 +138,7 @@ class Registry:
         }
 
     def attribute(self, name: str, package: str) -> Any:
-        """The registered class or the module `name`, for the `__getattr__` of `package`."""
+        """The registered class or submodule `name`, for the `__getattr__` of `package`."""
         if name in (classes := self.classes()):
             return self.get(classes[name])
         if not name.startswith("_"):
@@ -164,7 +164,7 @@ class Registry:
         return ValueError(unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {})))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
-        """Make a component by name. Settings win over the preset, which wins over the defaults. The name may hold
+        """Make a component by name. Settings override the preset, which overrides the defaults. The name may contain
         settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into a `union`:
         "credit(threshold=0.95)+localleap". Raises ValueError for an unknown name, preset or setting, a setting given
         twice or out of its range, or names that cannot be joined."""
@@ -204,7 +204,7 @@ def read_stub(file: Path) -> dict[str, str]:
 
 
 def check_class(kind: str, cls: type) -> None:
-    """Raise TypeError for a component class without a name, or with settings but no dataclass."""
+    """Raise TypeError for a component class without a name, or with settings but without the dataclass decorator."""
     if not getattr(cls, "name", ""):
         raise TypeError(f'{kind} class {cls.__name__} has no name; give it one: name = "..."')
     annotated = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}

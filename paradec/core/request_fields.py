@@ -51,13 +51,13 @@ def check_texts(name: str, value: Any) -> str | tuple[str, ...]:
 
 
 def read_number(name: str, value: Any, **bounds: Any) -> float:
-    """Check a number as `check_number`, and convert it, so that 0 and 0.0 are one value of a field."""
+    """Check a number as `check_number`, and convert it to float, so that 0 and 0.0 give equal requests."""
     check_number(name, value, **bounds)
     return float(value)
 
 
 def check_bias(name: str, value: Any) -> dict[int, float]:
-    """Check a mapping of ids to numbers; keys may be digits, as JSON has them."""
+    """Check a mapping of ids to numbers. Keys may be texts of digits, as in JSON."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}={shown(value)} must be a mapping of ids to numbers from -100 to 100")
     for number in value.values():
@@ -85,7 +85,7 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     if is_live:
         raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
     for model_field in ("drafter", "draft", "teacher") if name == "sampler" else ():
-        if (model := getattr(value, model_field, None)) is not None and not hasattr(model, "to_dict"):  # no network
+        if (model := getattr(value, model_field, None)) is not None and not hasattr(model, "to_dict"):  # a network
             raise ValueError(
                 f"sampler={value.name!r} has a {model_field}, {shown(model)}, which cannot be saved: leave it out"
             )
@@ -103,7 +103,7 @@ def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
     """Make the error for a name that is not in `allowed`, with the likely one."""
     for field, other_names in REQUEST_FIELDS.items():
         if name in other_names and field in allowed:
-            # of text; the codes of image models add 1 or not
+            # the public code of text models defines cfg_scale as s - 1; that of image models varies
             conversion = f", and {field} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
             return TypeError(f"unknown argument: {name!r}; it is called {field!r} here{conversion}")
     if name in CONSTRAINTS and "constraint" in allowed:
@@ -111,7 +111,7 @@ def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
     if name == "do_sample":
         return TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
     samplers = Registry.by_kind["sampler"]
-    for sampler in [name, *samplers.names()]:  # the one that is called so first
+    for sampler in [name, *samplers.names()]:  # a sampler of this name first
         if sampler in samplers and name in samplers.get(sampler).settings():
             return TypeError(
                 f"unknown argument: {name!r}; it is a setting of a sampler: "

@@ -1,6 +1,6 @@
-"""Counter-based random numbers: a draw depends on (row key, step, position, number) alone. A repeated step draws the
-same numbers, whatever the neighbours, padding or device. Philox4x32-10 (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011)."""
+"""Counter-based random numbers: each depends only on (row key, step, position, index of the draw). A repeated step
+draws the same numbers, whatever the other rows, padding or device. Philox4x32-10 (Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3", SC 2011)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS_IN_CACHE = 3 * 2**12
 
 TOKEN_STREAM = 0
 POSITION_STREAM = 1
-"""Separate from `TOKEN_STREAM`, so that the temperature does not change the order."""
+"""Stream of draws that choose positions, so that draws of tokens do not change them."""
 
 
 Integers = TypeVar("Integers", Tensor, np.ndarray)
@@ -34,15 +34,15 @@ Integers = TypeVar("Integers", Tensor, np.ndarray)
 
 
 def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, Integers, Integers, Integers]:
-    """Ten rounds of Philox4x32 on broadcastable tensors or arrays; numbers of the counter may be ints."""
+    """Ten rounds of Philox4x32 on broadcastable tensors or arrays; entries of the counter may be ints."""
     if isinstance(key[0], np.ndarray):
         return _philox_of_pairs(counter, key)
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # products wrap modulo 2**64, which leaves all 64 bits of the unsigned product in place
+        # signed products wrap modulo 2**64: their bits are those of the unsigned products
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        # c1 and c3 are the products' lower halves; their upper ones go with those of the next round, or at the end
+        # c1 and c3 need only the products' lower halves; the next round or the return masks the upper halves
         c0, c2 = ((second >> 32) ^ c1 ^ k0) & MASK32, ((first >> 32) ^ c3 ^ k1) & MASK32
         c1, c3 = second, first
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
@@ -50,13 +50,13 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
 
 
 def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any]:
-    """`philox` on arrays: entries 0 and 2, and 1 and 3, of the counter are computed in pairs, in half as many calls."""
+    """`philox` on arrays. Counter entries 0 and 2 are stacked, and so are 1 and 3, which halves the numpy calls."""
     shape, narrow = np.broadcast(*counter, *key).shape, np.broadcast(*key).shape
     even, odd, mixed = np.empty((2, *shape), np.uint64), *np.empty((2, 2, *shape), np.uint32)
     even[0], odd[0], even[1], odd[1] = counter
     keys = np.empty((2, *[1] * (len(shape) - len(narrow)), *narrow), np.uint32)
     keys[0], keys[1] = key
-    halves = even.view(np.uint32).reshape(*even.shape, 2)[::-1]  # of the products, which change places
+    halves = even.view(np.uint32).reshape(*even.shape, 2)[::-1]  # of both products, swapped
     lower, upper = halves[..., LOWER_HALF], halves[..., 1 - LOWER_HALF]
     multipliers = PAIR.reshape(2, *[1] * len(shape))
     for key_of_round in keys + KEYS.reshape(10, 2, *[1] * len(shape)):
@@ -74,7 +74,7 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
 
     keys: [R, 2] int64 row keys. position: [R, W] int64. step: [R] int64, or [R, W].
     size: draws per position (the vocabulary for Gumbel noise, 1 for a score).
-    stream: `TOKEN_STREAM` or `POSITION_STREAM`; or [W] int64, of each position."""
+    stream: a stream's number, such as `TOKEN_STREAM`; or [W] int64, one for each position."""
     rows, width = position.shape
     count = (size + 1) // 2
     step = step if step.ndim == 2 else step.unsqueeze(1)
@@ -88,28 +88,28 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
     else:
         parts = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
         columns: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in parts]
-        columns += [] if isinstance(stream, Tensor) else [stream]  # a tensor of it would wait for the device
+        columns += [] if isinstance(stream, Tensor) else [stream]  # an int: copying it to the device would wait
         bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), columns), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]
 
 
-def _two_draws(calls: Integers, place: Sequence[Any]) -> tuple[Integers, Integers]:
-    """Two draws of 53 bits per philox call. place: position, step, keys, stream."""
-    position, step, key0, key1, stream = place
+def _two_draws(calls: Integers, address: Sequence[Any]) -> tuple[Integers, Integers]:
+    """Two draws of 53 bits per philox call. address: position, step, both keys and stream."""
+    position, step, key0, key1, stream = address
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
-def _uniform_on_cpu(places: np.ndarray, count: int) -> np.ndarray:
-    """Draws [N, count, 2] of N places, in pieces that fit into the processor's cache."""
-    draws = np.empty((places.shape[1], count, 2))
+def _uniform_on_cpu(addresses: np.ndarray, count: int) -> np.ndarray:
+    """Draws [N, count, 2] for addresses [5, N, 1] (`_two_draws`), in pieces that fit into the processor's cache."""
+    draws = np.empty((addresses.shape[1], count, 2))
     width = min(max(count, 1), CALLS_IN_CACHE)
     height = CALLS_IN_CACHE // width
     for top, left in product(range(0, len(draws), height), range(0, count, width)):
         part = draws[top : top + height, left : left + width]
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _two_draws(calls, [*places[:, top : top + height]])
+        part[..., 0], part[..., 1] = _two_draws(calls, [*addresses[:, top : top + height]])
         part += 0.5
         part *= 2.0**-53
     return draws

@@ -1,4 +1,4 @@
-"""Every decision of a request with its step and log-probability, for trainers (`generate(rollout=True)`)."""
+"""Rollouts: all decisions of a request with steps and log-probabilities, for trainers (`generate(rollout=True)`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from paradec.core.rows import resize_axis
 
 FORMAT = "paradec-rollout/1"
 GIVEN, NEVER, FORCED = -1, -2, -3
-"""Values of `step_map`: given, never decided, and written without a forward before step 0 (`FORCED - t`: before step
-t)."""
+"""Values of `step_map`: given; never decided; `FORCED - t`: written without a forward before step t."""
 TENSORS = {"tokens": 0, "step_map": GIVEN, "logp": float("nan"), "logp_drawn": float("nan")}
 """Fields with a column per position, and their value after a row's end."""
-WRITES = ("writes", "writes_logp", "writes_logp_drawn")
+WRITES = ("writes", "writes_logp", "writes_logp_drawn")  # fields with a row per write
 ROW_FIELDS = ("length", "prompt_length")
 MODEL_SETTINGS = ("model", "sampler", "topology")
 SHARED = (*MODEL_SETTINGS, "temperature", "guidance_scale")
@@ -31,24 +30,24 @@ SHARED = (*MODEL_SETTINGS, "temperature", "guidance_scale")
 
 @dataclass
 class Rollout:
-    """Every decision of a request: `B` rows, `C` positions of the widest canvas. Rows start at position 0 and, on
-    block-causal models, reach the end of the last block. Decisions after an answer's end are kept. `paradec.replay`
-    recomputes `logp` with gradients."""
+    """Every decision of a request: `B` rows, `C` positions of the widest canvas. Rows start at position 0; on
+    block-causal models they reach the end of the last block. Decisions after an answer's end are included.
+    `paradec.replay` recomputes `logp` with gradients."""
 
     tokens: Tensor
-    """[B, C] int64: prompts and decided tokens; elsewhere the mask id (of causal models any id)."""
+    """[B, C] int64: prompts and decided tokens; elsewhere the mask id (causal models: any id)."""
     step_map: Tensor
-    """[B, C] int64: the row's step that wrote the token, from 0; -1 where it was given and after the row's end, -2
-    where undecided, -3 - t where a constraint forced it before step t without a forward."""
+    """[B, C] int64: the row's step that wrote the token, from 0; -1 where it was given and after the row's end; -2
+    where undecided; -3 - t where a constraint forced it before step t without a forward."""
     logp: Tensor
-    """[B, C] float64: log softmax of the step's logits at the token, after guidance and without suppressed ids, at
-    temperature 1, before filters and the method's own logits stage. NaN where undecided or without a forward."""
+    """[B, C] float64: log softmax of the step's logits at the token, at temperature 1: after guidance, without
+    suppressed ids, before filters and the sampler's changes to logits. NaN where undecided or without a forward."""
     logp_drawn: Tensor | None
     """[B, C] float64: the same at the request's temperature; None at temperature 0."""
     length: Tensor
     """[B] int64: length of each row."""
     prompt_length: Tensor
-    """[B] int64: position of each row's first mask or new token, where some models start to count blocks."""
+    """[B] int64: position of each row's first mask or new token. Some models count blocks from there."""
     suppressed: Tensor
     """[B, S] int64: ids that were never proposed, with the mask id; -1 is none."""
     settings: dict[str, Any]
@@ -56,13 +55,13 @@ class Rollout:
     version: int
     """`model.weights_version` when the decoding began."""
     approximation: str | None = None
-    """Reason why the steps' logits are not those of whole rows (an approximate cache, a suffix window, sparse
-    attention, changed weights), so that `replay` differs from `logp`; None where they are."""
+    """Reason why `replay` differs from `logp`: an approximate cache, a suffix window, sparse attention or changed
+    weights. None if the steps' logits equal those of whole rows."""
     writes: Tensor | None = None
     """[N, 4] int64: row, step, position and token of every write, in the order of each row's steps, for samplers that
-    take tokens back (by the mask id); else None."""
+    may mask a token again (a write of the mask id); else None."""
     writes_logp: Tensor | None = None
-    """[N] float64: as `logp`; NaN where a token was moved or taken back."""
+    """[N] float64: as `logp`; NaN where a token was moved or masked again."""
     writes_logp_drawn: Tensor | None = None
     """[N] float64: as `logp_drawn`."""
 
@@ -80,20 +79,20 @@ class Rollout:
         return self.step_map >= 0
 
     def row(self, row: int) -> Rollout:
-        """One row at its own length."""
+        """Copy one row, cut to its length."""
         width, index = int(self.length[row]), slice(row, row + 1)
         changes: dict[str, Any] = {name: value[index, :width].clone() for name, value in self._present(TENSORS)}
         changes |= {name: getattr(self, name)[index].clone() for name in (*ROW_FIELDS, "suppressed")}
         if self.writes is not None:
-            is_own = self.writes[:, 0] == row
-            changes |= {name: value[is_own] for name, value in self._present(WRITES)}
+            is_of_row = self.writes[:, 0] == row
+            changes |= {name: value[is_of_row] for name, value in self._present(WRITES)}
             changes["writes"][:, 0] = 0
         return replace(self, **changes)
 
     @classmethod
     def concatenate(cls, rollouts: Sequence[Rollout]) -> Rollout:
-        """Concatenate rollouts, such as those of `generate_many`; seeds are those of the first. Raises ValueError for
-        none, or if model, sampler, temperature, guidance, version or approximation differ."""
+        """Concatenate rollouts, such as those of `generate_many`; `settings` are those of the first. Raises ValueError
+        for an empty list, or if model, sampler, temperature, guidance, version or approximation differ."""
         if not rollouts:
             raise ValueError("rollouts is empty; give at least one")
         first = rollouts[0]
@@ -117,11 +116,11 @@ class Rollout:
         return replace(first, **changes)
 
     def with_request(self, request: Any) -> Rollout:
-        """The same with the settings of a row's `paradec.Request`."""
+        """Copy with the settings of a row's `paradec.Request`."""
         return replace(self, settings=request_settings(request, self.settings))
 
     def to(self, device: Any) -> Rollout:
-        """The same on another device."""
+        """Copy to another device."""
         changes: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)
         }
@@ -137,7 +136,7 @@ class Rollout:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Rollout:
-        """Read a file of `save`. Raises ValueError for another file, OSError without one."""
+        """Read a file of `save`. Raises ValueError for another format, OSError for a missing file."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -151,7 +150,7 @@ class Rollout:
         return cls(**({"logp_drawn": None} | tensors), **json.loads(metadata["told"]))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data: tensors as lists, None where undecided."""
+        """Convert to JSON data: tensors become lists, NaN becomes None."""
         data = {name: value.tolist() if torch.is_tensor(value) else value for name, value in vars(self).items()}
         for name in ("logp", "logp_drawn"):
             if data[name] is not None:
@@ -170,7 +169,7 @@ class Rollout:
 
 
 def request_settings(request: Any, model_settings: dict[str, Any]) -> dict[str, Any]:
-    """Merge a request's non-default fields as data (as text, if JSON has no form) into the model's settings."""
+    """Merge a request's non-default fields into the model's settings, as JSON data or else as text."""
     settings = {name: model_settings[name] for name in MODEL_SETTINGS}
     for name, value in request.changes().items():
         try:

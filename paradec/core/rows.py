@@ -1,12 +1,12 @@
 """Select, replace and clear rows of states, so that a batch stays full while its rows change.
 
-A dataclass field with rows says so in its metadata: `field(metadata=ROWS)`, or `row_layout(...)` for another axis, an
-axis of positions, or a fill other than 0. Its value is an array on the host, a tensor, a list with an entry per row,
-another such dataclass, a dict or tuple of these (of a tuple's dataclasses one per type), or None. Under guidance an
-axis holds the rows of each branch in turn.
+A dataclass field with rows is marked in its metadata: `field(metadata=ROWS)`, or `row_layout(...)` for another axis, an
+axis of positions, or a fill other than 0. Its value is None, an array on the host, a tensor, a list with an entry per
+row, another such dataclass, or a dict or tuple of these. A tuple may hold one dataclass of each type. Under guidance an
+axis holds all rows of the first branch, then all rows of the second.
 
-Classes with derived values define `before_row_change(other)`, called before rows are selected or cleared (`other` is
-None) or replaced by those of `other`, and `after_row_change()`, called on the result.
+Classes with derived values define two hooks. `before_row_change(other)` is called before rows are replaced by those of
+`other`, or selected or cleared (`other` is None). `after_row_change()` is called on the result.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RowLayout:
     columns: int | None = None
     """The axis of canvas positions, if any."""
     fill: Any = 0
-    """Value of empty rows and columns; in lists the entry."""
+    """Value of empty rows and columns, or list entry of an empty row."""
     shared: bool = False
-    """Whether proposals hold the same tensor, which is therefore never written to."""
+    """Whether proposals may hold the same tensor. Such a tensor is copied before it is written."""
 
 
 Layout: TypeAlias = RowLayout | Callable[[Any, Any], RowLayout | None]
-"""A field's layout, or a function of the owner and, in a dict, the key; None has no rows."""
+"""A field's layout, or a function (owner, key in a dict) that returns it; a result of None means no rows."""
 
 
 def row_layout(axis: int = 0, columns: int | None = None, fill: Any = 0) -> dict[str, Layout]:
@@ -51,14 +51,14 @@ ROWS = row_layout()
 
 
 def has_rows(value: Any, batch: int | None = None) -> bool:
-    """Whether the rows of a value can be exchanged: an array of `batch` rows, or a dataclass with row fields."""
+    """Whether the rows of a value can be exchanged: it is an array of `batch` rows, or a dataclass with row fields."""
     if isinstance(value, (np.ndarray, Tensor)):
         return value.ndim > 0 and len(value) == batch
     return bool(_row_fields(value))
 
 
 def count_rows(owner: Any) -> int:
-    """Count the rows of a dataclass, those of all branches where its first value has these; 0 without row fields."""
+    """Count the rows of a dataclass by its first row field, over all branches of that field; 0 without row fields."""
     for value, layout in _values(owner):
         if isinstance(value, (np.ndarray, Tensor)):
             return value.shape[layout.axis]
@@ -79,7 +79,7 @@ def resize_axis(values: Values, size: int, fill: Any, axis: int = 1) -> Values:
 
 
 def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
-    """Copy a state with only `rows` [N], which may repeat, in this order, and with `added_columns` more columns
+    """Copy the `rows` [N] of a state, in this order; rows may repeat. The copy has `added_columns` more columns
     (negative: fewer)."""
     _call_hook(owner, "before_row_change", None)
     other, count = object.__new__(type(owner)), count_rows(owner)
@@ -125,7 +125,7 @@ def clear_rows(owner: Any, slots: np.ndarray) -> None:
 
 
 def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> None:
-    """Replace rows where `owner` has `added_columns` more than `other`; clear them where `other` is None."""
+    """Replace rows by those of `other`, which has `added_columns` fewer columns; clear them if `other` is None."""
     _call_hook(owner, "before_row_change", other)
     count, other_count = count_rows(owner), count_rows(other)
 
@@ -168,7 +168,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
 
 
 def _exchange_values(values: Any, index: np.ndarray, new: Any, layout: RowLayout) -> Any:
-    """Replace the entries `index` of the row axis by those of `new`, which may be smaller along others; None fills."""
+    """Replace the entries `index` of the row axis by `new`, which may be smaller along other axes; None fills them."""
     region: list[Any] = [slice(None)] * values.ndim
     for axis in range(values.ndim) if new is not None else ():
         if axis != layout.axis:
@@ -200,7 +200,7 @@ def _row_fields(owner: Any) -> dict[str, Layout]:
 
 
 def _values(owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of a dataclass's row fields, with their layouts; those of a dict one by one."""
+    """Yield the values of a dataclass's row fields with their layouts; the entries of a dict one by one."""
     for name, layout in _row_fields(owner).items():
         value = getattr(owner, name)
         for key, part in value.items() if isinstance(value, dict) else [(None, value)]:

@@ -83,14 +83,14 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
-    """Encode data as JSON in UTF-8, with a line end and lone surrogates escaped. Raises TypeError or ValueError."""
+    """Encode data as a line of JSON in UTF-8, with lone surrogates escaped. Raises TypeError or ValueError."""
     return (json.dumps(data, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 @contextmanager
 def replace_file(file: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a draft path next to a file, which replaces the file unless an error is raised. The last of several
-    processes wins; a killed one may leave its draft behind."""
+    """Yield a temporary path next to a file, and move it to the file unless an error is raised. Of several processes
+    the last one wins. A killed process may leave its temporary file."""
     path = Path(os.path.realpath(file))
     draft = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
@@ -179,13 +179,13 @@ def _reader(kind: Any) -> Reader:
 
 
 def _read_entries(entries: Iterable[tuple[Any, Reader, Any]]) -> list[Any]:
-    """Read (place, reader, value) entries; errors begin with the place."""
+    """Read (path or index, reader, value) entries; error messages begin with the path."""
     values = []
-    for place, read, value in entries:
+    for path, read, value in entries:
         try:
             values.append(read(value))
         except ValueError as error:
-            raise ValueError(f"{place if isinstance(place, str) else f'[{place}]'}{error}") from None
+            raise ValueError(f"{path if isinstance(path, str) else f'[{path}]'}{error}") from None
     return values
 
 

@@ -1,4 +1,4 @@
-"""Images of tensors with pillow, and previews in traces, as data URIs."""
+"""Conversion of tensors to pillow images and data URIs, and previews for traces."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paradec.core.trace import Notes, Trace
 MAX_SIDE = 512
 """Pixels along the longer side of a final image."""
 MAX_LATENT_SIDE = 64
-"""The same for a latent after each step."""
+"""Pixels along the longer side of a latent's preview."""
 MAX_STEP_SIDE = 128
-"""The same for an image after each step."""
+"""Pixels along the longer side of an image's preview after a step."""
 MAX_ROWS = 8
 """Rows previewed after each step."""
 MAX_STEPS = 200
-"""Steps with a preview of the latent."""
+"""Number of steps with a preview of the latent."""
 MAX_PNG_PIXELS = 2**16
 """Larger images are JPEGs."""
 PREFIX = "data:image/"
 RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-"""Dark blue to yellow, in even steps of brightness."""
+"""Colours from dark blue to yellow, in even steps of brightness."""
 
 
 def import_pillow() -> Any:
@@ -41,14 +41,14 @@ def import_pillow() -> Any:
 
 
 def to_pil(images: Tensor) -> list[Any]:
-    """[B, 1 or 3, H, W] float in [0, 1] -> B PIL images, "L" or "RGB". Raises ImportError without pillow."""
+    """Convert [B, 1 or 3, H, W] float in [0, 1] to B PIL images, "L" or "RGB". Raises ImportError without pillow."""
     library = import_pillow()
     pixels = (images * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [library.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in pixels]
 
 
 def to_uri(image: Any, side: int = MAX_SIDE) -> str:
-    """Encode a PIL image of at most `side` pixels: PNG if small, else JPEG."""
+    """Encode a PIL image, reduced to `side` pixels if larger: PNG if small, else JPEG."""
     if image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     if max(image.size) > side:
@@ -65,7 +65,7 @@ def from_uri(text: str) -> Any:
         return None
     try:
         return import_pillow().open(io.BytesIO(base64.b64decode(text.partition(",")[2]))).convert("RGB")
-    except (ValueError, OSError, SyntaxError):  # of Pillow, by what is wrong with the file
+    except (ValueError, OSError, SyntaxError):  # Pillow raises any of these for a broken file
         return None
 
 
@@ -79,8 +79,8 @@ def images_to_uris(images: Any) -> list[str] | None:
 
 
 def trace_from_steps(steps: Any, images: Any, sampler: Any) -> Trace:
-    """Make the trace of images of which only the step [B, h, w] int64 of each token (from 0; -1 for none) and the
-    result are known. `unit` is the tokens that a step made final."""
+    """Make a trace from the step of each token, [B, h, w] int64 (from 0; -1 for none), and the final images. Its
+    `forwarded` counts the tokens that a step made final."""
     rows, height, width = steps.shape
     flat = steps.reshape(rows, -1)
     trace = Trace([[None] * (height * width) for _ in range(rows)], sampler.to_dict(), family="masked")  # type: ignore[list-item]
@@ -100,7 +100,7 @@ def preview_images(images: Tensor) -> list[str]:
 
 def preview_latent(latent: Tensor, step: int) -> list[str] | None:
     """Encode the first rows of a latent [B, C, H, W] after a step, each scaled to its own range: three channels as
-    colours, one as grey. None for other shapes, after `MAX_STEPS`, and without pillow."""
+    colours, else the first as grey. None for other shapes, after `MAX_STEPS`, and without pillow."""
     try:
         library = import_pillow()
     except ImportError:

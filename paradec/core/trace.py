@@ -1,4 +1,4 @@
-"""A replayable record of a decoding. `paradec.tools.traces` draws it."""
+"""Traces: replayable records of a decoding. `paradec.tools.traces` draws them."""
 
 from __future__ import annotations
 
@@ -42,28 +42,29 @@ class TraceStep:
     """One step. Positions count from a row's first prompt token. Fields after `kind` are optional and not compared."""
 
     commits: list[tuple[int, int, Token, float]]
-    """(row, position, token, confidence) of everything written, sorted; the mask id where a token was taken back."""
+    """(row, position, token, confidence) of everything written, sorted. A token that is masked again appears as the
+    mask id."""
     forwarded: Counts
-    """Evaluated positions of each row, over all branches and drafts, without padding. The sum over steps and rows is
+    """Evaluated positions of each row, over all branches and drafts, without padding. Their sum over steps and rows is
     `Output.forwarded_tokens`."""
     kind: str
     """ "full" (whole sequences), "window" (a part, over a store), "forecast" (nothing evaluated), ..."""
     nfe: Counts | None = field(default=None, compare=False)
     """Forward calls of each row."""
     draft_nfe: Counts | None = field(default=None, compare=False)
-    """A drafter's forward calls for each row, summed until this step."""
+    """A drafter's forward calls for each row, summed up to this step."""
     seconds: float | None = field(default=None, compare=False)
     evaluated: list[list[Span]] | None = field(default=None, compare=False)
     """Evaluated positions of each row."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
     """Open block or draft window of each row; None if the row took no part."""
     starts: list[list[int] | None] | None = field(default=None, compare=False)
-    """Starts of each row's open blocks with pipelined blocks, ascending; `blocks` spans them all. None if the row took
-    no part."""
+    """With pipelined blocks: starts of each row's open blocks, ascending; `blocks` spans all of them. None if the row
+    took no part."""
     rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
     """(row, position, token) of evaluated drafts that did not become final."""
     rules: list[int] | None = field(default=None, compare=False)
-    """Index in `Trace.rules` of what wrote each entry of `commits`."""
+    """For each entry of `commits`, the index in `Trace.rules` of the rule that wrote it."""
     logprobs: list[list[Any]] | None = field(default=None, compare=False)
     """With `generate(logprobs=k)`, for each entry of `commits`: [log-probability, [[token, log-probability], ...]] with
     the k likeliest tokens; None if not finite."""
@@ -82,7 +83,7 @@ class TraceStep:
 
 @dataclass
 class Notes:
-    """Facts of a step before its commit, for its `TraceStep`."""
+    """Facts of a step that are known before its commit, for its `TraceStep`."""
 
     nfe: list[int]
     evaluated: list[list[Span]] | None = None
@@ -151,7 +152,7 @@ class Trace:
         return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
 
     def to_fill(self, row: int) -> list[Span]:
-        """Spans to fill in a row; without `family`, the spans written."""
+        """Spans to fill in a row; in traces without `family`, the spans that were written."""
         if self.filled is not None:
             return [(start, stop) for start, stop in self.filled[row]]
         if not self.canvas:
@@ -164,14 +165,14 @@ class Trace:
 
     @property
     def row_nfe(self) -> list[int]:
-        """Forward calls of each row; a step without `nfe` counts where it evaluated something."""
+        """Forward calls of each row. A step without `nfe` counts as one call where it evaluated positions."""
         counts = [0] * self.batch
         for step in self.steps:
             for row, forwarded in enumerate(step.forwarded):
                 counts[row] += step.nfe[row] if step.nfe is not None else int(forwarded > 0)
         return counts
 
-    # ---- writing down ---------------------------------------------------------------------------------------------
+    # ---- recording ------------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -183,7 +184,7 @@ class Trace:
         pictures: list[str] | None = None,
         logprobs: list[list[Any]] | None = None,
     ) -> None:
-        """Append a step. notes: None records no more than the first three arguments."""
+        """Append a step. Without `notes`, only `commits`, `forwarded`, `kind` and `logprobs` are recorded."""
         step = TraceStep(commits, forwarded, kind, logprobs=logprobs)
         self.steps.append(step)
         if notes is None:
@@ -206,7 +207,7 @@ class Trace:
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data; optional fields with their default are left out."""
+        """Convert to JSON data; optional fields with their default are left out."""
         required, default = ("canvas", "settings", "steps"), vars(Trace([]))
         data = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         data = {
@@ -252,7 +253,7 @@ class Trace:
             yield from ((f"steps[{index}].{name}", getattr(step, name), count) for name, count in counts.items())
 
     def _places(self) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (field, row, start, end) of all positions in the trace."""
+        """Yield (field, row, start, end) for every position or span in the trace."""
         for name in ("filled", "joined"):
             for row, entries in enumerate(getattr(self, name) or ()):
                 yield from ((name, row, start, stop) for start, stop, *_ in entries)
@@ -272,7 +273,7 @@ class Trace:
                 yield from ((f"steps[{index}].starts", row, start, start) for start in starts or ())
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """JSON text; also written to `path`, if any."""
+        """Return JSON text, and write it to `path` if given."""
         text = json.dumps(self.to_dict())
         if path is not None:
             write_bytes(path, text.encode())
@@ -280,7 +281,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike[str]) -> Trace:
-        """Read a file of `to_json`, or its text. Raises ValueError for anything else."""
+        """Read a file that `to_json` wrote, or its text. Raises ValueError for anything else."""
         text = str(source)
         is_path = not text.lstrip().startswith("{")
         try:
@@ -297,8 +298,7 @@ class Trace:
 
     load = from_json
 
-    # ---- pictures: `paradec.tools.traces`
-    # -------------------------------------------------------------------------------
+    # ---- pictures, by `paradec.tools.traces` ----------------------------------------------------------------------
 
     def to_html(
         self,
@@ -307,10 +307,10 @@ class Trace:
         beside: Trace | Sequence[Trace] = (),
         names: Sequence[str] = (),
     ) -> str:
-        """A self-contained page to step through (`paradec.tools.traces.files.page`).
+        """Build a self-contained HTML page to step through (`paradec.tools.traces.files.page`).
 
         Args:
-            path: file to write it to, too.
+            path: file to which the page is also written.
             beside: further runs to step through in parallel.
             names: names of the runs; by default their samplers.
         """
@@ -332,8 +332,8 @@ class Trace:
         get_drawing("animation")(self._with(beside), path, names, **how)
 
     def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
-        """A matplotlib figure of when positions became final, and of each step's cost. Raises ModuleNotFoundError
-        without matplotlib."""
+        """Plot with matplotlib when positions became final, and each step's cost. Raises ModuleNotFoundError without
+        matplotlib."""
         return get_drawing("plot")(self._with(beside), names)
 
     def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
@@ -366,11 +366,11 @@ def to_spans(positions: Iterable[int]) -> list[Span]:
     return runs
 
 
-# ---- texts of tokens, for those who look at a trace without the model ------------------------------------------------
+# ---- texts of tokens, for viewers without the model -----------------------------------------------------------------
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 MAX_MERGED_TOKENS = 8
-"""Most tokens that share one character."""
+"""Maximum number of tokens that form one character."""
 METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -395,7 +395,7 @@ def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
     for token in ids:
         text = tokenizer.decode([token], skip_special_tokens=False)
         piece = tokenizer.convert_ids_to_tokens(token) if hasattr(tokenizer, "convert_ids_to_tokens") else None
-        # decoders take the space off what they believe to be the first word
+        # decoders strip the leading space of a token that they decode alone
         if isinstance(piece, str) and piece.startswith(METASPACE) and not text.startswith(" "):
             text = " " + text
         texts[token] = text

@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 DRAWS = 2
-"""Increases when equal seeds draw other tokens; saved with seeds."""
+"""Version of the random draws, saved with seeds. It increases when a seed no longer draws the same tokens."""

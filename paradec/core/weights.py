@@ -22,14 +22,14 @@ class WeightsLock:
         """Batches (`paradec.batching`), which hold no lock between steps."""
         self.updates = 0
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # held while waiting: a thread that makes request after request lets an update in
+        self._queue = threading.Lock()  # held while waiting, so that a stream of requests cannot starve an update
         self._owner: int | None = None
         self._depth, self._version = 0, 0
         self._fingerprint: int | None = None
 
     def __enter__(self) -> None:
         if self._owner != threading.get_ident():
-            with self._turn:
+            with self._queue:
                 self._lock.acquire()
             self._owner = threading.get_ident()
         self._depth += 1
@@ -72,16 +72,16 @@ def get_lock(module: nn.Module) -> WeightsLock:
 
 
 def weights_lock(model: Any) -> WeightsLock:
-    """The lock of a model's weights; a new one for models without."""
+    """The lock of a model's weights; a new lock for models without one."""
     return getattr(model, "weights_lock", None) or WeightsLock()
 
 
 def fingerprint_weights(module: nn.Module) -> int:
-    """Fingerprint that changes when a parameter is exchanged, moved or written in place (not through its `data`), by an
-    update, and when a peft adapter is added, removed, switched, merged or scaled."""
+    """Fingerprint that changes with an update, when a parameter is exchanged, moved or written in place (except through
+    its `data`), and when a peft adapter is added, removed, switched, merged or scaled."""
     states: list[Any] = [get_lock(module).updates]
     seen, parts = {module}, [module]
-    for part in parts:  # `module.parameters()` spells every name on the way, for each request
+    for part in parts:  # `module.parameters()` is slower, since it builds every parameter's name
         for child in part._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
@@ -90,14 +90,14 @@ def fingerprint_weights(module: nn.Module) -> int:
         if isinstance(getattr(type(part), ADAPTERS[0], None), property):
             states += [str(getattr(part, name)) for name in ADAPTERS]
             layer: Any = part
-            for name in layer.other_param_names:  # rank, alpha, scaling, ... by adapter, as each kind of layer has them
+            for name in layer.other_param_names:  # rank, alpha, scaling, ... by adapter; the list depends on the type
                 if isinstance(settings := vars(layer).get(name), dict):
                     states += [(name, adapter, _fingerprint_value(value)) for adapter, value in settings.items()]
     return hash(tuple(states))
 
 
 def _fingerprint_value(value: Any) -> Any:
-    """A hashable value that changes with a number, or when a tensor is moved or written."""
+    """A hashable value that changes when a number changes, or when a tensor is moved or written."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str) else id(value)
     write_count = 0 if value.is_inference() else value._version
