@@ -12,7 +12,7 @@ from paradec.core.registry import Component, check_class
 
 @dataclass
 class Part:
-    """Rows and positions of one call. Shapes: `N` rows, `Q` positions of the widest row."""
+    """Rows and positions that one model call evaluates. Shapes: `N` rows, `Q` positions of the widest row."""
 
     index: np.ndarray
     """[N] int64: indices of running rows."""
@@ -21,7 +21,7 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None without padding."""
     kind: str
-    """ "full" (column = position), "rest" (without a kept prefix and omitted masks) or "window" (a part)."""
+    """ "full" (whole rows), "rest" (whole rows without reused prefix and absent masks) or "window" (a part of rows)."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -32,7 +32,7 @@ class Part:
 
     @classmethod
     def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, width: int) -> Part:
-        """Positions [start, stop) of each row; all arrays [N] int64."""
+        """Make the part of positions [start, stop) of each row; all arrays [N] int64."""
         size = stop - start
         positions = start[:, None] + np.arange(width)
         if size.min() == width:
@@ -41,7 +41,7 @@ class Part:
 
     @classmethod
     def subset(cls, index: np.ndarray, chosen: np.ndarray, width: int) -> Part:
-        """Positions where `chosen` [N, L] bool is True, at least one per row."""
+        """Make the part of the positions where `chosen` [N, L] bool is True, at least one per row."""
         size = chosen.sum(1)
         if len(index) == 1 and size[0] == width:
             return cls(index, np.flatnonzero(chosen[0])[None], None, "window")
@@ -65,17 +65,17 @@ class CacheFacts:
     exact_on: tuple[str, ...] = ()
     """Topologies on which every step's logits equal those without a cache, for all settings."""
     evaluates: str = "block"
-    """Positions that each step evaluates: the "block", its "undecided" ones, "some" of these, the sampler's preview
-    ("picks"), or a set chosen before ("targets")."""
+    """Positions of the open block that each step evaluates at least: all ("block"), the "undecided" ones, "some" of
+    these, the sampler's preview ("picks"), or a set chosen earlier ("targets")."""
     stateless: bool = True
     """Whether a step depends only on the canvas and the block."""
     reads_final_only: bool = False
     """Whether steps read keys and values of finished blocks only."""
     supports_suffix: bool = False
-    """Whether it works with `paradec.Suffix`: parts come from `full_parts`, `range_parts` and `subset_parts`, and state
-    about positions after a block ends with it."""
+    """Whether it works with `paradec.Suffix`: parts come from `full_parts`, `range_parts` and `subset_parts`, and
+    nothing about positions after a block is remembered when the block closes."""
     needs_confidence: bool = False
-    """Whether commits call `observe_confidence`."""
+    """Whether `observe_confidence` is called before each commit."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Cache(Component):
     """A cache method: an immutable, validated value, like a sampler.
 
     Class attributes:
-        exact_when: when logits equal those without a cache beyond `facts.exact_on`, in words.
-        costly_rows: whether partial steps gather single positions, too slow for one short row.
-        device_step: whether the device step can call `range` with tensors, or needs none. Not inherited.
+        exact_when: further conditions, besides `facts.exact_on`, under which logits equal those without a cache; text.
+        costly_rows: whether partial steps gather single positions, which is slow for one short row.
+        device_step: whether `compile=True` works: `range` accepts tensors, or is not needed. Not inherited.
     """
 
     kind: ClassVar[str] = "cache"
@@ -108,11 +108,11 @@ class Cache(Component):
         return super().__new__(cls)
 
     def exact_for(self, topology: str) -> bool:
-        """Whether the cache leaves the logits of models of this topology unchanged."""
+        """Whether the logits of models of this topology equal those without a cache."""
         return topology in self.facts.exact_on
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        """Plan the parts to evaluate, with every running row once. picks: [R, K] int64, the sampler's preview."""
+        """Plan the parts to evaluate; every running row is in one part. picks: [R, K] int64, the sampler's preview."""
         raise NotImplementedError
 
     def begin(self, state: Any) -> Any:
@@ -121,15 +121,15 @@ class Cache(Component):
         return None
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        """Called before `on_commit` if `needs_confidence`, with the candidates' confidence [R, W] float64 where
-        `available`."""
+        """Called before `on_commit` if `facts.needs_confidence`. confidence: [R, W] float64 of the candidates, valid
+        where `available` [R, W] bool."""
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
         """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
 
 def level_parts(state: Any, chosen: np.ndarray) -> list[Part] | None:
-    """Put `chosen` running rows into one "full" part; None if lengths differ or a row is evaluated in part."""
+    """Put the `chosen` running rows into one "full" part; None if lengths differ or positions are left out."""
     if not state.level or state.reuses or state.present is not None:
         return None
     return [Part(chosen, state.columns[: len(chosen)], None, "full")]

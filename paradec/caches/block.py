@@ -1,5 +1,5 @@
-"""Block cache: everything left of the open block is final for block-causal models, and is evaluated once. From block
-diffusion (Arriola et al., BD3-LM, arXiv 2503.09573), as in SDAR, LLaDA2 and Fast-dLLM v2."""
+"""Block cache for block-causal models: final blocks left of the open one are evaluated once. From block diffusion
+(Arriola et al., BD3-LM, arXiv 2503.09573), as in SDAR, LLaDA2 and Fast-dLLM v2."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paradec.caches.stored import RangeCache
 
 @dataclass(frozen=True)
 class BlockCache(RangeCache):
-    """A row's first step evaluates the prompt and the open block, later steps the block alone. Exact: no block sees a
-    later one. A full block's final tokens are evaluated once more in the next block's first step, which sees them; the
-    public codes use a separate forward. Blocks are the model's; a request's may be smaller. Over causal context a
-    separate call stores them, since it also gives the next block's first token."""
+    """Evaluate the prompt and the open block in a row's first step, and only the block in later steps. Exact, since no
+    block sees a later one. A full block is evaluated once more with its final tokens, in the next block's first step;
+    the public codes use a separate forward. These are the model's blocks; a request's may be smaller. On
+    "causal_context" models a separate call stores a full block, since it also predicts the next block's first token."""
 
     name = "block"
     paper = "BD3-LM"
     arxiv = "2503.09573"
-    summary = "keeps finished blocks; evaluates the open block alone; exact"
+    summary = "caches finished blocks; evaluates only the open block; exact"
     facts = CacheFacts(
         topologies=("block_causal", "causal_context"),
         exact_on=("block_causal", "causal_context"),

@@ -1,6 +1,6 @@
 """Key/value store of models with canvases: the encoder writes final tokens, the canvas decoder reads them. Layers may
-differ in their heads. Sliding layers read only their window, as transformers' cache does. All layers store all
-positions, so that a later request can take over any prefix. Imports transformers."""
+have different numbers of heads. Layers with sliding windows read only their window, as in transformers, but store all
+positions, so that a later request can reuse any prefix. Imports transformers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CanvasStore(KeyValueStore):
     """Keys and values of `rows` rows of up to `length` final positions. "encode" calls write and see their slots;
     "canvas" calls only read, through `layers`.
 
-    windows: per layer the positions that a sliding layer sees, its own included; None sees all."""
+    windows: per layer the number of positions that a position sees, including itself; None sees all."""
 
-    is_compileable = False  # transformers' caches of fixed length are laid out in another way
+    is_compileable = False  # transformers would assume the layout of its own caches
 
     def __init__(self, rows: int, length: int, device: torch.device, windows: Sequence[int | None]):
         super().__init__(rows, length, device)
@@ -51,7 +51,7 @@ class CanvasStore(KeyValueStore):
 
 
 class _Layer:
-    """One layer for the canvas decoder."""
+    """One layer as the canvas decoder reads it."""
 
     is_compileable = False
 

@@ -10,31 +10,31 @@ import numpy as np
 from paradec.caches.base import Cache
 
 MAX_SHARE = 0.9
-"""Share of evaluated positions above which a cache is not worthwhile."""
+"""Share of evaluated positions from which on a cache is not worthwhile."""
 MIN_CALLS = 4
-"""Forwards of a row below which the share means little."""
+"""With fewer forwards of a row, the share is not judged."""
 MIN_POSITIONS = 64
-"""Positions below which gathering single positions does not pay for one row on a CPU (benchmarks/caches.py)."""
+"""With fewer positions, gathering single positions is not faster for one row on a CPU (benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Forwards of a request; lists have one entry per row."""
+    """Cost of a request's forwards with a cache; lists have one entry per row."""
 
     cache: str
     full_forwards: list[int]
     """Calls that evaluated the whole row."""
     partial_forwards: list[int]
-    """Calls that evaluated a part of it."""
+    """Calls that evaluated a part of the row."""
     forwarded_tokens: list[int]
     """Positions evaluated in all branches, without padding. A shared prefix is evaluated once, in a separate forward,
     and counted for the first row."""
     store_bytes: int
     """Peak bytes of keys and values."""
     reused_tokens: list[int]
-    """Positions of each row taken over from a prefix."""
+    """Positions of each row reused from a prefix."""
     share: float = 1.0
-    """Positions evaluated, relative to equally many whole forwards."""
+    """Positions evaluated, divided by those of the same number of whole forwards."""
 
     @classmethod
     def from_state(cls, state: Any, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:
@@ -52,7 +52,7 @@ class CacheCost:
 
     def advice(self) -> str | None:
         """Why the cache was not worthwhile and what to use instead, or None."""
-        if self.cache == "causal":  # the store of drafts is no choice
+        if self.cache == "causal":  # users cannot choose another store for drafts
             return None
         calls = max(map(sum, zip(self.full_forwards, self.partial_forwards)), default=0)
         if not self.store_bytes or any(self.reused_tokens) or calls < MIN_CALLS or self.share < MAX_SHARE:
@@ -64,8 +64,8 @@ class CacheCost:
 
 
 def why_not_worthwhile(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
-    """Why a cache is not worthwhile for rows of at most `positions`, and what to use instead, or None. On a GPU,
-    launches and weights bound the calls of one row."""
+    """Why a cache is not worthwhile for rows of at most `positions`, and what to use instead, or None. On a GPU, kernel
+    launches and weight reads limit calls for one row, whatever its length."""
     if not cache.costly_rows or rows > 1 or (device != "cuda" and positions >= MIN_POSITIONS):
         return None
     return (

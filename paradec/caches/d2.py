@@ -1,4 +1,4 @@
-"""d2Cache: each step renews the masks that are likely to be decided next, and the last decided tokens. Jiang et al.,
+"""d2Cache: each step evaluates masks that are likely to be decided next, and the last decided tokens. Jiang et al.,
 "d2Cache: Accelerating Diffusion-Based LLMs via Dual Adaptive Caching", arXiv 2509.23094, and its code."""
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from paradec.core.checks import check_int, check_number
 from paradec.core.rows import row_layout
 
 UNREAD_CONFIDENCE = 1.0
-"""Confidence of masks that no step has read, so that density alone ranks them."""
+"""Confidence of masks that were never evaluated, so that density alone ranks them."""
 
 
 @dataclass(frozen=True)
 class D2Cache(SubsetCache):
-    """Evaluate `current_k` masks, the last decided positions, and small gaps between them. Only a row's first step
-    evaluates the whole row.
+    """Evaluate `current_k` masks, the positions that the last step decided, and small gaps between them. Only a row's
+    first step evaluates the whole row.
 
-    Masks are ranked by confidence times certainty density, the decided share of nearby positions (a Gaussian kernel;
-    everything left of a row counts as decided, everything right of it if its last position is). Candidates reach from
-    the open block to the end of the block with the `current_k`-th mask; the open block's come first. Only evaluated
-    masks can be decided. On shifted models the position left of each mask is evaluated instead.
+    Masks are ranked by confidence times certainty density, the decided share of nearby positions under a Gaussian
+    kernel. Positions before a row count as decided; positions after it count as its last one. Candidates are the masks
+    from the open block to the end of the block with the `current_k`-th mask; those of the open block come first. Only
+    evaluated masks can be decided. On shifted models the position left of each mask is evaluated instead.
 
-    Differences from the public code: confidences are those of the last step that read the mask, where the code keeps
-    its first ones; blocks keep their length, where the code shortens them to what is undecided and misses masks at
-    their end; positions that attention rollout finds important are left out, since the rest sufficed on two small
-    models.
+    Differences from the public code: a mask's confidence is that of the last step that evaluated it; the code keeps the
+    first. Blocks have a fixed length; the code shortens them to undecided positions and misses masks at their end. The
+    positions that the code selects by attention rollout are left out; two small models did not need them.
 
     Args:
         current_k: masks per step, at least 1.
-        sigma: of the density's kernel, in positions, at most 100.
-        inflate_w: fill gaps of at most this many positions between evaluated ones.
+        sigma: standard deviation of the kernel, in positions, at most 100.
+        inflate_w: fill the gap between evaluated positions that are at most this far apart.
     """
 
     current_k: int = 32
@@ -46,7 +45,7 @@ class D2Cache(SubsetCache):
     name = "d2"
     paper = "d2Cache"
     arxiv = "2509.23094"
-    summary = "evaluates the masks that may be decided next, and what was decided last"
+    summary = "evaluates the masks that may be decided next, and the positions decided last"
     facts = CacheFacts(
         topologies=("bidirectional",), evaluates="some", stateless=False, supports_suffix=True, needs_confidence=True
     )
@@ -76,18 +75,18 @@ class D2Cache(SubsetCache):
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift = state.cache_state, state.facts.shift
         masks = self.choose_masks(state, rows)
-        if shift:  # the first position of all has its own logits
+        if shift:  # position 0 predicts its own token, too
             masks[:, 0] |= masks[:, 1]
             masks[:, 1:-1], masks[:, -1] = masks[:, 2:].copy(), False
         is_new = log.changed_at[rows] == state.row_step[rows, None] - 1
-        # what is after a row is no edge of a gap
+        # columns after a row's end must not bound a gap
         needed = masks | (is_new & (np.arange(is_new.shape[1]) < state.length[rows, None]))
-        if state.present is not None:  # what exists since this block has opened has no keys yet
+        if state.present is not None:  # positions that appeared when the block opened have no stored keys
             needed |= state.present[rows] & ~log.stored[rows]
         return fill_gaps(needed, self.inflate_w)
 
     def choose_masks(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: the masks that this step renews and may decide."""
+        """[N, L] bool: the masks that this step evaluates and may decide."""
         log, column = state.cache_state, np.arange(state.canvas.shape[1])
         start, end = state.block_start[rows, None], state.block_end[rows, None]
         is_inside = column < state.length[rows, None]
@@ -101,7 +100,7 @@ class D2Cache(SubsetCache):
         decided = ~undecided
         decided = np.where(is_inside, decided, decided[np.arange(len(rows)), state.length[rows] - 1, None])
         scores = self.confidence(state, rows) * decided_density(decided, self.sigma)
-        scores += 2.0 * (column < end)  # above all others
+        scores += 2.0 * (column < end)  # masks of the open block rank above all others
         scores = np.where(is_candidate, scores, -np.inf)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.current_k]
         chosen = np.zeros_like(is_candidate)
@@ -109,7 +108,7 @@ class D2Cache(SubsetCache):
         return chosen & is_candidate
 
     def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """[N, 1] int64: end of the block with position `last` [N, 1], if all blocks have the open one's length."""
+        """[N, 1] int64: end of the block with position `last` [N, 1]; all blocks count as long as the open one."""
         start, end = state.block_start[rows, None], state.block_end[rows, None]
         return start + ((last - start) // (end - start) + 1) * (end - start)
 
@@ -119,7 +118,7 @@ class D2Cache(SubsetCache):
 
 
 def decided_density(decided: np.ndarray, sigma: float) -> np.ndarray:
-    """[N, L] float64 in [0, 1]: decided share near each position. decided: [N, L] bool."""
+    """[N, L] float64 in [0, 1]: weighted share of decided positions near each position. decided: [N, L] bool."""
     radius = math.ceil(6 * sigma)
     kernel = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
     left, right = np.ones((len(decided), radius)), np.repeat(decided[:, -1:], radius, 1)
@@ -129,7 +128,7 @@ def decided_density(decided: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def fill_gaps(chosen: np.ndarray, max_gap: int) -> np.ndarray:
-    """Extend `chosen` [N, L] bool by gaps of at most `max_gap` positions between chosen ones."""
+    """Extend `chosen` [N, L] bool by all positions between chosen ones at a distance of at most `max_gap`."""
     if max_gap < 2:
         return chosen
     size = chosen.shape[1]
@@ -141,11 +140,11 @@ def fill_gaps(chosen: np.ndarray, max_gap: int) -> np.ndarray:
 
 @dataclass(init=False, eq=False)
 class ReadLog(ChangeLog):
-    """Also the confidence of each mask when it was last read, and the positions with keys and values."""
+    """Change log with the confidence of each mask when it was last evaluated, and the positions with stored keys."""
 
     confidence: np.ndarray = field(metadata=row_layout(columns=1, fill=UNREAD_CONFIDENCE))
     stored: np.ndarray = field(metadata=row_layout(columns=1))
-    """[B, L] bool: positions that existed at the last step."""
+    """[B, L] bool: positions that were present at the last step."""
 
     def __init__(self, state: Any):
         super().__init__(state)

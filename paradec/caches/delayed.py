@@ -1,4 +1,4 @@
-"""Delayed block cache: a full block is kept after some more steps, which evaluate whole rows. "d3LLM", arXiv
+"""Delayed block cache: a full block is cached after some more steps, which evaluate whole rows. "d3LLM", arXiv
 2601.07568, and its generation code."""
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from paradec.core.checks import check_choice, check_int
 
 @dataclass(frozen=True)
 class DelayedCache(RangeCache):
-    """Evaluate a row from the end of the kept blocks to its own end. A full block with nothing undecided left of it
-    waits `cache_delay_iter` steps, in which whole rows are evaluated; the next step evaluates it a last time. The
-    prompt waits too, from the first step.
+    """Evaluate a row from the end of its cached blocks to the row's end. A full block without undecided positions on
+    its left waits `cache_delay_iter` steps, in which whole rows are evaluated; the next step evaluates the block a last
+    time. The prompt waits too, from the first step.
 
     Made for several open blocks (`paradec.PipelinedBlocks`), since new tokens change their neighbours' keys and values;
-    works with all block policies. Approximate for bidirectional models: kept keys and values ignore later tokens.
-    Differences from the public codes: that for Dream stores waiting blocks in whole steps, counts them as not stored
-    and attends to them twice; here a row has one stored length, as in the code for LLaDA. On shifted models the
-    position left of the first undecided block is evaluated too, where the code reads the wrong logits.
+    works with all block policies. Approximate for bidirectional models: cached keys and values ignore later tokens.
+    Differences from the public codes: the code for Dream stores waiting blocks in whole steps, counts them as not
+    stored and attends to them twice. Here a row has one stored length, as in the code for LLaDA. On shifted models the
+    position left of the first undecided block is evaluated too; the code reads the wrong logits there.
 
     Args:
-        cache_delay_iter: steps that a full block waits, at least 1; the published scripts have 1 and 2.
-        refresh_interval: evaluate whole rows every so many steps of a row, unless a block is kept then; the code's
-            10000 means never.
-        waiting: "all": each block waits from when it is full (the code for Dream). "first": only the first block that
-            is not kept, the next from the step that keeps it (the code for LLaDA). None: "first" for models that
-            predict in place, "all" for shifted ones.
+        cache_delay_iter: steps that a full block waits, at least 1; the published scripts use 1 and 2.
+        refresh_interval: evaluate whole rows every this many steps of a row, except when a block becomes cached; the
+            code's 10000 in effect means never.
+        waiting: "all": each block waits from the step that fills it (the code for Dream). "first": only the first block
+            that is not cached waits; the next one from the step that caches it (the code for LLaDA). None: "first" for
+            models that predict in place, "all" for shifted ones.
     """
 
     cache_delay_iter: int = 1
@@ -42,7 +42,7 @@ class DelayedCache(RangeCache):
     name = "delayed"
     paper = "d3LLM"
     arxiv = "2601.07568"
-    summary = "keeps full blocks after some whole steps; evaluates the rest of the row"
+    summary = "caches full blocks after some whole steps; evaluates everything after them"
     facts = CacheFacts(exact_on=("block_causal",), stateless=False)
     exact_when = "the model has one layer"
 
@@ -54,7 +54,7 @@ class DelayedCache(RangeCache):
             check_choice("waiting", self.waiting, ("first", "all"))
 
     def begin(self, state: Any) -> np.ndarray:
-        """[B, 1 + delay] int64: end of what is kept, then ends of what waited at the last steps, latest first."""
+        """[B, 1 + delay] int64: end of the cached blocks; then ends of the waiting blocks, latest step first."""
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
@@ -66,13 +66,13 @@ class DelayedCache(RangeCache):
         kept_ends[rows, 1] = waiting_ends
 
     def _waiting_ends(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: end of what waits now; the kept end if nothing does."""
+        """[R] int64: end of the waiting blocks; the end of the cached blocks if none waits."""
         is_full = state.block_start[rows]
         if (self.waiting or ("all" if state.facts.shift else "first")) == "all":
             return is_full
         end, earlier_ends = state.cache_state[rows, 0], state.cache_state[rows, 1]
         block = np.minimum(state.blocks.open(end, state.prompt_length[rows], state.length[rows]), is_full)
-        # the prompt waits before all blocks
+        # blocks wait only after the prompt has waited
         block = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block)
         return np.where(earlier_ends > end, earlier_ends, block)
 

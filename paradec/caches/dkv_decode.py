@@ -1,4 +1,4 @@
-"""dKV-Cache-Decode: keys and values are kept from the step after the one that decided their position. Ma et al.,
+"""dKV-Cache-Decode: a position's keys and values are cached one step after its token is decided. Ma et al.,
 "dKV-Cache: The Cache for Diffusion Language Models", arXiv 2505.15781, section 3.2, and its repository."""
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ SHIFT_TYPES = ("un_right", "un", "right")
 
 @dataclass(frozen=True)
 class DkvDecode(SubsetCache):
-    """Evaluate all undecided positions, in later blocks too, and the last decided ones; keep the others.
+    """Evaluate all undecided positions, in later blocks too, and those decided in the last step; cache the others.
 
-    Keys and values change most when a mask becomes a token, so they are computed once more before they are kept: the
+    Keys and values change most when a mask becomes a token, so they are computed once more before they are cached: the
     one-step delay. Every `refresh_interval` steps the whole row is evaluated. As in the public codes, models that
-    predict in place count steps in the block, whose first two steps are whole; shifted models count them in the row,
-    and keep a position
+    predict in place count steps per block; a block's first two steps evaluate the whole row. Shifted models count steps
+    per row, and cache a position
 
     - "un_right": when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
-    - "un": when its right neighbour is (76.34; the paper's runs, whose batches need equal counts);
-    - "right": when it is (32.68). Undecided tokens can lack logits then; a row without any is evaluated whole.
+    - "un": when its right neighbour is decided (76.34; used in the paper's runs, whose batches need equal counts);
+    - "right": when it is decided (32.68). Undecided tokens may lack logits then; a row without any is evaluated whole.
 
     Args:
         refresh_interval: steps between whole evaluations; None is 8 for models that predict in place, 4 for shifted
@@ -40,7 +40,7 @@ class DkvDecode(SubsetCache):
     name = "dkv_decode"
     paper = "dKV-Cache"
     arxiv = "2505.15781"
-    summary = "keeps decided tokens, one step late; evaluates all that is undecided"
+    summary = "caches decided tokens one step late; evaluates all undecided positions"
     facts = CacheFacts(evaluates="undecided", stateless=False)
     exact_when = "refresh_interval=1, or the model has one layer and shift_type is 'un_right'"
 
@@ -72,14 +72,14 @@ class DkvDecode(SubsetCache):
             return is_stable
         right = np.ones_like(is_stable)
         right[:, :-1] = is_stable[:, 1:]
-        each, last = np.arange(len(rows)), state.length[rows] - 1
-        # nothing is read off a row's last position; the public code keeps it with its left neighbour, or always
-        right[each, last] = is_stable[each, last - 1]
+        index, last = np.arange(len(rows)), state.length[rows] - 1
+        # a row's last position predicts nothing; the public code caches it with its left neighbour, or always
+        right[index, last] = is_stable[index, last - 1]
         both = is_stable & right
         if self.shift_type == "un_right":
             return both
-        right[each, last] = True
-        # whatever the type, only the prompt is kept from a row's first step
+        right[index, last] = True
+        # for every type, a row's first step caches only the prompt
         return np.where(state.row_step[rows, None] <= 1, both, right if self.shift_type == "un" else is_stable)
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
@@ -87,9 +87,9 @@ class DkvDecode(SubsetCache):
         return state.cache_state.is_stable(state, rows, delay=1)
 
     def _any_logits(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] bool: whether any undecided token of the open block would have logits, which are to its left."""
+        """[R] bool: whether any undecided token of the open block would get logits, from the position on its left."""
         column = np.arange(state.canvas.shape[1])
         block = (column >= state.block_start[rows, None]) & (column < state.block_end[rows, None])
-        asked = block & state.cache_state.undecided(rows)
+        undecided = block & state.cache_state.undecided(rows)
         evaluated = ~self.kept_positions(state, rows)
-        return (asked[:, 1:] & evaluated[:, :-1]).any(1) | (asked[:, 0] & evaluated[:, 0])
+        return (undecided[:, 1:] & evaluated[:, :-1]).any(1) | (undecided[:, 0] & evaluated[:, 0])

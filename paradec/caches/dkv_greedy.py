@@ -15,15 +15,15 @@ from paradec.core.checks import check_int
 
 @dataclass(frozen=True)
 class DkvGreedy(SubsetCache):
-    """Evaluate the positions that this step decides, those that the last step decided, and masks near the former. Every
-    `refresh_interval`-th step of a block, from its first, evaluates whole rows.
+    """Evaluate the positions that this step decides, masks near them, and the positions that the last step decided.
+    Whole rows are evaluated at a block's first step, and then every `refresh_interval` steps.
 
-    The sampler must know its choice before the forward (`random` does). Each position that this step decides adds the
-    `window` nearest masks that are not yet evaluated, the left one first at equal distance. This follows the public
-    code; the paper's text puts the window around the last step's positions.
+    The sampler must choose positions before the forward (`random` does). Each position that this step decides adds the
+    `window` nearest masks that are not yet chosen, the left one first at equal distance. This follows the public code;
+    the paper's text places the window around the last step's positions.
 
     Args:
-        refresh_interval: steps of a block between whole evaluations; the paper finds that more than 2 costs quality.
+        refresh_interval: steps of a block between whole evaluations; in the paper, more than 2 reduces quality.
         window: masks near each position (the paper goes up to 6).
     """
 
@@ -56,7 +56,7 @@ class DkvGreedy(SubsetCache):
         needed = ~undecided & (log.changed_at[rows] == state.row_step[rows, None] - 1)
         row, pick_index = (picks >= 0).nonzero()
         needed[row, picks[row, pick_index]] = True
-        for pick in picks.T:  # one pass per token of a step, for all rows at once
+        for pick in picks.T:  # [R]: one position of each row, -1 for none
             masks = undecided & ~needed & (pick >= 0)[:, None]
             # rank by distance d: 2d - 1 on the left, 2d on the right
             rank = 2 * np.abs(column - pick[:, None]) - (column < pick[:, None])

@@ -1,4 +1,4 @@
-"""dKV-Cache-PD: the prompt is evaluated once, decided tokens are kept one step late (arXiv 2505.15781, section 3.3)."""
+"""dKV-Cache-PD: caches the prompt at once, and decided tokens one step late (arXiv 2505.15781, section 3.3)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paradec.caches.dkv_decode import DkvDecode
 
 @dataclass(frozen=True)
 class DkvPD(DkvDecode):
-    """`dkv_prefill` for the prompt and `dkv_decode` for the answer: only a row's first step evaluates the prompt; every
-    `refresh_interval` steps of the row (None: 4) the answer is evaluated whole."""
+    """`dkv_prefill` for the prompt and `dkv_decode` for the answer. Only a row's first step evaluates the prompt; every
+    `refresh_interval` steps of the row (None: 4) the whole answer is evaluated."""
 
     name = "dkv_pd"
-    summary = "keeps the prompt for good, and decided tokens one step late"
+    summary = "caches the prompt at its first step, and decided tokens one step late"
     exact_when = "the model has one layer and shift_type is 'un_right'"
 
     def exact_for(self, topology: str) -> bool:

@@ -14,13 +14,13 @@ from paradec.caches.stored import RangeCache
 
 @dataclass(frozen=True)
 class DkvPrefill(RangeCache):
-    """A row's first step evaluates the whole row, later ones all but the prompt. Shifted models also evaluate the
-    prompt's last position, which holds the answer's first logits."""
+    """Evaluate the whole row in a row's first step, and only the answer in later steps. Shifted models also evaluate
+    the prompt's last position, which predicts the answer's first token."""
 
     name = "dkv_prefill"
     paper = "dKV-Cache"
     arxiv = "2505.15781"
-    summary = "keeps the prompt from the first step on; evaluates the whole answer"
+    summary = "caches the prompt at the first step; evaluates the whole answer"
     facts = CacheFacts(exact_on=("block_causal",))
     exact_when = "the model has one layer"
 

@@ -1,5 +1,5 @@
-"""Dual cache: both sides of the open block are kept from the block's first forward. Wu et al., "Fast-dLLM", arXiv
-2505.22618, section 3.2 (DualCache)."""
+"""Dual cache: a block's first forward caches both sides of the block. Wu et al., "Fast-dLLM", arXiv 2505.22618, section
+3.2 (DualCache)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paradec.caches.prefix import PrefixCache
 
 @dataclass(frozen=True)
 class DualCache(PrefixCache):
-    """As `prefix`, but steps inside a block evaluate the block alone, with kept keys and values of both sides.
-    Approximate for bidirectional models; the cheapest steps of the caches that refresh by block."""
+    """As `prefix`, but later steps of a block evaluate only the block, over cached keys and values of both sides.
+    Approximate for bidirectional models. Of the caches that refresh by block, its steps are the cheapest."""
 
     name = "dual"
-    summary = "keeps both sides of the open block; evaluates the block alone"
+    summary = "caches both sides of the open block; evaluates only the block"
     device_step = True
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

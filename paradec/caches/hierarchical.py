@@ -1,5 +1,5 @@
-"""Hierarchical cache: finished blocks for good, and a dual cache of smaller blocks in the open one. Wu et al.,
-"Fast-dLLM v2", arXiv 2509.26328, section 3.3, and its generation code."""
+"""Hierarchical cache: exact keys and values of finished blocks, and a dual cache of smaller blocks in the open block.
+Wu et al., "Fast-dLLM v2", arXiv 2509.26328, section 3.3, and its generation code."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paradec.caches.block import BlockCache
 
 @dataclass(frozen=True)
 class HierarchicalCache(BlockCache):
-    """As `block`, but with request blocks smaller than the model's (`block_length=8` of 32), only the step that opens
-    one evaluates the model's block; the others evaluate the small block. Exact across model blocks, approximate inside.
-    Shifted models also evaluate the position left of the small block; the public code repeats whole blocks until the
-    small block's first token is decided."""
+    """As `block`, for requests with smaller blocks than the model's (`block_length=8` instead of 32). Only the step
+    that opens a small block evaluates the model's block; later steps evaluate the small block. Exact across the model's
+    blocks, approximate inside. Shifted models also evaluate the position left of the small block; the public code
+    instead repeats the model's block until the small block's first token is decided."""
 
     name = "hierarchical"
     paper = "Fast-dLLM v2"
     arxiv = "2509.26328"
-    summary = "as block, with a dual cache of the request's smaller blocks inside"
+    summary = "as block, with a dual cache for smaller blocks inside the model's block"
     facts = CacheFacts(topologies=("block_causal",))
     exact_when = "the request's blocks are the model's, or the model has one layer"
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = super().range(state, rows)
         is_opening = state.block_step[rows] == 0
-        # beside the first small block is the prompt's end, if it shares the model's block
+        # the prompt's end may lie in the same model block as the first small block
         left = is_opening | (state.block_start[rows] == state.prompt_length[rows])
         return np.where(left, start, state.block_start[rows]), np.where(is_opening, stop, state.block_end[rows])

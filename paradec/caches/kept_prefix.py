@@ -1,5 +1,5 @@
-"""Keys and values of prefixes, kept for later requests or shared by rows (Juravsky et al., "Hydragen", arXiv
-2402.05099; see `paradec.attention.shared_prefix`)."""
+"""Keys and values of prefixes, for later requests or shared by rows (Juravsky et al., "Hydragen", arXiv 2402.05099; see
+`paradec.attention.shared_prefix`)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from paradec.core.weights import fingerprint_weights
 class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
-    From `generate(..., keep_prefix=True).prefix`, to be given as `prefix`: each new row takes over its longest common
-    prefix with any kept row. Valid for the same module with unchanged weights; so is a copy. A pickle cannot be reused.
+    Returned as `generate(..., keep_prefix=True).prefix`, and passed as `prefix`: each new row reuses its longest common
+    prefix with any of these rows. Valid, like its copies, for the same module with unchanged weights. Never a pickle.
 
     Attributes:
         tokens: one list of ids per row.
         layers: per layer keys and values [rows, longest, kv_heads, head_dim].
-        exact: whether taking it over changes no logits.
-        causal_keys: whether they come from causal calls (`samplers.masked.view.Needs`); other samplers refuse it then.
+        exact: whether logits stay the same when it is reused.
+        causal_keys: whether keys and values come from causal calls (`samplers.masked.view.Needs`), as the sampler's.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KeptPrefix:
         return other
 
     def release(self) -> None:
-        """Free the memory; later requests refuse it."""
+        """Free the memory. Later requests with this prefix raise ValueError."""
         self.layers, self._released = {}, True
 
     def check(self, model: Any, cache: StoredCache, causal_keys: bool = False) -> None:
@@ -112,7 +112,7 @@ class KeptPrefix:
             )
 
     def match_rows(self, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Find the kept row with the longest common prefix for each row of ids, and its length: both [B] int64."""
+        """Find the stored row with the longest common prefix for each row of ids, and the length: both [B] int64."""
         ids = [np.array(row, np.int64) for row in rows]
         counts = np.array([[common_length(row, kept) for kept in self._ids] for row in ids])
         return counts.argmax(1), counts.max(1)
@@ -120,22 +120,22 @@ class KeptPrefix:
 
 @dataclass
 class Reuse:
-    """Leading positions that the `B` rows of a request need not evaluate."""
+    """Leading positions that the `B` rows of a request do not evaluate again."""
 
     counts: np.ndarray
-    """[B] int64: leading positions of each row."""
+    """[B] int64: number of leading positions of each row."""
     kept: KeptPrefix | None
     """Source of keys and values; None: the rows' common prefix, which is evaluated first."""
     source: np.ndarray
-    """[B] int64: rows of `kept`."""
+    """[B] int64: row of `kept` for each row."""
     shared: bool
-    """Whether all rows read one row in place, rather than a copy each."""
+    """Whether all rows read one stored row in place; otherwise each row has a copy."""
     tokens: list[int]
-    """Tokens read in place."""
+    """Tokens of the stored row that is read in place; empty for copies."""
 
     @property
     def start(self) -> int:
-        """Positions left out of the rows' own store."""
+        """Number of leading positions without slots in the request's store."""
         return len(self.tokens)
 
     def fill(self, store: Any, model: Any, cache: StoredCache, causal_keys: bool) -> bool:
@@ -187,12 +187,12 @@ def plan_reuse(
     starts: np.ndarray,
     causal_keys: bool = False,
 ) -> Reuse | None:
-    """Check `prefix`, `share_prefix` and `keep_prefix` of a request, and plan what it takes over: whole blocks on
-    block-causal models, never the position with the first undecided logits.
+    """Check `prefix`, `share_prefix` and `keep_prefix` of a request, and plan the positions to reuse: whole blocks on
+    block-causal models; never the position that predicts the first undecided token.
 
     Args:
-        branches: 2 under guidance. rows: prompt ids. starts: [B] int64, where decoding starts.
-        causal_keys: of the sampler.
+        branches: 2 under guidance. rows: prompt ids. starts: [B] int64, first undecided position.
+        causal_keys: of the sampler, as in `KeptPrefix`.
 
     Raises ValueError for an argument that does not fit the request.
     """
@@ -238,9 +238,9 @@ def plan_reuse(
 
 
 def keep_prefix(state: Any, model: Any, previous: KeptPrefix | None) -> KeptPrefix:
-    """Keep what the next request can take over: on block-causal models the blocks that were evaluated after they were
-    full, else the leading positions that were evaluated with their final tokens. state: of the masked family, at its
-    last commit. previous: the prefix it took over."""
+    """Copy the keys and values that the next request can reuse: on block-causal models blocks that were evaluated after
+    they were full, else leading positions that were evaluated with their final tokens. state: of the masked family, at
+    its last commit. previous: the prefix that this request reused."""
     facts, store = state.facts, state.store
     counts = np.minimum(store.count_intact(state.canvas), state.end)
     if facts.topology == "block_causal":
@@ -255,15 +255,15 @@ def keep_prefix(state: Any, model: Any, previous: KeptPrefix | None) -> KeptPref
 
 
 def prefill(model: Any, tokens: list[int], cache: StoredCache, causal_keys: bool = False) -> KeptPrefix:
-    """Evaluate `tokens` once, alone, and keep all of them."""
+    """Evaluate `tokens` in a separate forward, and return the keys and values of all of them."""
     store = model.make_store(1, len(tokens), cache.store_dtype, cache.max_memory)
     evaluate(model, store, tokens, 0, causal_keys)
     return KeptPrefix(model.module, [tokens], store.read_prefix(len(tokens), copy=False), False, causal_keys)
 
 
 def evaluate(model: Any, store: Any, tokens: list[int], start: int, causal_keys: bool) -> None:
-    """Evaluate the `tokens` from `start` on, over a store of one row with those before. causal_keys: whether attention
-    is causal, whatever the topology."""
+    """Evaluate the `tokens` from `start` on, over a store of one row that has the earlier ones. causal_keys: whether
+    attention is causal, whatever the topology."""
     count, is_causal = len(tokens) - start, causal_keys and model.facts.topology != "causal"
     positions = torch.arange(start, len(tokens), device=model.device).unsqueeze(0)
     row = np.zeros(1, np.int64)

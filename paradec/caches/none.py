@@ -1,4 +1,4 @@
-"""No cache. Exact for every model and sampler."""
+"""No cache: each step evaluates whole rows. Exact for every model and sampler."""
 
 from __future__ import annotations
 

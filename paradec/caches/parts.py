@@ -1,4 +1,4 @@
-"""Grouping of rows into calls: parts of whole rows, of ranges and of any positions."""
+"""Grouping of rows into calls that evaluate whole rows, ranges, or any positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paradec.caches.base import Part, level_parts
 
 
 def full_parts(state: Any, chosen: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
-    """Parts that evaluate whole running rows `chosen`, without what was taken over from a prefix."""
+    """Make parts that evaluate the whole `chosen` [N] running rows, except positions reused from a prefix."""
     if multiple == 1 and (level := level_parts(state, chosen)) is not None:
         return level
     length = state.length[state.window.rows[chosen]]
@@ -21,9 +21,8 @@ def full_parts(state: Any, chosen: np.ndarray, limit: int = 3, multiple: int = 1
 def range_parts(
     state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, limit: int = 3, multiple: int = 1
 ) -> list[Part]:
-    """Parts for the ranges [start, stop) of the `chosen` [N] running rows, in at most `limit` groups. Positions taken
-    over or absent are left out; rows with gaps become subsets. multiple: widths are rounded up to this, within the
-    canvas."""
+    """Make parts for the ranges [start, stop) of the `chosen` [N] running rows, in at most `limit` groups. Reused and
+    absent positions are left out; rows with gaps become subsets. multiple: to round widths up to, within the canvas."""
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[chosen]])
     if state.present is not None:
@@ -42,8 +41,8 @@ def range_parts(
 
 
 def subset_parts(state: Any, chosen: np.ndarray, needed: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
-    """Parts for the positions `needed` [N, L] of the `chosen` running rows, in at most `limit` groups, but not those
-    taken over from a prefix."""
+    """Make parts for the positions `needed` [N, L] bool of the `chosen` running rows, in at most `limit` groups.
+    Positions that are reused or absent are left out."""
     if state.reuses:
         needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[chosen], None])
     if state.present is not None:
@@ -65,10 +64,10 @@ def widen_to_blocks(state: Any, rows: np.ndarray, start: np.ndarray, stop: np.nd
 
 
 def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float = 1.1) -> list[Any]:
-    """Group rows by size, so that little is padded. Returns index arrays that partition range(R), widest group first.
+    """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
-    sizes: [R] int64 positions per row. exact: only rows of one size share a group, for models that cannot be padded.
-    limit: groups otherwise. waste: add groups while padding multiplies the positions by more than this."""
+    sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
+    limit: otherwise at most this many groups. waste: add groups while padding multiplies the positions by more."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()
@@ -76,7 +75,7 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
         return [np.arange(len(sizes))]
     order = np.argsort(-sizes, kind="stable")
     ordered, count = sizes[order], len(sizes)
-    # best[i]: positions evaluated for ordered[i:] in one bucket; then in one bucket more, ordered[i:j] being the first
+    # best[i]: positions evaluated for ordered[i:] in one group; each pass allows one more, whose rows are ordered[i:j]
     best = np.append(ordered * (count - np.arange(count)), 0)
     starts = np.arange(count + 1)
     widths = np.append(ordered, 0)[:, None] * (starts[None, :] - starts[:, None])

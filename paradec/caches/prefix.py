@@ -1,5 +1,5 @@
-"""Prefix cache: everything left of the open block is kept from the block's first forward. Wu et al., "Fast-dLLM", arXiv
-2505.22618, section 3.2."""
+"""Prefix cache: a block's first forward caches everything left of the block. Wu et al., "Fast-dLLM", arXiv 2505.22618,
+section 3.2."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paradec.caches.stored import RangeCache
 
 @dataclass(frozen=True)
 class PrefixCache(RangeCache):
-    """A block's first forward evaluates the whole row, later ones the block and everything right of it. Approximate for
-    bidirectional models: the prefix was encoded before the block was filled. A block's last tokens get their keys and
-    values in the next block's first forward. Shifted models also evaluate the position left of the block, for the first
-    token's logits; the reference commits that token from the full forward, unconditionally. On block-causal models
-    ranges are widened to the model's blocks."""
+    """Evaluate the whole row in a block's first forward, and the block and everything after it in later ones.
+    Approximate for bidirectional models: the cached prefix does not see the block's tokens. Keys and values of a
+    block's last tokens are computed in the next block's first forward. Shifted models also evaluate the position left
+    of the block, which predicts its first token; the reference always commits that token from the full forward. On
+    block-causal models ranges are widened to the model's blocks."""
 
     name = "prefix"
     paper = "Fast-dLLM"
     arxiv = "2505.22618"
-    summary = "keeps everything left of the open block; evaluates the block and all after it"
+    summary = "caches everything left of the open block; evaluates the block and all after it"
     device_step = True
     facts = CacheFacts(exact_on=("block_causal",), supports_suffix=True)
     exact_when = "every block takes one step, or the model has one layer"

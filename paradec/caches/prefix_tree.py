@@ -23,7 +23,7 @@ class _Node:
     parent: _Node | None
     key: Hashable
     rows: Tensor | None
-    """[block, W]: keys and values of all layers side by side; None for a root."""
+    """[block, W]: keys and values of all layers, concatenated; None for a root."""
     last_used: int = 0
     """Value of the tree's clock at the last use."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
@@ -34,18 +34,17 @@ class _Node:
 
 
 class PrefixTree:
-    """Keys and values by token prefix, in whole blocks. Inputs are copied; found blocks must be copied by the caller.
-    Not thread-safe.
+    """Keys and values by token prefix, in whole blocks. Inputs and results are copies. Not thread-safe.
 
-    block: tokens of a node. budget: bytes of keys and values; the least recently used leaves are dropped."""
+    block: tokens per node. budget: limit in bytes; the least recently used leaves are dropped."""
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
         self.nbytes = 0
         self._roots: dict[Hashable, _Node] = {}
-        self._leaves: dict[int, _Node] = {}  # by when they were used, oldest first
+        self._leaves: dict[int, _Node] = {}  # by `last_used`
         self._clock = 0
-        self._like: dict[int, tuple[Tensor, Tensor]] = {}  # each layer's keys and values, of no position
+        self._like: dict[int, tuple[Tensor, Tensor]] = {}  # empty keys and values per layer, for shapes and devices
 
     def __len__(self) -> int:
         """Number of stored tokens."""
@@ -76,8 +75,8 @@ class PrefixTree:
         return len(path) * self.block, layers
 
     def add(self, tokens: Sequence[int], layers: Layers, start: int = 0, scope: Hashable = None) -> int:
-        """Add the missing whole blocks of `tokens`, up to one with numbers that are not finite. Returns the number of
-        tokens added. layers: of the positions from `start` on, which is at most the stored length."""
+        """Add the missing whole blocks of `tokens`, up to the first with NaN or infinite values. Returns the number of
+        tokens added. layers: keys and values from position `start` on; positions before it must be in the tree."""
         path = self._path(tokens, scope)
         self._touch(path)
         first, count = len(path), len(tokens) // self.block
@@ -114,7 +113,7 @@ class PrefixTree:
         return path
 
     def _touch(self, path: Sequence[_Node]) -> None:
-        """Mark a path as used, so that its last node is dropped first."""
+        """Mark the nodes of a path as used, the last one first, so that it is dropped before its parents."""
         for node in reversed(path):
             self._leaves.pop(node.last_used, None)
             self._clock += 1
@@ -123,8 +122,8 @@ class PrefixTree:
                 self._leaves[node.last_used] = node
 
     def _copy_blocks(self, parts: Sequence[Tensor], count: int, memory: list[Tensor]) -> list[Tensor]:
-        """Copy the leading `count` blocks of parts [N, W], up to one that is not finite, into `memory` where it
-        fits."""
+        """Copy the leading `count` blocks of parts [N, W], up to the first with NaN or infinite values. Tensors of
+        `memory` with the right shape are reused."""
         width, first = sum(part.shape[1] for part in parts), parts[0]
         layout = (first.dtype, first.device, (self.block, width))
         memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == layout]
@@ -137,11 +136,11 @@ class PrefixTree:
                 blocks = torch.cat([part[part_rows] for part in parts], 1).unflatten(0, (-1, self.block))
                 sums.append(blocks.flatten(1).sum(1, dtype=sum_dtype))
                 copies += [memory.pop().copy_(rows) if memory else rows.clone() for rows in blocks]
-            # one read of the device: a number, and so a sum, that is not finite
+            # a block's sum is finite if all its numbers are; one read of the device checks all blocks
             return copies[: int(torch.cat(sums).isfinite().cumprod(0).sum())] if sums else []
 
     def _make_room(self, nbytes: int) -> list[Tensor]:
-        """Drop leaves until `nbytes` more fit into the budget; returns their memory."""
+        """Drop leaves until `nbytes` more fit into the budget; return their tensors for reuse."""
         freed: list[Tensor] = []
         while self.nbytes > self.budget - nbytes:
             leaf = self._leaves.pop(min(self._leaves))

@@ -1,4 +1,4 @@
-"""ReCAP's cache: a full evaluation stores all keys and values, local ones evaluate only the group's targets. ReCAP,
+"""ReCAP's cache: full steps evaluate and store whole rows, local steps evaluate only the targets of a group. ReCAP,
 arXiv 2505.19089, and its public code."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paradec.core.checks import check_bool
 
 @dataclass(frozen=True)
 class RecapCache(StoredCache):
-    """Evaluate whole rows where `recap` opens a group, then in local steps the group's targets, decided or not.
+    """Evaluate whole rows when `recap` opens a group of steps, then in local steps all targets of the group.
 
     Args:
         recompute_prompt: whether local steps evaluate the prompt too, as the public code does with its class token;
@@ -28,7 +28,7 @@ class RecapCache(StoredCache):
     name = "recap"
     paper = "ReCAP"
     arxiv = "2505.19089"
-    summary = "evaluates the positions that a group of steps decides, over keys and values of its first step"
+    summary = "evaluates the positions that a group of steps decides, over keys and values from its first step"
     facts = CacheFacts(topologies=("bidirectional",), predictions=("same",), evaluates="targets", stateless=False)
     exact_when = "the model has one layer, or every step is a full one"
     costly_rows = True

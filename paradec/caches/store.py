@@ -1,6 +1,6 @@
 """Key/value store: preallocated per layer, written at given slots, passed to transformers as `Cache`. Keys are stored
-after the rotary embedding at their absolute positions. A position's slot is the position minus the length of a shared
-prefix. Imports transformers."""
+after the rotary embedding at their absolute positions. A position's slot is the position minus the shared prefix's
+length (0 without one). Imports transformers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from paradec.core.rows import ROWS, row_layout
 @dataclass(init=False, eq=False, repr=False)
 class KeyValueStore(Cache):
     """Keys and values of `rows` rows of up to `length` positions, allocated per layer at the first forward. An extra
-    slot takes padding, which is never seen.
+    slot receives padding, which no position sees.
 
-    A call reads the slots below its `visible_length`, its own writes included:
+    A call reads the slots below its `visible_length`, including those that it writes:
 
-    - plain (`slots` given, `visible` None): it writes, and sees all filled slots;
-    - `slots` None: it writes nothing. Its own keys and values follow the store's, which are hidden at the same
-    positions (a draft replaces them). Several rows of the call may read one row of the store;
-    - `visible` [R, Q, Q] given: the same, but columns see each other as it says (trees, shadow blocks), and those with
-    a slot of at least 0 are written.
+    - with `slots` and without `visible`: the call writes its slots, then sees all filled slots;
+    - without `slots`: the call writes nothing. Its keys and values follow those of the store; stored ones at the same
+    positions are hidden, since a draft replaces them. Several rows of the call may read one row of the store;
+    - with `visible` [R, Q, Q]: as without `slots`, but columns see each other as in `visible` (trees, shadow blocks).
+    Columns with a slot of at least 0 are written.
 
     rows, length: rows (of all guidance branches) and positions per row. device: of the masks.
     dtype: of keys and values; None is the layer's own.
-    start: positions before this one are in `shared` and have no slots."""
+    start: length of the shared prefix (`shared`), whose positions have no slots."""
 
     token_at_write: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[rows, slots + 1] int64: token of each slot, -1 where it is empty."""
@@ -42,7 +42,7 @@ class KeyValueStore(Cache):
     """Per layer [rows, slots + 1, kv_heads, head_dim]."""
     layer_values: dict[int, Tensor] = field(metadata=row_layout(columns=1))
     _filled_to: np.ndarray = field(metadata=ROWS)
-    """[rows] int64 on the host: all slots below are filled."""
+    """[rows] int64 on the host: all slots below this one are filled."""
     _loaded: np.ndarray = field(metadata=ROWS)
     """[rows] int64 on the host: slots filled from a prefix."""
 
@@ -56,10 +56,10 @@ class KeyValueStore(Cache):
         self.step_at_write = torch.full((rows, self.slots + 1), -1, dtype=torch.int32, device=device)
         self.layer_keys, self.layer_values = {}, {}
         self.peak_bytes = 0
-        """Peak bytes of keys and values; stays after `release`."""
+        """Peak bytes of keys and values; `release` does not reset it."""
         self._filled_to, self._loaded = np.zeros((2, rows), np.int64)
         self.shared: SharedPrefix | None = None
-        """Positions 0 to `start`, which all rows read in place; set before the first forward."""
+        """Positions [0, start), which all rows read in place; set before the first forward."""
         self._call: _Call | None = None
 
     @property
@@ -73,28 +73,28 @@ class KeyValueStore(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, a shared prefix once."""
-        own_bytes = sum(tensor.nbytes for layers in (self.layer_keys, self.layer_values) for tensor in layers.values())
-        return own_bytes + (0 if self.shared is None else self.shared.nbytes)
+        """Bytes of keys and values, including the shared prefix."""
+        slot_bytes = sum(tensor.nbytes for layers in (self.layer_keys, self.layer_values) for tensor in layers.values())
+        return slot_bytes + (0 if self.shared is None else self.shared.nbytes)
 
     # ---- one call -------------------------------------------------------------------------------------------------
 
     def bind(self, query: Query) -> KeyValueStore:
-        """Bind the store to the next forward; returns itself, the module's cache."""
-        asked = query.store
-        if asked is None:
+        """Bind the store to the next forward. Returns the store, to pass to the module as its cache."""
+        store_call = query.store
+        if store_call is None:
             raise ValueError("a query over a store says in `store` which of its rows it reads")
-        joined = query.visible is not None or asked.slots is None
-        visible = (self.length if asked.visible_length is None else min(asked.visible_length, self.length)) - self.start
-        self._call = call = _Call(asked, self._as_slice(asked.index), visible, joined)
-        if asked.slots is not None:
-            self._record_write(query, asked.slots, call)
+        side_by_side = query.visible is not None or store_call.slots is None
+        limit = store_call.visible_length
+        visible = (self.length if limit is None else min(limit, self.length)) - self.start
+        self._call = call = _Call(store_call, self._as_slice(store_call.index), visible, side_by_side)
+        if store_call.slots is not None:
+            self._record_write(query, store_call.slots, call)
         return self
 
     def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
-        """The bound query's mask, [R, 1, Q or 1, K] bool or None if it sees every key, whatever the topology; and the
-        keys' positions [R or 1, K] int64: slots below the visible length, then the call's own columns if they follow.
-        """
+        """Mask of the bound query without the topology, [R, 1, Q or 1, K] bool, None if all keys are seen; and the
+        keys' positions [R or 1, K] int64: the visible slots, then the call's columns if they follow."""
         call = self._bound_call()
         visible = call.visible_length
         keys = torch.arange(self.start, self.start + visible, device=query.positions.device).unsqueeze(0)
@@ -106,7 +106,7 @@ class KeyValueStore(Cache):
         return self.valid[:, :visible].index_select(0, call.rows)[:, None, None], keys
 
     def _as_slice(self, index: np.ndarray | None) -> slice | None:
-        """Rows as a slice, if the host knows that they are neighbours: views need no copy."""
+        """Rows as a slice, for reads without a copy; None unless the host knows that they are neighbours."""
         if index is None or len(index) > 1 and (index[1:] - index[:-1] != 1).any():
             return None
         return slice(int(index[0]), int(index[-1]) + 1)
@@ -138,7 +138,7 @@ class KeyValueStore(Cache):
         (count, width), visible = query.tokens.shape, call.visible_length
         is_real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         stored = self.valid[:, :visible].index_select(0, call.rows)
-        # what the call evaluates itself is not read from the store; padding hides nothing
+        # positions that the call evaluates are hidden in the store; padding hides nothing
         slots = query.positions - self.start
         slots = torch.where(is_real & (slots < visible), slots, visible)
         is_hidden = torch.zeros((count, visible + 1), dtype=torch.bool, device=stored.device).scatter_(1, slots, True)
@@ -151,7 +151,7 @@ class KeyValueStore(Cache):
         return torch.cat((stored, in_call), -1)[:, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, K, head_dim] to attend over."""
+        """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, K, head_dim] for attention."""
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
         call, outputs = self._bound_call(), []
@@ -164,7 +164,7 @@ class KeyValueStore(Cache):
         return tuple(outputs)
 
     def _read(self, store: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
-        """[R, K, kv_heads, head_dim]: slots below the visible length, then the call's columns if they follow."""
+        """[R, K, kv_heads, head_dim]: the visible slots, then the call's columns if they follow."""
         if call.selection is not None:
             stored = store[call.selection, : call.visible_length]
         else:
@@ -175,18 +175,18 @@ class KeyValueStore(Cache):
     def _allocate(self, keys: Tensor, values: Tensor, layer: int) -> None:
         for layers, fresh in ((self.layer_keys, keys), (self.layer_values, values)):
             shape = (self.rows, self.slots + 1, fresh.shape[1], fresh.shape[3])
-            with torch.inference_mode(False):  # else only inference mode could write to it later
-                # rotary angles may be kept in float32: the values' dtype is the model's
+            with torch.inference_mode(False):  # so that writes outside inference mode work, too
+                # rotary embeddings may give float32 keys; the values have the model's dtype
                 layers[layer] = torch.zeros(shape, dtype=self.dtype or values.dtype, device=fresh.device)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     # ---- from one request to the next -----------------------------------------------------------------------------
 
     def load(self, prefix: KeptPrefix, source: np.ndarray, counts: np.ndarray) -> None:
-        """Fill the first `counts` [rows] slots from rows `source` [rows] of a kept prefix."""
+        """Fill the first `counts` [rows] slots of each row from the rows `source` [rows] of a prefix."""
         index, width, device = torch.as_tensor(source), int(counts.max()), self.token_at_write.device
         for layer, pair in prefix.layers.items():
-            # [rows, kv_heads, N, head_dim], as layers give them
+            # [rows, kv_heads, N, head_dim], the layout of transformers
             keys, values = (part.index_select(0, index.to(part.device))[:, :width].transpose(1, 2) for part in pair)
             self._allocate(keys, values, layer)
             self.layer_keys[layer][:, :width] = keys.transpose(1, 2)
@@ -198,14 +198,14 @@ class KeyValueStore(Cache):
         self._loaded, self._filled_to = counts.copy(), counts.copy()
 
     def count_intact(self, canvas: Tensor) -> np.ndarray:
-        """[rows] int64 on the host: leading positions whose slots match the canvas [rows, length]. Waits for the
-        device."""
+        """[rows] int64 on the host: number of leading positions whose stored tokens equal the canvas [rows, length].
+        Waits for the device."""
         is_equal = self.token_at_write[:, : self.slots] == canvas[:, self.start :]
         return self.start + is_equal.int().cumprod(1).sum(1).cpu().numpy()
 
     def read_prefix(self, count: int, copy: bool = True) -> dict[int, tuple[Tensor, Tensor]]:
-        """Keys and values of the first `count` positions, per layer [rows, count, kv_heads, head_dim]; a shared prefix
-        is copied."""
+        """Keys and values of the first `count` positions, per layer [rows, count, kv_heads, head_dim]. Without `copy`
+        they are views, except after a shared prefix."""
         layers = {}
         with torch.inference_mode(False):
             for layer, keys in self.layer_keys.items():
@@ -220,7 +220,7 @@ class KeyValueStore(Cache):
         return layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots per row; transformers derives nothing from it, since positions are given."""
+        """Slots per row. Has no effect in transformers, since calls pass positions."""
         return self.length
 
     # ---- rows -----------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class KeyValueStore(Cache):
     def after_row_change(self) -> None:
         self._call = None
         self.length = self.slots = self.token_at_write.shape[1] - 1
-        self._filled_to, self._loaded = (np.minimum(each, self.slots) for each in (self._filled_to, self._loaded))
+        self._filled_to, self._loaded = (np.minimum(ends, self.slots) for ends in (self._filled_to, self._loaded))
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def release(self) -> None:
@@ -270,9 +270,9 @@ class KeyValueStore(Cache):
 
 
 class _Call:
-    def __init__(self, call: StoreCall, selection: slice | None, visible_length: int, joined: bool):
+    def __init__(self, call: StoreCall, selection: slice | None, visible_length: int, side_by_side: bool):
         self.rows, self.index, self.step, self.begin = call.rows, call.index, call.step, call.begin
-        self.selection, self.visible_length, self.side_by_side = selection, visible_length, joined
+        self.selection, self.visible_length, self.side_by_side = selection, visible_length, side_by_side
         self.flat: Tensor | None = None
 
 

@@ -1,4 +1,4 @@
-"""Bases of caches that store keys and values."""
+"""Base classes of caches that store keys and values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class StoredCache(Cache):
-    """A cache that evaluates rows to be refreshed whole, and others in part.
+    """A cache that evaluates some rows whole (a refresh), and a part of the other rows.
 
     Args:
         store_dtype: of keys and values, one of `STORE_DTYPES`; None is the model's own.
-        max_memory: byte limit of the store, as a number or "2GB"; None asks the device.
-        shape_multiple: round up widths of calls and of the visible store, so that shapes repeat (for captured graphs
-            and compiled models); 1 pads nothing.
+        max_memory: byte limit of the store, as a number or "2GB"; None is the device's memory.
+        shape_multiple: round up widths of calls and of the visible store to multiples of this, so that shapes repeat
+            (for captured graphs and compiled models); 1 pads nothing.
     """
 
     _: KW_ONLY
@@ -44,7 +44,7 @@ class StoredCache(Cache):
             return full_parts(state, full_rows, multiple=self.shape_multiple)
         if not len(full_rows):
             return self.partial(state, partial_rows, picks, 3)
-        # three calls a step in all: two of whichever kind is less even
+        # at most three calls per step; the kind of rows whose sizes differ more gets two
         plans = [
             full_parts(state, full_rows, count, self.shape_multiple)
             + self.partial(state, partial_rows, picks, 3 - count)
@@ -57,7 +57,7 @@ class StoredCache(Cache):
         raise NotImplementedError
 
     def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
-        """Parts for the `chosen` [N] running rows, in at most `limit` groups."""
+        """Plan parts for the `chosen` [N] running rows, which are not refreshed, in at most `limit` groups."""
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class RangeCache(StoredCache):
         )
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Start and stop [N] int64 of the range; may reach beyond the row."""
+        """Start and stop [N] int64 of the range to evaluate; may reach beyond the row."""
         raise NotImplementedError
 
 
@@ -96,17 +96,17 @@ class SubsetCache(StoredCache):
         return subset_parts(state, chosen, needed, limit, self.shape_multiple)
 
     def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        """[N, L] bool: positions of the state's `rows` to evaluate; may reach beyond a row."""
+        """[N, L] bool: positions to evaluate of the state's `rows` [N]; may reach beyond a row."""
         raise NotImplementedError
 
 
 @dataclass(init=False, eq=False)
 class ChangeLog:
-    """Host copy of the canvas, and the step that wrote each position."""
+    """Copy of the canvas on the host, with the step that last changed each position."""
 
     canvas: np.ndarray = field(metadata=row_layout(columns=1, fill=-1))
     changed_at: np.ndarray = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64: the row's step; -1 for initial tokens."""
+    """[B, L] int64: the row's step that changed the position; -1 for initial tokens."""
 
     def __init__(self, state: Any):
         self.canvas = state.canvas.cpu().numpy().copy()

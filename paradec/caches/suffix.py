@@ -1,6 +1,6 @@
-"""Suffix windows: only some masks after the open block are evaluated; the others are absent. A masked model evaluates
-masks long before it writes them. DPad (Chen et al., "Diffusion Language Models with Suffix Dropout", arXiv 2508.14148)
-keeps a random few per block, fewer further away; the plain cut keeps the nearest."""
+"""Suffix windows: only some masks after the open block are evaluated; the others are absent. They save the evaluation
+of masks long before their tokens are decided. DPad (Chen et al., "Diffusion Language Models with Suffix Dropout", arXiv
+2508.14148) keeps a few random masks per block, fewer at larger distance; the plain cut keeps the nearest."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from paradec.core.checks import check_choice, check_int, check_number, shown
 
 DENSITIES = ("cut", "gaussian", "uniform")
 SCALES = {"same": 2.0, "shifted": 1.6}
-"""DPad's density scales, for LLaDA and Dream."""
+"""DPad's density scale by prediction: LLaDA's and Dream's."""
 SUFFIX_STREAM = 6
-"""Draws that choose masks; the block's first position replaces the step."""
+"""Stream of the draws that choose masks (`paradec.core.rng`); the block's first position replaces the step."""
 
 
 @dataclass(frozen=True, repr=False)
 class Suffix:
     """Masks after the open block to evaluate. They are chosen when a block opens, and keep their position ids.
 
-    Given tokens are always evaluated, and count in distances. A row's masks depend on its seed, its prompt and the
-    block's position alone. The default is "cut"; the paper's thinning answered alike where both were measured
+    Given tokens are always evaluated, and count in distances. A row's masks depend only on its seed, its prompt and the
+    block's position. The default is "cut": where both were measured, the paper's random choice gave equal answers
     (docs/caches.md). DPad's early termination is `eos_early_stop`, which does not wait for the block's end.
 
     Args:
-        window: positions after the block with masks, at least 0 ("cut") or 1; DPad's is 256.
-        density: "cut" keeps all masks of the window; "gaussian" keeps distance d with probability scale * N(z), the
-            standard normal density, z from 0 to `k_sigma` in even steps over the window; "uniform" keeps `count` at
-            random.
-        scale: of "gaussian"; None is DPad's 2.0 (LLaDA) or 1.6 for shifted models (Dream).
-        count: of "uniform", from 0 to `window`.
-        k_sigma: of "gaussian": end of the window in standard deviations.
+        window: number of positions after the block, at least 0 ("cut") or 1; DPad's is 256.
+        density: "cut" keeps all masks of the window. "gaussian" keeps a mask with probability scale * N(z), where N is
+            the standard normal density and z rises in even steps from 0 to `k_sigma` over the window. "uniform" keeps
+            `count` random masks.
+        scale: for "gaussian"; None is DPad's: 2.0 (LLaDA), or 1.6 for shifted models (Dream).
+        count: for "uniform", from 0 to `window`.
+        k_sigma: for "gaussian": end of the window in standard deviations.
 
     Raises ValueError for a setting out of its range or of another density.
     """
@@ -65,10 +65,10 @@ class Suffix:
     def __repr__(self) -> str:
         return f"Suffix({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
-    # ---- as data --------------------------------------------------------------------------------------------------
+    # ---- conversion to and from data ------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings that differ from the defaults, and the window."""
+        """The window, and the settings that differ from their defaults."""
         changes = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"window": self.window} | changes
 
@@ -103,11 +103,11 @@ class Suffix:
             raise ValueError("it must be as '64', 'gaussian:64' or 'uniform:64:16' (16 of 64)")
         return {"window": window, "density": density, "count": count[0] if count else None}
 
-    # ---- what it works with ---------------------------------------------------------------------------------------
+    # ---- compatibility --------------------------------------------------------------------------------------------
 
     def why_unsupported(self, sampler: Any, model: Any, cache: Any, gaps: bool) -> str | None:
-        """Why a request cannot use it, as a clause, or None. gaps: whether given tokens follow a mask, so that any
-        density leaves gaps."""
+        """Why this sampler, model and cache cannot use a suffix window, as a clause; None if they can. gaps: whether
+        given tokens follow a mask, so that every density leaves gaps."""
         facts = model.facts
         if facts.topology != "bidirectional":
             return f"{facts.name} is {facts.topology.replace('_', '-')}, and sees nothing after its block anyway"
@@ -121,7 +121,7 @@ class Suffix:
             return f"it leaves gaps, and {facts.name} takes no position ids; use density='cut' and no holes"
         return None
 
-    # ---- which masks ----------------------------------------------------------------------------------------------
+    # ---- choice of masks ------------------------------------------------------------------------------------------
 
     def probabilities(self, prediction: str, size: int) -> np.ndarray:
         """[size] float64: probability that "gaussian" keeps the mask at each distance."""
@@ -138,11 +138,11 @@ class Suffix:
         generator: torch.Generator | None,
         prediction: str,
     ) -> np.ndarray:
-        """Choose the masks after a block that opens: [N, L] bool.
+        """Choose the masks to evaluate after an opening block: [N, L] bool.
 
         Args:
-            masks: [N, L] bool. start, end: [N] int64, the block. keys: [N, 2] int64.
-            generator: for `rng="reference"`, draws as the public code does, for one row.
+            masks: [N, L] bool, all undecided positions. start, end: [N] int64, the block. keys: [N, 2] int64, row keys.
+            generator: with `rng="reference"`: draw as the public code does, for one row.
             prediction: of the model.
         """
         distance = np.arange(masks.shape[1]) - end[:, None]
@@ -166,7 +166,7 @@ class Suffix:
         return is_near & chosen
 
     def _draw_as_published(self, num_later: int, size: int, generator: torch.Generator) -> np.ndarray:
-        """[1, size] numbers from DPad's draws for `later` positions: one each, or a permutation of the window."""
+        """[1, size] float64 from DPad's draws: one per position after the block, or a permutation of the window."""
         numbers = np.ones((1, size))
         if self.density == "gaussian":
             draws = torch.rand(num_later, generator=generator, device=generator.device).cpu().numpy()

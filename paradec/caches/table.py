@@ -1,5 +1,5 @@
-"""Valid combinations of samplers, caches and models, and whether results equal those without a cache. Verdicts follow
-from `samplers.masked.view.Needs`, `CacheFacts` and `ModelFacts`, for plugins too."""
+"""Valid combinations of samplers, caches and models, and whether results equal those without a cache. Verdicts are
+derived from `samplers.masked.view.Needs`, `CacheFacts` and `ModelFacts`, so they cover plugins too."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a combination: `status` is EXACT, APPROXIMATE or REFUSED."""
+    """Verdict on a combination: `status` is EXACT, APPROXIMATE or REFUSED."""
 
     status: str
     why: str = ""
-    """Why it is refused, or when it is exact."""
+    """Why the combination is refused, or when it is exact."""
 
 
 def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdict:
-    """Whether a sampler works with a cache on a model, and how.
+    """Decide whether a sampler works with a cache on a model, and whether it is exact.
 
-    sampler, cache: a sampler or its class, a cache. facts: the model's `topology`, `prediction` and `name`.
+    sampler: a sampler or its class. facts: the model's `topology`, `prediction`, `whole_blocks` and `name`.
     stores: whether the model supports a key/value store."""
     if sampler.family != "masked":
         return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
@@ -87,7 +87,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
 
 
 def prefix_verdict(cache: Any, facts: Any) -> Verdict:
-    """Verdict on taking over a prefix with this cache, from an earlier request or a separate forward."""
+    """Decide whether a cache works with a prefix from an earlier request or a separate forward."""
     if not cache.facts.uses_store:
         return Verdict(REFUSED, "the cache keeps no keys and values")
     if facts.topology not in cache.facts.topologies:
@@ -108,7 +108,7 @@ class _Facts:
 
 
 def table(samplers: Registry, caches: Registry) -> Iterator[tuple[str, str, str, str, Verdict]]:
-    """Yield (sampler, cache, topology, prediction, verdict) of every registered pair, with default settings."""
+    """Yield (sampler, cache, topology, prediction, verdict) of every registered combination, with default settings."""
     for sampler_name in samplers.names():
         sampler = samplers.get(sampler_name)
         for cache_name in caches.names():
@@ -118,8 +118,8 @@ def table(samplers: Registry, caches: Registry) -> Iterator[tuple[str, str, str,
 
 
 def summary(samplers: Registry, caches: Registry) -> list[dict[str, str]]:
-    """One entry per cache and group of samplers with equal verdicts, for `paradec caches`: cache, samplers ("all", "all
-    but ..." or names), one per topology, "prefix reuse" and "why"."""
+    """Summarize the table for `paradec caches`: one entry per cache and group of samplers with equal verdicts. Keys:
+    "cache", "samplers" ("all", "all but ..." or names), the topologies, "prefix reuse" and "why"."""
     masked = [name for name in samplers.names() if getattr(samplers.get(name), "family", None) == "masked"]
     results_of_pair: dict[tuple[str, str], list[tuple[str, str, Verdict]]] = {}
     for sampler, cache, topology, prediction, result in table(samplers, caches):
@@ -143,11 +143,11 @@ def _names(names: list[str], all_names: list[str]) -> str:
 
 
 def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[str, str]:
-    """One column per topology, with both predictions where they differ; then prefix reuse."""
+    """One column per topology, which names both predictions where they differ; then prefix reuse and reasons."""
     columns: dict[str, str] = {}
     reasons: list[str] = []
     for topology in dict.fromkeys(topology for topology, _, _ in results):
-        verdicts = {prediction: verdict for at, prediction, verdict in results if at == topology}
+        verdicts = {prediction: verdict for name, prediction, verdict in results if name == topology}
         statuses = {verdict.status for verdict in verdicts.values()}
         columns[topology] = (
             statuses.pop()
@@ -156,7 +156,7 @@ def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[
         )
         reasons += [verdict.why for verdict in verdicts.values() if verdict.why]
     prefix_statuses = {topology: prefix_verdict(cache, _Facts(topology, "same")).status for topology in columns}
-    reuse = ", ".join(f"{status} ({at})" for at, status in prefix_statuses.items() if status != REFUSED) or REFUSED
+    reuse = ", ".join(f"{status} ({name})" for name, status in prefix_statuses.items() if status != REFUSED) or REFUSED
     return columns | {"prefix reuse": reuse, "why": "; ".join(dict.fromkeys(reasons))}
 
 

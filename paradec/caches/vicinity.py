@@ -1,4 +1,4 @@
-"""Vicinity refresh: the open block and some positions around it are recomputed at every step. Ma et al., "dInfer",
+"""Vicinity refresh: each step evaluates the open block and some positions around it. Ma et al., "dInfer",
 arXiv 2510.08666 (vicinity KV-cache refresh), and python/dinfer/decoding of its repository."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from paradec.core.checks import check_int
 
 @dataclass(frozen=True)
 class VicinityCache(RangeCache):
-    """Evaluate [block start - prefix_look, block end + after_look); whole rows in a request's first steps and when a
-    block opens.
+    """Evaluate [block start - prefix_look, block end + after_look). A row's first steps, and the step that opens a
+    block, evaluate the whole row.
 
-    A refreshing step decodes from the refresh alone; the reference also runs a partial forward and decodes from both.
+    A whole-row step decodes from its own logits; the reference also runs a partial forward and decodes from both.
 
     Args:
-        prefix_look, after_look: positions on either side of the block, at least 0.
-        warmup_steps: whole first steps of a row, besides the one after them; at least 0.
-        cache_update_freq: also refresh every so many steps of a block; None never does.
+        prefix_look, after_look: positions left and right of the block, at least 0.
+        warmup_steps: a row's first `warmup_steps + 1` steps evaluate the whole row; at least 0.
+        cache_update_freq: evaluate whole rows every this many steps of a block, too; None never does.
     """
 
     prefix_look: int = 16
@@ -35,7 +35,7 @@ class VicinityCache(RangeCache):
     name = "vicinity"
     paper = "dInfer"
     arxiv = "2510.08666"
-    summary = "as dual, with some positions around the block evaluated too, after a few whole steps"
+    summary = "as dual, but also evaluates some positions around the block; begins with a few whole steps"
     facts = CacheFacts(exact_on=("block_causal",), stateless=False, supports_suffix=True)
     exact_when = "cache_update_freq=1, the looks cover the row, or the model has one layer"
 
