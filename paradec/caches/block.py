@@ -38,7 +38,7 @@ class BlockCache(RangeCache):
         rows = state.window.rows
         state.cache_state[rows] = widen_to_blocks(state, rows, state.block_start[rows], state.block_end[rows])[0]
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return np.zeros(len(rows), bool)
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -69,10 +69,10 @@ class D2Cache(SubsetCache):
         if state.present is not None:
             state.cache_state.stored[state.window.rows] = state.present[state.window.rows]
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.row_step[rows] == 0
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift = state.cache_state, state.facts.shift
         masks = self.choose_masks(state, rows)
         if shift:  # position 0 predicts its own token, too

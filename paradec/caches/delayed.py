@@ -59,7 +59,7 @@ class DelayedCache(RangeCache):
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
         rows, kept_ends = state.window.rows, state.cache_state
-        ends = np.where(self.refreshes(state, rows), 0, kept_ends[rows, -1])
+        ends = np.where(self.needs_refresh(state, rows), 0, kept_ends[rows, -1])
         kept_ends[rows, 0] = np.maximum(kept_ends[rows, 0], ends)
         waiting_ends = self._waiting_ends(state, rows)
         kept_ends[rows, 2:] = kept_ends[rows, 1:-1]
@@ -76,7 +76,7 @@ class DelayedCache(RangeCache):
         block = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block)
         return np.where(earlier_ends > end, earlier_ends, block)
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         steps, kept_ends = state.row_step[rows], state.cache_state[rows]
         keeps_block = kept_ends[:, -1] > kept_ends[:, 0]  # a block has waited long enough
         waiting_ends = state.block_start[rows] > kept_ends[:, -1]

@@ -55,14 +55,14 @@ class DkvDecode(SubsetCache):
     def interval(self, state: Any) -> int:
         return self.refresh_interval or (4 if state.facts.shift else 8)
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         if state.facts.shift:
             is_due = state.row_step[rows] % self.interval(state) == 0
             return is_due if self.shift_type != "right" else is_due | ~self._any_logits(state, rows)
         step = state.block_step[rows]
         return (step <= 1) | (step % self.interval(state) == 0)
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         return ~self.kept_positions(state, rows)
 
     def kept_positions(self, state: Any, rows: np.ndarray) -> np.ndarray:

@@ -45,10 +45,10 @@ class DkvGreedy(SubsetCache):
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.refresh_interval == 1
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] % self.refresh_interval == 0
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         assert picks is not None, "facts.evaluates requests the sampler's preview"
         log = state.cache_state
         column = np.arange(state.canvas.shape[1])

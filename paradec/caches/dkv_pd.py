@@ -25,10 +25,10 @@ class DkvPD(DkvDecode):
     def interval(self, state: Any) -> int:
         return self.refresh_interval or 4
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.row_step[rows] == 0
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         is_due = state.row_step[rows] % self.interval(state) == 0
         if state.facts.shift and self.shift_type == "right":
             is_due |= ~self._any_logits(state, rows)

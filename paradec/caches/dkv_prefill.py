@@ -24,7 +24,7 @@ class DkvPrefill(RangeCache):
     facts = CacheFacts(exact_on=("block_causal",))
     exact_when = "the model has one layer"
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.row_step[rows] == 0
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ class PrefixCache(RangeCache):
     facts = CacheFacts(exact_on=("block_causal",), supports_suffix=True)
     exact_when = "every block takes one step, or the model has one layer"
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.block_step[rows] == 0
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ class StoredCache(Cache):
         check_int("shape_multiple", self.shape_multiple, low=1, high=2**20)
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        is_full = self.refreshes(state, state.window.rows)
+        is_full = self.needs_refresh(state, state.window.rows)
         full_rows, partial_rows = np.flatnonzero(is_full), np.flatnonzero(~is_full)
         if not len(partial_rows):
             return full_parts(state, full_rows, multiple=self.shape_multiple)
@@ -52,7 +52,7 @@ class StoredCache(Cache):
         ]
         return min(plans, key=lambda parts: sum(part.positions.size for part in parts))
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[R] bool: which of the state's `rows` [R] this step evaluates whole."""
         raise NotImplementedError
 
@@ -91,11 +91,11 @@ class SubsetCache(StoredCache):
 
     def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
         rows = state.window.rows[chosen]
-        needed = self.needed(state, rows, None if picks is None else picks[chosen])
+        needed = self.positions_to_evaluate(state, rows, None if picks is None else picks[chosen])
         needed &= np.arange(needed.shape[1]) < state.length[rows, None]
         return subset_parts(state, chosen, needed, limit, self.shape_multiple)
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         """[N, L] bool: positions to evaluate of the state's `rows` [N]; may reach beyond a row."""
         raise NotImplementedError
 

@@ -48,7 +48,7 @@ class VicinityCache(RangeCache):
     def exact_for(self, topology: str) -> bool:
         return super().exact_for(topology) or self.cache_update_freq == 1
 
-    def refreshes(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         interval = self.cache_update_freq
         is_due = (state.row_step[rows] <= self.warmup_steps) | (state.block_step[rows] == 0)
         return is_due if interval is None else is_due | (state.block_step[rows] % interval == 0)

@@ -132,7 +132,7 @@ class Rollout:
 
         data = {name: getattr(self, name) for name in ("settings", "version", "approximation")}
         tensors = {name: value.contiguous() for name, value in vars(self).items() if torch.is_tensor(value)}
-        save_file(tensors, path, {"format": FORMAT, "told": json.dumps(data)})
+        save_file(tensors, path, {"format": FORMAT, "fields": json.dumps(data)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Rollout:
@@ -147,7 +147,7 @@ class Rollout:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         except SafetensorError as error:
             raise ValueError(f"path={str(path)!r} holds no rollout: {error}") from error
-        return cls(**({"logp_drawn": None} | tensors), **json.loads(metadata["told"]))
+        return cls(**({"logp_drawn": None} | tensors), **json.loads(metadata["fields"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON data: tensors become lists, NaN becomes None."""

@@ -243,7 +243,7 @@ def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
     state.row_step, state.length = np.array([5]), np.array([len(undecided)])
     state.cache_state = ChangeLog(state)
     state.cache_state.changed_at[0, fresh] = 4
-    needed = DkvGreedy(window=window).needed(state, np.array([0]), np.array([picks]))[0]
+    needed = DkvGreedy(window=window).positions_to_evaluate(state, np.array([0]), np.array([picks]))[0]
     assert set(np.flatnonzero(needed)) == expected
 
 

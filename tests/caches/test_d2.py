@@ -77,8 +77,8 @@ class Everything(D2Cache):
 
     name: ClassVar[str] = "everything"
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        return np.ones((len(rows), state.canvas.shape[1]), bool) | super().needed(state, rows, picks)
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+        return np.ones((len(rows), state.canvas.shape[1]), bool) | super().positions_to_evaluate(state, rows, picks)
 
 
 @pytest.mark.thinned
@@ -120,7 +120,7 @@ class AsRecorded(D2Cache):
         masks = (log.undecided(rows)[0] | new) & (column // size == column[new].min() // size)
         return prompt + ((last - prompt) // masks.sum() + 1) * masks.sum()
 
-    def needed(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
+    def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift, step = state.cache_state, state.facts.shift, int(state.row_step[0])
         inside = self.choose_masks(state, rows)[0] & (np.arange(state.canvas.shape[1]) < state.block_end[0])
         new = np.flatnonzero(log.changed_at[0] == step - 1)
