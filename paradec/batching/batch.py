@@ -1,8 +1,8 @@
-"""A batch that stays full: the slot of a row that has ended goes to the next prompt that waits.
+"""A batch that stays full: when a row ends, its slot goes to the next waiting prompt.
 
 Iteration-level scheduling (Yu et al., "Orca", OSDI 2022). Each prompt's tokens are those of `paradec.generate` on the
-list of all prompts in order of arrival: a row begins as the sampler's `start` makes it, is copied into a slot of the
-state (`paradec.core.rows`), and depends on no neighbour.
+list of all prompts in order of arrival: `Sampler.start` makes a row, which is copied into a slot of the state
+(`paradec.core.rows`), and no row depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -54,41 +54,41 @@ T = TypeVar("T", bound=Ticket)
 
 
 class Batch:
-    """Decode prompts that come and go, up to `batch_size` of them at once.
+    """Decode prompts that arrive at any time, up to `batch_size` at once.
 
     >>> batch = Batch(model, batch_size=8, cache="dual", temperature=0.5, seed=1)     # doctest: +SKIP
     >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
     >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
 
-    Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) share their calls. Others are
-    decoded in other groups, and every step takes one step of each group. A free row goes to the oldest prompt.
+    Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) share model calls. Others are
+    decoded in other groups; `step` runs one step of each group. A free slot goes to the oldest prompt.
 
-    `step` runs in one thread at a time; any thread may call the rest. Ctrl-C leaves the batch at its last commit.
+    `step` runs in one thread at a time; any thread may call other methods. Ctrl-C leaves the batch at its last commit.
 
-    A prompt that raises while it is let in fails alone: its output has the error. Where a step of several rows raises,
-    each begins anew by itself, with the same result, and a row whose steps raise again fails.
+    A prompt that raises before its first step fails alone: its output has the error. When a step of several rows
+    raises, each row starts again alone, with the same result; a row whose steps raise again fails.
 
-    Out of memory: the younger half of the evaluated rows begins anew once there is room, with the same result, and as
-    many positions are not evaluated together again. A row that does not fit alone fails.
+    Out of memory: the younger half of the group's rows starts again once there is room, with the same result. From then
+    on, fewer positions are evaluated together. A row that does not fit alone fails.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; of the kinds `KINDS`.
-        batch_size: rows at most.
-        max_memory: bytes, or a text like "2GB", of keys, values and the methods' memory together; None: no limit but
-            `batch_size`.
-        calls_per_step: calls, 1 to 3, that a step of masked rows of unequal lengths may be split into: 3 pads little; 1
+        batch_size: maximum number of rows.
+        max_memory: limit in bytes, or a text like "2GB", for keys, values and the samplers' memory together; None: only
+            `batch_size` is a limit.
+        calls_per_step: maximum number of calls, 1 to 3, of a step of masked rows of unequal lengths. 3 pads little; 1
             pads all rows to the longest, for devices on which a launch costs more than positions.
-        prefix_memory: bytes of keys and values that ended rows leave for prompts with the same beginning, on causal
-            models and, with an exact cache, on block-causal ones; None is a quarter of what the rows take. Answers are
-            the same (in narrow types up to near-ties); `Output.reused` counts.
-        preset, arguments: the fields of `paradec.Request` that prompts begin from, but those of `REFUSED`. Without a
-            `seed` one is drawn for all.
+        prefix_memory: limit in bytes for keys and values of ended rows that prompts with the same beginning reuse, on
+            causal models and, with an exact cache, on block-causal ones; None: a quarter of the rows' bytes. Answers
+            are the same (in narrow types up to near-ties). `Output.reused` counts the positions.
+        preset, arguments: fields of `paradec.Request` for all prompts, except those of `REFUSED`. Without a `seed`, one
+            seed is drawn for all.
 
     Raises:
-        TypeError: a model of another kind. ValueError: an argument out of its range, or that no batch supports.
+        TypeError: a model of another kind. ValueError: an argument out of its range, or not supported in batches.
     """
 
-    capture: ClassVar[bool] = True  # False takes the steps of `compile=True` uncaptured, on any device
+    capture: ClassVar[bool] = True  # False runs the steps of `compile=True` without CUDA graphs, on any device
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Batch:
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
         seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._seeded = replace(self.request, seed=seed)
-        self.prefixes: Prefixes | None = None  # keys and values that rows leave for each other
+        self.prefixes: Prefixes | None = None
         if model.facts.topology in ("causal", "block_causal"):
             self.prefixes = None if kept_bytes == 0 else Prefixes(model, kept_bytes)
         elif kept_bytes:
@@ -123,10 +123,10 @@ class Batch:
             )
         self._waits = Queue()
         self._groups, self._ended = list[Group](), list[Ticket]()
-        self._most_positions: int | None = None  # rows times columns, once memory was too small for more
+        self._most_positions: int | None = None  # limit of rows times columns, set when memory runs out
         self._uncapturable = ""  # why no graph could be captured
-        self._callbacks: deque[Any] = deque()  # tickets whose on_done is to be called
-        self._stepper: int | None = None  # the thread that takes a step
+        self._callbacks: deque[Any] = deque()  # ended tickets whose on_done was not called yet
+        self._stepper: int | None = None  # the thread that runs a step
         self._stepping = threading.Lock()
         weights_lock(model).batches.add(self)
 
@@ -144,19 +144,19 @@ class Batch:
         preset: Preset | None = None,
         **changes: Any,
     ) -> Ticket:
-        """Let a prompt wait for a row.
+        """Put a prompt into the queue.
 
         Args:
-            prompt: one of what `generate` takes: text, a chat, ids, or what a tokenizer returns.
-            streamer: `put(ids)` and `end()`, as transformers' streamers: ids [1, n] that are final with everything left
-                of them, the prompt's first; `put_draft` as in `paradec.api.streaming`. Called from `step`; an exception
-                from it ends this prompt alone.
-            on_done: called with the ended ticket after the step, by the thread that takes it. It may use the batch,
-                `step` and `close` too. `step` raises what it raises, after the other tickets' calls.
-            id: names the prompt for the caller, in `Ticket.id` and `Output.id`.
-            cache_salt: a text; only prompts with an equal one share keys and values.
-            alone: draw as `generate` does for this prompt alone, whatever equal ones came before.
-            preset, changes: fields of `paradec.Request` for this prompt, over those of the batch.
+            prompt: one prompt as in `generate`: text, a chat, ids, or the output of a tokenizer.
+            streamer: transformers' protocol: `put(ids)` receives first the prompt, then ids [1, n] that are final
+                together with all ids before them; `end()`; `put_draft` as in `paradec.api.streaming`. Called from
+                `step`; an exception that it raises ends only this prompt.
+            on_done: called with the ended ticket after the step, by the thread that runs it. It may call methods of the
+                batch, `step` and `close` too. `step` raises its exceptions, after calling the other tickets' `on_done`.
+            id: the caller's name of the prompt, for `Ticket.id` and `Output.id`.
+            cache_salt: a text; only prompts with the same salt share keys and values.
+            alone: draw as `generate` does for this prompt alone, whatever equal prompts came before.
+            preset, changes: fields of `paradec.Request` for this prompt; they override those of the batch.
 
         Raises:
             ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed.
@@ -188,7 +188,7 @@ class Batch:
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
-        """Cancel a prompt; the next step ends it with the error `Cancelled`. False if it has ended already."""
+        """Cancel a prompt: the next step ends it with the error `Cancelled`. Returns False if it has already ended."""
         with self._waits.changed:
             if ticket.done:
                 return False
@@ -197,7 +197,7 @@ class Batch:
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleep until there is something to step, for `timeout` seconds at most; whether there is."""
+        """Wait until `step` has work, at most `timeout` seconds. Returns whether it has."""
         with self._waits.changed:
             self._waits.changed.wait_for(lambda: self._waits.closed or self._busy(), timeout)
             return self._busy()
@@ -207,27 +207,27 @@ class Batch:
 
     @property
     def occupied(self) -> int:
-        """Rows that are being decoded."""
+        """Number of rows that are being decoded."""
         return sum(group.occupied for group in self._groups)
 
     @property
     def waiting(self) -> int:
-        """Prompts that wait for a row."""
+        """Number of prompts that wait for a slot."""
         return len(self._waits.waiting)
 
     @property
     def closed(self) -> bool:
-        """Whether no prompt is taken any more."""
+        """Whether `add` raises BatchClosed."""
         return self._waits.closed
 
     def check_open(self) -> None:
-        """Raise BatchClosed, with the cause, once the batch is closed."""
+        """Raise BatchClosed with the cause if the batch is closed."""
         self._waits.check_open()
 
     def close(self, error: Exception | None = None) -> None:
-        """End what is not done with `error`, by default `Cancelled`, and give the memory back.
+        """End all waiting and running prompts with `error`, by default `Cancelled`, and free the memory.
 
-        Waits for a running step; called by a streamer, that step ends everything.
+        Waits for a running step. When a streamer calls it, the running step ends all prompts.
         """
         self._waits.close(error)
         if self._stepper != threading.get_ident():
@@ -244,7 +244,7 @@ class Batch:
     # ---- one thread at a time -------------------------------------------------------------------------------------
 
     def step(self) -> list[Ticket]:
-        """Let in the prompts that fit, take one step of every group, and return the tickets that have ended since."""
+        """Start the prompts that fit, run one step of every group, and return the tickets that ended."""
         if self._stepper == threading.get_ident():
             raise RuntimeError("a streamer called step of the batch that it is called by")
         with self._turn(), torch.inference_mode():
@@ -264,7 +264,7 @@ class Batch:
         return self.ended()
 
     def ended(self) -> list[Ticket]:
-        """The tickets that have ended and were not returned yet, as after a step that was interrupted."""
+        """Return tickets that ended and that no `step` returned, because it was interrupted."""
         tickets, self._ended = self._ended, []
         return tickets
 
@@ -289,13 +289,13 @@ class Batch:
         self._groups.clear()
         self._drop_prefixes()
 
-    # ---- of text; pictures override these ---------------------------------------------------------------------------
+    # ---- hooks for text models; `ImageBatch` overrides them ---------------------------------------------------------
 
     _prepare = staticmethod(prepare_request)
     _check_model = staticmethod(partial(check_model, "Batch", allowed=KINDS))
 
     def _check(self, request: Request, sampler: Any) -> None:
-        """Raise ValueError where the batch cannot be refilled with such a request."""
+        """Raise ValueError if the batch cannot be refilled with this request."""
         why, device = why_unsupported(self.model, request, sampler), self.model.device
         if why is None and request.compile and self.capture and device.type != "cuda":
             why = "compile=True in a batch that is refilled captures CUDA graphs, "
@@ -304,15 +304,15 @@ class Batch:
             raise ValueError(why)
 
     def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
-        """Make the request and the sampler of a prompt with other fields than the batch."""
+        """Make the request and the sampler of a prompt whose fields differ from the batch's."""
         request = replace(self.request, **Request.merge_arguments(changes, preset))
         is_same = request.sampler is self.request.sampler
         return request, self.sampler if is_same else make_sampler(self.model, request.sampler)
 
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
-        """Whether two prompts may start as rows of one request: they differ only in ids and seeds.
+        """Whether two prompts may start as rows of one request, since they differ only in ids and seeds.
 
-        Prompts with holes or pictures, isolated ones and those on the device start alone.
+        Prompts with holes or images, isolated ones and those with `compile` start alone.
         """
         for ticket in (first, second):
             if ticket.isolated or ticket.request.compile or ticket.prompts.images is not None:
@@ -336,14 +336,14 @@ class Batch:
         return sampler.start(self.model, prompts, request)
 
     def _model_of(self, ticket: Any) -> Any:
-        """The model that decodes a prompt, or a copy that holds it (`paradec.core.rows`)."""
+        """The model that decodes a prompt: the shared one, or a copy that stores the prompt (`paradec.core.rows`)."""
         return self.model
 
     def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
         return build_outputs(self.model, state, slots, tickets, error)
 
     def failed_output(self, error: Exception, ids: Sequence[int] = ()) -> Any:
-        """Build the output of a prompt of which nothing was decoded. ids: the prompt's."""
+        """Build the output of a prompt that failed before decoding. ids: of the prompt."""
         return failed_output(self.model, ids, error)
 
     def finish(self, output: Any) -> None:
@@ -359,10 +359,10 @@ class Batch:
                 return
             try:
                 if not self._enter(tickets, self._start(tickets)):
-                    return  # once other rows have ended there is room
+                    return  # there is room once other rows have ended
             except Exception as error:
                 if len(tickets) > 1:
-                    max_tickets = 1  # the error may be of one of them, and there may be memory for some
+                    max_tickets = 1  # perhaps only one of them fails, or memory suffices for fewer rows
                     continue
                 if is_out_of_memory(error) and self.occupied:
                     return
@@ -384,11 +384,11 @@ class Batch:
         return state
 
     def _enter(self, tickets: Sequence[Ticket], state: RowState) -> bool:
-        """Give the rows slots in the group of their kind. False: there is no room for all now."""
+        """Put the rows of a new state into slots of their group. Returns False if there is no room for all now."""
         first, count = tickets[0], len(tickets)
         on_device = can_run_on_device(first.sampler, self.model, first.request, state, self._uncapturable)
         key = group_key(first, state, on_device)
-        self._close_empty()  # a new one is no wider than the row
+        self._close_empty()  # a new group is only as wide as the row
         group = next((group for group in self._groups if group.key == key), None)
         width = state.num_columns(np.arange(count))
         if group is not None:
@@ -425,7 +425,7 @@ class Batch:
                 self._feed(group, slots)
         except Exception as error:
             if group in self._groups and not (is_out_of_memory(error) and group.occupied):
-                self._requeue(group)  # another error may have come between two of its changes
+                self._requeue(group)  # the error may have left the group between two changes
             raise
         return True
 
@@ -442,7 +442,7 @@ class Batch:
     # ---- stepping -------------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
-        """Take one step of a group and end its finished rows."""
+        """Run one step of a group, and end its finished rows."""
         while not group.state.done:
             is_between_commits = True
             error: Exception
@@ -454,11 +454,11 @@ class Batch:
                     self._harvest(group)
                 return
             except NotFinite as raised:
-                error = raised.with_traceback(None)  # else it would keep the step's tensors alive
+                error = raised.with_traceback(None)  # the traceback would keep the step's tensors alive
             except device_step.NotCapturable as raised:
                 with hold_interrupt():
-                    self._uncapturable = str(raised)  # in the plain loop, from their beginning
-                    self._requeue(group)
+                    self._uncapturable = str(raised)
+                    self._requeue(group)  # rows start again, without graphs
                 return
             except Exception as raised:
                 error = detach_error(raised)
@@ -476,19 +476,19 @@ class Batch:
                 for ticket in failed:
                     self._fail(ticket, error)
                 return
-        if group.occupied:  # by rows that a constraint wrote whole as they began
+        if group.occupied:  # a constraint determined the whole answer, so no step was needed
             with hold_interrupt():
                 self._harvest(group)
 
     def _requeue(self, group: Group) -> list[Ticket]:
-        """Put the rows of a group back into the queue; return them."""
+        """Remove a group and put its tickets back into the queue; return them."""
         self._groups.remove(group)
         tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waits.waiting]
         self._waits.requeue(tickets)
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Requeue each row of a group whose step raised, to be decoded alone. Returns those that were: they fail."""
+        """Requeue the rows of a group whose step raised, to decode each alone. Returns rows that already were alone."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
@@ -498,9 +498,9 @@ class Batch:
         return failed
 
     def _shrink(self, group: Group, keep: bool) -> list[Ticket]:
-        """Requeue the younger half of a group that ran out of memory, and evaluate fewer positions from now on.
+        """Requeue the younger half of a group that ran out of memory, and limit the positions evaluated together.
 
-        keep: False requeues all, as the state is between two commits. Returns a row that was alone in the batch.
+        keep: False requeues all rows, because the state is between two commits. Returns a row that was alone: it fails.
         """
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._most_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
@@ -525,7 +525,7 @@ class Batch:
         return failed
 
     def _harvest(self, group: Group) -> None:
-        """Stream what is final, and end finished rows."""
+        """Stream final tokens, and end finished rows."""
         time_now = time.perf_counter()
         for ticket in group.tickets:
             if ticket is not None:
@@ -536,12 +536,12 @@ class Batch:
             self._let_go(group, finished, None)
 
     def _feed(self, group: Group, slots: Sequence[int]) -> None:
-        """Give streamers what has become final; one that raises ends its ticket."""
+        """Pass newly final tokens to streamers; a streamer that raises ends its ticket."""
         if not any(ticket is not None and ticket.streamer is not None for ticket in group.tickets):
             return
         all_slots = np.arange(len(group.tickets))
         group.sync(all_slots)
-        canvas, final = group.state.canvas.cpu(), group.state.final_ends(all_slots)  # once for all of them
+        canvas, final = group.state.canvas.cpu(), group.state.final_ends(all_slots)  # one copy for all slots
         for slot in slots:
             ticket = group.tickets[slot]
             if ticket is None or ticket.streamer is None:
@@ -555,7 +555,7 @@ class Batch:
                 group.stop_rows(np.array([slot]))
 
     def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
-        """End the tickets of slots with what was decoded."""
+        """End the tickets of slots; their outputs have the tokens decoded so far."""
         tickets: Any = [group.tickets[slot] for slot in slots]
         if self.prefixes is not None and not isinstance(error, FloatingPointError) and not self._waits.closed:
             self.prefixes.keep(group, slots)
@@ -568,7 +568,7 @@ class Batch:
     def _read(
         self, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
     ) -> list[Any]:
-        """Build the outputs of rows; if that raises, of each row by itself, and one that raises again fails."""
+        """Build the outputs of rows. If that raises, build each separately; a row that raises again fails."""
         try:
             return self._build_outputs(state, slots, tickets, error)
         except Exception as raised:
@@ -578,7 +578,7 @@ class Batch:
             return [self._read(state, [slot], [ticket], error)[0] for slot, ticket in pairs]
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """End a prompt of which nothing was decoded."""
+        """End a prompt that failed before decoding."""
         self._end(ticket, self.failed_output(error, ticket.prompts.rows[0]))
 
     def _end(self, ticket: Ticket, output: Output) -> None:
@@ -588,7 +588,7 @@ class Batch:
         if ticket.streamer is not None and ticket.sent is not None:
             try:
                 ticket.streamer.end()
-            except Exception as error:  # the row is over all the same
+            except Exception as error:  # the row has ended nevertheless
                 output.error = output.error or error
         ticket.output = output
         self._ended.append(ticket)

@@ -1,4 +1,4 @@
-"""`Batch` for image models, for `paradec.generate_many`. Each row gives an `ImageOutput` of one picture."""
+"""`Batch` of image models, used by `paradec.generate_many`. Each row's output is an `ImageOutput` of one picture."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class ImageTicket(Ticket):
     image_request: Any = None
     grid: Any = None
     accepted: list[int] = field(default_factory=list, repr=False)
-    """Tokens that became final at each step, minus retracted ones."""
+    """Tokens that became final at each step, minus those that were masked again."""
 
 
 class ImageBatch(Batch):
     """Decode a stream of pictures, up to `batch_size` at once; see `paradec.batching.Batch`.
 
     model: an autoregressive or a masked image model.
-    height, width, negative_prompt, output_type: as in `paradec.generate_images`; a prompt may have another size.
+    height, width, negative_prompt, output_type: as in `paradec.generate_images`; `add` may change the first three.
     arguments: batch_size, max_memory, calls_per_step as in `Batch`; preset and the fields of a request as in
         `paradec.generate_images`.
     Raises TypeError: a model of another kind. ValueError: an argument out of range, or not supported in batches.
-    Raises ImportError: output_type="pil" without pillow."""
+    ImportError: output_type="pil" without pillow."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class ImageBatch(Batch):
     ) -> ImageTicket:
         """Put a prompt into the queue.
 
-        prompt: one class label, text, or other prompt that `generate_images` takes for this model.
-        height, width, negative_prompt: override the batch's for this prompt; pictures of equal size share calls.
+        prompt: one class label, text, or other prompt that `generate_images` accepts for this model.
+        height, width, negative_prompt: override those of the batch; pictures of equal size share calls.
         on_done, id, alone, preset, changes: as in `Batch.add`.
         Raises ValueError, TypeError: a prompt or an argument that cannot be used. BatchClosed: the batch is closed."""
         request, sampler = self._prepare_prompt(changes, preset)
@@ -94,7 +94,7 @@ class ImageBatch(Batch):
         grid = self.model.grid(height, width)
         image_request = self._lay_out(self.model, prompt, negative_prompt, grid)
         drafter = getattr(sampler, "drafter", None)
-        if isinstance(drafter, PictureModel):  # reads the same prompt
+        if isinstance(drafter, PictureModel):  # it must accept the same prompt
             self._lay_out(drafter, prompt, negative_prompt, grid)
         prompts = encode(self.model, image_request.prompts)
         ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request, grid=grid)
@@ -131,7 +131,7 @@ class ImageBatch(Batch):
         (ticket,) = tickets
         image_request: ImageRequest = replace(ticket.image_request, prompts=ticket.prompts)
         state = self.model.begin(ticket.sampler, image_request, ticket.grid, ticket.request)
-        state.trace = None  # would record this row only
+        state.trace = None  # it would record only this row
         ticket.accepted = []
         return state
 

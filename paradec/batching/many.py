@@ -1,4 +1,4 @@
-"""`generate_many`: answers to any number of prompts, one by one, from a batch that stays full (`paradec.batching`)."""
+"""`generate_many`: decode any number of prompts with a batch that stays full (`paradec.batching`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Many", "generate_many"]
 
 ORDERS = ("input", "completed")
 ERRORS = ("output", "raise")
-AHEAD = 8  # default of `look_ahead`, times the batch size
+AHEAD = 8  # the default of `look_ahead` is this times the batch size
 
 
-def generate_many(  # type: ignore[misc]  # the request's `order` is for its prompt alone
+def generate_many(  # type: ignore[misc]  # `order` is not the request's field
     model: Any,
     prompts: Iterable[Any],
     *,
@@ -44,42 +44,41 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
     preset: Preset | None = None,
     **arguments: Unpack[Arguments],
 ) -> Many:
-    """Decode answers to any number of prompts, `batch_size` at a time; when a row ends, the next prompt takes its slot.
+    """Decode answers to any number of prompts, `batch_size` at a time. When a row ends, the next prompt gets its slot.
 
     >>> for out in paradec.generate_many(model, prompts, batch_size=16, seed=0):     # doctest: +SKIP
     ...     print(out.index, out.error or out.text)
 
-    Each prompt's tokens are those of `generate` (of image models `generate_images`) on the whole list with the same
-    arguments: exactly in float64, in narrower types up to near-ties.
+    Each prompt's tokens are those of `generate` or, for image models, `generate_images` on the whole list with the same
+    arguments: exactly in float64, up to near-ties in narrower types.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`; of image models the autoregressive and the masked ones.
-        prompts: any iterable, even an endless one, read as rows become free. An entry is a prompt as `generate` takes
-            it; or a mapping {"prompt": ...} with fields of `paradec.Request` for this prompt and an "id" for its
-            `Output`; or a pair (prompt, Request), whose fields apply where they differ from the defaults. Entries that
-            differ only in seed, max_new_tokens, stop_strings and, with masked samplers, suppress_tokens share their
-            model calls.
-        batch_size: rows decoded at once, at most.
-        order: "input" gives answers in the order of the prompts, "completed" as they end. (The request field of the
-            same name is set by an entry or the preset.)
-        errors: "output" gives an `Output` with `error` for a prompt that fails, and the others continue. "raise" raises
-            the error in its place; the iteration can be continued.
-        look_ahead: answers that are held back while an earlier one is missing, at most; by default 8 times the batch
-            size. A larger number keeps the batch full when answers differ much in length.
+        model: from `paradec.load` or `paradec.wrap`. Image models must be autoregressive or masked.
+        prompts: any iterable, even an endless one; read as rows become free. An entry is a prompt as in `generate`; or
+            a mapping {"prompt": ...} with fields of `paradec.Request` for this prompt and an "id" for its `Output`; or
+            a pair (prompt, Request), whose non-default fields apply. Entries that differ only in seed, max_new_tokens,
+            stop_strings and, with masked samplers, suppress_tokens share their model calls.
+        batch_size: maximum number of rows decoded at once.
+        order: "input" returns answers in the order of the prompts, "completed" in the order in which they end. (The
+            request's field `order` is set by an entry or the preset.)
+        errors: "output" returns an `Output` with `error` for a prompt that fails. "raise" raises the error instead;
+            the iteration can be continued. Other prompts are not affected.
+        look_ahead: maximum number of answers that wait for an earlier one; by default 8 times the batch size. A larger
+            number keeps the batch full when answers differ much in length.
         max_memory, calls_per_step, prefix_memory: as in `paradec.batching.Batch`; the last for text models only.
-        height, width, negative_prompt, output_type: of image models, as in `generate_images`; a prompt is then a text
-            or a class label, and its mapping may hold its own "height", "width" and "negative_prompt".
-        preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`, but those of
+        height, width, negative_prompt, output_type: for image models, as in `generate_images`. A prompt is then a text
+            or a class label; its mapping may have "height", "width" and "negative_prompt".
+        preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`, except those of
             `paradec.batching.REFUSED`.
 
     Returns:
-        An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture each; `index` is
-        the number of the prompt. Its `cancel` cancels one prompt, and `close` all.
+        An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture; `index` is the
+        number of the prompt. Its `cancel` cancels one prompt, its `close` all.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any prompt is read.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the list of complete answers that were not given yet
-            (pictures as codes: `images` is None). Continued iteration gives them.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` lists the complete answers that were not returned yet
+            (pictures as codes: `images` is None). Further iteration returns them.
     """
     of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
     of_batch |= {"preset": preset, **arguments}
@@ -101,7 +100,7 @@ def generate_many(  # type: ignore[misc]  # the request's `order` is for its pro
 
 
 class Many(Iterator[Any]):
-    """What `generate_many` returns: an iterator of `Output`s, or of `ImageOutput`s."""
+    """Iterator of `Output`s or `ImageOutput`s that `generate_many` returns."""
 
     def __init__(
         self, make: Callable[[], Batch], prompts: Iterable[Any], order: str, errors: str, look_ahead: int | None
@@ -122,7 +121,7 @@ class Many(Iterator[Any]):
         self._tickets: dict[int, Ticket] = {}
         self._outputs: dict[int, Output | ImageOutput] = {}  # in the order in which they ended
         self._cancelled: set[int] = set()
-        self._index_lock = threading.Lock()  # `cancel` sees a prompt either unread or in the batch
+        self._index_lock = threading.Lock()  # for `cancel`, a prompt is either unread or in the batch
 
     def __next__(self) -> Any:
         try:
@@ -146,9 +145,10 @@ class Many(Iterator[Any]):
         return output
 
     def cancel(self, index: int) -> bool:
-        """Cancel the prompt of this number, from any thread; False if it has ended.
+        """Cancel the prompt with this number, from any thread. Returns False if it has ended.
 
-        Its output has the error `Cancelled` and what was decoded. A prompt that was not read yet is not decoded.
+        Its output has the error `Cancelled` and the tokens decoded so far. A prompt that was not read yet is not
+        decoded.
         """
         check_int("index", index, low=0)
         with self._index_lock:
@@ -159,7 +159,7 @@ class Many(Iterator[Any]):
         return ticket is not None and self.batch.cancel(ticket)
 
     def close(self) -> None:
-        """End the iteration without decoding the remaining prompts, and give memory back."""
+        """End the iteration without decoding the remaining prompts, and free the memory."""
         self.batch.close()
         self.batch.ended()
         self._exhausted, self._num_returned = True, self._num_read
@@ -172,7 +172,7 @@ class Many(Iterator[Any]):
         self.close()
 
     def _next(self) -> int | None:
-        """Index of the next output to give; None if it is not there yet."""
+        """Index of the next output to return; None if it has not ended yet."""
         if self._in_order:
             return self._num_returned if self._num_returned in self._outputs else None
         return next(iter(self._outputs), None)
@@ -224,7 +224,7 @@ class Many(Iterator[Any]):
 
 
 def as_arguments(entry: Any) -> dict[str, Any]:
-    """Arguments of `Batch.add` for one entry of the prompts. Raises TypeError for keys that are no strings."""
+    """Convert an entry of the prompts to arguments of `Batch.add`. Raises TypeError for keys that are not strings."""
     if isinstance(entry, Mapping) and "prompt" in entry:
         for name in entry:
             if not isinstance(name, str):

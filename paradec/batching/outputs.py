@@ -27,7 +27,7 @@ LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)
 
 
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
-    """Copy rows of a state for outputs. Memory and the draft store are left out, the store is shared."""
+    """Copy rows of a state to build outputs. Memory and the draft store are left out; the store is not copied."""
     reduced: Any = copy.copy(state)
     reduced.store, reduced.memory = None, Memory()
     if drafting := getattr(state, "drafting", None):
@@ -42,9 +42,9 @@ def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
 def build_outputs(
     model: Any, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
 ) -> list[Output]:
-    """Build the outputs of rows of a state, each as if the row had been alone."""
+    """Build the output of each of these rows of a state, as if it had been decoded alone."""
     hole_id = model.facts.hole_id
-    if len(slots) > 1 and any(hole_id in ticket.prompts.rows[0] for ticket in tickets):  # their text has the prompt
+    if len(slots) > 1 and any(hole_id in ticket.prompts.rows[0] for ticket in tickets):  # texts include the prompts
         return [build_outputs(model, state, [slot], [ticket], error)[0] for slot, ticket in zip(slots, tickets)]
     rows, prompts = copy_rows(state, slots), [ticket.prompts for ticket in tickets]
     all_prompts = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
@@ -95,7 +95,7 @@ def failed_output(model: Any, ids: Sequence[int], error: Exception) -> Output:
 
 
 def detach_error(error: Exception) -> Exception:
-    """Remove an error's traceback, which keeps tensors alive; unexpected errors keep it as a note."""
+    """Remove an error's traceback, which keeps tensors alive. Unexpected errors get its text as a note."""
     if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not is_out_of_memory(error):
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     return error.with_traceback(None)
@@ -109,7 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
-    """Pass newly final tokens to a ticket's streamer. Raises its exceptions.
+    """Pass newly final tokens to a ticket's streamer. Raises the streamer's exceptions.
 
     row: [L] int64, on the host: the canvas of the slot. final: end of its final prefix (`State.final_ends`)."""
     streamer = ticket.streamer

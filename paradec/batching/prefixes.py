@@ -1,4 +1,4 @@
-"""Prefix sharing in a batch: new rows take keys and values of ended or running rows (`paradec.caches.prefix_tree`)."""
+"""Prefix sharing in a batch: new rows reuse keys and values of ended or running rows (`paradec.caches.prefix_tree`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAUSAL_BLOCK = 16  # tokens per block of the tree, for causal models
 
 
 class Prefixes:
-    """Shared prefixes of a batch's rows; answers are unchanged. budget: bytes; None is a quarter of the rows'."""
+    """Prefixes that rows of a batch share; answers are unchanged. budget: bytes; None: a quarter of the rows' bytes."""
 
     def __init__(self, model: Any, budget: int | None):
         facts = model.facts
@@ -31,19 +31,19 @@ class Prefixes:
         self.hits = self.saved = 0  # rows that reused a prefix, and positions that were not evaluated again
         self._follows = budget is None
         self._weights = 0
-        self._began: dict[int, int] = {}  # ticket -> the weights that its row began with
-        self._firsts: dict[int, Hashable] = {}  # of tickets that began, or waited when one did
+        self._began: dict[int, int] = {}  # ticket number -> fingerprint of the weights when its row started
+        self._firsts: dict[int, Hashable] = {}  # ticket number -> `_first`
 
     @property
     def nbytes(self) -> int:
         return self.tree.nbytes
 
     def allow(self, nbytes: int) -> None:
-        """Raise a default budget to a quarter of the rows' bytes."""
+        """Raise the default budget to a quarter of `nbytes`, the bytes of all rows."""
         if self._follows:
             self.tree.budget = max(self.tree.budget, nbytes // 4)
 
-    # ---- rows that begin ------------------------------------------------------------------------------------------
+    # ---- new rows -------------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket], groups: Sequence[Group]) -> None:
         """Fill new rows with prefixes from the tree or from running rows.
@@ -71,7 +71,7 @@ class Prefixes:
         )
         counts, layers_of_row = np.zeros(state.batch, np.int64), list[Layers]()
         for row, ticket in enumerate(tickets):
-            # those before the position whose logits predict the first undecided one
+            # tokens before the position that predicts the first undecided one
             size = 0 if ticket.prompts.images is not None else int(state.prompt_length[row]) - state.facts.shift
             tokens, scope = ticket.prompts.rows[0][: max(size, 0)], scope_of(state, ticket)
             others = [candidate for candidate in candidates if candidate is not ticket]
@@ -87,7 +87,7 @@ class Prefixes:
             self._fill(state, [ticket.prompts.rows[0] for ticket in tickets], counts, layers_of_row)
 
     def _first(self, ticket: Ticket) -> Hashable:
-        """Key that prompts with a common first block share."""
+        """Key of a prompt: equal for prompts with the same first block and `cache_salt`."""
         key = self._firsts.get(ticket.number)
         if key is None:
             key = ticket.cache_salt, tuple(ticket.prompts.rows[0][: self.tree.block])
@@ -95,14 +95,14 @@ class Prefixes:
         return key
 
     def _helps(self, group: Group, slot: int, state: Any, tickets: Sequence[Ticket]) -> bool:
-        """Whether a running row shares more with one of these prompts than the tree has."""
+        """Whether a running row shares more tokens with one of these prompts than the tree stores."""
         ticket = group.tickets[slot]
         assert ticket is not None
         row, scope = ticket.prompts.rows[0], scope_of(group.state, ticket)
         return max(self._common(row, candidate, scope, state) for candidate in tickets) > self.tree.count(row, scope)
 
     def _common(self, tokens: list[int], candidate: Ticket, scope: Hashable, state: Any) -> int:
-        """Number of leading tokens shared with another prompt, in whole blocks."""
+        """Count the leading tokens shared with another prompt, in whole blocks."""
         block, row, shared = self.tree.block, candidate.prompts.rows[0], 0
         if scope_of(state, candidate) != scope:
             return 0
@@ -111,7 +111,7 @@ class Prefixes:
         return shared
 
     def _fill(self, state: Any, rows: list[list[int]], counts: np.ndarray, layers_of_row: list[Layers]) -> None:
-        """Load each row's cached layers, of its leading `counts` [B] tokens, into the state's store."""
+        """Load each row's cached layers into the state's store. counts: [B] int64, cached tokens of each row."""
         longest, layers = int(counts.max()), {}
         for layer, pair in next(row_layers for row_layers in layers_of_row if row_layers).items():
             keys, values = (part.new_zeros((len(rows), longest, *part.shape[1:])) for part in pair)
@@ -125,7 +125,7 @@ class Prefixes:
         state.reused, state.reuses = counts, True
 
     def _evaluate(self, state: Any, row: int, tokens: list[int], scope: Hashable) -> None:
-        """Evaluate a shared prefix in one call, counted for `row`, and add it to the tree."""
+        """Evaluate a shared prefix in one call, and add it to the tree. The call's cost is counted for `row`."""
         count, layers = self.tree.find(tokens, scope)
         store = self.model.make_store(1, len(tokens), state.store.dtype)
         if count:
@@ -136,14 +136,14 @@ class Prefixes:
         self.tree.add(tokens, _row_of(store, 0, 0, len(tokens)), 0, scope)
         state._calls.append(CallCost(np.array([row]), 1, None, np.array([len(tokens) - count]), False))
 
-    # ---- rows that are decoded ------------------------------------------------------------------------------------
+    # ---- decoded rows ---------------------------------------------------------------------------------------------
 
     def keep(self, group: Group, slots: Sequence[int]) -> None:
         """Add the final tokens of these slots to the tree, between two steps."""
         state = group.state
         if not slots or why_unshared(self.model, state) is not None:
             return
-        # keys that saw a mask or a rejected draft lie right of a slot that was written as one
+        # keys that depend on a mask or a rejected draft follow a slot whose stored token differs from the canvas
         intact = np.minimum(state.store.count_intact(state.canvas), state.end)
         for slot in slots:
             ticket = group.tickets[slot]
@@ -160,7 +160,7 @@ class Prefixes:
 
 
 def why_unshared(model: Any, state: Any) -> str | None:
-    """Reason why rows of such a state share nothing; None if they can."""
+    """Reason why rows of this state cannot share prefixes; None if they can."""
     facts = model.facts
     if facts.prompt_aligned:
         return f"the prompt of {facts.name} is one block, in which every key depends on all of it"
@@ -182,7 +182,7 @@ def why_unshared(model: Any, state: Any) -> str | None:
 
 
 def scope_of(state: Any, ticket: Ticket) -> Hashable:
-    """Key of rows that may share."""
+    """Key that rows must share to share prefixes."""
     return ticket.cache_salt, str(state.store.dtype), state.causal_keys
 
 

@@ -1,4 +1,4 @@
-"""Tickets, their queue, and groups of slots: the parts of a batch that stays full."""
+"""Parts of a `Batch`: tickets, their queue, and groups of slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 RowState: TypeAlias = "MaskedState | CausalState"
 S = TypeVar("S", "MaskedState", "CausalState")
 KINDS = ("text", "codes", "masked image")
-"""Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled."""
+"""Kinds of model (`paradec.core.checks.MODELS`) whose batches can be refilled with new rows."""
 ROW_FIELDS = ("max_new_tokens", "seed", "stop_strings", "chat")
 """Request fields that may differ between rows of one group."""
 MASKED_ROW_FIELDS = (*ROW_FIELDS, "suppress_tokens")
@@ -67,17 +67,17 @@ class Ticket:
     id: Any
     prompts: Prompts
     request: Request
-    sampler: Any  # the request's, made for the model
+    sampler: Any  # that of the request, adapted to the model
     streamer: Any = None
     on_done: Callable[[Ticket], None] | None = None
     output: Output | None = None
-    """One row; None until it has ended."""
+    """Output of one row; None until the row ends."""
     cancelled: bool = False
-    cache_salt: str | None = None  # only prompts with an equal one share keys and values
+    cache_salt: str | None = None  # only prompts with the same salt share keys and values
     isolated: bool = False  # decoded alone, because a step of its group raised
     new_tokens: int = field(default=0, repr=False)
     added: float = field(default_factory=time.perf_counter, repr=False)
-    """Time of `add`; `began` is when it got a row, `committed` its first commit, all in seconds of one clock."""
+    """Time of `add`; `began`: when the row started; `committed`: first commit. All in seconds of `perf_counter`."""
     began: float = field(default=0.0, repr=False)
     committed: float = field(default=0.0, repr=False)
     sent: int | None = field(default=None, repr=False)
@@ -85,7 +85,7 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, for any reason."""
+        """Whether the prompt has ended, for any reason."""
         return self.output is not None
 
 
@@ -96,19 +96,19 @@ class Queue:
         self.waiting: deque[Ticket] = deque()
         self.changed = threading.Condition()
         self.closed = False
-        self.cause: Exception | None = None  # of the close
+        self.cause: Exception | None = None  # why it was closed
         self.copies: Counter[bytes] = Counter()
         self._number = 0
 
     def add(self, ticket: Ticket, alone: bool) -> None:
-        """Number a ticket and append it. alone: do not count it as a copy of equal prompts. Raises BatchClosed."""
+        """Number a ticket and append it. alone: draw as if no equal prompt had come before. Raises BatchClosed."""
         prompts = ticket.prompts
         identity = np.asarray([ticket.request.seed, *prompts.rows[0]], dtype=np.int64).tobytes()
         key = hashlib.blake2b(identity, digest_size=16).digest()
         with self.changed:
             self.check_open()
             copy_index = 0
-            if not alone:  # as `paradec.samplers.start.row_keys` counts in a list
+            if not alone:  # count as `paradec.samplers.start.row_keys` does for a list of prompts
                 copy_index = self.copies[key]
                 self.copies[key] += 1
             ticket.prompts = Prompts(prompts.rows, True, prompts.starts, [copy_index], prompts.images, joins_batch=True)
@@ -118,12 +118,12 @@ class Queue:
             self.changed.notify_all()
 
     def check_open(self) -> None:
-        """Raise BatchClosed, with the cause, once the queue is closed."""
+        """Raise BatchClosed with the cause if the queue is closed."""
         if self.closed:
             raise BatchClosed(str(self.cause or "decoding has stopped: it was closed"))
 
     def first(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
-        """List the first ticket and those directly after it that can join it, at most `max_tickets`."""
+        """List the first ticket and the tickets directly after it that can join it, `max_tickets` at most."""
         tickets: list[Ticket] = []
         with self.changed:
             for ticket in self.waiting:
@@ -137,7 +137,7 @@ class Queue:
             self.waiting.remove(ticket)
 
     def requeue(self, tickets: Sequence[Ticket]) -> None:
-        """Put tickets back, in order of arrival."""
+        """Put tickets back into the queue, in order of arrival."""
         with self.changed:
             self.waiting = deque(sorted((*tickets, *self.waiting), key=lambda ticket: ticket.number))
 
@@ -149,16 +149,16 @@ class Queue:
 
 
 class Group(Generic[S]):
-    """Rows that share model calls: one state, whose rows are slots."""
+    """Rows that share model calls. They are the slots of one state."""
 
     def __init__(self, key: Any, sampler: Any, state: S, row_bytes: int, model: Any, shared: Any):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
         self.state: S = state
         self.bound = model is not shared
-        """Whether the model holds the rows' prompts, so that its rows are replaced with the state's."""
+        """Whether the model stores the rows' prompts, so that its rows must be replaced together with the state's."""
         self.model = select_rows(model, np.arange(state.batch)) if self.bound else model
         self.tickets: list[Ticket | None] = [None] * state.batch
-        """[slots]; None is free."""
+        """[slots]; None is a free slot."""
 
     @property
     def occupied(self) -> int:
@@ -169,11 +169,11 @@ class Group(Generic[S]):
         return int(self.state.canvas.shape[1])
 
     def columns(self, width: int) -> int:
-        """Columns that the canvas needs for a row of `width`."""
+        """Number of columns of the canvas after a row of `width` columns enters."""
         return self.width if width <= self.width else -(-width // WIDTHS) * WIDTHS
 
     def propose(self) -> Any:
-        """Take one step of all rows; return the proposal for `commit`."""
+        """Run one step of all rows; return the proposal for `commit`."""
         return self.sampler.step(self.model, self.state)
 
     def commit(self, proposal: Any) -> None:
@@ -190,7 +190,7 @@ class Group(Generic[S]):
         """Release resources after the last row."""
 
     def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
-        """Make `num_free` free slots of `width` columns, and more for waiting tickets, up to `max_slots` in all."""
+        """Make `num_free` free slots of `width` columns, and more for `waiting` tickets; at most `max_slots` in all."""
         slots, columns = len(self.tickets), self.columns(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         num_slots = slots
@@ -209,13 +209,13 @@ class Group(Generic[S]):
             self._arrange(slots, len(slots), self.state.num_columns(np.array(slots)))
 
     def compact(self) -> None:
-        """Drop free slots where they are at least half."""
+        """Drop free slots if at least half of the slots are free."""
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         if occupied and 2 * len(occupied) <= len(self.tickets):
             self.keep(occupied)
 
     def enter(self, tickets: Sequence[Ticket], state: S, model: Any) -> list[int]:
-        """Put the rows of a state into free slots; return these."""
+        """Put the rows of a state into free slots; return the slots."""
         slots = [slot for slot, ticket in enumerate(self.tickets) if ticket is None][: len(tickets)]
         if state is not self.state:
             if self.bound:
@@ -226,7 +226,7 @@ class Group(Generic[S]):
         return slots
 
     def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        """Resize to `slots`, the `occupied` ones first; the others hold stopped copies."""
+        """Resize to `slots` slots: first the `occupied` ones, then free ones, which hold stopped copies of a row."""
         first: int = occupied[0] if occupied else 0
         rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
         state = select_rows(self.state, rows, columns - self.width)
@@ -241,10 +241,10 @@ class Group(Generic[S]):
 class DeviceGroup(Group["MaskedState"]):
     """A group whose steps run on the device (`compile=True`); the host state is updated when it is read.
 
-    All slots are made at once, since a graph is captured for a fixed number of them.
+    All slots are made at once, since a graph is captured for a fixed number of slots.
     """
 
-    rows: DeviceRows | None = None  # made for the first row
+    rows: DeviceRows | None = None  # made when the first row enters
 
     def __init__(self, *arguments: Any, capture: bool):
         super().__init__(*arguments)
@@ -252,7 +252,7 @@ class DeviceGroup(Group["MaskedState"]):
 
     def propose(self) -> Any:
         assert self.rows is not None
-        with hold_interrupt():  # between two tensors the engine would not be at a commit
+        with hold_interrupt():  # an interrupt between two writes would leave the state between two commits
             return self.rows.step()
 
     def commit(self, proposal: Any) -> None:
@@ -271,7 +271,7 @@ class DeviceGroup(Group["MaskedState"]):
         slots = super().enter(tickets, state, model)
         if self.rows is None:
             self.rows = DeviceRows(self.sampler, self.model, state, len(self.tickets), self.capture)
-        (slot,) = slots  # rows of a device step begin one by one
+        (slot,) = slots  # rows with `compile` enter one at a time
         self.rows.replace_row(slot, state)
         return slots
 
@@ -281,7 +281,7 @@ class DeviceGroup(Group["MaskedState"]):
         super().make_room(max_slots, waiting, width, num_free)
 
     def compact(self) -> None:
-        """Keep all slots until the last row has ended."""
+        """Do nothing: all slots stay until the last row ends."""
 
     def close(self) -> None:
         if self.rows is not None:
@@ -299,7 +299,7 @@ class DeviceGroup(Group["MaskedState"]):
 
 
 def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, uncapturable: str) -> bool:
-    """Whether a row's steps run on the device. uncapturable: why no graph could be captured, if so."""
+    """Whether a row's steps run on the device. uncapturable: why an earlier capture failed, else empty."""
     if not request.compile:
         return False
     if why := uncapturable or device_step.why_unsupported(sampler, model, state):
@@ -308,7 +308,7 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
 
 
 def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | None:
-    """Reason why a batch cannot be refilled with a request; None if it can. sampler: the request's, if already made."""
+    """Reason why a batch cannot be refilled with a request; None if it can. sampler: that of the request, if made."""
     for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
@@ -323,11 +323,11 @@ def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | 
 
 
 def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ...]:
-    """Key that rows must share to share model calls."""
+    """Key of a ticket's group: rows with equal keys share model calls."""
     request, sampler = ticket.request, ticket.sampler
     differing = MASKED_ROW_FIELDS if sampler.family == "masked" and not on_device else ROW_FIELDS
     fields = {name: value for name, value in request.changes().items() if name not in (*differing, "sampler")}
-    size = getattr(ticket, "grid", None)  # of pictures
+    size = getattr(ticket, "grid", None)  # of image tickets
     return sampler, fields, size, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
 
 
