@@ -1,4 +1,4 @@
-"""Typed questions about a state, answered from the model's probabilities of a few labels."""
+"""Typed questions about a text or JSON object (the state), answered from the model's probabilities of a few labels."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """A question in the fields of transformers' decision pipeline. Base of `YesNo`, `Pick`, `Score` and `Span`, which
+    """A question with the fields of transformers' decision pipeline. Base of `YesNo`, `Pick`, `Score` and `Span`, which
     raise ValueError or TypeError for a wrong argument.
 
-    type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options ask the question.
+    type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options contain the question.
     labels: answers that the model may write, one for each option.
-    descriptions: meanings of the options; None adds nothing to the option's name.
-    values: options as a `Decision` names them."""
+    descriptions: meanings of the options; None: only the option's name is listed.
+    values: options as in `Decision.value`."""
 
     type: str
     instructions: Any
@@ -56,7 +56,7 @@ class Question:
 
     @property
     def options(self) -> list[str]:
-        """Values as texts."""
+        """The values as texts."""
         return [str(value).lower() if isinstance(value, bool) else str(value) for value in self.values]
 
     def rotate(self, by: int) -> Question:
@@ -66,7 +66,7 @@ class Question:
 
 
 class YesNo(Question):
-    """Whether something is true. `true` and `false` are the meanings of the two answers, `labels` the model's words."""
+    """A yes-no question. true, false: meanings of the answers. labels: the texts that the model writes for them."""
 
     def __init__(
         self, instructions: Any = None, true: Any = None, false: Any = None, labels: Sequence[str] = ("Yes", "No")
@@ -79,8 +79,8 @@ class YesNo(Question):
 
 
 class Pick(Question):
-    """One of several options, which the prompt lists: different texts, or a mapping of texts to their meanings.
-    `labels` are the model's answers, one for each option; None is A, B, C, ... for at most 26 options."""
+    """A choice of one of several options, which the prompt lists. options: different texts, or a mapping of texts to
+    meanings. labels: the model's answers, one for each option; None is A, B, C, ... for at most 26 options."""
 
     def __init__(self, instructions: Any = None, options: Options = (), labels: Sequence[str] | None = None):
         values = _check_texts("options", options)
@@ -91,7 +91,7 @@ class Pick(Question):
 
 
 class Score(Question):
-    """A level on a scale, which the prompt lists. `levels` are the meanings, lowest first; `labels` as for `Pick`."""
+    """A level on a scale, which the prompt lists. levels: meanings, lowest first. labels: as for `Pick`."""
 
     def __init__(self, instructions: Any = None, levels: Sequence[Any] = (), labels: Sequence[str] | None = None):
         descriptions = [] if isinstance(levels, str | bytes) or not isinstance(levels, Sequence) else [*levels]
@@ -104,7 +104,7 @@ class Score(Question):
 
 
 class Span(Question):
-    """One of several texts of any length, which the prompt does not list (as under `paradec.Choice`)."""
+    """A choice of one of several texts of any length, which the prompt does not list (as with `paradec.Choice`)."""
 
     def __init__(self, instructions: Any = None, texts: Sequence[str] = ()):
         values = _check_texts("texts", texts)
@@ -112,7 +112,7 @@ class Span(Question):
 
 
 def check_json(name: str, value: Any) -> None:
-    """Raise ValueError or TypeError unless a value is JSON data whose texts are UTF-8."""
+    """Raise ValueError or TypeError unless a value is JSON data with valid Unicode texts."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -122,8 +122,8 @@ def check_json(name: str, value: Any) -> None:
 
 
 def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
-    """Return a value as texts; of `count` labels, letters for None. Raise ValueError unless these are different, not
-    empty and at least one, or `count`."""
+    """Convert a value to a list of texts; None becomes `count` letters. Raises ValueError unless the texts are
+    different and not empty, and their number is `count`, or without it at least one."""
     if value is None and count is not None:
         value = [*string.ascii_uppercase[:count]]
     texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]
@@ -147,20 +147,21 @@ class Decision:
     probabilities: Mapping[Any, float]
     """Probabilities of the options, levels or texts."""
     confidence: float
-    """0 (a guess) to 1: (p - 1/m) / (1 - 1/m) of the likeliest of m options; of a `Score` 1 - d / u, at least 0, with
-    the mean distances d to the likeliest level and u of a uniform guess to the middle (as in transformers)."""
+    """0 (a guess) to 1: (p - 1/m) / (1 - 1/m) with the probability p of the likeliest of m options. For a `Score`
+    max(0, 1 - d / u), where d is the mean distance to the likeliest level, and u the mean distance of a uniform
+    distribution to the middle (as in transformers)."""
     entropy: float
     """Entropy of the probabilities, in nats."""
     mass: float
-    """Probability of all labels together. A low one: the model did not understand the question."""
+    """Probability of all labels together. If it is low, the model did not understand the question."""
     log_scores: tuple[float, ...]
     """Log-probabilities of the labels, minus the prior's, before the temperature."""
 
 
 class Decisions(dict[str, Decision]):
-    """Result of `decide`: a `Decision` for each question, by its name.
+    """Result of `decide`: a `Decision` for each question, by name.
 
-    forwards: calls of the model. input_tokens: tokens of the rows of all questions."""
+    forwards: number of model calls. input_tokens: tokens in the rows of all questions."""
 
     def __init__(self, answers: Mapping[str, Decision], forwards: int, input_tokens: int):
         super().__init__(answers)
@@ -197,25 +198,26 @@ def decide(
     >>> paradec.decide(model, "WIN a FREE phone!", questions)["spam"].value  # doctest: +SKIP
     True
 
-    Each question is a separate row with the prompt of transformers' decision pipeline; causal models give the
-    pipeline's answers. Labels are read from the next token (causal), at masks before an end token, or from the first
-    step of a canvas. Labels of several tokens follow the chain rule; a shorter label is followed by an end token.
+    Each question is a separate row with the prompt of transformers' decision pipeline; with causal models the answers
+    equal the pipeline's. Labels are read from the next token (causal models), at masks before an end token, or from the
+    first step of a canvas. Labels of several tokens follow the chain rule; an end token follows a shorter label.
 
     Args:
         model: a causal, bidirectional, block-causal or canvas model with a tokenizer.
         state: one text or JSON object.
         questions: `YesNo`, `Pick`, `Score` or `Span` by name.
-        temperature: divisor of the log scores, or one for each type, as from `fit_temperature`.
-        prior: "empty" subtracts the log scores under an empty state (Zhao et al., arXiv 2102.09690).
-        rotate: ask each `Pick` with every rotation of its options and average their log scores.
-        template: function from the state as text and a `Question` to the user's turn, instead of transformers' prompt.
-        seeds: number of noises that probabilities are averaged over, on canvases.
-        batch_size: rows of a call.
-        before_call: called before the first and every other call of the model with the number of tokens of all calls.
+        temperature: divisor of the log scores, or one for each type of question, as from `fit_temperature`.
+        prior: "empty" subtracts the log scores for an empty state (Zhao et al., arXiv 2102.09690).
+        rotate: ask each `Pick` with every rotation of its options, and average the log scores.
+        template: function of the state as text and a `Question` that returns the user's turn, instead of transformers'
+            prompt.
+        seeds: on canvases, number of noise samples to average probabilities over.
+        batch_size: rows per call.
+        before_call: called before each model call with the total number of tokens of all calls.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any work.
-        ImportError: transformers is older than 5.23, and its prompt or special tokens as text are needed.
+        ImportError: transformers is older than 5.23, and its prompt is used or a text contains special tokens.
         FloatingPointError: the model returned NaN or infinite logits, or no label has a probability.
     """
     _check(model, state, questions, rotate, template)
@@ -228,7 +230,7 @@ def decide(
         check_choice("type of question in temperature", kind, TYPES)
         check_number("temperature", number, low=1e-6, high=1e6)
     turns = {name: len(q.values) if rotate and q.type == "choice" else 1 for name, q in questions.items()}
-    # each question's phrasings: about the state (1) or about nothing (-1), with the steps of the labels
+    # each question's phrasings: sign (1: about the state, -1: about the empty state), question, steps of its labels
     phrasings: dict[str, list[tuple[int, Question, list[list[Step]]]]] = {name: [] for name in questions}
     input_tokens, answers = 0, dict[str, Decision]()
     for (about, sign), name in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], questions):
@@ -269,7 +271,7 @@ def decide(
 
 
 def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) -> None:
-    """Raise TypeError or ValueError unless the model can be asked the questions."""
+    """Raise TypeError or ValueError unless the model can answer the questions."""
     check_model("decide", model, ("text", "canvas"))
     name, topology, tokenizer = model.facts.name, model.facts.topology, getattr(model, "tokenizer", None)
     if tokenizer is None:
@@ -292,16 +294,16 @@ def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) 
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Probabilities [m] proportional to exp(scores); one score at least is finite."""
+    """Probabilities [m] proportional to exp(scores [m]), of which at least one is finite."""
     weights: np.ndarray = np.exp(scores - scores.max())
     return weights / weights.sum()
 
 
 def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Find the temperature of each type of question, between 0.001 and 1000, that makes right answers likeliest.
+    """Fit a temperature from 0.001 to 1000 for each type of question, with maximum likelihood of the right answers.
 
-    `decided` are results of `decide` with any temperature, `right` the right answers of each by name: True or False, an
-    option, a level (0, 1, ...) or a text. Raises ValueError for no right answers, or one that is not an option.
+    decided: results of `decide` with any temperature. right: for each result the right answers by name: True or False,
+    an option, a level (0, 1, ...) or a text. Raises ValueError for no right answers, or one that is not an option.
     """
     if len(decided) != len(right):
         raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
@@ -331,7 +333,7 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
 
 
 class Place(NamedTuple):
-    """The position of a row whose token is read; the row begins with a prompt."""
+    """A row with a prompt, and the position in it whose token is read."""
 
     row: Ids
     prompt_length: int
@@ -339,12 +341,12 @@ class Place(NamedTuple):
 
 
 Step = tuple[Place, Ids]
-"""One factor of a label's probability: one of some ids is at a place."""
+"""One factor of a label's probability: the token at a place is one of these ids."""
 
 
 def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
-    """Lay out a question in one row. The answer takes as many holes (none on causal models) as its longest label has
-    tokens. Returns the steps of each label. Raises ValueError for a row too long."""
+    """Encode a question as a row, and return the steps of each label. The row has a hole for each token of the longest
+    label, and on causal models none. Raises ValueError for a row that is too long."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
     labels, ends = _label_ids(model, question.labels), facts.eos_token_ids
     longest = max(map(len, labels))
@@ -352,12 +354,12 @@ def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[l
     row, tail = _chat_ids(model, chat)
     prompt = len(row)
     if not is_causal:
-        if not tail and ends:  # the template's end token of an answer, else the model's first
+        if not tail and ends:  # the end token that the template writes after an answer, else the model's first one
             closed, _ = _chat_ids(model, [*chat, {"role": "assistant", "content": question.labels[0]}], open_turn=False)
             suffix = closed[len(os.path.commonprefix([row, closed])) :]
             tail = [next((token for token in suffix if token in ends), ends[0])]
         row = [*row, *[facts.hole_id] * longest, *tail]
-    missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit  # block-causal models see whole blocks
+    missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit  # fill the last block
     row += [facts.fill_token_id] * min(missing, (facts.max_length or math.inf) - len(row))
     new = longest if is_causal else len(row) - prompt
     width = facts.block_length if facts.topology == "canvas" else new
@@ -365,7 +367,7 @@ def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[l
         raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {width}")
     check_rows(model, [row])
     facts.check_length(prompt + width, width)
-    # an end token follows a label that is shorter than another one (on causal models: if one begins another)
+    # an end token follows labels shorter than the longest (causal models: all labels if one is a prefix of another)
     ended = [len(label) < longest for label in labels]
     if is_causal:
         ended = [any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(labels)))] * len(labels)
@@ -380,7 +382,7 @@ def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[l
 
 
 def text_of(state: Any, question: Question, template: Callable[[str, Question], str] | None) -> str:
-    """Write the user's turn: the template's text, transformers' prompt, or a `Span`'s state and instructions."""
+    """Write the user's turn: by the template, as the state and instructions of a `Span`, or by transformers' prompt."""
     values = ("" if value is None else value for value in (state, question.instructions))
     texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
     if template is not None:
@@ -412,7 +414,7 @@ def import_decision() -> Any:
 
 
 def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
-    """Tokenize labels. Raises ValueError for a label that the tokenizer cannot write, or writes as another one."""
+    """Tokenize labels. Raises ValueError for a label with unknown tokens, or with the same ids as another one."""
     tokenizer, facts = model.tokenizer, model.facts
     rows: list[Ids] = []
     for label in labels:
@@ -427,8 +429,8 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
 
 
 def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
-    """Tokenize a chat whose contents hold no special tokens but text. Without a chat template: its only text, and the
-    special tokens that the tokenizer puts after it."""
+    """Tokenize a chat; special tokens in its contents are tokenized as plain text. Returns its ids and, for tokenizers
+    without a chat template, the special tokens that follow the text."""
     tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
     controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
     if getattr(tokenizer, "chat_template", None):
@@ -451,8 +453,8 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
 def read(
     model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[int], None]
 ) -> tuple[dict[Step, float], int]:
-    """Evaluate each row once: log-probabilities of the steps (means over `seeds` noises on canvases), and the number of
-    calls. Raises FloatingPointError for NaN or +inf among the logits."""
+    """Evaluate each row once. Returns log-probabilities of the steps (on canvases of the mean over `seeds` noises), and
+    the number of calls. Raises FloatingPointError for NaN or +inf among the logits."""
     ids_at: dict[Place, list[Ids]] = {}
     for place, ids in dict.fromkeys(steps):
         ids_at.setdefault(place, []).append(ids)
@@ -474,7 +476,7 @@ def read(
                 rows, prompts, positions = zip(*batch, strict=True)
                 query = build_rows_query(model, rows, [[position] for position in positions], prompts, shared)
                 logits = (model(query) if store is None else model(query, store)).transpose(0, 1)
-            forwards += 2 if is_canvas else 1  # prompts, and canvases
+            forwards += 2 if is_canvas else 1  # one for prompts, one for canvases
             scores = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [S, R, V]
             total = scores.logsumexp(-1, keepdim=True)
             if not total.isfinite().all():
@@ -487,11 +489,11 @@ def read(
 
 
 def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
-    """Evaluate the rows' common prefix before the first position to be read. Returns its store (None: not worth a call,
-    or keys depend on later tokens) and length."""
+    """Evaluate the rows' common prefix before the first position to read. Returns its store and its length; None and 0
+    where it is too short for a separate call, or its keys depend on later tokens."""
     facts = model.facts
     rows, first = [place.row for place in places], min(place.position for place in places)
-    length = min(len(os.path.commonprefix(rows)), first - 1)  # a shifted prediction is read one to the left
+    length = min(len(os.path.commonprefix(rows)), first - 1)  # shifted models predict a token one position earlier
     length -= length % facts.block_unit
     is_causal = facts.topology in ("causal", "block_causal") and not facts.prompt_aligned
     if len(rows) == 1 or length < 16 or not is_causal or not model.supports_store:
@@ -502,8 +504,8 @@ def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
 
 
 def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
-    """Logits [seeds, R, V] at places in canvases that begin after the prompts. Positions with `HOLE` and after a row's
-    end hold the noise of seeds 0, 1, ..., which depends on the prompt alone."""
+    """Logits [seeds, R, V] at places in canvases after the prompts. Positions with `HOLE` and after a row's end hold
+    the noise of seeds 0, 1, ..., which depends only on the prompt."""
     width, device, count = model.facts.block_length, model.device, seeds * len(places)
     starts = [place.prompt_length for place in places]
     prompts = [place.row[: place.prompt_length] for place in places] * seeds

@@ -1,4 +1,4 @@
-"""Samplers, caches and block lengths for requests that name none, by the model's topology."""
+"""Default samplers, caches and block lengths by the model's topology."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paradec.caches.table import REFUSED, verdict
 class Defaults:
     """Defaults of one topology.
 
-    sampler: None is the request's default. cache, block_length: of `chat` and `serve`, whose models have no block
-        length of their own; other entry points use no cache and the model's block length."""
+    sampler: None is the default of `paradec.Request`. cache: of `chat` and `serve`; other entry points use no cache.
+    block_length: of `chat` and `serve`, for models without one."""
 
     sampler: str | None = None
     cache: str | None = None
@@ -31,18 +31,18 @@ BY_TOPOLOGY = {
 
 
 def find_defaults(model: Any) -> Defaults:
-    """Defaults of a model's topology; those of the request for a model without one."""
+    """Find the defaults for a model's topology; empty defaults for a model without one."""
     return BY_TOPOLOGY.get(getattr(getattr(model, "facts", None), "topology", ""), Defaults())
 
 
 def model_defaults(model: Any) -> dict[str, Any]:
-    """Fields of a request whose default differs for this model."""
+    """Default fields of a request for this model that differ from `paradec.Request`."""
     sampler = getattr(model, "default_sampler", None) or find_defaults(model).sampler
     return {} if sampler is None else {"sampler": sampler}
 
 
 def choose_cache(model: Any, sampler: Any) -> Any:
-    """The cache of `chat` and `serve`; None for samplers with a store of their own and where the cache is refused."""
+    """Make the default cache of `chat` and `serve`; None where the sampler or the model does not support it."""
     name = find_defaults(model).cache
     if name is None or sampler.family != "masked":
         return None

@@ -1,4 +1,4 @@
-"""`generate`: from a prompt to text, with any sampler, cache and block policy."""
+"""`generate`: decode answers to prompts, with any sampler, cache and block policy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from paradec.models.tensor_parallel import TensorParallelModel, fail_together
 from paradec.request import Arguments, Preset, Request, warn_of_unused
 
 KINDS = ("text", "canvas", "codes", "masked image")
-"""Kinds of model (`paradec.core.checks.MODELS`) that `generate` takes."""
+"""Kinds of model (`paradec.core.checks.MODELS`) that `generate` accepts."""
 FAMILIES = ("masked", "draft_verify", "renoising")
-"""Families of samplers that decode them."""
+"""Families of samplers that `generate` accepts."""
 EXTRA_COUNTS = ("encoder_calls", "denoising_calls", "log_weight")
-"""Fields of `Output` that only some states have."""
+"""Fields of `Output` that are attributes of some states."""
 
 
 def generate(
@@ -50,8 +50,8 @@ def generate(
         model: from `paradec.load` or `paradec.wrap`.
         prompt: a text, a chat (list of {"role", "content"}), input ids, or a list of one of these kinds; or the
             result of a tokenizer or its `apply_chat_template`.
-        input_ids: the same as `prompt`, under transformers' name. Positions that hold the mask id are filled too;
-            all others are not changed (see `infill`).
+        input_ids: another name for `prompt`, as in transformers. Masks in the prompt are filled too (see `infill`);
+            other positions are not changed.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values.
         arguments: fields of `paradec.Request`, which documents them: sampler, cache, steps, temperature, ...
@@ -62,7 +62,7 @@ def generate(
     Raises:
         ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
         FloatingPointError: the model returned NaN or infinite logits.
-        Interrupted (a KeyboardInterrupt): on Ctrl-C; its `output` holds what was decoded.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens decoded so far.
     """
     check_model("generate", model, KINDS)
     source = choose_source(prompt, input_ids)
@@ -71,14 +71,14 @@ def generate(
 
 
 def choose_source(prompt: Any, input_ids: Any) -> Any:
-    """Return the argument that is not None. Raises ValueError unless exactly one is."""
+    """Return the argument that is not None. Raises ValueError unless exactly one is given."""
     if (prompt is None) == (input_ids is None):
         raise ValueError("give either prompt or input_ids" + ("" if prompt is None else ", not both"))
     return input_ids if prompt is None else prompt
 
 
 def make_sampler(model: Any, sampler: Any) -> Any:
-    """Make the sampler of a name for this model: on canvases a masked one becomes the rule of `canvas`."""
+    """Make a sampler from a name. On models with canvases, a masked sampler becomes the rule of sampler `canvas`."""
     method = samplers.create(sampler) if isinstance(sampler, str) else sampler
     if method.family == "masked" and getattr(model, "makes", None) == "canvas":
         return samplers.create("canvas", rule=method)
@@ -88,8 +88,8 @@ def make_sampler(model: Any, sampler: Any) -> Any:
 def prepare_request(
     model: Any, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any
 ) -> tuple[Request, Any]:
-    """Make a request and its sampler: arguments win over the preset, which wins over `defaults` and the model's. Warns
-    of arguments without effect. Raises: as `generate`."""
+    """Make a request and its sampler. Arguments override the preset, which overrides `defaults` and the model's
+    defaults. Warns of arguments without effect. Raises: as `generate`."""
     request = Request.from_arguments(arguments, preset, **defaults, **model_defaults(model))
     sampler = make_sampler(model, request.sampler)
     warn_of_unused(request, sampler, arguments)
@@ -165,13 +165,13 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
     column, length, end = torch.arange(width), _to_column(state.requested_end), _to_column(state.end)
     undecided = state.undecided.cpu()[:, :width]
     filled = ~given & (column < length)
-    # an end token counts after the prompt, and when nothing before it is undecided
+    # an end token ends the row only after the prompt and without undecided positions before it
     is_end = torch.isin(ids, torch.tensor(facts.eos_token_ids, dtype=torch.int64))
     is_end &= (column >= _to_column(state.answer_start)) & (column < end) & (undecided.int().cumsum(1) == 0)
     ended = is_end.any(1, keepdim=True)
     last = torch.where(ended, is_end.int().argmax(1, keepdim=True), width)
     counted = filled & ~undecided & (column <= last) & (column < end)
-    is_text = ~undecided & (column < last) & (column < end)  # without the end token itself
+    is_text = ~undecided & (column < last) & (column < end)  # without the end token
     holes = facts.hole_id is not None and any(facts.hole_id in row for row in prompts.rows)
     is_text &= column >= (_to_column(np.array(prompts.starts)) if holes else _to_column(state.answer_start))
     text: Any = None
@@ -221,7 +221,7 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
 
 
 def _to_column(array: np.ndarray) -> Tensor:
-    """[B] on the host -> [B, 1]."""
+    """Convert an array [B] to a tensor [B, 1]."""
     return torch.as_tensor(array).unsqueeze(1)
 
 

@@ -1,6 +1,6 @@
-"""`generate_images`: from prompts or class labels to pictures, with any image model and any sampler that fits it.
+"""`generate_images`: pictures from prompts or class labels, with any image model and a sampler of its family.
 
-What differs from one kind of model to another its adapter says (`paradec.models.images.base.PictureModel`).
+Adapters hide the differences between models (`paradec.models.images.base.PictureModel`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "
 
 OUTPUT_TYPES = ("pil", "pt", "latent")
 MAX_IMAGES = 100_000
-"""Pictures that one prompt or class can become."""
+"""Maximum number of pictures for one prompt or class."""
 SERVED = (
     *("sampler", "steps", "cache", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
     *("trace", "progress"),
 )
-"""The fields of `paradec.Request` that mean something for pictures; None takes the model's own."""
+"""Fields of `paradec.Request` that apply to pictures; None is the model's own default."""
 if not TYPE_CHECKING:
     ImageArguments = TypedDict("ImageArguments", dict.fromkeys(SERVED, Any), total=False)
 KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
@@ -49,40 +49,40 @@ KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.gen
 
 @dataclass(repr=False)
 class ImageOutput:
-    """The result of `generate_images`. `B` pictures of `h` x `w` tokens, answers of `N` tokens (structure included).
-    Models of continuous tokens (MAR) have no codes: `C'` numbers for each token instead."""
+    """Result of `generate_images`. `B` pictures of `h` x `w` tokens; answers of `N` tokens, including structure tokens
+    such as row ends. Models of continuous tokens (MAR) have `C'` numbers per token instead of codes."""
 
     images: Any
-    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes again ("latent"; for
-    continuous tokens [B, C', h, w]); None after an interrupt, when some picture is not whole."""
+    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes ("latent"; for
+    continuous tokens [B, C', h, w]). None after an interrupt that left a picture incomplete."""
     codes: Tensor | None
-    """[B, h, w] int64: indices into the codebook, row by row; None after an interrupt, and for continuous tokens."""
+    """[B, h, w] int64: indices into the codebook. None for incomplete pictures, and for continuous tokens."""
     tokens: Tensor
-    """[B, N] int64: the answers as the model writes them; [B, N, C'] float where they are continuous."""
+    """[B, N] int64: the answers as the model writes them; [B, N, C'] float for continuous tokens."""
     grid: Grid
     row_nfe: list[int]
-    """Forward calls that each row took part in."""
+    """Forward calls that evaluated each row."""
     row_forwards: int
-    """Rows evaluated, all calls together (a guidance pair counts 2)."""
+    """Rows evaluated, summed over all calls (a guidance pair counts 2)."""
     forwarded_tokens: int
-    """Positions evaluated, all rows together, padding excluded."""
+    """Positions evaluated, summed over all rows, without padding."""
     accepted: np.ndarray
-    """[steps, B] int64: tokens that became final at each step of each row; 0 where a row had ended. From
-    `generate_many` less those that were taken back."""
+    """[steps, B] int64: tokens that became final at each step of each row; 0 after the row's end. From `generate_many`,
+    minus tokens that were masked again."""
     seconds: float
     """Wall time of the decoding loop, without the VQ decoder."""
     prompt_lengths: list[int]
     recorded_trace: Trace | None = None
     draft_nfe: list[int] = field(default_factory=list)
-    """Forward calls of the smaller model that drafted for each row, which `row_nfe` leaves out; 0 without one."""
+    """Forward calls of the drafter for each row, which `row_nfe` does not count; 0 without a drafter."""
     in_order: bool = True
-    """Whether each row was written in order, so that `accepted` says which step made which token."""
+    """Whether each row was written in order, so that `accepted` determines the step of each token."""
     index: int | None = None
-    """From `generate_many`: which prompt this is the picture of, from 0."""
+    """From `generate_many`: number of the prompt, from 0."""
     id: Any = None
-    """From `generate_many`: what the caller named the prompt."""
+    """From `generate_many`: the caller's name of the prompt."""
     error: Exception | None = None
-    """From `generate_many`: why there is no whole picture; the other fields hold what was decoded until then."""
+    """From `generate_many`: why the picture is not complete; the other fields hold the tokens decoded so far."""
 
     def __repr__(self) -> str:
         rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
@@ -94,7 +94,7 @@ class ImageOutput:
 
     @property
     def trace(self) -> Trace:
-        """What each step did. Raises NoTraceError without `trace=True`."""
+        """The recorded steps. Raises NoTraceError without `trace=True`."""
         return check_recorded(self.recorded_trace)
 
     @property
@@ -110,27 +110,21 @@ class ImageOutput:
 
     @property
     def nfe(self) -> int:
-        """Number of function evaluations: the forwards that the pictures took, of several rows those of the row with
-        most."""
+        """Number of function evaluations: the maximum of `row_nfe`."""
         return max(self.row_nfe)
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens per forward, of several rows per row call (`sum(row_nfe)`); after an interrupt, of those that were
-        final."""
+        """Final tokens divided by `sum(row_nfe)`."""
         tokens = self.tokens.shape[:2].numel()
         return min(tokens, int(self.accepted.sum())) / max(1, sum(self.row_nfe))
 
     @property
     def steps(self) -> np.ndarray:
-        """[B, h, w] int64: the step, from 0, at which each image token became final; -1 where none did.
+        """[B, h, w] int64: the step, from 0, at which each image token became final; -1 for undecided tokens.
 
-        Read from the trace where there is one, else from `accepted`, as if each row was written in order (the samplers
-        of autoregressive models but `zipar` do).
-
-        Raises:
-            ValueError: tokens that are not written in order, without a trace.
-        """
+        Read from the trace, or without one from `accepted`, which assumes that each row was written in order (all
+        autoregressive samplers except `zipar`). Raises ValueError without a trace for tokens not written in order."""
         if self.recorded_trace is None and self.tokens.ndim == 3:
             raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
         if self.recorded_trace is None and not self.in_order:
@@ -162,7 +156,7 @@ def generate_images(
     preset: Preset | None = None,
     **arguments: Unpack[ImageArguments],
 ) -> ImageOutput:
-    """Make pictures with an autoregressive or a masked image model, one of continuous tokens (MAR), or one's own.
+    """Make pictures with an autoregressive, masked or continuous (MAR) image model, or a custom one.
 
     >>> model = paradec.load("digits-ar")                                        # doctest: +SKIP
     >>> paradec.generate_images(model, class_labels=range(10)).images[3]         # doctest: +SKIP
@@ -171,28 +165,27 @@ def generate_images(
 
     Args:
         model: an image model from `paradec.load` or of `paradec.models`.
-        prompts: texts, one or several (for LlamaGen also features of captions).
-        class_labels: for class-conditional models instead: an int or several.
-        height, width: of a picture in pixels; by default the model's own.
-        num_images: pictures for each prompt or label, side by side in the output.
-        negative_prompt: for models with text prompts: what guidance leads away from.
+        prompts: one or several texts (for LlamaGen also features of captions).
+        class_labels: for class-conditional models, instead of prompts: one or several ints.
+        height, width: size of a picture in pixels; by default the model's own.
+        num_images: pictures per prompt or label, in neighbouring rows.
+        negative_prompt: for models with text prompts: text for the unconditional branch of guidance.
         output_type: "pil" (needs pillow), "pt" or "latent", as in diffusers.
-        preset: a `paradec.Request`, or a file that `Request.save` wrote, whose values arguments override. What a saved
-            request leaves out, because it is the default for text, is the model's own here.
-        sampler: a name or a sampler of the model's family: autoregressive models decode by draft and verify, by default
-            `sjd` (with window=1 it makes one token per forward), masked ones by what `paradec.generate` takes, by
-            default `maskgit`, MAR by "mar", "recap", which is `paradec.samplers.create("mar", preset="recap")`, or
-            `cspd`, which needs a draft model, VAR by `var` or `code`, LPD by `groups`, NAR by `nar`, students by
-            `distilled`.
-        steps: forwards planned for a picture, by default the model's own, for samplers with a schedule.
-        cache: for masked models: by default "recap" with the sampler `recap`, none with others.
-        guidance_scale: s in uncond + s (cond - uncond); 1 is off. By default what the model's authors use, as are
-            `temperature`, `top_k` and `top_p`; top_k=0 takes all tokens, temperature=0 the likeliest one.
-        seed: one for all rows or one per row. A row's numbers depend on its seed and prompt, not on its neighbours.
+        preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values. Fields with the
+            default for text have the model's own default here.
+        sampler: a name, or a sampler of the model's family. Autoregressive models: draft-and-verify samplers, by
+            default `sjd` (with window=1: one token per forward). Masked models: samplers of `paradec.generate`, by
+            default `maskgit`. MAR: "mar", "recap" (`paradec.samplers.create("mar", preset="recap")`), or `cspd`, which
+            needs a draft model. VAR: `var` or `code`. LPD: `groups`. NAR: `nar`. Students: `distilled`.
+        steps: for samplers with a schedule: forwards per picture, by default the model's own.
+        cache: for masked models: by default "recap" with the sampler `recap`, else none.
+        guidance_scale: s in uncond + s (cond - uncond); 1 is off. Like `temperature`, `top_k` and `top_p`, by default
+            the value of the model's authors. top_k=0 allows all tokens; temperature=0 takes the likeliest one.
+        seed: one for all rows or one per row. A row's draws depend on its seed and prompt, not on its neighbours.
         generator: a torch.Generator instead, from which a seed is drawn.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
-        trace: record every step in `ImageOutput.trace`; always done for masked models.
-        progress: show tqdm's bar on standard error: tokens that are final, and forwards.
+        trace: record every step in `ImageOutput.trace`; always on for masked models.
+        progress: show a tqdm bar of final tokens and forwards on standard error.
 
     Returns:
         An `ImageOutput`.
@@ -201,7 +194,7 @@ def generate_images(
         ValueError, TypeError: an argument out of its range, before any work is done; the message names it.
         ImportError: output_type="pil" without pillow.
         FloatingPointError: the model returned NaN or infinite logits.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens until then.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` holds the tokens decoded so far.
     """
     if not isinstance(model, PictureModel):
         check_model("generate_images", model, KINDS)
@@ -250,11 +243,12 @@ def generate_images(
 
 
 def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: Preset | None = None) -> Request:
-    """Make the request of `generate_images`: arguments over a preset over the model's defaults, with its sampler made.
+    """Make the request of `generate_images`, with its sampler. Arguments override the preset, which overrides the
+    model's defaults.
 
-    arguments: fields of `SERVED`; None is not given, and top_k=0 is all tokens.
-    Raises TypeError: a name that is no argument. ValueError: an argument out of its range, or one that has no meaning
-    for the sampler or for pictures."""
+    arguments: fields of `SERVED`; None is ignored, and top_k=0 means all tokens.
+    Raises TypeError: an unknown name. ValueError: an argument out of its range, or without a meaning for the sampler or
+    for pictures."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     check_int("top_k", arguments.get("top_k"), low=0, none=True)
     if arguments.get("top_k") == 0:
@@ -274,11 +268,11 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
 
 
 def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user: str, **settings: Any) -> Any:
-    """Make the sampler that a name, or None, means for a kind of model.
+    """Make and check the sampler for an image model.
 
-    model: an adapter, or the class of it. sampler: a name, a sampler, or None for the default. user: what messages call
-        the model. settings: of a sampler that is named.
-    Raises TypeError: no sampler. ValueError: an unknown name, a setting out of its range, or one of another family."""
+    model: an adapter or its class. sampler: a name, a sampler, or None for the default. user: the model's name in
+        messages. settings: of a sampler given by name.
+    Raises TypeError: not a sampler. ValueError: an unknown name, a setting out of its range, or another family."""
     sampler = model.default_sampler if sampler is None else sampler
     names, user = model.sampler_names, model.title or user
     if isinstance(sampler, str):
@@ -303,7 +297,7 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
 
 
 def check_output_type(model: PictureModel, output_type: Any) -> None:
-    """Raise ValueError or ImportError where pictures cannot be given out so."""
+    """Raise ValueError or ImportError if the model cannot return pictures of this type."""
     check_choice("output_type", output_type, OUTPUT_TYPES)
     if output_type == "pil":
         import_pillow()
@@ -318,7 +312,7 @@ def make_images(model: PictureModel, tokens: Tensor, grid: Grid, output_type: st
 
 
 def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
-    """Return the conditions of the model's kind. Raises ValueError where they are missing, or others are given."""
+    """Return the conditions that the model uses. Raises ValueError if they are missing, or others are given."""
     for name, value in conditions.items():
         if value is not None and name != model.conditions:
             raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")
@@ -328,7 +322,7 @@ def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any
 
 
 def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, Tensor | None]:
-    """Read a state: the output without pictures, and what they are decoded from, None where one is not whole."""
+    """Read the output of a state, without pictures, and the latent to decode them from; None if one is incomplete."""
     answers = model.read(state, grid)
     latent = model.latent(answers.tokens, grid) if answers.whole else None
     nfe, row_forwards, forwarded, _ = state.counts
@@ -357,10 +351,10 @@ def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) 
 
 
 def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 2, enlarge: int = 1) -> Any:
-    """One PIL image with all of them, row by row on white.
+    """Arrange images row by row on a white PIL image.
 
-    images: PIL images of one size. columns: pictures in a row; by default about as many as rows.
-    gap: pixels between them. enlarge: pixels that a pixel becomes, along each side.
+    images: PIL images of one size. columns: images per row; by default about as many as rows.
+    gap: pixels between images. enlarge: factor by which width and height grow.
     Raises ValueError: no images, or an argument out of its range."""
     if not images:
         raise ValueError("images is empty; give at least one")
@@ -381,11 +375,9 @@ def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 
 
 
 def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any]:
-    """For every picture, which step made which token final: dark first, yellow last, black what no step did.
+    """Colour each token by the step that made it final: dark first, yellow last, black for undecided tokens.
 
-    Tokens of one colour were committed together.
-
-    output: of `generate_images`, or steps as its `steps` has them: [B, h, w] int64. pixels: along the side of a token.
+    output: of `generate_images`, or its `steps` [B, h, w] int64. pixels: width and height of a token.
     Returns B PIL images of [w * pixels, h * pixels]."""
     check_int("pixels", pixels, low=1)
     library = import_pillow()

@@ -1,4 +1,4 @@
-"""`infill`: what is masked in a text is filled, with any sampler."""
+"""`infill`: fill the masks in a text, with any sampler."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def infill(
 
     >>> paradec.infill(model, "The cat <mask> on the <mask:2>.").text    # doctest: +SKIP
 
-    A bidirectional model sees the text on both sides of a hole. By default all holes are one block. With
-    `block_length` blocks count from the first mask, and blocks without a mask are skipped (`steps` still counts them).
-    Holes are filled without end tokens, because given text follows and special tokens are left out of the text. Masks
-    with no given text after them, those of `max_new_tokens` among them, are an answer and may have an end token.
+    A bidirectional model sees the text on both sides of a hole. By default all holes are in one block. With
+    `block_length`, blocks count from the first mask, and blocks without a mask are skipped (`steps` still counts them).
+    Holes are filled without end tokens, because the text continues after them. Masks after the last given token, such
+    as those of `max_new_tokens`, are an answer and may get an end token.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
-        prompt: text, a chat whose contents hold masks, input ids that hold the mask id, or a list of any one of these.
-            Text gets no chat template (only the special tokens that a masked language model was trained with). A
-            chat's last turn, if it is the assistant's, is the text that is completed.
+        prompt: text, a chat whose contents hold masks, input ids that hold the mask id, or a list of one of these
+            kinds. Text gets no chat template (for encoders, their special tokens). A chat's last turn, if it is the
+            assistant's, is the text to complete.
         input_ids, attention_mask: as in `generate`.
-        mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. The
-            model decides about a space before it.
-        constraints: what each hole must be, in reading order and None where it is free, or a mapping of the numbers of
-            holes, from 0, that are not; an answer after the text is the last one. `constraint` says the same of every
-            hole.
+        mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. A space
+            before it is ignored; the model decides whether to write one.
+        constraints: one constraint per hole in reading order, None where anything is allowed; or a mapping of hole
+            numbers, from 0, to constraints. An answer after the text is the last hole. `constraint` applies to every
+            hole instead.
         preset, arguments: as in `generate`, with two other defaults: `max_new_tokens` is 0 (masks appended after the
-            text), and `holes_eos_inf` True (False lets the model leave a part of a hole empty).
+            text), and `holes_eos_inf` is True (False lets the model leave a part of a hole empty).
 
     Returns:
         An `Output`: `text` is the completed text, `fills` the text of each hole, `filled` the positions of holes.
@@ -72,8 +72,8 @@ def infill(
 
 
 def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
-    """Combine the constraints of single holes and that of every hole. Raises ValueError: both are given, or neither a
-    list nor a mapping of numbers of holes."""
+    """Convert `constraints` (by hole) or `constraint` (for every hole) to one constraint per hole. Raises ValueError if
+    both are given, or for another type."""
     if constraints is not None and constraint is not None:
         raise ValueError(
             f"constraints={shown(constraints)} and constraint={shown(constraint)} both say it; give one of them"

@@ -1,4 +1,4 @@
-"""What `generate` and `infill` return."""
+"""`Output`, the result of `generate` and `infill`."""
 
 from __future__ import annotations
 
@@ -19,109 +19,107 @@ from paradec.core.rollouts import Rollout
 from paradec.core.trace import Trace, get_drawing
 
 MAX_SHOWN = 100
-"""Characters of a text that an output's `repr` shows."""
+"""Maximum number of characters of a text in an output's `repr`."""
 
 
 @dataclass(repr=False)
 class Output:
-    """What `generate` and `infill` return. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks)."""
+    """Result of `generate` and `infill`. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks)."""
 
     text: str | list[str] | None
-    """The answer up to its end token or with its stop string; where the prompt had masks in it, the completed text (the
-    last turn of a chat); with `after` in the constraint, what follows the marker. A string for one prompt, a list for
+    """The answer, up to its end token or including its stop string. For a prompt with masks, the completed text (of a
+    chat, the last turn). With `after` in the constraint, the text after the marker. A string for one prompt, a list for
     several rows, None without a tokenizer."""
     sequences: Tensor
     """[B, P + N] int64: prompts (padded on the left to P) and answers; `sequences[:, P:]` is `new_tokens`."""
     new_tokens: Tensor
-    """[B, N] int64: answers, padded after their end token. Positions still undecided (only after a callback or an
-    interrupt ended the decoding early) hold the mask id; in an open canvas the best tokens of its last step."""
+    """[B, N] int64: answers, padded after their end token. If a callback or an interrupt ended the decoding early,
+    undecided positions hold the mask id, or in an open canvas the best tokens of its last step."""
     attention_mask: Tensor
     """[B, P + N] int64: 0 on the padding of prompts."""
     filled: Tensor
-    """[B, P + N] bool: the positions of `sequences` that were masks: holes of the prompt, and the new tokens."""
+    """[B, P + N] bool: positions of `sequences` that were masks: holes of the prompt, and the new tokens."""
     row_nfe: list[int]
-    """Forward calls that each row took part in."""
+    """Forward calls that evaluated each row."""
     row_forwards: int
-    """Rows evaluated, all calls together (a guidance pair counts 2)."""
+    """Rows evaluated, summed over all calls (a guidance pair counts 2)."""
     forwarded_tokens: int
-    """Positions evaluated, all rows together, padding excluded."""
+    """Positions evaluated, summed over all rows, without padding."""
     tokens: list[int]
-    """Tokens that each row filled, its end token included and the padding after it excluded."""
+    """Number of tokens filled in each row, including its end token and without the padding after it."""
     finished: list[bool]
     """Whether each row ended with an end token or a stop string."""
     seconds: float
     """Wall time of the decoding loop."""
     fills: list[str] | list[list[str]] | None = None
-    """Where the prompt had masks in it: the text of each run of filled positions, in reading order, per row."""
+    """For prompts with masks: the text of each run of filled positions, in reading order, per row."""
     reasoning: str | list[str] | None = None
     """With `after` in the constraint: the free text before the marker."""
     reasoning_tokens: list[int] | None = None
-    """The tokens that each row filled with `reasoning` and the marker, the first ones of `tokens`."""
+    """Number of tokens of `reasoning` and the marker in each row; `tokens` counts them too."""
     recorded_trace: Trace | None = None
-    """What each step did, with `trace=True`; `trace` is the same, or an error that says so."""
+    """With `trace=True`: the recorded steps; else None, where `trace` raises an error."""
     cost: CacheCost | None = None
-    """Whole and partial forwards and positions evaluated, per row, and the bytes that the cache held."""
+    """Whole and partial forwards and positions evaluated, per row, and the bytes of cached keys and values."""
     attention: AttentionCost | None = None
-    """What the calls attended to; None where all attended to everything."""
+    """Cost of sparse attention; None with dense attention."""
     prefix: KeptPrefix | None = None
     """With `keep_prefix`: keys and values of prompts and answers, for the `prefix` of the next request."""
     encoder_calls: list[int] | None = None
-    """On models with canvases: of each row's forward calls those that encoded what was final."""
+    """On models with canvases: number of each row's forward calls that encoded final tokens."""
     denoising_calls: list[int] | None = None
-    """On models with canvases: of each row's forward calls those that its open canvas needed. (In lock step, with
-    `rng="reference"`, a row takes part in more.)"""
+    """On models with canvases: number of each row's forward calls that its open canvas needed. (In lock step, with
+    `rng="reference"`, calls may include rows that do not need them.)"""
     draft_nfe: list[int] | None = None
-    """Forward calls of the model that drafts, for each row; None where there is none."""
+    """Forward calls of the drafter for each row; None without a drafter."""
     log_weight: list[float] | None = None
-    """Of masked models with a `constraint` and a temperature: the logarithm of each row's weight, Z before over Z after
-    every step. Z is the probability of the texts that fit. Answers drawn again by their weights tend to the model's own
-    distribution of these texts, decoded in the same steps; the mean weight is how likely the model is to write one of
-    them."""
+    """For masked models with a `constraint` and a temperature: logarithm of each row's weight, the product over all
+    steps of Z before divided by Z after. Z is the probability of the texts that match the constraint. Answers that are
+    resampled by weight approach the model's own distribution of these texts, decoded in the same steps. The mean weight
+    estimates the model's probability of a matching text."""
     logprobs: LogProbs | None = None
-    """With `logprobs`: of every filled position of `sequences`, as the step that wrote it had them."""
+    """With `logprobs`: log-probabilities of every filled position of `sequences`, from the step that wrote it."""
     rollout: Rollout | None = None
     """With `rollout`: every decision, its step and log-probability, over the whole canvas."""
     index: int | None = None
-    """From `generate_many`: which prompt this answers, from 0."""
+    """From `generate_many`: number of the prompt, from 0."""
     id: Any = None
-    """From `generate_many`: what the caller named the prompt."""
+    """From `generate_many`: the caller's name of the prompt."""
     error: Exception | None = None
-    """From `generate_many`: why there is no whole answer; the other fields hold what was decoded until then."""
+    """From `generate_many`: why the answer is not complete; the other fields hold the tokens decoded so far."""
 
     @property
     def trace(self) -> Trace:
-        """What each step did. Raises NoTraceError without `trace=True`."""
+        """The recorded steps. Raises NoTraceError without `trace=True`."""
         return check_recorded(self.recorded_trace)
 
     @property
     def nfe(self) -> int:
-        """Number of function evaluations: the forwards that the answers took, of several rows those of the row with
-        most."""
+        """Number of function evaluations: the maximum of `row_nfe`."""
         return max(self.row_nfe)
 
     @property
     def reused(self) -> list[int]:
-        """Positions of each row that were not evaluated, because their keys and values were there from an earlier
-        request or row."""
+        """Positions of each row that were not evaluated, because an earlier request or another row had computed their
+        keys and values."""
         return [0] * len(self.tokens) if self.cost is None else self.cost.reused_tokens
 
     @property
     def tokens_per_forward(self) -> float:
-        """Answer tokens per forward, of several rows per row call (`sum(row_nfe)`); padding after the end does not
-        count."""
+        """Answer tokens divided by `sum(row_nfe)`. Padding after the end does not count."""
         return sum(self.tokens) / max(1, sum(self.row_nfe))
 
     @property
     def tokens_per_denoising_call(self) -> list[float] | None:
-        """On models with canvases: answer tokens of each row per call that its canvases needed, encoding left out.
-        (transformers' `tokens_per_forward` counts all tokens of whole canvases that are not the padding's id.)"""
+        """On models with canvases: answer tokens of each row divided by `denoising_calls`. (transformers'
+        `tokens_per_forward` counts all tokens of whole canvases except the padding id.)"""
         if self.denoising_calls is None:
             return None
         return [tokens / max(1, calls) for tokens, calls in zip(self.tokens, self.denoising_calls, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to data that JSON can hold: every field that is not None but `prefix`, tensors as lists; and the two
-        numbers `nfe` and `tokens_per_forward`."""
+        """Convert to JSON data: every field except `prefix` that is not None, with tensors as lists; and the numbers
+        `nfe` and `tokens_per_forward`."""
         names = {"recorded_trace": "trace"}
         values = {
             names.get(entry.name, entry.name): getattr(self, entry.name)
@@ -151,18 +149,18 @@ class Output:
 
 
 class NoTraceError(ValueError, AttributeError):
-    """No trace was recorded; `hasattr` is False then, for tools that look at all attributes."""
+    """No trace was recorded. An AttributeError, so that `hasattr(output, "trace")` is False."""
 
 
 def check_recorded(trace: Trace | None) -> Trace:
-    """The trace of an output. Raises NoTraceError where none was recorded."""
+    """Return the trace of an output. Raises NoTraceError for None."""
     if trace is None:
         raise NoTraceError("no trace was recorded; ask for it with trace=True")
     return trace
 
 
 def _plain(value: Any) -> Any:
-    """Convert a field of an output to data that JSON can hold."""
+    """Convert a field of an output to JSON data."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Exception):
@@ -173,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def align_logprobs(logprobs: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
-    """Move log-probabilities to the columns of `Output.sequences`, with nothing where `keep` [B, L] bool is not."""
+    """Move log-probabilities to the columns of `Output.sequences`; clear them where `keep` [B, L] bool is False."""
 
     def place(tensor: Tensor, fill: Any) -> Tensor:
         return align_right(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)

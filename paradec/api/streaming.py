@@ -1,13 +1,12 @@
-"""Observers of a request: a progress bar, and text as it becomes final through transformers' protocol of streamers.
+"""Observers of a request: a progress bar, and transformers' streamers, which receive tokens when they become final.
 
-`put` gets token ids [B, n] in reading order: first what is before the first mask of any row (the prompt, padded on
-the left), then columns as they become final in every row with nothing undecided before them. `put_draft`, where a
-streamer has it, gets the rest of the canvas [B, n] after every step, mask ids at undecided positions; on canvases of
-noise the best tokens of the open one, up to its end (causal models decide nothing beyond what is sent). `end` comes
-when the decoding ends, whether it finished, failed or was interrupted; not when an argument was refused before it
-began.
-transformers' `TextStreamer`, `TextIteratorStreamer` and `TextDiffusionStreamer` work as they are, for one row. Tokens
-after a row's end are not sent, except as padding beside longer rows.
+`put` receives token ids [B, n] in reading order: first the columns before the first mask of any row (prompts, padded on
+the left), then columns that are final in every row, like all columns before them. `put_draft` is optional. After every
+step it receives the remaining columns [B, n] with mask ids at undecided positions, or on canvases of noise the best
+tokens up to the end of the open canvas; causal models never call it. `end` is called when the decoding finishes, fails
+or is interrupted, but not when an argument is refused before it starts.
+`TextStreamer`, `TextIteratorStreamer` and `TextDiffusionStreamer` of transformers work for one row. Tokens after a
+row's end are not sent, except as padding next to longer rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Callback = Callable[[Any, Commit], bool | None]
 
 
 def check_streamer(streamer: Any, rows: int) -> None:
-    """Raise TypeError for what is no streamer, ValueError for one that cannot take this request."""
+    """Raise TypeError for an object that is not a streamer, ValueError for one that does not support this request."""
     for method in ("put", "end"):
         if not callable(getattr(streamer, method, None)):
             raise TypeError(f"streamer={shown(streamer)} must have put and end, as transformers' streamers do")
@@ -41,9 +40,9 @@ def check_streamer(streamer: Any, rows: int) -> None:
 
 @contextmanager
 def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterator[Callback]:
-    """A callback for `decode` that feeds the streamer, then calls `callback`; the streamer is ended on leaving.
+    """Make a callback for `decode` that feeds the streamer, then calls `callback`. On exit, end the streamer.
 
-    streamer: as `check_streamer` takes it. state: before its first step. callback: the caller's own, or None."""
+    streamer: accepted by `check_streamer`. state: before its first step. callback: of the request, or None."""
     fill = state.facts.fill_token_id
     width = int(state.requested_end.max())
     offset = width - state.requested_end
@@ -51,24 +50,24 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
     def aligned() -> Tensor:
         return align_right(state.canvas.cpu()[:, :width], state.requested_end, fill)
 
-    # without a mask nothing would say what is undecided
+    # without a mask id, a draft could not mark undecided positions
     drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
 
     def after_commit(stepped: State, commit: Commit) -> bool | None:
         nonlocal sent
         ids = aligned()
-        # [L] bool: columns in which a row has nothing final yet
+        # [L] bool: columns that are undecided in some row
         undecided = align_right(state.undecided.cpu()[:, :width], state.requested_end, False).any(0)
         stop = int((offset + state.end).max())  # beyond it all rows are padding
         final = min(int(undecided.int().argmax()), stop) if undecided.any() else stop
-        if state.revises and state.running.any():  # what is in an open block may be taken back
+        if state.revises and state.running.any():  # tokens of an open block may be masked again
             final = min(final, int((offset + state.block_start)[state.running].min()))
         if final > sent:
             streamer.put(ids[:, sent:final])
             sent = final
-        if shown := getattr(state, "draft_end", None):
-            stop = int((offset + shown()).max())
+        if draft_end := getattr(state, "draft_end", None):
+            stop = int((offset + draft_end()).max())
         if drafts is not None and final < stop:
             drafts(ids[:, final:stop])
         return None if callback is None else callback(stepped, commit)
@@ -83,11 +82,11 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
 
 @contextmanager
 def bar(state: State | TextState, callback: Callback | None) -> Iterator[Callback]:
-    """A callback for `paradec.core.protocol.decode` that moves tqdm's bar (tokens that are final, and the forwards they
-    took), then calls `callback`.
+    """Make a callback for `paradec.core.protocol.decode` that updates a tqdm bar of final tokens and forwards, then
+    calls `callback`.
 
     state: before its first step."""
-    from tqdm.auto import tqdm  # of notebooks, where it runs in one
+    from tqdm.auto import tqdm  # in notebooks, their bar
 
     with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as progress_bar:
 
@@ -103,7 +102,7 @@ def bar(state: State | TextState, callback: Callback | None) -> Iterator[Callbac
 
 @contextmanager
 def watch(state: Any, callback: Callback | None, streamer: Any = None, progress: bool = False) -> Iterator[Any]:
-    """The callback for `decode` of a request with a streamer and a bar, if it has these. state: as in `stream`."""
+    """Make the callback for `decode` of a request with an optional streamer and bar. state: as in `stream`."""
     with ExitStack() as stack:
         if streamer is not None:
             callback = stack.enter_context(stream(streamer, state, callback))
