@@ -1,4 +1,4 @@
-"""The command `paradec`: a file for each of its commands; `show` has what they print, `options` what they share."""
+"""The command `paradec`: one file per command. `options` has their shared options, `show` prints results."""
 
 from paradec.cli.app import app
 

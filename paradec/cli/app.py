@@ -1,6 +1,6 @@
-"""The command `paradec`: a wrong argument is one line on standard error and exit code 2, Ctrl-C exit code 130.
+"""The command `paradec`: a wrong argument gives one line on standard error and exit code 2, Ctrl-C exit code 130.
 
-With `PARADEC_DEBUG=1` in the environment tracebacks are shown as well.
+With `PARADEC_DEBUG=1` in the environment, tracebacks are shown as well.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from paradec.cli.trace import trace
 from paradec.cli.tune import tune
 from paradec.core.interrupts import EXIT_CODE, is_debugging
 
-# What paradec, and the libraries that it calls, raise for input that they cannot use.
+# errors that paradec and its libraries raise for wrong input
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 
 
 class GroupedOptions(TyperCommand):
-    """A command whose help lists its options by what they are for, the model first."""
+    """A command whose help lists its options in the sections of `options.SECTIONS`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        # the words of a prompt without quotes are read, to say that quotes are missing
+        # a prompt without quotes is accepted as several words, only to report the missing quotes
         return [
             piece.removesuffix("...") if piece.startswith("[") else piece for piece in super().collect_usage_pieces(ctx)
         ]
@@ -62,7 +62,7 @@ class GroupedOptions(TyperCommand):
 
 
 class _OneLineErrors(TyperGroup):
-    """A command group that reports every wrong argument, its own or the library's, in one line."""
+    """A command group that reports errors of the command line and of the library in one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         others = [
@@ -80,13 +80,13 @@ class _OneLineErrors(TyperGroup):
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             try:
-                # the exit code of a typer.Exit, or what the command returned
+                # the exit code of typer.Exit, or the command's return value
                 code = super().main(args, standalone_mode=False, **extra)
                 if sys.stdout is not None:
                     sys.stdout.flush()
             except typer.Abort:
                 code = EXIT_CODE
-            except BrokenPipeError:  # nobody reads what is printed (`paradec samplers | head -1`)
+            except BrokenPipeError:  # the reader has closed the pipe (`paradec samplers | head -1`)
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 1
             except Exception as error:
@@ -100,7 +100,7 @@ def _warn(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
-    """Replace arguments in an error of the library by the options of the command in `words`: `block_length=0` by
+    """Replace names of arguments in a library's error by options of the command in `words`: `block_length=0` becomes
     `--block-length=0`. Settings of a sampler keep their names."""
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
@@ -110,7 +110,7 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
 
 
 def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
-    # Some releases of typer use click's exceptions and some a copy of them: ask for the method, not for the class.
+    # some releases of typer use click's exceptions, others a copy of them: test for the method, not for the class
     if hasattr(error, "format_message"):
         text = error.format_message()
     elif isinstance(error, _INPUT_ERRORS):
@@ -151,7 +151,7 @@ COMMANDS: dict[str, list[tuple[Any, str, str | None, str]]] = {
         (export_folder, "export-folder", "Write code that transformers or diffusers load.", "generate folder"),
     ],
 }
-"""By section of `paradec --help`: the function, its name, what the section says of it, and arguments of an example."""
+"""Commands by section of `paradec --help`: function, name, short help (None: from the docstring), example arguments."""
 app = typer.Typer(
     name="paradec",
     cls=_OneLineErrors,
@@ -182,7 +182,7 @@ def _main(
         typer.echo(context.get_help())
 
 
-# In the order of `paradec --help`. The commands import what is heavy when they run.
+# Registered in the order of `paradec --help`. Commands import heavy libraries when they run.
 for _commands in COMMANDS.values():
     for _function, _name, _short_help, _example in _commands:
         _epilog = f"Example: paradec {_name} {_example}".rstrip()

@@ -1,4 +1,4 @@
-"""`paradec chat`: a conversation with a model. Turns keep the keys and values of those before (`keep_prefix`)."""
+"""`paradec chat`: a conversation with a model. Turns reuse keys and values of earlier turns (`keep_prefix`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
     "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
 }
 FAILED = 1
-"""The exit code where turns of standard input failed; on a terminal they were seen."""
+"""Exit code when turns of standard input failed; on a terminal, errors do not change it."""
 
 
 @options.takes(
@@ -83,18 +83,18 @@ class Talk:
 
     @property
     def keeps_turns(self) -> bool:
-        """Whether keys and values can be kept for the next turn."""
+        """Whether the next turn can reuse keys and values."""
         cache, family = self.work.request["cache"], self.work.method.family
-        if self.work.model.facts.prompt_aligned:  # every turn is a prompt of its own
+        if self.work.model.facts.prompt_aligned:  # every turn changes the prompt, which is one block
             return False
         return family == "renoising" if cache is None else cache.facts.uses_store
 
     def run(self, terminal: bool) -> int:
-        """Read turns and answer them until there are no more. Returns the exit code. terminal: of a person."""
+        """Read and answer turns until the input ends. Returns the exit code. terminal: whether a person types them."""
         failed = False
         if terminal:
             with suppress(ImportError):
-                import readline  # noqa: F401 - input() edits lines then, and remembers them
+                import readline  # noqa: F401 - gives input() line editing and a history
             name, cache = self.work.model.facts.name, self.work.cache_name
             typer.echo(f"{name}, {self._sampler_text()}. /help lists commands.")
             if not self.history:
@@ -103,7 +103,7 @@ class Talk:
                 typer.echo("Kept turns are not evaluated again, which is approximate; --cache none does.")
             if name == "tiny-llada":
                 typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
-        elif isinstance(sys.stdin, io.TextIOWrapper):  # turns end as the lines of a file do
+        elif isinstance(sys.stdin, io.TextIOWrapper):  # only line feeds end turns, as in files
             sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
         restore_interrupt()
         while True:
@@ -136,7 +136,7 @@ class Talk:
                 print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
 
     def answer(self, text: str) -> None:
-        """Answer a turn and print it; the turn counts once it is answered."""
+        """Answer a turn and print the answer. A turn joins the conversation once it is answered."""
         turns = [*self.turns, {"role": "user", "content": text}]
         prefix_arguments = {"prefix": self.kept, "keep_prefix": True} if self.history and self.keeps_turns else {}
         prefix_arguments["trace"] = True

@@ -1,4 +1,4 @@
-"""`paradec compare` and `paradec bench parallel`: right answers and forwards, sampler by sampler."""
+"""`paradec compare` and `paradec bench parallel`: compare right answers and forwards of samplers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compare(
 
     from paradec.tools import evaluation
 
-    # Everything is checked before the model is loaded, which may take minutes.
+    # All arguments are checked before the model is loaded, which may take minutes.
     names = options.sampler_names(samplers)
     evaluation.configurations(names, defaults)
     shared["cache"] = options.import_classes("--cache", cache, "cache")
@@ -92,7 +92,7 @@ def parallel(
 
 
 def take_output(shared: dict[str, Any]) -> Output:
-    """Take the options of the output out of `shared`. Raise ValueError unless a comparison can be written so."""
+    """Remove the options of the output from `shared` and return them. Raises ValueError for unusable options."""
     from paradec.tools.evaluation.plot import check_plot
 
     output = out, plot, resume, format_, as_json = tuple(
@@ -112,8 +112,8 @@ def take_output(shared: dict[str, Any]) -> Output:
 
 
 def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) -> None:
-    """Load the model, run a comparison with a progress bar, write it to its files (`out` after every configuration),
-    print it, and exit. request: arguments of `run`, and of `options.load`."""
+    """Load the model, run a comparison with a progress bar, write its files (`out` after every configuration), print it
+    and exit. request: arguments of `run` and of `options.load`."""
     from paradec.tools import evaluation
     from paradec.tools.evaluation.compare import padding_lines
     from paradec.tools.evaluation.plot import frontier

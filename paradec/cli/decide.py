@@ -1,4 +1,4 @@
-"""`paradec decide`: answers to typed questions about a text, with their probabilities."""
+"""`paradec decide`: answer typed questions about a text, with probabilities."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def decide(
 ) -> None:
     """Answer typed questions about a text, with their probabilities.
 
-    confidence: 0 is a guess, 1 is certain. mass: the probability of all options together among everything that the
-    model could have written; where it is low, the model did not understand the question.
+    confidence: 0 is a guess, 1 is certain. mass: the total probability of the options among all texts that the model
+    could write; if it is low, the model did not understand the question.
     """
     from paradec.api.decide import Pick, Score, Span, YesNo
     from paradec.api.decide import decide as decide_questions

@@ -1,6 +1,6 @@
-"""`paradec design`: sequences for backbones by ProteinMPNN and its relatives, printed as FASTA.
+"""`paradec design`: design sequences for backbones with ProteinMPNN models, and print them as FASTA.
 
-Design i of a structure depends on the structure, the options and seed + i alone.
+Design i of a structure depends only on the structure, the options and seed + i.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def design(
 ) -> None:
     """Design sequences for backbones, and score them.
 
-    score: minus the mean log-probability of the designed residues in the order in which they were decided (for masked
-    samplers: in a random one), without bias; a tie counts once. recovery: the share of them that equals the file's. A
-    colon separates chains.
+    score: minus the mean log-probability of the designed residues, without bias, in the order in which they were
+    decided (masked samplers: in a random order); a tie counts once. recovery: the share of designed residues that equal
+    those of the file. A colon separates chains.
     """
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
@@ -139,7 +139,7 @@ def design(
 def designed(
     model: ProteinMPNNModel, prompt: list[int], order: str, seeds: range, **request: Any
 ) -> list[dict[str, Any]]:
-    """Design for some seeds together. request: further arguments of `paradec.generate`."""
+    """Design sequences for several seeds in one batch. request: further arguments of `paradec.generate`."""
     import torch
 
     import paradec
@@ -166,7 +166,7 @@ def designed(
 
 
 def bias_of(text: str | None) -> dict[str, float]:
-    """The numbers of `--bias`. Raises ValueError for a text that is none, or a letter twice."""
+    """Read `--bias`. Raises ValueError for a text of another form, or a repeated letter."""
     biases: dict[str, float] = {}
     for part in text.split(",") if text else ():
         match = LETTER_BIAS.fullmatch(part.strip())
@@ -177,7 +177,7 @@ def bias_of(text: str | None) -> dict[str, float]:
 
 
 def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None, homo_oligomer: bool) -> DesignRules:
-    """The rules of the options. Raises ValueError for other residues, ties of unequal length, and two kinds of ties."""
+    """Make the rules. Raises ValueError for unknown residues, ties of unequal length, or two kinds of ties."""
     from paradec.models.proteins.rules import DesignRules
 
     if tie is not None and homo_oligomer:
@@ -201,7 +201,7 @@ def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None,
 
 
 def labelled(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
-    """The structure with membrane labels. Raises ValueError for other residues, or labels of both kinds."""
+    """Copy the structure with membrane labels. Raises ValueError for unknown residues, or labels of both kinds."""
     if transmembrane and (buried or interface):
         raise ValueError("--transmembrane labels the whole protein; leave it out beside --buried and --interface")
     if not (transmembrane or buried or interface):

@@ -1,4 +1,4 @@
-"""`paradec eval`: lm-evaluation-harness with a paradec model, by a recipe or by options (`evaluation.evaluate`)."""
+"""`paradec eval`: run lm-evaluation-harness on a model, by a recipe or by options (`paradec.tools.evaluation`)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def merge_recipe(file: Path | None, arguments: dict[str, Any]) -> tuple[Any, lis
 
 
 def scores(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A line for each task and metric of a result."""
+    """List task, metric, value, standard error and number of prompts for each metric of a result."""
     lines: list[tuple[str, ...]] = []
     for task, metrics in {**result["results"], **(result.get("groups") or {})}.items():
         for name, value in metrics.items():
@@ -126,7 +126,7 @@ def scores(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def summary(result: dict[str, Any], changed: list[str]) -> list[str]:
-    """Lines on cost, log-likelihoods, and the published score."""
+    """Describe cost, log-likelihoods and the published score, in lines."""
     config, lines = result["config"], []
     if cost := config.get("spent"):
         lines.append(
@@ -147,7 +147,7 @@ def summary(result: dict[str, Any], changed: list[str]) -> list[str]:
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """Describe a dry run."""
+    """Format the plan of a dry run."""
 
     def join_items(value: Any) -> Any:
         return ", ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value

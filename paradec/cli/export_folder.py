@@ -1,4 +1,4 @@
-"""`paradec export-folder`: code that transformers and diffusers load from a folder (`paradec.integrations.folders`)."""
+"""`paradec export-folder`: write code that transformers or diffusers load (`paradec.integrations.folders`)."""
 
 from __future__ import annotations
 

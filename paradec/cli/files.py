@@ -1,9 +1,9 @@
-"""`paradec generate --in prompts.jsonl --out answers.jsonl`: a line for every prompt, errors among them, and a resume.
+"""`paradec generate --in prompts.jsonl --out answers.jsonl`: write an answer or an error per prompt; runs can resume.
 
 A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
-"settings"}, with several answers to a prompt lists of these four; or {"line", "id", "prompt", "error", "settings"}.
-"settings" are {"paradec": version, "model", "dtype", "quantization", "drafter", "request": what differs from the
-defaults of `paradec.Request`, and the seed}. They are in every line: answers of different settings never share a file.
+"settings"}, or {"line", "id", "prompt", "error", "settings"}. With several answers per prompt, "text", "tokens",
+"finished" and "nfe" are lists. "settings" are {"paradec": version, "model", "dtype", "quantization", "drafter",
+"request": non-default fields of `paradec.Request`, and the seed}. All lines of a file have the same settings.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from paradec.core.prompts import Prompts
 
 SOME_FAILED = 1
-"""The exit code where prompts failed; 2 is for wrong arguments."""
+"""Exit code when some prompts failed; 2 is for wrong arguments."""
 BEGINNING = b'{"line": '
-"""Of every line of answers."""
+"""First bytes of every line of answers."""
 PER_PROMPT = (ValueError, TypeError, FloatingPointError)
-"""Errors of one prompt that others are not concerned with."""
+"""Errors that concern a single prompt."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Line:
     id: Any = None
     error: str | None = None
     constraint: Any = None
-    """As data that `Request.constraint` takes; None takes what is asked of all."""
+    """JSON data for `Request.constraint`; None: the constraint of the command."""
 
     def entry(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """The line of answers with what was found."""
+        """Build the line of answers for this prompt."""
         id_field = {} if self.id is None else {"id": self.id}
         id_field |= {} if self.constraint is None else {"constraint": self.constraint}
         return {"line": self.number, **id_field, "prompt": self.prompt, **answer}
@@ -59,16 +59,16 @@ class Line:
 
 @dataclass
 class FileJob:
-    """The two files: checked when made, before a model is loaded."""
+    """The files of prompts and answers, which the constructor checks before a model is loaded."""
 
     source: Path
     out: Path
     resume: bool = False
     lines: list[Line] = field(init=False)
     earlier: list[dict[str, Any]] = field(init=False, default_factory=list)
-    """The whole lines of an earlier run."""
+    """Complete lines of an earlier run."""
     settings: dict[str, Any] = field(init=False, default_factory=dict)
-    """What every line says of how it was made."""
+    """Field "settings" of every line."""
 
     def __post_init__(self) -> None:
         options.check_writable("--out", self.out)
@@ -82,8 +82,8 @@ class FileJob:
         self.earlier = read_answers(self.out, self.lines)
 
     def agree(self, settings: dict[str, Any]) -> int | None:
-        """Take the settings that `prepare` found. Returns the seed, of an earlier run where none was given. Raises
-        ValueError where an earlier run had other settings."""
+        """Store the settings from `prepare`. Returns the seed, by default that of the earlier run. Raises ValueError if
+        the earlier run had other settings."""
         self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(settings))}
         request = self.settings["request"]
         if request.get("temperature"):
@@ -104,7 +104,7 @@ class FileJob:
         return seed
 
     def answer(self, work: Work, batch: int | None, as_json: bool) -> NoReturn:
-        """Answer the other prompts, at most `batch` rows together (None: what fits), print a summary and exit."""
+        """Answer the remaining prompts, at most `batch` rows together (None: what fits), print a summary and exit."""
         self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
         finished = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
@@ -114,11 +114,11 @@ class FileJob:
         size = min(fitting, batch or fitting)
         if parts:
             shortest = min(parts, key=lambda part: len(part.rows[0])).slice_rows(0, 1)
-            request = Request(sampler=work.method, **work.request)  # what does not go together is an error now
+            request = Request(sampler=work.method, **work.request)  # incompatible arguments raise now
             with work.method.start(work.model, shortest, request).release_stores_on_exit():
                 pass
         if self.out.is_file():
-            write_lines(self.out, finished.values())  # nothing is written onto a line that was cut off
+            write_lines(self.out, finished.values())  # removes an incomplete last line
         code = 0
         restore_interrupt()
         with self.out.open("ab") as file, show.Bar() as bar:
@@ -129,13 +129,13 @@ class FileJob:
                         run.answer(lines)
             except KeyboardInterrupt:
                 code = EXIT_CODE
-        if self.out.is_file():  # a pipe keeps the answers as they came
+        if self.out.is_file():  # in a pipe, answers stay in the order of writing
             write_lines(self.out, sorted([*finished.values(), *run.entries], key=lambda entry: entry["line"]))
         failed = self._tell(run, len(finished), code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
-        """By line: its rows, numbered among those of all lines, so that a run that goes on draws as a whole one."""
+        """Encode the rows of each line. `copy_indices` count over all lines, so that a resumed run draws the same."""
         from paradec.core.prompts import Prompts
 
         rows: list[list[int]] = []
@@ -152,7 +152,7 @@ class FileJob:
         return {line.number: prompts.slice_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
 
     def _tell(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
-        """Print the summary. Returns how many prompts failed."""
+        """Print the summary. Returns the number of failed prompts."""
         report, failed = run.found, sum("error" in entry for entry in run.entries)
         answered, totals = len(run.entries) - failed, report.totals
         if as_json:
@@ -177,7 +177,7 @@ class FileJob:
 
 @dataclass
 class Run:
-    """Decodes lines, `size` rows together, and writes the answers to `file`. rows: by line number. total: of lines."""
+    """Decodes lines, `size` rows together, and writes answers to `file`. rows: by line number. total: lines in all."""
 
     work: Work
     rows: dict[int, Prompts]
@@ -190,7 +190,7 @@ class Run:
     found: show.Answers = field(init=False, default_factory=lambda: show.Answers(is_single=False))
 
     def answer(self, lines: list[Line]) -> None:
-        """Decode lines together, or each by itself where one raises. Ctrl-C raises KeyboardInterrupt at the end."""
+        """Decode lines together; if that raises, each separately. Ctrl-C raises KeyboardInterrupt after writing."""
         self._write([line.entry({"error": line.error}) for line in lines if line.error is not None])
         lines = [line for line in lines if line.error is None]
         try:
@@ -211,7 +211,7 @@ class Run:
         self.bar.among(len(self.entries), len(lines), self.total)
         constraint = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
         answers: dict[int, dict[str, Any]] = {}
-        first, interrupted = 0, False  # row of the batch
+        first, interrupted = 0, False  # first row of the batch
         for batch, output, interrupted in in_batches(
             lambda batch: self.work.run(batch, self.bar.update, **constraint), prompts, self.size
         ):
@@ -233,7 +233,7 @@ class Run:
             raise KeyboardInterrupt
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        """Append whole lines, at once."""
+        """Append complete lines in one write."""
         with hold_interrupt():
             entries = [entry | {"settings": self.settings} for entry in entries]
             self.file.write(b"".join(map(json_bytes, entries)))
@@ -254,8 +254,8 @@ def _joined(parts: Sequence[Prompts]) -> Prompts:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read the prompts of a file: one a line, in a file named .jsonl as JSON. Blank lines are skipped; a line that is
-    not a prompt has an error. Raises ValueError for a file without text or prompts."""
+    """Read a file of prompts, one per line; .jsonl files have JSON lines. Blank lines are skipped; a line that is not a
+    prompt gets an error. Raises ValueError for a file without text or prompts."""
     try:
         numbered_lines = number_lines(read_text(path))
     except ValueError as error:
@@ -292,8 +292,8 @@ def _line_of(number: int, text: str) -> Line:
 
 
 def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The whole lines of an earlier run, in the order of the file: a last one that was cut off is left out. Raises
-    ValueError for other lines, answers to other prompts, and lines that do not say their settings."""
+    """Read the complete lines of an earlier run, in the order of the file; an incomplete last line is left out. Raises
+    ValueError for other lines, answers to other prompts, and lines without settings."""
     prompts_of_file = {line.number: line.entry({}) for line in lines if line.error is None}
     prompts = {line.number: _question(prompts_of_file.get(line.number, {"prompt": line.prompt})) for line in lines}
     entries: list[dict[str, Any]] = []
@@ -306,7 +306,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
             number = entry["line"]
             differs = number not in prompts or _question(entry) != prompts[number]
         except (ValueError, KeyError, TypeError):
-            # a part of a line, after which there is no line end
+            # the last line may be incomplete
             if line_number == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
                 continue
             raise ValueError(f"--out {str(path)!r} holds no answers at line {line_number}; give another file") from None
@@ -324,7 +324,7 @@ def _question(entry: dict[str, Any]) -> bytes:
 
 
 def differences(stored: dict[str, Any], current: dict[str, Any], inside: str = "") -> list[str]:
-    """In which settings an earlier run differs from this one, but for the version: a clause for each."""
+    """List the settings, except the version, that differ between an earlier run and this one, as clauses."""
     lines = []
     for name in {**stored, **current}:
         stored_value, current_value = stored.get(name), current.get(name)
@@ -337,5 +337,5 @@ def differences(stored: dict[str, Any], current: dict[str, Any], inside: str = "
 
 
 def write_lines(path: Path, entries: Iterable[dict[str, Any]]) -> None:
-    """Write all entries or none."""
+    """Write a file with all entries, or leave it unchanged."""
     write_bytes(path, b"".join(map(json_bytes, entries)))

@@ -76,7 +76,7 @@ def generate(
 
 
 def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
-    """Return `blocks` and `block_length`, with the settings --block-add and --block-full of pipelined blocks."""
+    """Make the arguments `blocks` and `block_length`. add, full: --block-add and --block-full, for pipelined blocks."""
     settings: dict[str, Any] = {key: value for key, value in (("add", add), ("full", full)) if value is not None}
     if not settings:
         return blocks, length
@@ -84,7 +84,7 @@ def pipelined(blocks: str | None, length: int | None, add: float | None, full: f
         raise ValueError(f"--block-{next(iter(settings))} goes with --blocks pipelined --block-length N")
     from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 
-    # `full` has an effect only where fully active blocks must progress
+    # `full` has an effect only with forced="active"
     forced = "first" if full is None else "active"
     return PipelinedBlocks(length, forced=forced, **settings), None
 
@@ -125,8 +125,8 @@ def decode(
 def print_answers(
     work: Work, prompts: Prompts, size: int, *, live: bool, quiet: bool, trace: Path | None
 ) -> tuple[show.Answers, int]:
-    """Decode `size` rows at a time; print each batch unless `quiet`. Returns the answers and the exit code. An
-    interrupted batch gives its ended rows only, or all rows if it is the only batch."""
+    """Decode `size` rows at a time; print each batch unless `quiet`. Returns the answers and the exit code. Of an
+    interrupted batch only complete rows count, or all rows if it is the only batch."""
     from paradec.cli.watch import PACE, LiveView
 
     answers, bar, code = show.Answers(prompts.single, work.model.tokenizer), show.Bar(), 0

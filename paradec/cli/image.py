@@ -1,4 +1,4 @@
-"""`paradec image`: pictures of a model of `paradec.load`, or of a diffusers pipeline (`paradec.cli.pipeline`)."""
+"""`paradec image`: pictures from a model of `paradec.load`, or from a diffusers pipeline (`paradec.cli.pipeline`)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def image(
         if (model_type := image_type(model)) not in FAMILIES:
             kind = f"has model_type={model_type!r}, which makes no pictures"
             raise ValueError(f"--model {model!r} {kind}; those that do: {', '.join(FAMILIES)}")
-        # a tree cannot be without its drafter, which is loaded last: it may need the model
+        # the setting `tree` needs the drafter, which is loaded after the model
         late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
         method = picture_sampler(image_adapter(model_type), chosen, repr(model), **settings)
         check_drafter(method, drafter)
@@ -152,19 +152,19 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
 
 
 def summary(out: Path, output: ImageOutput) -> str:
-    """The cost of the pictures in one line."""
+    """Describe the cost of the pictures in one line."""
     picture_count = (
         f"{format_count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
     )
     end = f" in {out}" if output.images is not None else ", interrupted"
     drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
     drafts = f", {show.forwards(drafted, output.draft_nfe)} of the drafter" if drafted else ""
-    took = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {throughput_unit(len(output.row_nfe))}"
-    return f"{picture_count}{end}: {took}, {output.seconds:.2f} s"
+    cost = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {throughput_unit(len(output.row_nfe))}"
+    return f"{picture_count}{end}: {cost}, {output.seconds:.2f} s"
 
 
 def pipeline_index(source: str) -> dict[str, Any] | None:
-    """The `model_index.json` of a pipeline; None for models of `paradec.load`. Raises CheckpointError for others."""
+    """Read a pipeline's `model_index.json`; None for models of `paradec.load`. Raises CheckpointError for others."""
     from paradec.models.checkpoint import CheckpointError, read_json
     from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, packaged_image
 
@@ -179,7 +179,7 @@ def pipeline_index(source: str) -> dict[str, Any] | None:
 
 
 def image_type(source: str) -> Any:
-    """The `model_type` of a checkpoint: a folder, a file, a hub id or a packaged model's name."""
+    """Read the `model_type` of a checkpoint: a folder, a file, a hub id or a packaged model's name."""
     from paradec.models.checkpoint import read_json
     from paradec.models.images.loading import PACKAGED, file_type, packaged_image
 
@@ -188,7 +188,7 @@ def image_type(source: str) -> Any:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """A model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. Raises ValueError for others."""
+    """Load a model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. Raises ValueError."""
     from paradec.models.images.loading import FAMILIES, image_adapter
     from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load

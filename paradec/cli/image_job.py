@@ -1,4 +1,4 @@
-"""The files and the conditions of `paradec image`, and the sheets that it writes."""
+"""`ImageJob`: checked files and conditions of `paradec image`, and the sheets that it writes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from paradec.core.checks import check_text
 
 MAX_IMAGES = 100_000
 SHEETS = (".png", ".jpg", ".jpeg", ".webp")
-RECORDS = (".html", ".htm", ".gif", ".json")  # of `--trace`
-TRACE_SIDE = 160  # about, in pixels
+RECORDS = (".html", ".htm", ".gif", ".json")  # files of `--trace` with all steps
+TRACE_SIDE = 160  # longer side of a picture of steps, about, in pixels
 SMALL, SEEN = 128, 256  # longer sides below `SMALL` pixels are enlarged to at most `SEEN`
 
 
 @dataclass
 class ImageJob:
-    """The files and the conditions of one command: checked when made, before a model is loaded."""
+    """Files and conditions of one command, which the constructor checks before a model is loaded."""
 
     out: Path
     trace: Path | None
     columns: int | None
     enlarge: int | None
-    """None enlarges pictures that are too small to be seen."""
+    """Factor of each side; None: `seen_size`."""
     prompts: list[str] | None
     classes: str | None
     conditions: dict[str, Any] = field(init=False)
@@ -46,7 +46,7 @@ class ImageJob:
 
     @property
     def sheet_of_steps(self) -> bool:
-        """Whether `--trace` is a picture of which step made what, and no record of the run."""
+        """Whether `--trace` names a picture file, for the step of each token, and not a record of the run."""
         return self.trace is not None and self.trace.suffix.lower() in SHEETS
 
     def write(self, images: Sequence[Any] | None, steps: Any = None, record: Any = None) -> None:
@@ -64,7 +64,7 @@ class ImageJob:
 
 
 def read_classes(text: str) -> list[int]:
-    """ "3,5-7" -> [3, 5, 6, 7]. Raises ValueError for other texts."""
+    """Read class numbers: "3,5-7" gives [3, 5, 6, 7]. Raises ValueError for other texts."""
     classes: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -78,6 +78,6 @@ def read_classes(text: str) -> list[int]:
 
 
 def seen_size(size: tuple[int, int]) -> int:
-    """How much a picture of `size` pixels is enlarged, so that it can be seen: 9 times for 28 x 28."""
+    """Factor by which a picture of `size` pixels is enlarged to be seen well: 9 for 28 x 28."""
     longest = max(size)
     return max(1, SEEN // longest) if longest < SMALL else 1

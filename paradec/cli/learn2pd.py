@@ -1,4 +1,4 @@
-"""`paradec learn2pd train`: a filter for the sampler learn2pd (`paradec.tools.training.learn2pd`)."""
+"""`paradec learn2pd train`: train a filter for the sampler learn2pd (`paradec.tools.training.learn2pd`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(
     records: Annotated[Path | None, RECORDS] = None,
     **shared: Any,
 ) -> None:
-    """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to what was final."""
+    """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to tokens that stayed."""
     options.check_writable("--out", out)
     options.check_writable("--records", records)
 
@@ -45,7 +45,7 @@ def train(
     from paradec.samplers.masked.rules.learn2pd_filter import save_filter
     from paradec.tools.training import learn2pd as training
 
-    # Everything is checked before the model is loaded, and before the hours of collecting.
+    # All arguments are checked before the model is loaded and hours of collecting begin.
     fitting: dict[str, Any] = {"kind": kind, "epochs": epochs, "lr": lr, "threshold": threshold, "seed": seed}
     fitting["false_accept_weight"] = false_accept_weight
     training.check_settings(**fitting)
@@ -74,7 +74,7 @@ def train(
         raise typer.Exit(EXIT_CODE) from None
     try:
         save_filter(out, facts, network)
-    except SafetensorError as error:  # of the file system; it is no OSError
+    except SafetensorError as error:  # an error of the file system, but not an OSError
         raise OSError(f"cannot write --out {str(out)!r}: {error}") from error
     held_out = facts.held_out
     typer.echo(

@@ -1,4 +1,4 @@
-"""`paradec samplers`, `paradec caches` and `paradec tasks`: list these, and which caches work with which samplers."""
+"""`paradec samplers`, `paradec caches` and `paradec tasks`: list them, and which caches work with which samplers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
 
 
 def tasks(as_json: options.AsList = False) -> None:
-    """List what the packaged text model can do: its prompts, the words it knows, how long lists may be."""
+    """List what the packaged text model can do: its prompts, its words, and the allowed lengths of lists."""
     if as_json:
         entries = [
             {
@@ -135,7 +135,7 @@ def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
 
 
 def _of_model(pair: dict[str, str], facts: Facts) -> str:
-    """Select one model's verdict from text such as "exact" or "exact (same), refused (shifted)"."""
+    """Select a model's verdict from a text such as "exact" or "exact (same), refused (shifted)"."""
     for part in pair[facts.topology].split(", "):
         status, _, detail = part.partition(" (")
         if not detail or detail == f"{facts.prediction})":

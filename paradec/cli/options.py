@@ -1,4 +1,4 @@
-"""Options that several commands have, declared once, and what becomes of the texts that are given for them."""
+"""Options that several commands share, and conversion of their texts to values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Seed = Annotated[int, typer.Option(min=0, max=LARGEST_INT64, help="Seed of the r
 
 
 def existing_file(help: str, *names: str, metavar: str = "FILE") -> Any:
-    """Declare an option of a file that must be there."""
+    """Declare an option for an existing file."""
     return typer.Option(*names, metavar=metavar, exists=True, dir_okay=False, readable=True, help=help)
 
 
@@ -69,7 +69,7 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     "format_": (str | None, typer.Option("--format", help="Print the table as markdown, latex or csv."), None),
     "as_json": (bool, typer.Option("--json", help="Print one JSON object."), False),
 }
-"""Parameters of commands: type, declaration, default; fields of a request are added."""
+"""Parameters of commands: type, declaration, default. Fields of `paradec.Request` are added below."""
 for _name, _field in FIELDS.items():
     if (_option := _field.metadata)["option"] is not None:
         _names = ["--" + _name.replace("_", "-"), _option["short"]] if "short" in _option else []
@@ -87,7 +87,7 @@ SECTIONS = {
     "Form": "choice regex json_schema after thinking_budget",
     "Input and output": "in_ lines out batch resume trace live as_json format_ plot tasks limit logprobs",
 }
-"""What options are for, by their names in Python: sections of a command's help."""
+"""Sections of a command's help: names of parameters."""
 SHELL_WORDS = {
     " <file>": "",
     " <path>": "",
@@ -101,7 +101,7 @@ SHELL_WORDS = {
 
 
 def in_shell_words(text: str) -> str:
-    """An option's names with the kind of its value in words of the shell."""
+    """Replace Python types in an option's help by words that shell users know."""
     for python, shell in SHELL_WORDS.items():
         text = text.replace(python, shell)
     return re.sub(rf"(\d+)<=x<=(?:{LARGEST_INT}|{LARGEST_INT64})", r"x>=\1", text)
@@ -111,7 +111,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
-    """A decorator that gives a command the options `names` of `SHARED` by `**keywords`, before its own in `--help`."""
+    """Add the options `names` of `SHARED` to a command, which gets them as `**keywords`. defaults: other defaults."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -130,19 +130,19 @@ def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def load(shared: dict[str, Any]) -> Any:
-    """The model of `--model`, `--dtype`, `--quantization` and `--device`, which are taken out of `shared`."""
+    """Load the model of `--model`, `--dtype`, `--quantization` and `--device`, and remove these from `shared`."""
     show.quiet_loading()
     settings = {name: shared.pop(name, None) for name in ("dtype", "quantization", "device")}
     return paradec.load(shared.pop("model"), **settings)
 
 
 def num_processes() -> int:
-    """The number of processes that torchrun has started for this command; 1 without it."""
+    """Number of processes that torchrun started for this command; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() else 1
 
 
 def read_text(argument: str) -> str:
-    """The argument, or for "-" the text of standard input, without its last line's end."""
+    """Return the argument, or for "-" the text of standard input without final line ends."""
     if argument != "-":
         return argument
     if num_processes() > 1:
@@ -156,10 +156,10 @@ def read_text(argument: str) -> str:
 
 
 def check_writable(option: str, file: Path | None) -> None:
-    """Raise ValueError unless the file can be written, where one is given."""
+    """Raise ValueError for a file that cannot be written; None is accepted."""
     if file is None:
         return
-    check_text(option, str(file))  # it is printed as well
+    check_text(option, str(file))  # the name is printed, too
     if file.is_dir() or not file.parent.is_dir():
         raise ValueError(f"cannot write {option} {str(file)!r}: not a file in an existing folder")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -177,8 +177,8 @@ def sampler_names(given: list[str] | None) -> list[str] | None:
 
 
 def import_classes(option: str, text: str, kind: str) -> str:
-    """Register the classes that FILE.py:CLASS names in a text; returns the text with their names. kind: "sampler" or
-    "cache". Raises ValueError for other files and classes, and names that are taken."""
+    """Register the classes of "FILE.py:CLASS" terms in a text, and return the text with their names instead. kind:
+    "sampler" or "cache". Raises ValueError for other files and classes, and names that are taken."""
     from paradec.caches.base import Cache
     from paradec.core.protocol import Sampler
 
@@ -197,8 +197,8 @@ def import_classes(option: str, text: str, kind: str) -> str:
 
 
 def from_file(option: str, text: str) -> Any:
-    """The function or class that FILE.py:NAME, or MODULE:NAME, names; modules of the working directory are found.
-    Raises ValueError for another form, and for a file that is missing, fails or has no such name."""
+    """Import the function or class FILE.py:NAME or MODULE:NAME; modules may be in the working directory. Raises
+    ValueError for a text of another form, and for a file that is missing, raises, or has no such name."""
     file_name, _, name = text.rpartition(":")
     if not name.isidentifier() or not file_name:
         raise ValueError(f"{option} {text!r} must be FILE.py:NAME or MODULE:NAME")
@@ -234,7 +234,7 @@ def _import_file(path: str) -> Any:
 
 
 def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:
-    """Read `name=value` pairs. Raises ValueError for other pairs, and for a name that is given twice."""
+    """Read `name=value` pairs. Raises ValueError for other texts, and for a repeated name."""
     values: dict[str, Any] = {}
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
@@ -248,17 +248,17 @@ def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, An
 
 
 def _value(text: str) -> Any:
-    """A JSON or Python literal (0.9, true, None, [1, 2]), otherwise the text itself."""
+    """Parse a JSON or Python literal (0.9, true, None, [1, 2]); other texts are returned unchanged."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: brackets without end
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: deeply nested brackets
             continue
     return text
 
 
 def attention_of(name: str | None, pairs: list[str] | None) -> Any:
-    """The argument `attention`. Raises ValueError for an unknown name, and for settings that are wrong."""
+    """Make the argument `attention`. Raises ValueError for an unknown name or wrong settings."""
     values = settings(pairs, "--attention-set")
     if name is not None:
         check_choice("attention", name, ["dense", *paradec.attention.names()])
@@ -270,14 +270,14 @@ def attention_of(name: str | None, pairs: list[str] | None) -> Any:
 
 
 def given(context: typer.Context) -> set[str]:
-    """The parameters of a command that are on its command line, by their names in Python."""
-    # by name: typer has click's class, or its own copy of it
+    """Names of the parameters that are on the command line."""
+    # compare names, since typer's class is either click's or its own copy
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def constraint(shared: dict[str, Any]) -> dict[str, Any]:
-    """The argument `constraint` of --choice, --regex or --json-schema, if given; they are taken out of `shared`."""
+    """Make the argument `constraint` from --choice, --regex or --json-schema, if given; removes them from `shared`."""
     choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
     marker = {name: shared.pop(name) for name in ("after", "thinking_budget")}
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}

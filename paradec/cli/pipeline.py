@@ -15,7 +15,7 @@ import torch
 import typer
 
 import paradec
-import paradec.schedulers  # noqa: F401 - a saved pipeline may hold one of them
+import paradec.schedulers  # noqa: F401 - a saved pipeline may have one of them
 from paradec import samplers
 from paradec.cli.image_job import ImageJob
 from paradec.core.checks import check_choice, format_count
@@ -26,13 +26,13 @@ from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.methods import METHODS, sampler_from
 
 AMUSED = ("maskgit", "halton", "lpd", "recap")
-"""Samplers of pipelines of codes, as schedulers; the first is the default."""
+"""Samplers of Amused pipelines, which generate codes; the first is the default."""
 DTYPES = ("float32", "bfloat16", "float16")
 CALL_FIELDS = ("transformer", "step", "branch", "kind", "evaluated", "forecast", "bytes", "seconds")
 
 
 def pipeline_class(index: dict[str, Any]) -> Any:
-    """The class that a model_index.json names. Raises CheckpointError where diffusers does not have it."""
+    """Find the class that a model_index.json names. Raises CheckpointError if diffusers does not have it."""
     name = index.get("_class_name")
     cls = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
     if not isinstance(cls, type) or not issubclass(cls, diffusers.DiffusionPipeline):
@@ -41,7 +41,7 @@ def pipeline_class(index: dict[str, Any]) -> Any:
 
 
 def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, bars: bool = False) -> Any:
-    """Load a pipeline. bars: whether it shows progress. Raises CheckpointError where it cannot be loaded."""
+    """Load a pipeline. bars: whether it shows progress. Raises CheckpointError if it cannot be loaded."""
     diffusers.utils.logging.set_verbosity_error()
     if not bars:
         diffusers.utils.logging.disable_progress_bar()
@@ -57,8 +57,8 @@ def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, 
 
 @dataclass
 class PipelineJob:
-    """One command, checked when made, before weights are read. index: from `pipeline_index`. compare: whether to run
-    without the sampler as well. request: further options."""
+    """One run of the command, checked when made, before weights are read. index: from `pipeline_index`. compare: also
+    run without the sampler. request: further options."""
 
     job: ImageJob
     index: dict[str, Any]
@@ -114,7 +114,7 @@ class PipelineJob:
         rows = len(next(iter(call.values())))
 
         def paint() -> tuple[list[Any], float]:
-            # one generator for each picture: it depends on its own number alone
+            # one generator per picture, so that a picture depends only on its own seed
             draw = [torch.Generator().manual_seed(base + row) for row in range(rows)]
             start = time.perf_counter()
             images = pipe(**call, generator=draw).images
@@ -130,7 +130,7 @@ class PipelineJob:
         with nullcontext() if session is None or self.codes else session:
             images, seconds = paint()
             report: Any = None if session is None else session.report()
-        if self.codes:  # [B, h, w]: the step at which each code became final
+        if self.codes:  # [B, h, w]: the step that made each code final
             mask = pipe.scheduler.config.mask_token_id
             steps = torch.stack([codes == mask for codes in latents]).sum(0).numpy()
         self.job.columns = rows if plain and self.job.columns is None else self.job.columns
@@ -162,7 +162,7 @@ class PipelineJob:
         typer.echo(json.dumps(found))
 
     def _call(self, pipe: Any) -> dict[str, Any]:
-        """The pipeline's arguments, its condition first, a row for every picture."""
+        """Build the pipeline's arguments: the condition first, one row per picture."""
         (values,) = self.job.conditions.values()
         rows = [entry for entry in values for _ in range(self.request["num_images"])]
         if "class_labels" in self.job.conditions:
@@ -177,7 +177,7 @@ class PipelineJob:
         return call | {name: value for name, value in options.items() if value is not None}
 
     def _set_scheduler(self, pipe: Any) -> Any:
-        """Make the sampler the scheduler of a pipeline of codes; for ReCAP also hooks, whose session is returned."""
+        """Make the sampler the scheduler of a pipeline of codes. Returns the session of ReCAP's hooks, else None."""
         temperature = self.request["temperature"]
         own: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         if self.method.name == "recap":

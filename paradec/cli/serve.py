@@ -1,4 +1,4 @@
-"""`paradec serve`: a model at OpenAI's endpoints."""
+"""`paradec serve`: serve a model at OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def serve(
 
 
 def check_served(model: Any, max_memory: int | str | None, **request: Any) -> None:
-    """Raise the ValueError or TypeError with which prompts would end that say nothing themselves, if there is one."""
+    """Decode a short prompt with the server's arguments, and raise its ValueError or TypeError, if any."""
     from paradec.batching.batch import Batch
 
     with Batch(model, batch_size=1, max_memory=max_memory, **request) as batch:

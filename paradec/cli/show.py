@@ -1,6 +1,6 @@
-"""What the commands print: answers and their cost, what is waited for, progress.
+"""Output of the commands: answers and their cost on standard output, progress and warnings on standard error.
 
-Standard output is for results, standard error for progress and warnings. rich is imported when something is drawn.
+rich is imported at its first use.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 
 def on_terminal(stream: Any) -> bool:
-    """Whether lines can be drawn again there; TERM=dumb cannot."""
+    """Whether a stream is a terminal that can redraw lines; TERM=dumb cannot."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def quiet_loading() -> None:
-    """Keep the libraries' own progress bars and advice out of logs and pipes; a terminal still shows downloads."""
+    """Silence the libraries' advice, and their progress bars except on a terminal."""
     from huggingface_hub.utils import disable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    hub_logging.set_verbosity_error()  # a hub out of reach would be reported at each of its retries
+    hub_logging.set_verbosity_error()  # an unreachable hub would be reported at every retry
     logging.set_verbosity_error()
-    if not on_terminal(sys.stderr):  # large checkpoints take minutes to read, and there the bar says how far it is
+    if not on_terminal(sys.stderr):
         logging.disable_progress_bar()
         disable_progress_bars()
 
 
 @contextmanager
 def waiting(label: str) -> Iterator[None]:
-    """Say on a terminal what is waited for, at once and until it is there: libraries take seconds to import."""
+    """Show `label` on a terminal until the block ends."""
     if on_terminal(sys.stderr):
         print(f"{label} ...", end="", file=sys.stderr, flush=True)
     try:
@@ -53,13 +53,13 @@ def waiting(label: str) -> Iterator[None]:
 
 
 def clear_line() -> None:
-    """Take the line of `waiting` off a terminal."""
+    """Remove the line of `waiting` from a terminal."""
     if on_terminal(sys.stderr):
         print("\r\033[2K", end="", file=sys.stderr, flush=True)
 
 
 def forwards(nfe: int, row_nfe: Sequence[int]) -> str:
-    """ "3 forwards", and of several rows their sum: "4 forwards (9 row calls)"."""
+    """Format forwards: "3 forwards", and for several rows also their sum: "4 forwards (9 row calls)"."""
     calls = f" ({format_count(sum(row_nfe), 'row call')})" if len(row_nfe) > 1 else ""
     return format_count(nfe, "forward") + calls
 
@@ -69,8 +69,9 @@ TOTALS = ("nfe", "row_forwards", "forwarded_tokens", "seconds")
 
 
 class Answers:
-    """The answers of one command so far (`rows`: lists of values per answer), and their cost (`totals` of the batches).
-    single: whether one answer was asked for; then there are no lists in the report. tokenizer: for `logprobs`."""
+    """Answers of one command so far (`rows`: a list per field), and their cost (`totals`: sums over batches).
+
+    is_single: whether one answer was requested; then the report has no lists. tokenizer: for `logprobs`."""
 
     def __init__(self, is_single: bool, tokenizer: Any = None):
         self.single, self.tokenizer = is_single, tokenizer
@@ -84,9 +85,9 @@ class Answers:
         return len(self.rows["tokens"])
 
     def add(self, output: Output, rows: Sequence[int]) -> None:
-        """Add a batch's answers, of which `rows` are kept; its cost counts for all of them."""
+        """Add the answers in `rows` of a batch, and the cost of the whole batch."""
         new = output.new_tokens.tolist()
-        # without the padding after the end token
+        # without padding after the end token
         new_tokens = [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in range(len(new))]
         fields: dict[str, Any] = {name: getattr(output, name) for name in PER_ROW} | {"new_tokens": new_tokens}
         for name in ("text", "fills", "reasoning"):
@@ -104,7 +105,7 @@ class Answers:
             self.attention = _add_attention(self.attention, output.attention, rows)
 
     def _logprobs(self, output: Output, row: int) -> list[dict[str, Any]]:
-        """Token, log-probability and likeliest tokens of each position that a row filled."""
+        """List token, log-probability and likeliest tokens of each filled position of a row."""
         logprobs, entries = output.logprobs, []
         assert logprobs is not None
         for column in output.filled[row].nonzero().flatten().tolist():
@@ -121,11 +122,11 @@ class Answers:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens per forward of a row."""
+        """Tokens divided by the rows' forwards."""
         return sum(self.rows["tokens"]) / max(1, sum(self.rows["row_nfe"]))
 
     def summary(self, wanted: int, interrupted: bool) -> str:
-        """The cost in one line; `wanted`: how many answers were asked for."""
+        """Describe the cost in one line. wanted: number of requested answers."""
         rows, missing = self.rows, f" after {len(self)} of {wanted} answers" if wanted > 1 else ""
         end = f", interrupted{missing}" if interrupted else ""
         drafts = f", {forwards(self.drafter_forwards, rows['draft_nfe'])} of the drafter" if rows["draft_nfe"] else ""
@@ -137,7 +138,7 @@ class Answers:
         )
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
-        """The same as data."""
+        """Convert answers and cost to JSON data."""
         found = {name: values[0] if self.single else values for name, values in self.rows.items() if values}
         found.pop("new_tokens" if "fills" in found else "fills", None)
         found |= self.totals | {"tokens_per_forward": self.tokens_per_forward, "sampler": sampler.to_dict()}
@@ -146,7 +147,7 @@ class Answers:
 
 
 def _add_attention(total: AttentionCost | None, attention: AttentionCost, rows: Sequence[int]) -> AttentionCost:
-    """The costs of two batches, of the second those of `rows`; bytes are held one batch after the other."""
+    """Add the cost of a batch, for its `rows`, to `total`. Of bytes the maximum counts, since batches run in turn."""
     changes: dict[str, Any] = {}
     for entry in dataclasses.fields(attention):
         value = getattr(attention, entry.name)
@@ -157,7 +158,7 @@ def _add_attention(total: AttentionCost | None, attention: AttentionCost, rows: 
 
 
 def with_bar(run: Callable[[Bar], Any]) -> tuple[Any, int]:
-    """Run with a progress bar. Returns the output, after Ctrl-C that of the finished part, and the exit code."""
+    """Run with a progress bar. Returns the output (after Ctrl-C, of the finished part) and the exit code."""
     restore_interrupt()
     try:
         with Bar() as bar:
@@ -167,7 +168,7 @@ def with_bar(run: Callable[[Bar], Any]) -> tuple[Any, int]:
 
 
 class Bar:
-    """A progress bar on standard error, on a terminal only, that appears once the work has lasted a second."""
+    """A progress bar on standard error, if that is a terminal. It appears after one second."""
 
     delay = 1.0
     interval = 0.1  # the progress of a state may have to come from a GPU
@@ -187,18 +188,18 @@ class Bar:
         self.stop()
 
     def stop(self) -> None:
-        """Take it off the terminal, until the next update that is a while away."""
+        """Remove the bar from the terminal; an update after `delay` draws it again."""
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
             self.due = time.monotonic() + self.delay
 
     def among(self, first: int, rows: int, total: int) -> None:
-        """From now on `rows` of `total` answers are decoded, with `first` before them."""
+        """Set the progress of the next batch: `rows` of `total` answers, after the `first` ones."""
         self.first, self.rows, self.total = first, rows, total
 
     def update(self, state: State, commit: Commit) -> None:
-        """Called by `paradec.generate` after every commit."""
+        """Show a state's progress. Called by `paradec.generate` after every commit."""
         if self._is_due():
             decided, positions = state.progress
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
@@ -225,7 +226,7 @@ class Bar:
             from rich.console import Console
             from rich.progress import Progress
 
-            # some configurations take ten times as long as others: judge the time left by a long past
+            # some configurations take ten times as long as others: estimate the remaining time over 5 minutes
             console = Console(stderr=True)
             self.progress = Progress(console=console, transient=True, speed_estimate_period=300, redirect_stdout=False)
             self.task = self.progress.add_task(label, total=1.0)

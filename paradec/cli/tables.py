@@ -1,5 +1,4 @@
-"""Tables of the commands: on a terminal drawn by rich, elsewhere tab-separated lines with everything; and as text for a
-paper, a page or a spreadsheet."""
+"""Tables of the commands: on a terminal drawn by rich, else tab-separated lines; or as markdown, LaTeX or CSV."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from typing import Any
 import typer
 
 FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
-"""How an entry of a docstring's `Args:` begins: one name, or several that are explained together."""
-LONGEST_NAME = 24  # letters of a table's first column that stay in one line
-MAX_WIDTH = 10_000  # columns of a terminal on which a table is measured
+"""First line of an entry in a docstring's `Args:`: one or several names, and their description."""
+LONGEST_NAME = 24  # minimum width of a table's first column, if it has names of this length
+MAX_WIDTH = 10_000  # assumed width of the terminal when a table's minimum width is measured
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
-    """Print a table, on a terminal cell by cell where words have no room. heads: whether to name columns."""
+    """Print a table. On a terminal too narrow for its words, print one cell per line. heads: print column names."""
     if not sys.stdout.isatty():
         for row in (columns, *rows) if heads else rows:
             typer.echo("\t".join(row))
@@ -48,7 +47,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = T
 
 
 def echo(text: str) -> None:
-    """Print a text, on a terminal in lines that fit."""
+    """Print a text; on a terminal, wrap its lines."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return
@@ -58,7 +57,7 @@ def echo(text: str) -> None:
 
 
 def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """A registry as data. A class of another package that cannot be imported has the error as its summary."""
+    """Convert a registry to data. For a class of another package that cannot be imported, the summary is the error."""
     from paradec.core.registry import to_data
 
     rows = []
@@ -77,7 +76,7 @@ def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> li
 
 
 def listing(found: list[dict[str, Any]], hint: str) -> None:
-    """Print entries: on a terminal name and summary, and a hint; lines with everything elsewhere."""
+    """Print entries: on a terminal names, summaries and a hint, elsewhere lines with all fields."""
     if not sys.stdout.isatty():
         rows = []
         for entry in found:
@@ -91,7 +90,7 @@ def listing(found: list[dict[str, Any]], hint: str) -> None:
 
 
 def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) -> None:
-    """Print all about one sampler or cache (`kind`): effect, paper, settings with their defaults, presets, and more."""
+    """Print all facts of one sampler or cache (`kind`): effect, paper, settings with defaults, presets, `extra`."""
     from paradec.core.registry import to_data
 
     about, explained = explanations(cls)
@@ -120,7 +119,7 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) 
 
 
 def explanations(cls: type) -> tuple[str, dict[str, str]]:
-    """A class's docstring: its text around `Args:`, and its arguments' descriptions (bases' where it has none)."""
+    """Split a class's docstring into its text around `Args:` and descriptions of settings, also from its bases."""
     about: list[str] = []
     explained: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -157,7 +156,7 @@ LATEX = str.maketrans({sign: f"\\{sign}" for sign in "&%$#_{}"} | {
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as GitHub, GitLab and pandoc read it; numbers are on the right."""
+    """Format a table in markdown; columns from the third on are numbers, aligned right."""
 
     def line(cells: Sequence[str]) -> str:
         escaped = (cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ") for cell in cells)
@@ -168,7 +167,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A `tabular` with the rules of the package booktabs."""
+    """Format a LaTeX `tabular` with the rules of the package booktabs."""
 
     def line(cells: Sequence[str]) -> str:
         return " & ".join(cell.translate(LATEX) for cell in cells) + r" \\"
@@ -179,7 +178,7 @@ def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def comma_separated(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of RFC 4180, which end at a line feed."""
+    """Format a table as CSV (RFC 4180), with line feeds as line ends."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *rows])
     return text.getvalue().rstrip("\n")

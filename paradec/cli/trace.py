@@ -1,4 +1,4 @@
-"""`paradec trace`: runs that `--trace FILE.json` wrote, as a page, an animation or a plot; several of them in step."""
+"""`paradec trace`: draw runs that `--trace FILE.json` wrote, as a page, an animation or a plot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trace(
         out.write_text(page(traces, called, title), encoding="utf-8")
     elif out is not None:
         save(traces, out, called)
-    runs = [{"name": each, **cost(run)} for each, run in zip(called, traces, strict=True)]
+    runs = [{"name": run_name, **cost(run)} for run_name, run in zip(called, traces, strict=True)]
     if as_json:
         typer.echo(json.dumps({"out": None if out is None else str(out), "runs": runs}))
         return
@@ -53,7 +53,7 @@ def trace(
 
 
 def cost(trace: Any) -> dict[str, Any]:
-    """The cost of a run."""
+    """Count the steps, forwards and tokens of a run."""
     last = {(row, position): token for step in trace.steps for row, position, token, _ in step.commits}
     return {
         "sampler": str(trace.settings.get("sampler", "unknown")),

@@ -1,4 +1,4 @@
-"""`paradec tune`: settings for a model and its prompts (`paradec.tools.tuning`), or solver steps for a pipeline."""
+"""`paradec tune`: find settings for a model and prompts (`paradec.tools.tuning`), or solver steps for a pipeline."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tune(
     from paradec.tools.tuning.scoring import Scorer
     from paradec.tools.tuning.study import check_installed
 
-    # Everything is checked before the model is loaded, which may take minutes.
+    # All arguments are checked before the model is loaded, which may take minutes.
     check_installed()
     check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
     check_temperature("temperature", shared["temperature"])
@@ -137,7 +137,7 @@ def search_steps(
     options = {} if steps is None else {"num_inference_steps": steps}
 
     def run(seed: int) -> Any:
-        """One run of a seed: the next class or prompt, and noise of its own."""
+        """Run the pipeline once. The seed selects the class or prompt, and the noise."""
         draw = torch.Generator().manual_seed(seed)
         if texts:
             return pipe(prompt=texts[seed % len(texts)], generator=draw, **options)

@@ -1,4 +1,4 @@
-"""`--live`: tokens being filled in, on a terminal."""
+"""`--live`: show tokens on a terminal while they are decoded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from paradec.core.protocol import TextState
 
 UNDECIDED = "\N{LIGHT SHADE}"
-"""Shown for one token that is not final yet."""
+"""Sign for a token that is not final yet."""
 END = "\N{BLACK SQUARE}"
-"""Shown for an end token, or the padding after one."""
+"""Sign for an end token, or the padding after one."""
 STYLES = {
     "given": "dim",
     "final": "",
@@ -29,18 +29,18 @@ STYLES = {
     "taken": "bold red",
     "end": "dim blue",
 }
-SHOWN = {"undecided": UNDECIDED, "ahead": UNDECIDED, "taken": UNDECIDED, "end": END}
-"""What is shown for one token of a kind that is not shown as text."""
-LONG_RUN = 8  # more end tokens, or tokens of blocks that are not open yet, are shown as a number
-PACE = 0.12  # seconds that a step stays to be seen, where the model is faster
-MAX_PACED = 6.0  # seconds that watching delays a request at most
+SIGNS = {"undecided": UNDECIDED, "ahead": UNDECIDED, "taken": UNDECIDED, "end": END}
+"""Signs for kinds of tokens that are not drawn as text. "ahead": after the open block; "taken": masked again."""
+LONG_RUN = 8  # longer runs of "end" or "ahead" are drawn as a number
+PACE = 0.12  # minimum seconds that a step stays on the screen
+MAX_PACED = 6.0  # maximum seconds by which `PACE` delays a request
 
 
 class LiveView:
-    """Draws every row of a request after its commits, and clears itself away at the end.
+    """Draws every row of a request after its commits, and clears the drawing at the end.
 
-    tokenizer: None shows ids. console: by default standard output. interval: the least seconds between drawings.
-    pace: seconds that each step stays, of faster models; `slept` counts the seconds of a request that it took."""
+    tokenizer: None shows ids. console: by default standard output. interval: minimum seconds between drawings.
+    pace: seconds that each step stays on the screen; `slept` is the delay of a request so far, in seconds."""
 
     def __init__(self, tokenizer: Any, console: Console | None = None, interval: float = 0.05, pace: float = 0.0):
         from rich.console import Console
@@ -62,7 +62,7 @@ class LiveView:
         self.screen.stop()
 
     def update(self, state: TextState, commit: Any) -> None:
-        """Called by `paradec.generate` after every commit."""
+        """Draw the state. Called by `paradec.generate` after every commit."""
         start = time.monotonic()
         if start < self.due and not state.done:
             return
@@ -74,7 +74,7 @@ class LiveView:
             self.slept += time.monotonic() - start
 
     def draw(self, state: TextState) -> RenderableType:
-        """The rows as they are, below their cost. What became final since the last drawing is highlighted."""
+        """Draw the cost and the rows. Tokens that became final since the last drawing are highlighted."""
         from rich.console import Group
         from rich.text import Text
 
@@ -90,13 +90,13 @@ class LiveView:
             legend.append("  ").append("draft", STYLES["draft"])
         elif getattr(state, "revises", False):
             legend.append("  ").append(UNDECIDED, STYLES["taken"]).append(" taken back", "dim")
-        # of a long text the end, where the open block is
+        # a long text is cut at the beginning: the open block is at its end
         room = max(3, self.console.height - 3)
         lines = [line for text in texts for line in text.wrap(self.console, self.console.width)][-room:]
         return Group(Text(status, style="dim", no_wrap=True, overflow="crop"), *lines, legend)
 
     def _rows(self, state: TextState) -> tuple[list[Text], int, int]:
-        """Each row as styled text; how many tokens are final (of end tokens one a row), and how many there are."""
+        """Return the rows as styled text, and the numbers of final and of all tokens. End tokens count once per row."""
         from rich.text import Text
 
         ids, is_given, undecided = state.canvas.tolist(), state.given.tolist(), state.undecided.tolist()
@@ -109,7 +109,7 @@ class LiveView:
         ends = {*state.facts.eos_token_ids, state.facts.pad_token_id}
         texts, decided, num_open = [], 0, 0
         for row in range(state.batch):
-            # a prompt is left out, unless there are holes in it
+            # a prompt is drawn only if it has holes
             holes = state.answer_start[row] > state.prompt_length[row]
             start, end = 0 if holes else int(state.prompt_length[row]), int(state.end[row])
 
@@ -133,7 +133,7 @@ class LiveView:
 
 
 def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
-    """Tokens as styled text. `kinds` names one of `STYLES` for each."""
+    """Convert tokens to styled text. kinds: a key of `STYLES` for each token."""
     from rich.text import Text
 
     def decoded(tokens: Sequence[int]) -> str:
@@ -142,15 +142,15 @@ def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
     text = Text()
-    text_ids: list[int] = []  # the last token that is text: it says whether a space comes before the next one
+    text_ids: list[int] = []  # the last token drawn as text: decoding the next one after it gives its leading space
     for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
         columns = list(group)
-        if kind in SHOWN:
+        if kind in SIGNS:
             count = len(columns)
             short = kind in ("end", "ahead") and count > LONG_RUN
             if (kind == "end" or short) and text.plain and not text.plain.endswith((" ", "\n")):
                 text.append(" ")
-            text.append(f"{SHOWN[kind]}\N{MULTIPLICATION SIGN}{count}" if short else SHOWN[kind] * count, STYLES[kind])
+            text.append(f"{SIGNS[kind]}\N{MULTIPLICATION SIGN}{count}" if short else SIGNS[kind] * count, STYLES[kind])
             continue
         run = decoded([*text_ids, *(ids[i] for i in columns)])[len(decoded(text_ids)) :]
         text.append(run, STYLES[kind])

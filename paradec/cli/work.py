@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 256
-"""Rows decoded together at most: results are printed batch by batch, and larger ones gain little."""
+"""Maximum number of rows decoded together: results are printed batch by batch, and larger batches gain little."""
 CPU_BYTES = 2**30
-"""What a batch may take on the CPU, where memory that is free is not known to be ours."""
+"""Limit of a batch's memory on the CPU, where other programs may need the free memory."""
 LOGIT_BYTES = 24
-"""Bytes that one logit takes, about: float32, and what is computed from it in float64."""
+"""Approximate bytes per logit: float32, and float64 values computed from it."""
 ACTIVATIONS = 24
-"""Numbers of the hidden size that a position takes at once, about."""
+"""Approximate number of hidden vectors per position that exist at the same time."""
 
 
 def one_prompt(words: list[str] | None, command: str) -> str:
-    """The prompt of a command line. Raises ValueError unless it is one argument."""
+    """Return the prompt of a command line. Raises ValueError unless it is one argument."""
     if not words:
         raise ValueError(f"Missing argument 'PROMPT': paradec {command} \"...\", or - for standard input")
     if len(words) > 1:
@@ -44,7 +44,7 @@ def one_prompt(words: list[str] | None, command: str) -> str:
 
 @dataclass
 class Work:
-    """A loaded model, and what to decode with it."""
+    """A loaded model, with the sampler and the arguments to decode with."""
 
     function: str
     """"generate" or "infill"."""
@@ -52,52 +52,52 @@ class Work:
     method: Any
     """The sampler."""
     request: dict[str, Any]
-    """Further arguments of the function, a seed among them."""
+    """Further arguments of the function, such as the seed."""
     chat: bool | None
     answers: int
-    """Per prompt."""
+    """Number of answers per prompt."""
     is_cache_open: bool = False
-    """Whether the cache follows from the model and the sampler (`choose_cache`)."""
+    """Whether `choose_cache` decides on the cache, by model and sampler."""
 
     def choose_cache(self) -> None:
-        """Take the cache that fits model and sampler, unless the user chose one."""
+        """Set the default cache for model and sampler, unless the user chose one."""
         from paradec.api.defaults import choose_cache
 
         if self.is_cache_open:
             self.request["cache"] = choose_cache(self.model, self.method)
         elif self.method.family != "masked":
-            self.request["cache"] = None  # they have a store of their own
+            self.request["cache"] = None  # other families have a store of their own
 
     @property
     def cache_name(self) -> str:
-        """The cache's name in reports."""
+        """Name of the cache in reports."""
         cache = self.request["cache"]
         builtin = {"draft_verify": "causal", "renoising": "canvas"}.get(self.method.family, "none")
         return builtin if cache is None else cache.name
 
     def encode(self, prompt: Any) -> Prompts:
-        """Encode one prompt or several: a row per answer, numbered for its draws."""
+        """Encode one or several prompts: one row per answer, with `copy_indices`."""
         from paradec.core.prompts import encode
 
         prompts = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
         return prompts.repeat(self.answers).number_duplicates()
 
     def rows_that_fit(self, prompts: Prompts) -> int:
-        """How many of these rows are decoded together."""
+        """Estimate how many of these rows can be decoded together."""
         new = self.request["max_new_tokens"]
         new = self.model.default_max_new_tokens if new is None else new
         branches = 1 if self.request["guidance_scale"] == 1 else 2
         return rows_that_fit(self.model, max(map(len, prompts.rows)) + new, branches)
 
     def run(self, prompts: Any, callback: Callable[[Any, Any], None], **arguments: Any) -> Output:
-        """Decode a batch, with a callback after every commit. more: further arguments, of this batch."""
+        """Decode a batch, with a callback after every commit. arguments: further ones, for this batch."""
         function = getattr(paradec, self.function)
         return function(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **arguments})
 
 
 ARGUMENTS = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
 ARGUMENTS |= dict.fromkeys(("choice", "regex", "json_schema", "after", "thinking_budget"), "constraint")
-"""Arguments that options of another name set."""
+"""Arguments whose options have another name, by option."""
 
 
 def prepare(
@@ -119,13 +119,13 @@ def prepare(
     choose: bool = False,
     **request: Any,
 ) -> Work:
-    """Check what can be checked without the model, which may take minutes to load, then load it.
+    """Make all checks that need no model, then load the model, which may take minutes.
 
-    prompt: None where there is none yet. given: options on the command line. agree: called before the model is loaded
-    with "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed. choose: whether the cache
-    and the block length that are left open become those of `paradec.api.defaults`.
+    prompt: None if it is not known yet. given: options on the command line. agree: called before the model is loaded
+    with "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed. choose: use the defaults
+    of `paradec.api.defaults` for an open cache and block length.
     """
-    # printed at once: the libraries take seconds to import
+    # printed at once, since the imports take seconds
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
         from paradec.core.mask_text import check_placeholder
 
@@ -136,9 +136,9 @@ def prepare(
         request["cache"] = options.import_classes("--cache", request["cache"], "cache")
         request["attention"] = options.attention_of(attention, attention_set)
         if preset is not None:
-            kept = {ARGUMENTS.get(name, name) for name in given} | {"trace"}  # `--trace` says where it goes
+            explicit = {ARGUMENTS.get(name, name) for name in given} | {"trace"}  # `--trace` is a file name
             changes = Request.load(preset).changes()
-            request |= {name: value for name, value in changes.items() if name not in kept}
+            request |= {name: value for name, value in changes.items() if name not in explicit}
         chosen = request.pop("sampler")
         late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
         if isinstance(chosen, str):
@@ -159,7 +159,7 @@ def prepare(
         )
         check_placeholder(request.get("mask"))
         num_answers = request.pop("num_return_sequences")
-        # a model may have a sampler of its own for who names none
+        # without an explicit sampler, the model's default sampler is used
         left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not settings
         is_cache_open = choose and request["cache"] is None and "cache" not in given
         if agree is not None:
@@ -185,14 +185,14 @@ def prepare(
             draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
             method = dataclasses.replace(method, drafter=draft_model, **late)
     uses_seed = seed_matters(method, request["temperature"], request["suffix"])
-    if request["seed"] is None and uses_seed:  # one for all batches
+    if request["seed"] is None and uses_seed:  # one seed for all batches
         import torch
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))
     if together and os.environ["RANK"] != "0":
-        warnings.simplefilter("ignore")  # the first process has the same
-        while True:  # decodes what the first one decodes, and ends with its command
-            with suppress(ValueError, TypeError, FloatingPointError):  # it has these, too, and may go on
+        warnings.simplefilter("ignore")  # the first process prints them
+        while True:  # decode the first process's requests until `release_ranks` ends this process
+            with suppress(ValueError, TypeError, FloatingPointError):  # the first process reports them and may continue
                 paradec.generate(loaded, [0], sampler=method)
     work = Work(function, loaded, method, request, request.pop("chat", None), num_answers, is_cache_open)
     if is_cache_open:
@@ -201,12 +201,12 @@ def prepare(
 
 
 def release_ranks() -> None:
-    """Let the processes end that decode for this one."""
+    """End the other processes of torchrun, which decode with this one."""
     from torch import distributed
 
     from paradec.models.tensor_parallel import FAILURE_WAIT, exchange
 
-    with suppress(RuntimeError):  # they have failed
+    with suppress(RuntimeError):  # they have already failed
         if os.environ["RANK"] == "0" and distributed.is_initialized():
             exchange(None, FAILURE_WAIT)
 
@@ -215,16 +215,16 @@ DRAFTERS = {
     "cspd": "a smaller MAR with the same VAE",
     "code": "a larger VAR with the same VQ, which makes the first scales",
 }
-"""What samplers of pictures draft with."""
+"""Drafters that picture samplers need, in words."""
 
 
 def drafter_setting(sampler: Any) -> str | None:
-    """The setting of a sampler that takes another model."""
+    """Name of the sampler's setting that is another model; None without one."""
     return next((name for name in ("drafter", "draft", "teacher") if name in sampler.settings()), None)
 
 
 def check_drafter(sampler: Any, drafter: str | None) -> None:
-    """Raise ValueError where a sampler has no drafter and needs one, or has one and takes none."""
+    """Raise ValueError for a missing drafter, or a drafter that the sampler does not use."""
     setting = drafter_setting(sampler)
     needed = sampler.name in DRAFTERS or getattr(sampler, "needs_drafter", False) and sampler.drafter is None
     if drafter is None and needed:
@@ -235,12 +235,12 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
 
 
 DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}
-"""One of these weights is in every folder of a drafter that reads hidden states."""
+"""Every checkpoint of a drafter that reads hidden states has one of these weights."""
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """A smaller causal model, a drafter of the base's hidden states, its own heads ("mtp"), or the name of a drafter
-    without weights. options: as for `paradec.load`."""
+    """Load a drafter: a smaller causal model, a drafter that reads the base's hidden states, or the base's own heads
+    ("mtp"). The name of a drafter without weights is returned. options: of `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, read_weight_headers
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.drafts.text import NamedDrafter
@@ -253,14 +253,14 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     if source.endswith(".gguf"):
         return paradec.load(source, **options)
     is_unsharded = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
-    # EAGLE's are often pickled
+    # EAGLE's checkpoints are often pickled, without safetensors files
     if is_unsharded or DRAFTER_WEIGHTS & read_weight_headers(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 
 
 def check_texts(prompt: Any, request: dict[str, Any]) -> None:
-    """Raise ValueError for a prompt, mask or stop string that is no text, and for an empty prompt."""
+    """Raise ValueError for a prompt, mask or stop string that is not valid text, and for an empty prompt."""
     for text in [prompt] if isinstance(prompt, str) else prompt or []:
         content = text["content"] if isinstance(text, dict) else text
         check_text("prompt", content)
@@ -272,18 +272,18 @@ def check_texts(prompt: Any, request: dict[str, Any]) -> None:
 
 
 def rows_that_fit(model: Any, positions: int, branches: int) -> int:
-    """Estimate how many rows of so many positions, each evaluated so many times, are decoded together."""
+    """Estimate how many rows of `positions`, each evaluated in `branches`, fit into the free memory."""
     config = getattr(model, "text_config", None) or getattr(model.module, "config", None)
     hidden, layers = getattr(config, "hidden_size", None) or 1024, getattr(config, "num_hidden_layers", None) or 1
     numbers_per_position = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer
     facts = model.facts
-    judged = facts.block_length if facts.topology == "canvas" else positions  # logits of the open canvas
-    row = branches * (judged * LOGIT_BYTES * facts.vocab_size + positions * 4 * numbers_per_position)
-    return max(1, min(MOST_ROWS, _free_bytes(model.device) // row))
+    num_logits = facts.block_length if facts.topology == "canvas" else positions  # only the open canvas has logits
+    row_bytes = branches * (num_logits * LOGIT_BYTES * facts.vocab_size + positions * 4 * numbers_per_position)
+    return max(1, min(MOST_ROWS, _free_bytes(model.device) // row_bytes))
 
 
 def _free_bytes(device: Any) -> int:
-    """Half of what is free on the device."""
+    """Half of the device's free memory."""
     import torch
 
     if device.type == "cuda":
@@ -297,8 +297,8 @@ def _free_bytes(device: Any) -> int:
 def in_batches(
     decode: Callable[[Prompts], Output], prompts: Prompts, size: int
 ) -> Iterator[tuple[Prompts, Output, bool]]:
-    """Decode `size` rows after the other, fewer where they do not fit. Yields each batch with its output and whether it
-    was interrupted, which ends them."""
+    """Decode `size` rows at a time, or fewer if memory runs out. Yields (batch, output, whether it was interrupted); an
+    interrupted batch is the last one."""
     import torch
 
     first, interrupted = 0, False
@@ -318,7 +318,7 @@ def in_batches(
 
 
 def completed(output: Output) -> list[int]:
-    """The rows of an interrupted batch that were done."""
+    """Indices of the complete rows of an interrupted batch."""
     holes = output.filled.sum(1).tolist()
     rows = zip(output.finished, output.tokens, holes, strict=True)
     return [row for row, (finished, tokens, filled) in enumerate(rows) if finished or tokens == filled]
