@@ -34,9 +34,9 @@ from paradec.batching.slots import (
     Queue,
     RowState,
     Ticket,
-    bytes_of_row,
     call_on_done,
     can_run_on_device,
+    estimate_row_bytes,
     group_key,
     why_unsupported,
 )
@@ -105,29 +105,29 @@ class Batch:
         check_int("batch_size", batch_size, low=1)
         check_int("calls_per_step", calls_per_step, low=1, high=3)
         self.model, self.batch_size, self.max_memory = model, batch_size, check_bytes("max_memory", max_memory)
-        kept_bytes = check_bytes("prefix_memory", prefix_memory, low=0)
+        prefix_bytes = check_bytes("prefix_memory", prefix_memory, low=0)
         self.calls_per_step = calls_per_step
         self.request, self.sampler = self._prepare(model, arguments, preset)
         self._check(self.request, self.sampler)
         if isinstance(self.request.seed, tuple):
             raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
         seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
-        self._seeded = replace(self.request, seed=seed)
+        self._seeded_request = replace(self.request, seed=seed)
         self.prefixes: Prefixes | None = None
         if model.facts.topology in ("causal", "block_causal"):
-            self.prefixes = None if kept_bytes == 0 else Prefixes(model, kept_bytes)
-        elif kept_bytes:
+            self.prefixes = None if prefix_bytes == 0 else Prefixes(model, prefix_bytes)
+        elif prefix_bytes:
             raise ValueError(
                 f"prefix_memory={prefix_memory} has nothing to keep: every key of {model.facts.name} depends on the "
                 "whole row; share_prefix=True of generate approximates it"
             )
-        self._waits = Queue()
+        self._pending = Queue()
         self._groups, self._ended = list[Group](), list[Ticket]()
-        self._most_positions: int | None = None  # limit of rows times columns, set when memory runs out
+        self._max_positions: int | None = None  # limit of rows times columns, set when memory runs out
         self._uncapturable = ""  # why no graph could be captured
         self._callbacks: deque[Any] = deque()  # ended tickets whose on_done was not called yet
-        self._stepper: int | None = None  # the thread that runs a step
-        self._stepping = threading.Lock()
+        self._step_thread: int | None = None  # the thread that runs a step
+        self._step_lock = threading.Lock()
         weights_lock(model).batches.add(self)
 
     # ---- any thread -----------------------------------------------------------------------------------------------
@@ -165,45 +165,45 @@ class Batch:
         prompts = encode(self.model, prompt, None, request.chat)
         if streamer is not None:
             check_streamer(streamer, 1)
-        return self._queue(Ticket(0, id, prompts, request, sampler, streamer, on_done, cache_salt=cache_salt), alone)
+        return self._enqueue(Ticket(0, id, prompts, request, sampler, streamer, on_done, cache_salt=cache_salt), alone)
 
     def _prepare_prompt(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
         if preset is None and not changes:
-            return self._seeded, self.sampler
-        request, sampler = self._change(changes, preset)
+            return self._seeded_request, self.sampler
+        request, sampler = self._change_request(changes, preset)
         self._check(request, sampler)
         seed: Any = request.seed
         if isinstance(seed, tuple):
             if len(seed) != 1:
                 raise ValueError(f"seed={shown(seed)} has {len(seed)} entries for one prompt")
             (seed,) = seed
-        return replace(request, seed=self._seeded.seed if seed is None else seed), sampler
+        return replace(request, seed=self._seeded_request.seed if seed is None else seed), sampler
 
-    def _queue(self, ticket: T, alone: bool) -> T:
+    def _enqueue(self, ticket: T, alone: bool) -> T:
         if ticket.on_done is not None and not callable(ticket.on_done):
             raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
         if len(ticket.prompts.rows) != 1:
             raise ValueError(f"prompt holds {len(ticket.prompts.rows)} rows; add them one by one")
-        self._waits.add(ticket, alone)
+        self._pending.add(ticket, alone)
         return ticket
 
     def cancel(self, ticket: Ticket) -> bool:
         """Cancel a prompt: the next step ends it with the error `Cancelled`. Returns False if it has already ended."""
-        with self._waits.changed:
+        with self._pending.changed:
             if ticket.done:
                 return False
             ticket.cancelled = True
-            self._waits.changed.notify_all()
+            self._pending.changed.notify_all()
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until `step` has work, at most `timeout` seconds. Returns whether it has."""
-        with self._waits.changed:
-            self._waits.changed.wait_for(lambda: self._waits.closed or self._busy(), timeout)
-            return self._busy()
+        with self._pending.changed:
+            self._pending.changed.wait_for(lambda: self._pending.closed or self._has_work(), timeout)
+            return self._has_work()
 
-    def _busy(self) -> bool:
-        return bool(self._waits.waiting or self._groups or self._ended)
+    def _has_work(self) -> bool:
+        return bool(self._pending.waiting or self._groups or self._ended)
 
     @property
     def occupied(self) -> int:
@@ -213,25 +213,25 @@ class Batch:
     @property
     def waiting(self) -> int:
         """Number of prompts that wait for a slot."""
-        return len(self._waits.waiting)
+        return len(self._pending.waiting)
 
     @property
     def closed(self) -> bool:
         """Whether `add` raises BatchClosed."""
-        return self._waits.closed
+        return self._pending.closed
 
     def check_open(self) -> None:
         """Raise BatchClosed with the cause if the batch is closed."""
-        self._waits.check_open()
+        self._pending.check_open()
 
     def close(self, error: Exception | None = None) -> None:
         """End all waiting and running prompts with `error`, by default `Cancelled`, and free the memory.
 
         Waits for a running step. When a streamer calls it, the running step ends all prompts.
         """
-        self._waits.close(error)
-        if self._stepper != threading.get_ident():
-            with self._turn():
+        self._pending.close(error)
+        if self._step_thread != threading.get_ident():
+            with self._exclusive_step():
                 self._end_all()
             call_on_done(self._callbacks)
 
@@ -245,9 +245,9 @@ class Batch:
 
     def step(self) -> list[Ticket]:
         """Start the prompts that fit, run one step of every group, and return the tickets that ended."""
-        if self._stepper == threading.get_ident():
+        if self._step_thread == threading.get_ident():
             raise RuntimeError("a streamer called step of the batch that it is called by")
-        with self._turn(), torch.inference_mode():
+        with self._exclusive_step(), torch.inference_mode():
             with hold_interrupt():
                 self._cancel()
             self._admit()
@@ -255,7 +255,7 @@ class Batch:
                 self._advance(group)
             self._close_empty()
             with hold_interrupt():
-                if self._waits.closed:
+                if self._pending.closed:
                     self._end_all()
                 elif not self.waiting:
                     for group in self._groups:
@@ -269,17 +269,17 @@ class Batch:
         return tickets
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._stepping, weights_lock(self.model):
-            self._stepper = threading.get_ident()
+    def _exclusive_step(self) -> Iterator[None]:
+        with self._step_lock, weights_lock(self.model):
+            self._step_thread = threading.get_ident()
             try:
                 yield
             finally:
-                self._stepper = None
+                self._step_thread = None
 
     def _end_all(self) -> None:
-        with self._waits.changed:
-            tickets = [*self._waits.waiting, *(ticket for group in self._groups for ticket in group.tickets)]
+        with self._pending.changed:
+            tickets = [*self._pending.waiting, *(ticket for group in self._groups for ticket in group.tickets)]
         for ticket in tickets:
             if ticket is not None:
                 ticket.cancelled = True
@@ -303,7 +303,7 @@ class Batch:
         if why is not None:
             raise ValueError(why)
 
-    def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
+    def _change_request(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
         """Make the request and the sampler of a prompt whose fields differ from the batch's."""
         request = replace(self.request, **Request.merge_arguments(changes, preset))
         is_same = request.sampler is self.request.sampler
@@ -323,7 +323,7 @@ class Batch:
             return True
         return first.request.changes() | {"seed": None} == second.request.changes() | {"seed": None}
 
-    def _begin(self, tickets: Sequence[Any]) -> Any:
+    def _make_state(self, tickets: Sequence[Any]) -> Any:
         """Make the state of prompts that can start together."""
         request, sampler, prompts = tickets[0].request, tickets[0].sampler, tickets[0].prompts
         if len(tickets) > 1:
@@ -335,7 +335,7 @@ class Batch:
             request = request if len({*seeds}) == 1 else replace(request, seed=seeds)
         return sampler.start(self.model, prompts, request)
 
-    def _model_of(self, ticket: Any) -> Any:
+    def _ticket_model(self, ticket: Any) -> Any:
         """The model that decodes a prompt: the shared one, or a copy that stores the prompt (`paradec.core.rows`)."""
         return self.model
 
@@ -352,13 +352,13 @@ class Batch:
     # ---- admission --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        max_tickets = self.batch_size if self.max_memory is None and self._most_positions is None else 1
-        while self.occupied < self.batch_size and not self._waits.closed:
-            tickets = self._waits.first(min(max_tickets, self.batch_size - self.occupied), self._can_start_together)
+        max_tickets = self.batch_size if self.max_memory is None and self._max_positions is None else 1
+        while self.occupied < self.batch_size and not self._pending.closed:
+            tickets = self._pending.peek(min(max_tickets, self.batch_size - self.occupied), self._can_start_together)
             if not tickets:
                 return
             try:
-                if not self._enter(tickets, self._start(tickets)):
+                if not self._insert(tickets, self._start(tickets)):
                     return  # there is room once other rows have ended
             except Exception as error:
                 if len(tickets) > 1:
@@ -368,22 +368,22 @@ class Batch:
                     return
                 with hold_interrupt():
                     if not tickets[0].done:
-                        self._waits.remove(tickets[0])
+                        self._pending.remove(tickets[0])
                         self._fail(tickets[0], detach_error(error))
 
     def _start(self, tickets: Sequence[Ticket]) -> RowState:
-        state, sampler = self._begin(tickets), tickets[0].sampler
+        state, sampler = self._make_state(tickets), tickets[0].sampler
         if sampler.family == "masked":
             state.max_calls = self.calls_per_step
         if why := state.why_rows_fixed():
             raise ValueError(f"sampler {sampler.name!r} with this request cannot be refilled: {why}")
         if self.prefixes is not None:
-            rows = bytes_of_row(self.model, state, state.num_columns(np.arange(len(tickets)))) * self.batch_size
-            self.prefixes.allow(rows if self.max_memory is None else self.max_memory)
-            self.prefixes.begin(state, tickets, self._waits.first(self.batch_size, lambda *_: True), self._groups)
+            rows = estimate_row_bytes(self.model, state, state.num_columns(np.arange(len(tickets)))) * self.batch_size
+            self.prefixes.raise_budget(rows if self.max_memory is None else self.max_memory)
+            self.prefixes.begin(state, tickets, self._pending.peek(self.batch_size, lambda *_: True), self._groups)
         return state
 
-    def _enter(self, tickets: Sequence[Ticket], state: RowState) -> bool:
+    def _insert(self, tickets: Sequence[Ticket], state: RowState) -> bool:
         """Put the rows of a new state into slots of their group. Returns False if there is no room for all now."""
         first, count = tickets[0], len(tickets)
         on_device = can_run_on_device(first.sampler, self.model, first.request, state, self._uncapturable)
@@ -392,15 +392,15 @@ class Batch:
         group = next((group for group in self._groups if group.key == key), None)
         width = state.num_columns(np.arange(count))
         if group is not None:
-            width = group.columns(width)
-        row_bytes = bytes_of_row(self.model, state, width)
+            width = group.columns_for(width)
+        row_bytes = estimate_row_bytes(self.model, state, width)
         reserved = sum(len(g.tickets) * g.row_bytes for g in self._groups if g is not group)
         reserved += 0 if self.prefixes is None else self.prefixes.nbytes
         max_slots = self.batch_size - sum(g.occupied for g in self._groups if g is not group)
         if self.max_memory is not None:
             max_slots = min(max_slots, (self.max_memory - reserved) // row_bytes)
-        if self._most_positions is not None:
-            max_slots = min(max_slots, max(1, self._most_positions // width))
+        if self._max_positions is not None:
+            max_slots = min(max_slots, max(1, self._max_positions // width))
         occupied = 0 if group is None else group.occupied
         if max_slots < occupied + count:
             if self.occupied:
@@ -412,17 +412,18 @@ class Batch:
         try:
             with hold_interrupt():
                 for ticket in tickets:
-                    ticket.new_tokens, ticket.began = state.max_new_tokens, ticket.began or time.perf_counter()
+                    ticket.new_tokens = state.max_new_tokens
+                    ticket.start_time = ticket.start_time or time.perf_counter()
                 if group is None:
                     make_group: Any = partial(DeviceGroup, capture=self.capture) if on_device else Group
-                    group = make_group(key, first.sampler, state, row_bytes, self._model_of(first), self.model)
+                    group = make_group(key, first.sampler, state, row_bytes, self._ticket_model(first), self.model)
                     self._groups.append(group)
                 group.make_room(max_slots, self.waiting, width, count)
-                slots = group.enter(tickets, state, self._model_of(first))
+                slots = group.insert_rows(tickets, state, self._ticket_model(first))
                 group.row_bytes = row_bytes
                 for ticket in tickets:
-                    self._waits.remove(ticket)
-                self._feed(group, slots)
+                    self._pending.remove(ticket)
+                self._feed_streamers(group, slots)
         except Exception as error:
             if group in self._groups and not (is_out_of_memory(error) and group.occupied):
                 self._requeue(group)  # the error may have left the group between two changes
@@ -451,7 +452,7 @@ class Batch:
                 with hold_interrupt():
                     is_between_commits = False
                     group.commit(proposal)
-                    self._harvest(group)
+                    self._end_finished(group)
                 return
             except NotFinite as raised:
                 error = raised.with_traceback(None)  # the traceback would keep the step's tensors alive
@@ -464,8 +465,9 @@ class Batch:
                 error = detach_error(raised)
             with hold_interrupt():
                 if isinstance(error, NotFinite):
+                    cause = str(error).replace(" for row ", " for slot ")
                     for slot in error.rows.tolist():
-                        self._let_go(group, [slot], FloatingPointError(str(error).replace(" for row ", " for slot ")))
+                        self._end_slots(group, [slot], FloatingPointError(cause))
                     group.stop_rows(error.rows, wipe=True)
                     continue
                 if is_out_of_memory(error):
@@ -478,13 +480,13 @@ class Batch:
                 return
         if group.occupied:  # a constraint determined the whole answer, so no step was needed
             with hold_interrupt():
-                self._harvest(group)
+                self._end_finished(group)
 
     def _requeue(self, group: Group) -> list[Ticket]:
         """Remove a group and put its tickets back into the queue; return them."""
         self._groups.remove(group)
-        tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._waits.waiting]
-        self._waits.requeue(tickets)
+        tickets = [ticket for ticket in group.tickets if ticket is not None and ticket not in self._pending.waiting]
+        self._pending.requeue(tickets)
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
@@ -492,7 +494,7 @@ class Batch:
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
-            self._waits.remove(ticket)
+            self._pending.remove(ticket)
         for ticket in tickets:
             ticket.isolated = True
         return failed
@@ -503,7 +505,7 @@ class Batch:
         keep: False requeues all rows, because the state is between two commits. Returns a row that was alone: it fails.
         """
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
-        self._most_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
+        self._max_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
         if len(tickets) == 1 and self.occupied == 1:
             group.tickets = [None] * len(group.tickets)
             self._groups.remove(group)
@@ -511,31 +513,31 @@ class Batch:
         else:
             remaining = tickets[: len(tickets) // 2] if keep else []
             try:
-                group.keep([group.tickets.index(ticket) for ticket in remaining])
+                group.keep_slots([group.tickets.index(ticket) for ticket in remaining])
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 remaining = []
             if not remaining:
                 self._groups.remove(group)
-            self._waits.requeue([ticket for ticket in tickets if ticket not in remaining])
+            self._pending.requeue([ticket for ticket in tickets if ticket not in remaining])
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return failed
 
-    def _harvest(self, group: Group) -> None:
+    def _end_finished(self, group: Group) -> None:
         """Stream final tokens, and end finished rows."""
         time_now = time.perf_counter()
         for ticket in group.tickets:
             if ticket is not None:
-                ticket.committed = ticket.committed or time_now
-        self._feed(group, range(len(group.tickets)))
+                ticket.first_commit_time = ticket.first_commit_time or time_now
+        self._feed_streamers(group, range(len(group.tickets)))
         running = group.state.running
         if finished := [slot for slot, ticket in enumerate(group.tickets) if ticket is not None and not running[slot]]:
-            self._let_go(group, finished, None)
+            self._end_slots(group, finished, None)
 
-    def _feed(self, group: Group, slots: Sequence[int]) -> None:
+    def _feed_streamers(self, group: Group, slots: Sequence[int]) -> None:
         """Pass newly final tokens to streamers; a streamer that raises ends its ticket."""
         if not any(ticket is not None and ticket.streamer is not None for ticket in group.tickets):
             return
@@ -554,18 +556,18 @@ class Batch:
                 self._end(ticket, output)
                 group.stop_rows(np.array([slot]))
 
-    def _let_go(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
+    def _end_slots(self, group: Group, slots: Sequence[int], error: Exception | None) -> None:
         """End the tickets of slots; their outputs have the tokens decoded so far."""
         tickets: Any = [group.tickets[slot] for slot in slots]
-        if self.prefixes is not None and not isinstance(error, FloatingPointError) and not self._waits.closed:
-            self.prefixes.keep(group, slots)
+        if self.prefixes is not None and not isinstance(error, FloatingPointError) and not self._pending.closed:
+            self.prefixes.store_rows(group, slots)
         group.sync(np.array(slots))
         for slot in slots:
             group.tickets[slot] = None
-        for ticket, output in zip(tickets, self._read(group.state, slots, tickets, error), strict=True):
+        for ticket, output in zip(tickets, self._read_outputs(group.state, slots, tickets, error), strict=True):
             self._end(ticket, output)
 
-    def _read(
+    def _read_outputs(
         self, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
     ) -> list[Any]:
         """Build the outputs of rows. If that raises, build each separately; a row that raises again fails."""
@@ -575,7 +577,7 @@ class Batch:
             if len(slots) == 1:
                 return [self.failed_output(error or raised, tickets[0].prompts.rows[0])]
             pairs = zip(slots, tickets, strict=True)
-            return [self._read(state, [slot], [ticket], error)[0] for slot, ticket in pairs]
+            return [self._read_outputs(state, [slot], [ticket], error)[0] for slot, ticket in pairs]
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         """End a prompt that failed before decoding."""
@@ -599,15 +601,15 @@ class Batch:
         """End the prompts that were cancelled."""
 
         def cause(ticket: Ticket) -> Exception:
-            return self._waits.cause or Cancelled(f"prompt {ticket.number} was cancelled")
+            return self._pending.cause or Cancelled(f"prompt {ticket.number} was cancelled")
 
-        with self._waits.changed:
-            cancelled = [ticket for ticket in self._waits.waiting if ticket.cancelled]
+        with self._pending.changed:
+            cancelled = [ticket for ticket in self._pending.waiting if ticket.cancelled]
         for waiting in cancelled:
-            self._waits.remove(waiting)
+            self._pending.remove(waiting)
             self._fail(waiting, cause(waiting))
         for group in self._groups:
             for slot, ticket in enumerate(group.tickets):
                 if ticket is not None and ticket.cancelled:
-                    self._let_go(group, [slot], cause(ticket))
+                    self._end_slots(group, [slot], cause(ticket))
                     group.stop_rows(np.array([slot]))

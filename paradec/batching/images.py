@@ -92,15 +92,15 @@ class ImageBatch(Batch):
         height = self._size[0] if height is None else height
         width = self._size[1] if width is None else width
         grid = self.model.grid(height, width)
-        image_request = self._lay_out(self.model, prompt, negative_prompt, grid)
+        image_request = self._build_image_request(self.model, prompt, negative_prompt, grid)
         drafter = getattr(sampler, "drafter", None)
         if isinstance(drafter, PictureModel):  # it must accept the same prompt
-            self._lay_out(drafter, prompt, negative_prompt, grid)
+            self._build_image_request(drafter, prompt, negative_prompt, grid)
         prompts = encode(self.model, image_request.prompts)
         ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request, grid=grid)
-        return self._queue(ticket, alone)
+        return self._enqueue(ticket, alone)
 
-    def _lay_out(self, model: PictureModel, prompt: Any, negative_prompt: Any, grid: Grid) -> ImageRequest:
+    def _build_image_request(self, model: PictureModel, prompt: Any, negative_prompt: Any, grid: Grid) -> ImageRequest:
         """Build the request of one prompt. Raises ValueError if the model cannot replace single rows' prompts."""
         image_request = model.request(prompt, grid, 1, negative_prompt)
         if image_request.model is not model and not (model is self.model and has_rows(image_request.model)):
@@ -117,17 +117,17 @@ class ImageBatch(Batch):
         request = picture_request(model, self._arguments)
         return request, request.sampler
 
-    def _change(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
+    def _change_request(self, changes: Mapping[str, Any], preset: Preset | None) -> tuple[Request, Any]:
         request = picture_request(self.model, {**self._arguments, **Request.merge_arguments(changes, preset)})
         return request, request.sampler
 
-    def _model_of(self, ticket: ImageTicket) -> Any:
+    def _ticket_model(self, ticket: ImageTicket) -> Any:
         return ticket.image_request.model
 
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
         return False  # each prompt may have its own model
 
-    def _begin(self, tickets: Sequence[Any]) -> Any:
+    def _make_state(self, tickets: Sequence[Any]) -> Any:
         (ticket,) = tickets
         image_request: ImageRequest = replace(ticket.image_request, prompts=ticket.prompts)
         state = self.model.begin(ticket.sampler, image_request, ticket.grid, ticket.request)
@@ -135,19 +135,19 @@ class ImageBatch(Batch):
         ticket.accepted = []
         return state
 
-    def _harvest(self, group: Any) -> None:
+    def _end_finished(self, group: Any) -> None:
         decided = group.state.decided
         for slot, ticket in enumerate(group.tickets):
             if ticket is not None:
                 ticket.accepted.append(int(decided[slot]) - sum(ticket.accepted))
-        super()._harvest(group)
+        super()._end_finished(group)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
         outputs = []
         for slot, ticket in zip(slots, tickets, strict=True):
-            seconds = time.perf_counter() - ticket.began
+            seconds = time.perf_counter() - ticket.start_time
             output, _ = build_output(self.model, copy_rows(state, [slot]), ticket.grid, seconds)
             output.accepted = np.array(ticket.accepted, np.int64).reshape(-1, 1)
             output.in_order, output.error = self.model.family != "masked", error

@@ -80,22 +80,23 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` lists the complete answers that were not returned yet
             (pictures as codes: `images` is None). Further iteration returns them.
     """
-    of_batch: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "calls_per_step": calls_per_step}
-    of_batch |= {"preset": preset, **arguments}
-    of_pictures = {"height": height, "width": width, "negative_prompt": negative_prompt, "output_type": output_type}
-    of_pictures = {name: value for name, value in of_pictures.items() if value is not None}
+    batch_arguments: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "preset": preset}
+    batch_arguments |= {"calls_per_step": calls_per_step, **arguments}
+    picture_arguments = {"height": height, "width": width, "negative_prompt": negative_prompt}
+    picture_arguments["output_type"] = output_type
+    picture_arguments = {name: value for name, value in picture_arguments.items() if value is not None}
     if isinstance(model, PictureModel):
         check_refillable(model)
         if prefix_memory:
             raise ValueError(
                 f"prefix_memory={shown(prefix_memory)} is for text models; {model.facts.name} makes pictures"
             )
-        make: Callable[[], Batch] = partial(ImageBatch, model, **of_batch, **of_pictures)
+        make: Callable[[], Batch] = partial(ImageBatch, model, **batch_arguments, **picture_arguments)
     else:
         check_model("generate_many", model, KINDS)
-        for name, value in of_pictures.items():
+        for name, value in picture_arguments.items():
             raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
-        make = partial(Batch, model, prefix_memory=prefix_memory, **of_batch)
+        make = partial(Batch, model, prefix_memory=prefix_memory, **batch_arguments)
     return Many(make, prompts, order, errors, look_ahead)
 
 
@@ -125,15 +126,15 @@ class Many(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            while (index := self._next()) is None:
+            while (index := self._next_index()) is None:
                 self._fill()
                 if self._exhausted and self._num_returned == self._num_read:
                     self.batch.close()
                     raise StopIteration
-                self._take(self.batch.step())
+                self._collect(self.batch.step())
             self.batch.finish(self._outputs[index])
         except KeyboardInterrupt as interrupt:
-            self._take(self.batch.ended())
+            self._collect(self.batch.ended())
             stopped = Interrupted("decoding was interrupted; answers that were not given yet are in .output")
             stopped.output = [self._outputs[i] for i in (sorted(self._outputs) if self._in_order else self._outputs)]
             raise stopped from interrupt
@@ -171,7 +172,7 @@ class Many(Iterator[Any]):
     def __exit__(self, *raised: Any) -> None:
         self.close()
 
-    def _next(self) -> int | None:
+    def _next_index(self) -> int | None:
         """Index of the next output to return; None if it has not ended yet."""
         if self._in_order:
             return self._num_returned if self._num_returned in self._outputs else None
@@ -195,35 +196,35 @@ class Many(Iterator[Any]):
     def _add(self, entry: Any) -> None:
         ticket, output = None, None
         try:
-            ticket = self.batch.add(**as_arguments(entry))
+            ticket = self.batch.add(**to_add_arguments(entry))
         except Exception as error:
             self.batch.check_open()
             output = self.batch.failed_output(detach_error(error))
             output.id = entry.get("id") if isinstance(entry, Mapping) else None
         with self._index_lock:
             index, self._num_read = self._num_read, self._num_read + 1
-            unwanted = index in self._cancelled
+            is_cancelled = index in self._cancelled
             self._cancelled.discard(index)
             if ticket is not None:
                 self._tickets[index] = ticket
         if output is not None:
-            self._hold(index, output)
-        if ticket is not None and unwanted:
+            self._store_output(index, output)
+        if ticket is not None and is_cancelled:
             self.batch.cancel(ticket)
 
-    def _take(self, tickets: list[Ticket]) -> None:
+    def _collect(self, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             index = next(index for index, candidate in self._tickets.items() if candidate is ticket)
             del self._tickets[index]
             assert ticket.output is not None  # it has ended
-            self._hold(index, ticket.output)
+            self._store_output(index, ticket.output)
 
-    def _hold(self, index: int, output: Output | ImageOutput) -> None:
+    def _store_output(self, index: int, output: Output | ImageOutput) -> None:
         output.index = index
         self._outputs[index] = output
 
 
-def as_arguments(entry: Any) -> dict[str, Any]:
+def to_add_arguments(entry: Any) -> dict[str, Any]:
     """Convert an entry of the prompts to arguments of `Batch.add`. Raises TypeError for keys that are not strings."""
     if isinstance(entry, Mapping) and "prompt" in entry:
         for name in entry:

@@ -50,7 +50,7 @@ def build_outputs(
     all_prompts = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
     output, counts, end_time = build_output(model, rows, all_prompts, 0.0), rows.counts, time.perf_counter()
     return [
-        replace(_select_row(output, rows, counts, index, ticket), seconds=end_time - ticket.began, error=error)
+        replace(_select_row(output, rows, counts, index, ticket), seconds=end_time - ticket.start_time, error=error)
         for index, ticket in enumerate(tickets)
     ]
 

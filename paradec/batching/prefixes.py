@@ -29,18 +29,18 @@ class Prefixes:
         self.model = model
         self.tree = PrefixTree(facts.block_length if facts.topology == "block_causal" else CAUSAL_BLOCK, budget or 0)
         self.hits = self.saved = 0  # rows that reused a prefix, and positions that were not evaluated again
-        self._follows = budget is None
+        self._has_default_budget = budget is None
         self._weights = 0
-        self._began: dict[int, int] = {}  # ticket number -> fingerprint of the weights when its row started
-        self._firsts: dict[int, Hashable] = {}  # ticket number -> `_first`
+        self._start_weights: dict[int, int] = {}  # ticket number -> fingerprint of the weights when its row started
+        self._prefix_keys: dict[int, Hashable] = {}  # ticket number -> `_prefix_key`
 
     @property
     def nbytes(self) -> int:
         return self.tree.nbytes
 
-    def allow(self, nbytes: int) -> None:
+    def raise_budget(self, nbytes: int) -> None:
         """Raise the default budget to a quarter of `nbytes`, the bytes of all rows."""
-        if self._follows:
+        if self._has_default_budget:
             self.tree.budget = max(self.tree.budget, nbytes // 4)
 
     # ---- new rows -------------------------------------------------------------------------------------------------
@@ -55,62 +55,63 @@ class Prefixes:
         if (weights := fingerprint_weights(self.model.module)) != self._weights:
             self.tree.clear()
             self._weights = weights
-        self._began |= dict.fromkeys([ticket.number for ticket in tickets], weights)
-        first_keys = {self._first(ticket) for ticket in tickets}
+        self._start_weights |= dict.fromkeys([ticket.number for ticket in tickets], weights)
+        first_keys = {self._prefix_key(ticket) for ticket in tickets}
         for group in groups:
             if why_unshared(self.model, group.state) is not None:
                 continue
             matching = [
                 slot
                 for slot, candidate in enumerate(group.tickets)
-                if candidate is not None and self._first(candidate) in first_keys
+                if candidate is not None and self._prefix_key(candidate) in first_keys
             ]
-            self.keep(group, [slot for slot in matching if self._helps(group, slot, state, tickets)])
+            self.store_rows(group, [slot for slot in matching if self._extends_tree(group, slot, state, tickets)])
         candidates = dict.fromkeys(
-            (*tickets, *(candidate for candidate in waiting if self._first(candidate) in first_keys))
+            (*tickets, *(candidate for candidate in waiting if self._prefix_key(candidate) in first_keys))
         )
         counts, layers_of_row = np.zeros(state.batch, np.int64), list[Layers]()
         for row, ticket in enumerate(tickets):
             # tokens before the position that predicts the first undecided one
             size = 0 if ticket.prompts.images is not None else int(state.prompt_length[row]) - state.facts.shift
-            tokens, scope = ticket.prompts.rows[0][: max(size, 0)], scope_of(state, ticket)
+            tokens, scope = ticket.prompts.rows[0][: max(size, 0)], sharing_key(state, ticket)
             others = [candidate for candidate in candidates if candidate is not ticket]
-            num_shared = max((self._common(tokens, other, scope, state) for other in others), default=0)
+            num_shared = max((self._count_common(tokens, other, scope, state) for other in others), default=0)
             if num_shared > self.tree.count(tokens, scope):
                 dtype = getattr(state.cache, "store_dtype", None)
                 if self.model.store_bytes(1, num_shared, dtype) <= self.tree.budget:
-                    self._evaluate(state, row, tokens[:num_shared], scope)
+                    self._evaluate_prefix(state, row, tokens[:num_shared], scope)
             counts[row], layers = self.tree.find(tokens, scope)
             layers_of_row.append(layers)
         if counts.any():
             self.hits, self.saved = self.hits + int((counts > 0).sum()), self.saved + int(counts.sum())
-            self._fill(state, [ticket.prompts.rows[0] for ticket in tickets], counts, layers_of_row)
+            self._load_layers(state, [ticket.prompts.rows[0] for ticket in tickets], counts, layers_of_row)
 
-    def _first(self, ticket: Ticket) -> Hashable:
+    def _prefix_key(self, ticket: Ticket) -> Hashable:
         """Key of a prompt: equal for prompts with the same first block and `cache_salt`."""
-        key = self._firsts.get(ticket.number)
+        key = self._prefix_keys.get(ticket.number)
         if key is None:
             key = ticket.cache_salt, tuple(ticket.prompts.rows[0][: self.tree.block])
-            self._firsts[ticket.number] = key
+            self._prefix_keys[ticket.number] = key
         return key
 
-    def _helps(self, group: Group, slot: int, state: Any, tickets: Sequence[Ticket]) -> bool:
+    def _extends_tree(self, group: Group, slot: int, state: Any, tickets: Sequence[Ticket]) -> bool:
         """Whether a running row shares more tokens with one of these prompts than the tree stores."""
         ticket = group.tickets[slot]
         assert ticket is not None
-        row, scope = ticket.prompts.rows[0], scope_of(group.state, ticket)
-        return max(self._common(row, candidate, scope, state) for candidate in tickets) > self.tree.count(row, scope)
+        row, scope = ticket.prompts.rows[0], sharing_key(group.state, ticket)
+        num_shared = max(self._count_common(row, candidate, scope, state) for candidate in tickets)
+        return num_shared > self.tree.count(row, scope)
 
-    def _common(self, tokens: list[int], candidate: Ticket, scope: Hashable, state: Any) -> int:
+    def _count_common(self, tokens: list[int], candidate: Ticket, scope: Hashable, state: Any) -> int:
         """Count the leading tokens shared with another prompt, in whole blocks."""
         block, row, shared = self.tree.block, candidate.prompts.rows[0], 0
-        if scope_of(state, candidate) != scope:
+        if sharing_key(state, candidate) != scope:
             return 0
         while shared + block <= len(tokens) and tokens[shared : shared + block] == row[shared : shared + block]:
             shared += block
         return shared
 
-    def _fill(self, state: Any, rows: list[list[int]], counts: np.ndarray, layers_of_row: list[Layers]) -> None:
+    def _load_layers(self, state: Any, rows: list[list[int]], counts: np.ndarray, layers_of_row: list[Layers]) -> None:
         """Load each row's cached layers into the state's store. counts: [B] int64, cached tokens of each row."""
         longest, layers = int(counts.max()), {}
         for layer, pair in next(row_layers for row_layers in layers_of_row if row_layers).items():
@@ -124,7 +125,7 @@ class Prefixes:
         state.store.load(prefix, np.arange(len(rows)), counts)
         state.reused, state.reuses = counts, True
 
-    def _evaluate(self, state: Any, row: int, tokens: list[int], scope: Hashable) -> None:
+    def _evaluate_prefix(self, state: Any, row: int, tokens: list[int], scope: Hashable) -> None:
         """Evaluate a shared prefix in one call, and add it to the tree. The call's cost is counted for `row`."""
         count, layers = self.tree.find(tokens, scope)
         store = self.model.make_store(1, len(tokens), state.store.dtype)
@@ -138,7 +139,7 @@ class Prefixes:
 
     # ---- decoded rows ---------------------------------------------------------------------------------------------
 
-    def keep(self, group: Group, slots: Sequence[int]) -> None:
+    def store_rows(self, group: Group, slots: Sequence[int]) -> None:
         """Add the final tokens of these slots to the tree, between two steps."""
         state = group.state
         if not slots or why_unshared(self.model, state) is not None:
@@ -147,16 +148,16 @@ class Prefixes:
         intact = np.minimum(state.store.count_intact(state.canvas), state.end)
         for slot in slots:
             ticket = group.tickets[slot]
-            if ticket is None or self._began.get(ticket.number) != self._weights:
+            if ticket is None or self._start_weights.get(ticket.number) != self._weights:
                 continue
             count = int(intact[slot]) if ticket.prompts.images is None else 0
-            tokens, scope = state.canvas[slot, :count].tolist(), scope_of(state, ticket)
+            tokens, scope = state.canvas[slot, :count].tolist(), sharing_key(state, ticket)
             num_cached = self.tree.count(tokens, scope)
             self.tree.add(tokens, _row_of(state.store, slot, num_cached, count), num_cached, scope)
 
     def forget(self, ticket: Ticket) -> None:
-        self._began.pop(ticket.number, None)
-        self._firsts.pop(ticket.number, None)
+        self._start_weights.pop(ticket.number, None)
+        self._prefix_keys.pop(ticket.number, None)
 
 
 def why_unshared(model: Any, state: Any) -> str | None:
@@ -181,7 +182,7 @@ def why_unshared(model: Any, state: Any) -> str | None:
     return None
 
 
-def scope_of(state: Any, ticket: Ticket) -> Hashable:
+def sharing_key(state: Any, ticket: Ticket) -> Hashable:
     """Key that rows must share to share prefixes."""
     return ticket.cache_salt, str(state.store.dtype), state.causal_keys
 

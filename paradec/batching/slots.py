@@ -76,10 +76,10 @@ class Ticket:
     cache_salt: str | None = None  # only prompts with the same salt share keys and values
     isolated: bool = False  # decoded alone, because a step of its group raised
     new_tokens: int = field(default=0, repr=False)
-    added: float = field(default_factory=time.perf_counter, repr=False)
-    """Time of `add`; `began`: when the row started; `committed`: first commit. All in seconds of `perf_counter`."""
-    began: float = field(default=0.0, repr=False)
-    committed: float = field(default=0.0, repr=False)
+    add_time: float = field(default_factory=time.perf_counter, repr=False)
+    """Time of `add`. All times, also those of the row's start and first commit, are seconds of `time.perf_counter`."""
+    start_time: float = field(default=0.0, repr=False)
+    first_commit_time: float = field(default=0.0, repr=False)
     sent: int | None = field(default=None, repr=False)
     """Positions that the streamer has received; None before the first call."""
 
@@ -122,7 +122,7 @@ class Queue:
         if self.closed:
             raise BatchClosed(str(self.cause or "decoding has stopped: it was closed"))
 
-    def first(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
+    def peek(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
         """List the first ticket and the tickets directly after it that can join it, `max_tickets` at most."""
         tickets: list[Ticket] = []
         with self.changed:
@@ -168,7 +168,7 @@ class Group(Generic[S]):
     def width(self) -> int:
         return int(self.state.canvas.shape[1])
 
-    def columns(self, width: int) -> int:
+    def columns_for(self, width: int) -> int:
         """Number of columns of the canvas after a row of `width` columns enters."""
         return self.width if width <= self.width else -(-width // WIDTHS) * WIDTHS
 
@@ -191,30 +191,30 @@ class Group(Generic[S]):
 
     def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
         """Make `num_free` free slots of `width` columns, and more for `waiting` tickets; at most `max_slots` in all."""
-        slots, columns = len(self.tickets), self.columns(width)
+        slots, columns = len(self.tickets), self.columns_for(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         num_slots = slots
         if len(occupied) + num_free > slots:
-            num_slots = self._more(slots, max_slots, waiting)
+            num_slots = self._next_size(slots, max_slots, waiting)
         elif slots > max_slots:
             num_slots = max_slots
         if (num_slots, columns) != (slots, self.width):
-            self._arrange(occupied, num_slots, columns)
+            self._resize(occupied, num_slots, columns)
 
-    def _more(self, slots: int, max_slots: int, waiting: int) -> int:
+    def _next_size(self, slots: int, max_slots: int, waiting: int) -> int:
         return min(max_slots, slots + max(waiting, slots // 2, 1))
 
-    def keep(self, slots: Sequence[int]) -> None:
+    def keep_slots(self, slots: Sequence[int]) -> None:
         if slots:
-            self._arrange(slots, len(slots), self.state.num_columns(np.array(slots)))
+            self._resize(slots, len(slots), self.state.num_columns(np.array(slots)))
 
     def compact(self) -> None:
         """Drop free slots if at least half of the slots are free."""
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         if occupied and 2 * len(occupied) <= len(self.tickets):
-            self.keep(occupied)
+            self.keep_slots(occupied)
 
-    def enter(self, tickets: Sequence[Ticket], state: S, model: Any) -> list[int]:
+    def insert_rows(self, tickets: Sequence[Ticket], state: S, model: Any) -> list[int]:
         """Put the rows of a state into free slots; return the slots."""
         slots = [slot for slot, ticket in enumerate(self.tickets) if ticket is None][: len(tickets)]
         if state is not self.state:
@@ -225,7 +225,7 @@ class Group(Generic[S]):
             self.tickets[slot] = ticket
         return slots
 
-    def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
+    def _resize(self, occupied: Sequence[int], slots: int, columns: int) -> None:
         """Resize to `slots` slots: first the `occupied` ones, then free ones, which hold stopped copies of a row."""
         first: int = occupied[0] if occupied else 0
         rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
@@ -267,8 +267,8 @@ class DeviceGroup(Group["MaskedState"]):
         self.rows.stop_rows(slots, wipe)
         self.state.stop_rows(slots)
 
-    def enter(self, tickets: Sequence[Ticket], state: MaskedState, model: Any) -> list[int]:
-        slots = super().enter(tickets, state, model)
+    def insert_rows(self, tickets: Sequence[Ticket], state: MaskedState, model: Any) -> list[int]:
+        slots = super().insert_rows(tickets, state, model)
         if self.rows is None:
             self.rows = DeviceRows(self.sampler, self.model, state, len(self.tickets), self.capture)
         (slot,) = slots  # rows with `compile` enter one at a time
@@ -277,7 +277,7 @@ class DeviceGroup(Group["MaskedState"]):
 
     def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
         if self.rows is None and max_slots > len(self.tickets):
-            self._arrange([], max_slots, self.width)
+            self._resize([], max_slots, self.width)
         super().make_room(max_slots, waiting, width, num_free)
 
     def compact(self) -> None:
@@ -287,15 +287,15 @@ class DeviceGroup(Group["MaskedState"]):
         if self.rows is not None:
             self.rows.close()
 
-    def _more(self, slots: int, max_slots: int, waiting: int) -> int:
+    def _next_size(self, slots: int, max_slots: int, waiting: int) -> int:
         return max_slots
 
-    def _arrange(self, occupied: Sequence[int], slots: int, columns: int) -> None:
+    def _resize(self, occupied: Sequence[int], slots: int, columns: int) -> None:
         if self.rows is not None and slots != len(self.tickets):
             self.rows.arrange(np.array(occupied), slots)
         elif self.rows is not None:
             occupied = range(slots)  # rows stay where they are
-        super()._arrange(occupied, slots, columns)
+        super()._resize(occupied, slots, columns)
 
 
 def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, uncapturable: str) -> bool:
@@ -331,7 +331,7 @@ def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ..
     return sampler, fields, size, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
 
 
-def bytes_of_row(model: Any, state: RowState, width: int) -> int:
+def estimate_row_bytes(model: Any, state: RowState, width: int) -> int:
     """Estimate the bytes of one row of `width` columns in canvas, memory and stores."""
     needed = state.memory.nbytes // state.batch + 32 * width
     branches = state.branches

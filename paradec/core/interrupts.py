@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 EXIT_CODE = 130
-_held = False
+_is_holding = False
 """Whether the main thread is inside `hold_interrupt`."""
 
 
@@ -49,18 +49,18 @@ def restore_interrupt() -> None:
 @contextmanager
 def hold_interrupt() -> Iterator[None]:
     """Delay Ctrl-C to the end of the outermost block, so that no output is cut off."""
-    global _held
+    global _is_holding
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in background jobs of shells
-    if threading.current_thread() is not threading.main_thread() or _held or is_ignored:
+    if threading.current_thread() is not threading.main_thread() or _is_holding or is_ignored:
         yield
         return
     caught: list[int] = []
     previous_handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    _held = True
+    _is_holding = True
     try:
         yield
     finally:
-        _held = False
+        _is_holding = False
         signal.signal(signal.SIGINT, previous_handler)
     if caught:
         raise KeyboardInterrupt

@@ -61,7 +61,8 @@ def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_oth
         while not all(ticket.done for ticket in tickets):
             batch.step()
             most = max(most, batch.occupied)
-            began += [t.number for t in sorted(tickets, key=lambda t: t.began) if t.began and t.number not in began]
+            started = sorted((t for t in tickets if t.start_time), key=lambda t: t.start_time)
+            began += [t.number for t in started if t.number not in began]
         assert most == 2 and began == list(range(6))
     for kind in (0, 1):
         whole = paradec.generate(model, ROWS[:6], **REQUEST, **({"top_k": 3} if kind else {}))
@@ -217,7 +218,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             batch.step()
             if not later:
                 later = [batch.add([9, 9])]
-                assert [ticket.number for ticket in batch._waits.waiting] == list(range(6))  # as they came
+                assert [ticket.number for ticket in batch._pending.waiting] == list(range(6))  # as they came
         drain(batch)
         assert batch.occupied == batch.waiting == 0
     for row, ticket in zip(rows, tickets):

@@ -177,7 +177,7 @@ class Hosted:
             with _plain():
                 group.make_room(MOST_ROWS, 0, max(group.width, state.num_columns(np.zeros(1, np.int64))))
         with _plain():
-            row.group.enter([row], state, self._answering)  # type: ignore[list-item] # a ticket elsewhere
+            row.group.insert_rows([row], state, self._answering)  # type: ignore[list-item] # a ticket elsewhere
         self._rows[key] = row
 
     def close(self, key: Hashable) -> None:

@@ -45,7 +45,7 @@ class Engine:
             arguments["seed"] = secrets.randbits(63)
 
         def deliver(ticket: Ticket) -> None:
-            self.seconds_per_answer += (time.perf_counter() - ticket.added - self.seconds_per_answer) / 16
+            self.seconds_per_answer += (time.perf_counter() - ticket.add_time - self.seconds_per_answer) / 16
             self.metrics.record_answer(ticket)
             try:
                 on_done(ticket)
@@ -123,8 +123,8 @@ class Metrics:
         self.tokens.labels("answers").inc(output.tokens[0])
         self.row_calls.inc(output.row_nfe[0])
         self.positions.inc(output.forwarded_tokens)
-        if ticket.began:
-            self.waiting.observe(ticket.began - ticket.added)
-        if ticket.committed:
-            self.committed.observe(ticket.committed - ticket.added)
-            self.per_token.observe((time.perf_counter() - ticket.began) / max(1, output.tokens[0]))
+        if ticket.start_time:
+            self.waiting.observe(ticket.start_time - ticket.add_time)
+        if ticket.first_commit_time:
+            self.committed.observe(ticket.first_commit_time - ticket.add_time)
+            self.per_token.observe((time.perf_counter() - ticket.start_time) / max(1, output.tokens[0]))

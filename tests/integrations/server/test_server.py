@@ -267,14 +267,14 @@ def test_what_is_not_ours_is_not_there(server: Running, path: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) -> None:
-    before = len(server.engine.batch._waits.copies)
+    before = len(server.engine.batch._pending.copies)
     wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
     wait(lambda: server.engine.batch.occupied == 1)
     steps = server.engine.steps
     wire.close()
     wait(lambda: server.engine.batch.occupied == 0)
     assert server.engine.steps - steps < 300  # it would have taken 400
-    assert len(server.engine.batch._waits.copies) == before == 0  # nothing is kept of a prompt
+    assert len(server.engine.batch._pending.copies) == before == 0  # nothing is kept of a prompt
 
 
 def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
