@@ -229,18 +229,19 @@ def decide(
     for kind, number in temperature.items():
         check_choice("type of question in temperature", kind, TYPES)
         check_number("temperature", number, low=1e-6, high=1e6)
-    turns = {name: len(q.values) if rotate and q.type == "choice" else 1 for name, q in questions.items()}
+    num_rotations = {name: len(q.values) if rotate and q.type == "choice" else 1 for name, q in questions.items()}
     # each question's phrasings: sign (1: about the state, -1: about the empty state), question, steps of its labels
     phrasings: dict[str, list[tuple[int, Question, list[list[Step]]]]] = {name: [] for name in questions}
     input_tokens, answers = 0, dict[str, Decision]()
-    for (about, sign), name in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], questions):
-        for phrasing in map(questions[name].rotate, range(turns[name])):
-            steps = lay_out(model, about, phrasing, template)
+    for (subject, sign), name in itertools.product([(state, 1), ("", -1)] if prior else [(state, 1)], questions):
+        for phrasing in map(questions[name].rotate, range(num_rotations[name])):
+            steps = build_steps(model, subject, phrasing, template)
             input_tokens += len(steps[0][0][0].row)
             phrasings[name].append((sign, phrasing, steps))
-    all_steps = [step for same in phrasings.values() for *_, labels in same for label in labels for step in label]
+    all_labels = [labels for of_question in phrasings.values() for *_, labels in of_question]
+    all_steps = [step for labels in all_labels for label in labels for step in label]
     with weights_lock(model):
-        log_probs, forwards = read(model, all_steps, batch_size, seeds, before_call or (lambda tokens: None))
+        log_probs, forwards = read_log_probs(model, all_steps, batch_size, seeds, before_call or (lambda tokens: None))
     for name, question in questions.items():
         scores, masses = np.zeros(len(question.values)), list[float]()
         for sign, phrasing, labels in phrasings[name]:
@@ -249,7 +250,7 @@ def decide(
                 masses.append(min(1.0, float(np.exp(logs).sum())))
             elif not np.isfinite(logs).all():
                 raise FloatingPointError(f"a label of question {name!r} has no probability about an empty state")
-            scores += sign / turns[name] * logs[[phrasing.values.index(value) for value in question.values]]
+            scores += sign / num_rotations[name] * logs[[phrasing.values.index(value) for value in question.values]]
         if not np.isfinite(scores).any():
             raise FloatingPointError(f"no label of question {name!r} has a probability")
         p = _softmax(scores / float(temperature.get(question.type, 1)))
@@ -344,13 +345,13 @@ Step = tuple[Place, Ids]
 """One factor of a label's probability: the token at a place is one of these ids."""
 
 
-def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
+def build_steps(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
     """Encode a question as a row, and return the steps of each label. The row has a hole for each token of the longest
     label, and on causal models none. Raises ValueError for a row that is too long."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
     labels, ends = _label_ids(model, question.labels), facts.eos_token_ids
     longest = max(map(len, labels))
-    chat = [{"role": "user", "content": text_of(state, question, template)}]
+    chat = [{"role": "user", "content": write_user_turn(state, question, template)}]
     row, tail = _chat_ids(model, chat)
     prompt = len(row)
     if not is_causal:
@@ -381,7 +382,7 @@ def lay_out(model: Any, state: Any, question: Question, template: Any) -> list[l
     return steps
 
 
-def text_of(state: Any, question: Question, template: Callable[[str, Question], str] | None) -> str:
+def write_user_turn(state: Any, question: Question, template: Callable[[str, Question], str] | None) -> str:
     """Write the user's turn: by the template, as the state and instructions of a `Span`, or by transformers' prompt."""
     values = ("" if value is None else value for value in (state, question.instructions))
     texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
@@ -450,7 +451,7 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
     return ids[: len(ids) - len(tail)], tail
 
 
-def read(
+def read_log_probs(
     model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[int], None]
 ) -> tuple[dict[Step, float], int]:
     """Evaluate each row once. Returns log-probabilities of the steps (on canvases of the mean over `seeds` noises), and
@@ -518,12 +519,12 @@ def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
     positions = state.positions(index)
     keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, copy_indices=[0] * count)
     step = torch.zeros(count, dtype=torch.int64, device=device)
-    fresh = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
+    noise_tokens = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
     answers = pad_rows([[*place.row[place.prompt_length :]] for place in places], width, HOLE)
     canvas_tokens = torch.as_tensor(answers, device=device).repeat(seeds, 1)
     query = CanvasQuery(
         rows=np.arange(count),
-        tokens=torch.where(canvas_tokens == HOLE, fresh, canvas_tokens),
+        tokens=torch.where(canvas_tokens == HOLE, noise_tokens, canvas_tokens),
         positions=positions,
         store=StoreCall(state.index(index), visible_length=max(starts), begin=min(starts)),
         forwarded=np.full(count, width),

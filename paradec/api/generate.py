@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.api.defaults import model_defaults
-from paradec.api.output import Output, align_logprobs, runs
+from paradec.api.output import Output, align_logprobs, find_runs
 from paradec.api.streaming import check_streamer, watch
 from paradec.caches.cost import CacheCost
 from paradec.constraints.values import token_automaton
@@ -98,8 +98,8 @@ def prepare_request(
 
 def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any) -> Output:
     """Run one request on encoded prompts. sampler: from `make_sampler`. Raises: as `generate`."""
-    spread = isinstance(model, TensorParallelModel)
-    if spread:
+    is_parallel = isinstance(model, TensorParallelModel)
+    if is_parallel:
         prompts, request = model.share_request(prompts, request)
         sampler = make_sampler(model, request.sampler)
     if sampler.family not in FAMILIES:
@@ -119,7 +119,7 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
         prompts = prompts.repeat(copies)
     if request.streamer is not None:
         check_streamer(request.streamer, len(prompts.rows))
-    with weights_lock(model), fail_together() if spread else nullcontext():
+    with weights_lock(model), fail_together() if is_parallel else nullcontext():
         state: TextState = sampler.start(model, prompts, request)
         if hint := state.cache_advice():
             warnings.warn(hint, stacklevel=3)
@@ -185,9 +185,9 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
             reasoning_tokens = [automaton.free_length(row[columns].tolist()) for row, columns in zip(ids, is_text)]
             free = [row[columns][:count] for row, columns, count in zip(ids, is_text, reasoning_tokens)]
             reasoning = [model.tokenizer.decode(row).removesuffix(after) for row in free]
-            text = [whole[len(_decode_ids(model, row)) :] for whole, row in zip(text, free)]
+            text = [full_text[len(_decode_ids(model, row)) :] for full_text, row in zip(text, free)]
         if holes:
-            fills = [[_decode_ids(model, row[a:b]) for a, b in runs(hole)] for row, hole in zip(ids, filled)]
+            fills = [[_decode_ids(model, row[a:b]) for a, b in find_runs(hole)] for row, hole in zip(ids, filled)]
         if prompts.single:
             text, fills, reasoning = text[0], fills and fills[0], reasoning and reasoning[0]
     if state.trace is not None:

@@ -86,9 +86,9 @@ class ImageOutput:
 
     def __repr__(self) -> str:
         rows, size = len(self.row_nfe), f"{self.grid.height} x {self.grid.width}"
-        what = "no pictures yet" if self.images is None else f"{format_count(rows, 'picture')} of {size} tokens"
+        description = "no pictures yet" if self.images is None else f"{format_count(rows, 'picture')} of {size} tokens"
         return (
-            f"ImageOutput({what}: {format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} "
+            f"ImageOutput({description}: {format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.2f} "
             f"{throughput_unit(rows)}, {self.seconds:.2f} s{', trace' * (self.recorded_trace is not None)})"
         )
 
@@ -208,12 +208,12 @@ def generate_images(
     check_output_type(model, output_type)
     check_int("num_images", num_images, low=1, high=MAX_IMAGES)
     grid = model.grid(height, width)
-    laid = model.request(conditions, grid, num_images, negative_prompt)
+    image_request = model.request(conditions, grid, num_images, negative_prompt)
     sampler: Any = request.sampler
     drafter = getattr(sampler, "drafter", None)
     if isinstance(drafter, PictureModel):  # it reads the same conditions
         sampler = replace(sampler, drafter=drafter.request(conditions, grid, num_images, negative_prompt).model)
-    state = model.begin(sampler, laid, grid, request)
+    state = model.begin(sampler, image_request, grid, request)
     state.has_notes = request.trace
     if hint := state.cache_advice():
         warnings.warn(hint, stacklevel=2)
@@ -229,9 +229,9 @@ def generate_images(
         state.release_stores_on_exit(),
         watched as after_commit,
     ):
-        decode(sampler, laid.model, state, after_commit)
-    if laid.model.device.type == "cuda":
-        torch.cuda.synchronize(laid.model.device)
+        decode(sampler, image_request.model, state, after_commit)
+    if image_request.model.device.type == "cuda":
+        torch.cuda.synchronize(image_request.model.device)
     output, latent = output_so_far()
     if latent is not None:
         output.images = latent if output_type == "latent" else make_images(model, output.tokens, grid, output_type)
@@ -276,13 +276,13 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
     sampler = model.default_sampler if sampler is None else sampler
     names, user = model.sampler_names, model.title or user
     if isinstance(sampler, str):
-        name, own_preset = names.get(sampler, (sampler, None))
-        sampler = samplers.create(name, preset=own_preset, **settings)
+        name, preset_name = names.get(sampler, (sampler, None))
+        sampler = samplers.create(name, preset=preset_name, **settings)
     elif isinstance(sampler, Sampler) and sampler.name in names:
-        name, own_preset = names[sampler.name]
+        name, preset_name = names[sampler.name]
         raise ValueError(
             f"the sampler {sampler.name!r} with settings is of family {sampler.family!r}; for {user} say "
-            f"{sampler.name!r} alone, or make one with paradec.samplers.create({name!r}, preset={own_preset!r}, ...)"
+            f"{sampler.name!r} alone, or make one with paradec.samplers.create({name!r}, preset={preset_name!r}, ...)"
         )
     if not isinstance(sampler, Sampler):
         hint = f"; call it: {sampler.__name__}()" if isinstance(sampler, type) else ""

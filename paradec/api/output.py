@@ -135,13 +135,13 @@ class Output:
         quoted = [repr(text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "...") for text in texts[:2]]
         answers = ", ".join(entry if len(entry) <= 2 * MAX_SHOWN else "..." for entry in quoted) or "no text"
         answers += f", ... {len(texts) - 2} more" if len(texts) > 2 else ""
-        of_rows = "" if rows == 1 else f"{rows} rows, "
+        row_text = "" if rows == 1 else f"{rows} rows, "
         ended = "finished" if end == rows else "not finished" if not end else f"{end} finished"
-        more = ", trace" * (self.recorded_trace is not None) + ", prefix" * (self.prefix is not None)
+        extras = ", trace" * (self.recorded_trace is not None) + ", prefix" * (self.prefix is not None)
         return (
-            f"Output({answers}: {of_rows}{format_count(sum(self.tokens), 'token')}, "
+            f"Output({answers}: {row_text}{format_count(sum(self.tokens), 'token')}, "
             f"{format_count(self.nfe, 'forward')}, {self.tokens_per_forward:.1f} {throughput_unit(rows)}, {ended}, "
-            f"{self.seconds:.2f} s{more})"
+            f"{self.seconds:.2f} s{extras})"
         )
 
     def _repr_html_(self) -> str:
@@ -173,13 +173,13 @@ def _plain(value: Any) -> Any:
 def align_logprobs(logprobs: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
     """Move log-probabilities to the columns of `Output.sequences`; clear them where `keep` [B, L] bool is False."""
 
-    def place(tensor: Tensor, fill: Any) -> Tensor:
+    def align(tensor: Tensor, fill: Any) -> Tensor:
         return align_right(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
 
-    return logprobs.map_columns(place)
+    return logprobs.map_columns(align)
 
 
-def runs(flags: Tensor) -> list[tuple[int, int]]:
+def find_runs(flags: Tensor) -> list[tuple[int, int]]:
     """List start and end (exclusive) of every run of True in flags [L]."""
     edges = torch.cat((flags.new_zeros(1), flags, flags.new_zeros(1))).int().diff()
     return list(zip((edges > 0).nonzero().squeeze(1).tolist(), (edges < 0).nonzero().squeeze(1).tolist(), strict=True))

@@ -91,20 +91,20 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
             raise ValueError(
                 f"prefix_memory={shown(prefix_memory)} is for text models; {model.facts.name} makes pictures"
             )
-        make: Callable[[], Batch] = partial(ImageBatch, model, **batch_arguments, **picture_arguments)
+        make_batch: Callable[[], Batch] = partial(ImageBatch, model, **batch_arguments, **picture_arguments)
     else:
         check_model("generate_many", model, KINDS)
         for name, value in picture_arguments.items():
             raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
-        make = partial(Batch, model, prefix_memory=prefix_memory, **batch_arguments)
-    return Many(make, prompts, order, errors, look_ahead)
+        make_batch = partial(Batch, model, prefix_memory=prefix_memory, **batch_arguments)
+    return Many(make_batch, prompts, order, errors, look_ahead)
 
 
 class Many(Iterator[Any]):
     """Iterator of `Output`s or `ImageOutput`s that `generate_many` returns."""
 
     def __init__(
-        self, make: Callable[[], Batch], prompts: Iterable[Any], order: str, errors: str, look_ahead: int | None
+        self, make_batch: Callable[[], Batch], prompts: Iterable[Any], order: str, errors: str, look_ahead: int | None
     ):
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(
@@ -113,7 +113,7 @@ class Many(Iterator[Any]):
         check_choice("order", order, ORDERS)
         check_choice("errors", errors, ERRORS)
         check_int("look_ahead", look_ahead, low=0, none=True)
-        self.batch = make()
+        self.batch = make_batch()
         self._source, self._exhausted = iter(prompts), False
         self._in_order, self._raises = order == "input", errors == "raise"
         size = self.batch.batch_size

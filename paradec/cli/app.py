@@ -49,8 +49,8 @@ class GroupedOptions(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[Any]] = {"Arguments": [], **{title: [] for title in options.SECTIONS}, "Options": []}
         order = " ".join(options.SECTIONS.values()).split()
-        places = {name: place for place, name in enumerate(order)}
-        for param in sorted(self.get_params(ctx), key=lambda param: places.get(param.name, len(places))):
+        ranks = {name: rank for rank, name in enumerate(order)}
+        for param in sorted(self.get_params(ctx), key=lambda param: ranks.get(param.name, len(ranks))):
             titles = (title for title, names in options.SECTIONS.items() if param.name in names.split())
             title = "Arguments" if param.param_type_name == "argument" else next(titles, "Options")
             if (record := param.get_help_record(ctx)) is not None:

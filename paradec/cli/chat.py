@@ -29,7 +29,7 @@ FAILED = 1
 """Exit code when turns of standard input failed; on a terminal, errors do not change it."""
 
 
-@options.takes(
+@options.include(
     "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k min_p "
     "repetition_penalty presence_penalty frequency_penalty seed dtype quantization device"
 )
@@ -48,14 +48,14 @@ def chat(
     if checkpoint is not None and shared["model"] is not None:
         raise ValueError(f"--model {shared['model']} and the argument {checkpoint!r} both name the model; give one")
     shared["model"] = shared["model"] if checkpoint is None else checkpoint
-    is_named = shared["model"] is not None
-    history = is_named if history is None else history
-    given_options = options.given(context) - ({"cache"} if cache is None else set())
-    choose = is_named or history  # the packaged model answers single lines without a cache
-    talk = Talk(
+    is_model_given = shared["model"] is not None
+    history = is_model_given if history is None else history
+    given_options = options.given_names(context) - ({"cache"} if cache is None else set())
+    choose = is_model_given or history  # the packaged model answers single lines without a cache
+    conversation = Talk(
         prepare("generate", None, given_options, cache=cache or "none", choose=choose, **shared), system, history
     )
-    raise typer.Exit(talk.run(sys.stdin.isatty()))
+    raise typer.Exit(conversation.run(sys.stdin.isatty()))
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Talk:
         argument = argument.strip()
         if name == "/sampler":
             if argument:
-                self._take_sampler(argument)
+                self._set_sampler(argument)
             typer.echo(self._sampler_text())
         elif name == "/trace":
             self._trace(argument)
@@ -181,7 +181,7 @@ class Talk:
         else:
             raise ValueError(f"unknown command: {name!r}; allowed: {', '.join(COMMANDS)}")
 
-    def _take_sampler(self, name: str) -> None:
+    def _set_sampler(self, name: str) -> None:
         from paradec.api.generate import FAMILIES, make_sampler
 
         method = paradec.samplers.create(options.import_classes("/sampler", name, "sampler"))

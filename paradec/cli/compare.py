@@ -24,7 +24,7 @@ Output = tuple[Path | None, Path | None, bool, str | None, bool]
 """Values of --out, --plot, --resume, --format and --json."""
 
 
-@options.takes(
+@options.include(
     "model tasks limit suffix attention attention_set choice regex json_schema after thinking_budget batch "
     "max_new_tokens block_length dtype quantization device out plot resume format_ as_json"
 )
@@ -37,7 +37,7 @@ def compare(
     **shared: Any,
 ) -> None:
     """Compare samplers, each with several settings, by right answers and forwards."""
-    output, tasks, limit = take_output(shared), options.names(shared.pop("tasks")), shared.pop("limit")
+    output, tasks, limit = pop_output_options(shared), options.split_names(shared.pop("tasks")), shared.pop("limit")
     check_int("--max-new-tokens", shared["max_new_tokens"], low=1, none=True)
 
     from paradec.tools import evaluation
@@ -47,8 +47,8 @@ def compare(
     evaluation.configurations(names, defaults)
     shared["cache"] = options.import_classes("--cache", cache, "cache")
     paradec.caches.create(shared["cache"])
-    shared["attention"] = options.attention_of(shared["attention"], shared.pop("attention_set"))
-    shared |= {"suffix": paradec.Suffix.from_value(shared["suffix"]), **options.constraint(shared)}
+    shared["attention"] = options.make_attention(shared["attention"], shared.pop("attention_set"))
+    shared |= {"suffix": paradec.Suffix.from_value(shared["suffix"]), **options.make_constraint(shared)}
     if prompts is None:
         questions = evaluation.packaged_questions(tasks, limit)
     else:
@@ -62,7 +62,7 @@ bench = typer.Typer(help="Measure samplers.", callback=lambda: None, rich_markup
 
 
 @bench.command()
-@options.takes(
+@options.include(
     "model tasks limit cache suffix batch max_new_tokens block_length dtype quantization device out plot "
     "resume format_ as_json"
 )
@@ -73,14 +73,14 @@ def parallel(
     **shared: Any,
 ) -> None:
     """Sweep samplers over ParallelBench's waiting lines and Latin squares; report scores, tokens per forward, AUP."""
-    output = take_output(shared)
+    output = pop_output_options(shared)
 
     from paradec.tools.evaluation import parallel as benches
 
     names = options.sampler_names(samplers)
     for name in benches.SWEEPS if names is None else names:
         benches.sweep(name, settings)
-    shared["tasks"] = options.names(shared["tasks"])
+    shared["tasks"] = options.split_names(shared["tasks"])
     benches.parallel_questions(shared["tasks"], shared["limit"])
     shared |= {
         "names": names,
@@ -91,7 +91,7 @@ def parallel(
     measure(benches.parallel, shared, output)
 
 
-def take_output(shared: dict[str, Any]) -> Output:
+def pop_output_options(shared: dict[str, Any]) -> Output:
     """Remove the options of the output from `shared` and return them. Raises ValueError for unusable options."""
     from paradec.tools.evaluation.plot import check_plot
 
@@ -130,22 +130,22 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
             saved = len(comparison.results)
         bar.work(configuration.name, share, comparison.num_answered, comparison.num_total)
 
-    found, code = show.with_bar(lambda bar: run(model, **request, resume=previous, progress=partial(update, bar)))
-    if out is not None and found.results:
-        found.to_json(out)
-    if plot is not None and found.results:
-        frontier(found, plot)
+    outcome, code = show.with_bar(lambda bar: run(model, **request, resume=previous, progress=partial(update, bar)))
+    if out is not None and outcome.results:
+        outcome.to_json(out)
+    if plot is not None and outcome.results:
+        frontier(outcome, plot)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), ensure_ascii=False))
+        typer.echo(json.dumps(outcome.to_dict(), ensure_ascii=False))
         raise typer.Exit(code)
     if format_ is None:
-        tables.table(found.columns(), found.table())
+        tables.table(outcome.columns(), outcome.table())
     else:
-        typer.echo(tables.FORMATS[format_](found.columns(), found.table()))
+        typer.echo(tables.FORMATS[format_](outcome.columns(), outcome.table()))
     cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + 1:
         print(f"tokens/s are of a busy machine: load {load:.1f} on {show.format_count(cores, 'core')}", file=sys.stderr)
-    for line in padding_lines(found.results):
+    for line in padding_lines(outcome.results):
         print(line, file=sys.stderr)
     if code:
         print("interrupted: the configurations that were not finished are missing", file=sys.stderr)

@@ -18,7 +18,7 @@ SPAN = typer.Option(metavar=OPTIONS, help="One of several texts, which the promp
 TEMPERATURE = typer.Option(help="Divides the log-probabilities of the labels, as `paradec.fit_temperature` finds it.")
 
 
-@options.takes("model dtype quantization device as_json")
+@options.include("model dtype quantization device as_json")
 def decide(
     text: Annotated[str, STATE],
     yes_no: Annotated[list[str] | None, YES_NO] = None,
@@ -38,12 +38,12 @@ def decide(
 
     questions: dict[str, Any] = {question: YesNo(question) for question in yes_no or ()}
     for kind, option, texts in ((Pick, "--pick", pick), (Score, "--score", score), (Span, "--span", span)):
-        for given in texts or ():
-            question, equals, listed = given.rpartition("=")
+        for argument in texts or ():
+            question, equals, listed = argument.rpartition("=")
             if not equals:
-                raise ValueError(f"{option} takes {OPTIONS}, got {given!r}")
+                raise ValueError(f"{option} takes {OPTIONS}, got {argument!r}")
             if (name := question or option.removeprefix("--")) in questions:
-                raise ValueError(f"{option}={given!r}: another question is called {name!r}; give it other words")
+                raise ValueError(f"{option}={argument!r}: another question is called {name!r}; give it other words")
             questions[name] = kind(question or None, listed.split("|"))
     if not questions:
         raise ValueError("give a question: --yes-no, --pick, --score or --span")

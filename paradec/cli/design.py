@@ -52,7 +52,7 @@ INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's in
 MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
 
 
-@options.takes("sampler set_ seed device as_json", sampler="jacobi")
+@options.include("sampler set_ seed device as_json", sampler="jacobi")
 def design(
     weights: Annotated[Path, WEIGHTS],
     structures: Annotated[list[Path], STRUCTURES],
@@ -97,7 +97,7 @@ def design(
         from paradec.models.proteins.mpnn import load_protein_mpnn
         from paradec.models.proteins.structure import read_structure
 
-        method = samplers.create(shared["sampler"], **options.settings(shared["set_"]))
+        method = samplers.create(shared["sampler"], **options.read_settings(shared["set_"]))
     if order == "chain" and method.family != "draft_verify":
         raise ValueError(f"--order chain has no meaning for sampler {method.name!r}, which chooses the order itself")
     request: dict[str, Any] = {"sampler": method, "temperature": temperature}
@@ -107,21 +107,21 @@ def design(
         try:
             for file_index, file in enumerate(files):
                 try:
-                    structure = labelled(read_structure(file), buried, interface, transmembrane)
-                    model = load(structure, rules=rules_of(structure, bias, omit, tie, homo_oligomer))
+                    structure = set_membrane(read_structure(file), buried, interface, transmembrane)
+                    model = load(structure, rules=make_rules(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
                     fixed_places = structure.find_residues(fixed or "", "--fixed")
                     redesigned = None if redesign is None else structure.find_residues(redesign, "--redesign")
                     prompt = model.prompt(fixed=fixed_places, chains=chain_names, redesign=redesigned)
                     for first in range(seed, seed + designs, batch):
-                        several = range(first, min(first + batch, seed + designs))
-                        bar.among(file_index * designs + first - seed, len(several), designs * len(files))
-                        found = designed(model, prompt, order, several, callback=bar.update, **request)
-                        rows += found
+                        seeds = range(first, min(first + batch, seed + designs))
+                        bar.among(file_index * designs + first - seed, len(seeds), designs * len(files))
+                        entries = design_batch(model, prompt, order, seeds, callback=bar.update, **request)
+                        rows += entries
                         if not shared["as_json"]:
                             bar.stop()
-                            typer.echo("\n".join(FASTA.format(**entry) for entry in found))
+                            typer.echo("\n".join(FASTA.format(**entry) for entry in entries))
                 except (ValueError, OSError) as error:
                     if len(files) == 1 or isinstance(error, CheckpointError):
                         raise
@@ -136,7 +136,7 @@ def design(
     raise typer.Exit(code)
 
 
-def designed(
+def design_batch(
     model: ProteinMPNNModel, prompt: list[int], order: str, seeds: range, **request: Any
 ) -> list[dict[str, Any]]:
     """Design sequences for several seeds in one batch. request: further arguments of `paradec.generate`."""
@@ -176,7 +176,7 @@ def bias_of(text: str | None) -> dict[str, float]:
     return biases
 
 
-def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None, homo_oligomer: bool) -> DesignRules:
+def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | None, homo_oligomer: bool) -> DesignRules:
     """Make the rules. Raises ValueError for unknown residues, ties of unequal length, or two kinds of ties."""
     from paradec.models.proteins.rules import DesignRules
 
@@ -190,17 +190,17 @@ def rules_of(structure: Structure, bias: str | None, omit: str, tie: str | None,
         if len(sides) < 2 or len({len(side) for side in sides}) > 1:
             raise ValueError(f"--tie {part!r} must name as many residues on each side of =, like A20-24=B20-24")
         try:
-            of_part = [float(weight) for _, sign, weight in named if sign]
+            part_weights = [float(weight) for _, sign, weight in named if sign]
         except ValueError:
             raise ValueError(f"--tie {part!r} must have numbers after *, like A12*0.7=B12*0.3") from None
-        if of_part and len(of_part) != len(sides):
+        if part_weights and len(part_weights) != len(sides):
             raise ValueError(f"--tie {part!r} must have a weight on each side of =, or none")
         ties += [list(pair) for pair in zip(*sides, strict=True)]
-        weights += [of_part or None] * len(sides[0])
+        weights += [part_weights or None] * len(sides[0])
     return DesignRules(bias_of(bias), omit.upper(), ties, tie_weights=weights)
 
 
-def labelled(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
+def set_membrane(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
     """Copy the structure with membrane labels. Raises ValueError for unknown residues, or labels of both kinds."""
     if transmembrane and (buried or interface):
         raise ValueError("--transmembrane labels the whole protein; leave it out beside --buried and --interface")

@@ -23,7 +23,7 @@ UNSAFE = typer.Option("--confirm-run-unsafe-code", help="Let tasks run the code 
 USE_CACHE = typer.Option(metavar="FILE", help="Store every answer; a run with the same options continues from it.")
 
 
-@options.takes("model limit dtype device block_length steps max_new_tokens preset as_json")
+@options.include("model limit dtype device block_length steps max_new_tokens preset as_json")
 def evaluate(
     context: typer.Context,
     recipe: Annotated[Path | None, RECIPE] = None,
@@ -52,7 +52,7 @@ def evaluate(
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
     options.check_writable("--out", out)
-    merged, changed = merge_recipe(recipe, {name: context.params[name] for name in options.given(context)})
+    merged, changed = merge_recipe(recipe, {name: context.params[name] for name in options.given_names(context)})
 
     from paradec.tools.evaluation import evaluate as evaluation
 
@@ -95,9 +95,9 @@ def merge_recipe(file: Path | None, arguments: dict[str, Any]) -> tuple[Any, lis
         if changes.get(name) is not None:
             changes[name] = str(changes[name])
     if "tasks" in changes:
-        changes["tasks"] = tuple(options.names(changes["tasks"]) or ())
+        changes["tasks"] = tuple(options.split_names(changes["tasks"]) or ())
     fields = {name: value for name, value in arguments.items() if name in FIELDS and name not in field_names}
-    fields |= options.settings(arguments.get("request"), "--request")
+    fields |= options.read_settings(arguments.get("request"), "--request")
     if file is None:
         if "tasks" not in changes:
             raise ValueError("give a recipe, or --tasks; `lm-eval ls tasks` lists the harness' own")

@@ -20,7 +20,7 @@ import typer
 
 import paradec
 from paradec.cli import options, show
-from paradec.cli.work import Work, completed, in_batches
+from paradec.cli.work import Work, complete_row_indices, decode_in_batches
 from paradec.core.checks import check_text, shown
 from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
 from paradec.core.text_files import decode_utf8, json_bytes, number_lines, parse_json, read_text, write_bytes
@@ -98,8 +98,8 @@ class FileJob:
                 )
         versions = {shown(entry["settings"].get("paradec")) for entry in self.earlier}
         for version in versions - {shown(paradec.__version__)}:
-            this = f"this is {paradec.__version__}: they may differ"
-            warnings.warn(f"--out {str(self.out)!r} has answers of paradec {version}, and {this}", stacklevel=2)
+            this_version = f"this is {paradec.__version__}: they may differ"
+            warnings.warn(f"--out {str(self.out)!r} has answers of paradec {version}, and {this_version}", stacklevel=2)
         seed: int | None = request.get("seed")
         return seed
 
@@ -110,7 +110,7 @@ class FileJob:
         finished = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
         todo = [line for line in self.lines if line.number not in finished]
         parts = [rows[line.number] for line in todo if line.number in rows]
-        fitting = work.rows_that_fit(_joined(parts)) if parts else 1
+        fitting = work.rows_that_fit(_concatenate(parts)) if parts else 1
         size = min(fitting, batch or fitting)
         if parts:
             shortest = min(parts, key=lambda part: len(part.rows[0])).slice_rows(0, 1)
@@ -131,7 +131,7 @@ class FileJob:
                 code = EXIT_CODE
         if self.out.is_file():  # in a pipe, answers stay in the order of writing
             write_lines(self.out, sorted([*finished.values(), *run.entries], key=lambda entry: entry["line"]))
-        failed = self._tell(run, len(finished), code != 0, as_json)
+        failed = self._print_summary(run, len(finished), code != 0, as_json)
         raise typer.Exit(code or (SOME_FAILED if failed else 0))
 
     def _encode(self, work: Work) -> dict[int, Prompts]:
@@ -151,14 +151,14 @@ class FileJob:
         copies = work.answers
         return {line.number: prompts.slice_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
 
-    def _tell(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
+    def _print_summary(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
         """Print the summary. Returns the number of failed prompts."""
-        report, failed = run.found, sum("error" in entry for entry in run.entries)
-        answered, totals = len(run.entries) - failed, report.totals
+        answers, failed = run.found, sum("error" in entry for entry in run.entries)
+        answered, totals = len(run.entries) - failed, answers.totals
         if as_json:
             data = {"out": str(self.out), "prompts": len(self.lines), "answered": answered, "failed": failed}
-            data |= {"there_before": num_before, "interrupted": interrupted, "tokens": sum(report.rows["tokens"])}
-            data |= {"forwards": totals["nfe"], "row_calls": sum(report.rows["row_nfe"])}
+            data |= {"there_before": num_before, "interrupted": interrupted, "tokens": sum(answers.rows["tokens"])}
+            data |= {"forwards": totals["nfe"], "row_calls": sum(answers.rows["row_nfe"])}
             data |= {"forwarded_tokens": totals["forwarded_tokens"], "seconds": totals["seconds"]}
             typer.echo(json.dumps(data, ensure_ascii=False))
             return failed
@@ -170,8 +170,8 @@ class FileJob:
         if interrupted:
             message += f", interrupted at {num_before + answered + failed} of {len(self.lines)}: --resume goes on"
         typer.echo(message)
-        if len(report):
-            typer.echo(report.summary(len(report), interrupted=False))
+        if len(answers):
+            typer.echo(answers.summary(len(answers), interrupted=False))
         return failed
 
 
@@ -207,15 +207,15 @@ class Run:
         if not lines:
             return
         copies = self.work.answers
-        prompts = _joined([self.rows[line.number] for line in lines])
+        prompts = _concatenate([self.rows[line.number] for line in lines])
         self.bar.among(len(self.entries), len(lines), self.total)
         constraint = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
         answers: dict[int, dict[str, Any]] = {}
         first, interrupted = 0, False  # first row of the batch
-        for batch, output, interrupted in in_batches(
+        for batch, output, interrupted in decode_in_batches(
             lambda batch: self.work.run(batch, self.bar.update, **constraint), prompts, self.size
         ):
-            complete_rows = completed(output) if interrupted else range(len(batch.rows))
+            complete_rows = complete_row_indices(output) if interrupted else range(len(batch.rows))
             self.found.add(output, complete_rows)
             columns = {"text": output.new_tokens.tolist() if output.text is None else output.text}
             columns |= {"tokens": output.tokens, "finished": output.finished, "nfe": output.row_nfe}
@@ -245,7 +245,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _joined(parts: Sequence[Prompts]) -> Prompts:
+def _concatenate(parts: Sequence[Prompts]) -> Prompts:
     from paradec.core.prompts import Prompts
 
     rows = [row for part in parts for row in part.rows]
@@ -262,11 +262,11 @@ def read_lines(path: Path) -> list[Line]:
         raise ValueError(f"--in {error}") from None
     if not numbered_lines:
         raise ValueError(f"--in {str(path)!r} has no prompts")
-    as_data = path.suffix.lower() == ".jsonl"
-    return [_line_of(number, line) if as_data else Line(number, line) for number, line in numbered_lines]
+    is_json = path.suffix.lower() == ".jsonl"
+    return [_read_line(number, line) if is_json else Line(number, line) for number, line in numbered_lines]
 
 
-def _line_of(number: int, text: str) -> Line:
+def _read_line(number: int, text: str) -> Line:
     try:
         data = parse_json(text)
     except ValueError as error:
@@ -295,7 +295,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
     """Read the complete lines of an earlier run, in the order of the file; an incomplete last line is left out. Raises
     ValueError for other lines, answers to other prompts, and lines without settings."""
     prompts_of_file = {line.number: line.entry({}) for line in lines if line.error is None}
-    prompts = {line.number: _question(prompts_of_file.get(line.number, {"prompt": line.prompt})) for line in lines}
+    prompts = {line.number: _prompt_key(prompts_of_file.get(line.number, {"prompt": line.prompt})) for line in lines}
     entries: list[dict[str, Any]] = []
     texts = path.read_bytes().split(b"\n")
     for line_number, text in enumerate(texts, 1):
@@ -304,7 +304,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
         try:
             entry = parse_json(decode_utf8(text, "the line"))
             number = entry["line"]
-            differs = number not in prompts or _question(entry) != prompts[number]
+            differs = number not in prompts or _prompt_key(entry) != prompts[number]
         except (ValueError, KeyError, TypeError):
             # the last line may be incomplete
             if line_number == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
@@ -319,7 +319,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
     return entries
 
 
-def _question(entry: dict[str, Any]) -> bytes:
+def _prompt_key(entry: dict[str, Any]) -> bytes:
     return json_bytes([entry["prompt"], entry.get("constraint")])
 
 

@@ -13,7 +13,7 @@ import typer
 from paradec.cli import options, show
 from paradec.cli.files import FileJob
 from paradec.cli.options import existing_file
-from paradec.cli.work import Work, completed, in_batches, one_prompt, prepare
+from paradec.cli.work import Work, check_one_prompt, complete_row_indices, decode_in_batches, prepare
 from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
 from paradec.core.text_files import number_lines
 from paradec.request import seed_matters
@@ -30,7 +30,7 @@ OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
 
 
-@options.takes(
+@options.include(
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
     "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens ignore_eos guidance_scale "
     "logprobs choice regex json_schema after thinking_budget seed num_return_sequences eos_early_stop "
@@ -65,22 +65,22 @@ def generate(
     elif out is not None or resume:
         raise ValueError(f"--{'resume' if out is None else 'out'} needs --in FILE; without it, answers are printed")
     else:
-        text = options.read_text(one_prompt(prompt, "generate"))
-    shared["blocks"], shared["block_length"] = pipelined(blocks, shared["block_length"], block_add, block_full)
-    shared |= options.constraint(shared)
-    shared |= {"given": options.given(context), "stop_strings": stop, "chat": False if raw else None}
+        text = options.read_text(check_one_prompt(prompt, "generate"))
+    shared["blocks"], shared["block_length"] = make_blocks(blocks, shared["block_length"], block_add, block_full)
+    shared |= options.make_constraint(shared)
+    shared |= {"given": options.given_names(context), "stop_strings": stop, "chat": False if raw else None}
     if job is not None:
         job.answer(prepare("generate", None, agree=job.agree, **shared), batch, view["as_json"])
     prompts = [line for _, line in number_lines(text)] if lines and text.strip() else text
     decode("generate", prompts, batch=batch, **view, **shared)
 
 
-def pipelined(blocks: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
+def make_blocks(name: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:
     """Make the arguments `blocks` and `block_length`. add, full: --block-add and --block-full, for pipelined blocks."""
     settings: dict[str, Any] = {key: value for key, value in (("add", add), ("full", full)) if value is not None}
     if not settings:
-        return blocks, length
-    if blocks != "pipelined" or length is None:
+        return name, length
+    if name != "pipelined" or length is None:
         raise ValueError(f"--block-{next(iter(settings))} goes with --blocks pipelined --block-length N")
     from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 
@@ -142,11 +142,11 @@ def print_answers(
     restore_interrupt()
     try:
         with bar:
-            for batch, output, interrupted in in_batches(run, prompts, size):
+            for batch, output, interrupted in decode_in_batches(run, prompts, size):
                 code = EXIT_CODE if interrupted else 0
                 output.seconds -= 0.0 if view is None else view.slept
                 first, is_only = len(answers), len(batch.rows) == len(prompts.rows)
-                complete_rows = completed(output) if interrupted and not is_only else range(len(batch.rows))
+                complete_rows = complete_row_indices(output) if interrupted and not is_only else range(len(batch.rows))
                 texts: Any = [output.text] if prompts.single else output.text
                 bar.stop()  # it would mix with the answers
                 with hold_interrupt():
@@ -167,7 +167,7 @@ TEXT = typer.Argument(metavar="TEXT", help='Text with <mask> in it, in quotes; "
 HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Regex for the N-th mask, from 1; may be repeated.")
 
 
-@options.takes(
+@options.include(
     "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k min_p "
     "guidance_scale logprobs seed num_return_sequences dtype quantization device trace live as_json"
 )
@@ -182,13 +182,13 @@ def infill(
     **shared: Any,
 ) -> None:
     """Fill the masks in a text and report the forwards and time."""
-    prompt_text = options.read_text(one_prompt(text, "infill"))
+    prompt_text = options.read_text(check_one_prompt(text, "infill"))
     turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": prompt_text}]
-    shared |= of_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
-    decode("infill", prompt_text if prompt is None else turns, given=options.given(context), **shared)
+    shared |= read_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
+    decode("infill", prompt_text if prompt is None else turns, given=options.given_names(context), **shared)
 
 
-def of_holes(pairs: list[str] | None) -> dict[str, Any]:
+def read_holes(pairs: list[str] | None) -> dict[str, Any]:
     """Build the argument `constraints` of `paradec.infill` from the values of --hole."""
     from paradec.constraints.values import Regex
 

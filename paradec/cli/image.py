@@ -43,7 +43,7 @@ DRAFTER = typer.Option(
 TRACE = typer.Option(metavar="FILE", help=options.TRACE + " .png draws the step of each token, dark to yellow.")
 
 
-@options.takes("set_ preset top_p seed dtype device as_json")
+@options.include("set_ preset top_p seed dtype device as_json")
 def image(
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="File for the pictures, on one sheet.")],
     model: Annotated[str, MODEL] = "digits-ar",
@@ -72,7 +72,7 @@ def image(
 ) -> None:
     """Make pictures with an image model or a diffusers pipeline in fewer evaluations, and report the cost."""
     job = ImageJob(out, trace, columns, enlarge, prompt, class_)
-    settings = options.settings(shared.pop("set_"))
+    settings = options.read_settings(shared.pop("set_"))
     for name, value in {"interval": interval, "order": order}.items():
         if value is not None and name in settings:
             raise ValueError(f"--{name} and --set {name}=... say the same; give one")
@@ -82,11 +82,12 @@ def image(
         index = pipeline_index(model)
     placement = {name: shared.pop(name) for name in ("dtype", "device")}
     preset, as_json = shared.pop("preset"), shared.pop("as_json")
-    common: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height, "width": width}
-    common |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature}
-    common["seed"] = shared.pop("seed")
-    tokens: dict[str, Any] = {"cache": cache, "top_k": top_k, **shared}
-    request = common | tokens
+    common_arguments: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height}
+    common_arguments["width"] = width
+    common_arguments |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature}
+    common_arguments["seed"] = shared.pop("seed")
+    token_arguments: dict[str, Any] = {"cache": cache, "top_k": top_k, **shared}
+    request = common_arguments | token_arguments
     for name in ("steps", "seed", "guidance_scale", "temperature", "top_p"):
         if request[name] is not None:
             FIELDS[name].metadata["check"]("--" + name.replace("_", "-"), request[name])
@@ -97,18 +98,18 @@ def image(
     if index is not None:
         from paradec.cli.pipeline import PipelineJob
 
-        for name, value in (tokens | files | {"drafter": drafter, "preset": preset}).items():
+        for name, value in (token_arguments | files | {"drafter": drafter, "preset": preset}).items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
-        work = PipelineJob(job, index, sampler, settings, compare, common, **placement)
+        work = PipelineJob(job, index, sampler, settings, compare, common_arguments, **placement)
         work.run(bars=show.on_terminal(sys.stderr), as_json=as_json)
         return
     if compare:
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
-    chosen: Any = sampler
+    sampler_name: Any = sampler
     if preset is not None and sampler is None:
-        chosen = Request.load(preset).changes().get("sampler")
-        if settings and not isinstance(chosen, str | None):
+        sampler_name = Request.load(preset).changes().get("sampler")
+        if settings and not isinstance(sampler_name, str | None):
             raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
     with show.waiting(f"loading {model}"):
         from paradec.api.images import picture_sampler
@@ -118,8 +119,8 @@ def image(
             kind = f"has model_type={model_type!r}, which makes no pictures"
             raise ValueError(f"--model {model!r} {kind}; those that do: {', '.join(FAMILIES)}")
         # the setting `tree` needs the drafter, which is loaded after the model
-        late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
-        method = picture_sampler(image_adapter(model_type), chosen, repr(model), **settings)
+        draft_settings = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
+        method = picture_sampler(image_adapter(model_type), sampler_name, repr(model), **settings)
         check_drafter(method, drafter)
         for name in ("steps", "cache", "top_k", "top_p"):
             if name in method.unsupported and request[name] is not None:
@@ -127,8 +128,8 @@ def image(
                 raise ValueError(f"{option} is not for {model!r}, which has samplers of family {method.family!r}")
         loaded = paradec.load(model, **placement, **files)
         if drafter is not None:
-            late |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **placement)}
-            method = dataclasses.replace(method, **late)
+            draft_settings |= {str(drafter_setting(method)): load_draft_model(drafter, loaded, **placement)}
+            method = dataclasses.replace(method, **draft_settings)
     raise typer.Exit(make_pictures(job, loaded, method, request | {"preset": preset}, as_json))
 
 
@@ -143,8 +144,8 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
     if as_json:
         report: dict[str, Any] = {"out": None if output.images is None else str(job.out), **job.conditions}
         report |= {"codes": None if output.codes is None else output.codes.tolist()}
-        copied = ("nfe", "row_nfe", "draft_nfe", "row_forwards", "forwarded_tokens", "tokens_per_forward", "seconds")
-        report |= {name: getattr(output, name) for name in copied} | {"accepted": output.accepted.T.tolist()}
+        names = ("nfe", "row_nfe", "draft_nfe", "row_forwards", "forwarded_tokens", "tokens_per_forward", "seconds")
+        report |= {name: getattr(output, name) for name in names} | {"accepted": output.accepted.T.tolist()}
         typer.echo(json.dumps(report | {"sampler": sampler.to_dict(), "interrupted": output.images is None}))
     else:
         typer.echo(summary(job.out, output))

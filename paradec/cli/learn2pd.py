@@ -21,7 +21,7 @@ learn2pd = typer.Typer(help=HELP, callback=lambda: None, rich_markup_mode=None, 
 
 
 @learn2pd.command()
-@options.takes("model block_length max_new_tokens batch dtype device", batch=16)
+@options.include("model block_length max_new_tokens batch dtype device", batch=16)
 def train(
     out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="File for the filter.")],
     prompts: Annotated[Path | None, PROMPTS] = None,

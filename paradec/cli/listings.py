@@ -24,13 +24,13 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
         paradec.samplers.registry.check(name)
     with show.waiting("reading the samplers"):
         cls = None if name is None else paradec.samplers.get(name)
-        entries = tables.entries(paradec.samplers) if name is None else []
+        entries = tables.list_entries(paradec.samplers) if name is None else []
     if name is not None:
-        tables.sheet("sampler", name, cls, as_json, {"decodes": ", ".join(getattr(cls, "models", ()))})
+        tables.print_component("sampler", name, cls, as_json, {"decodes": ", ".join(getattr(cls, "models", ()))})
     elif as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
-        tables.listing(entries, "`paradec samplers NAME` describes one in full; `paradec compare` measures them")
+        tables.print_entries(entries, "`paradec samplers NAME` describes one in full; `paradec compare` measures them")
 
 
 def tasks(as_json: options.AsList = False) -> None:
@@ -81,29 +81,30 @@ def caches(
     if name is not None:
         name = options.import_classes("NAME", name, "cache")
         paradec.caches.registry.check(name)
-        tables.sheet("cache", name, paradec.caches.get(name), as_json, {})
+        tables.print_component("cache", name, paradec.caches.get(name), as_json, {})
         return
     if sampler is not None:
         paradec.samplers.registry.check(sampler)
     entries: list[dict[str, Any]]
     with show.waiting("reading the caches"):
-        facts = None if model is None else facts_of(model)
+        model_facts = None if model is None else read_facts(model)
         if sampler is not None:
-            entries = verdicts(sampler, [facts] if facts else [Facts(*fields) for fields in MODELS])
+            entries = list_verdicts(sampler, [model_facts] if model_facts else [Facts(*fields) for fields in MODELS])
         else:
             entries = pairs = summary(paradec.samplers.registry, paradec.caches.registry)
-    if sampler is None and facts is not None:
+    if sampler is None and model_facts is not None:
         entries = [
-            {"cache": pair["cache"], "samplers": pair["samplers"], "verdict": _of_model(pair, facts)} for pair in pairs
+            {"cache": pair["cache"], "samplers": pair["samplers"], "verdict": _model_verdict(pair, model_facts)}
+            for pair in pairs
         ]
     elif sampler is None:
         groups = {name: [pair for pair in pairs if pair["cache"] == name] for name in paradec.caches.names()}
-        rows = tables.entries(paradec.caches, {name: {"works_with": group} for name, group in groups.items()})
+        rows = tables.list_entries(paradec.caches, {name: {"works_with": group} for name, group in groups.items()})
         if as_json:
             entries = rows
         else:
             hint = "`paradec caches NAME` describes one in full, `paradec caches --sampler NAME` lists those that fit"
-            tables.listing(rows, hint)
+            tables.print_entries(rows, hint)
             typer.echo("")
     if as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
@@ -111,7 +112,7 @@ def caches(
         tables.table(tuple(entries[0]), [tuple(entry.values()) for entry in entries])
 
 
-def facts_of(source: str) -> Facts:
+def read_facts(source: str) -> Facts:
     """Read a language model's facts from config.json, without its weights."""
     from paradec.models.checkpoint import CheckpointError, read_json
     from paradec.models.loading import FAMILIES
@@ -124,7 +125,7 @@ def facts_of(source: str) -> Facts:
     return Facts(family.topology, family.prediction, source, config.get("expert_capacity") is not None)
 
 
-def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
+def list_verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
     """Check each cache with a sampler: one entry per cache and kind of model."""
     method, rows = paradec.samplers.create(sampler), []
     for cache in paradec.caches.names():
@@ -134,7 +135,7 @@ def verdicts(sampler: str, models: list[Facts]) -> list[dict[str, str]]:
     return rows
 
 
-def _of_model(pair: dict[str, str], facts: Facts) -> str:
+def _model_verdict(pair: dict[str, str], facts: Facts) -> str:
     """Select a model's verdict from a text such as "exact" or "exact (same), refused (shifted)"."""
     for part in pair[facts.topology].split(", "):
         status, _, detail = part.partition(" (")

@@ -110,19 +110,20 @@ def in_shell_words(text: str) -> str:
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def takes(names: str, **defaults: Any) -> Callable[[Command], Command]:
+def include(names: str, **defaults: Any) -> Callable[[Command], Command]:
     """Add the options `names` of `SHARED` to a command, which gets them as `**keywords`. defaults: other defaults."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        own = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        values, kind = signature.parameters.values(), inspect.Parameter.KEYWORD_ONLY
+        parameters = [value.replace(kind=kind) for value in values if value.kind is not value.VAR_KEYWORD]
         shared = []
         for name in names.split():
-            kind, declared, default = SHARED[name]
-            annotation, default = Annotated[kind, declared], defaults.get(name, default)
-            shared.append(inspect.Parameter(name, own[0].KEYWORD_ONLY, default=default, annotation=annotation))
-        needed = [parameter for parameter in own if parameter.default is parameter.empty]
-        parameters = [*needed, *shared, *(parameter for parameter in own if parameter not in needed)]
+            type_, declared, default = SHARED[name]
+            annotation, default = Annotated[type_, declared], defaults.get(name, default)
+            shared.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+        required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+        parameters = [*required, *shared, *(parameter for parameter in parameters if parameter not in required)]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return command
 
@@ -166,14 +167,15 @@ def check_writable(option: str, file: Path | None) -> None:
         raise ValueError(f"cannot write {option} {str(file)!r}: permission denied")
 
 
-def names(given: list[str] | None) -> list[str] | None:
+def split_names(given: list[str] | None) -> list[str] | None:
     """Split names at commas, but not inside parentheses."""
     return None if given is None else [name.strip() for text in given for name in split_outside(text, ",")]
 
 
 def sampler_names(given: list[str] | None) -> list[str] | None:
     """Split `--samplers`, and import the classes of files in it."""
-    return None if given is None else [import_classes("--samplers", text, "sampler") for text in names(given) or ()]
+    names = split_names(given)
+    return None if names is None else [import_classes("--samplers", text, "sampler") for text in names]
 
 
 def import_classes(option: str, text: str, kind: str) -> str:
@@ -187,7 +189,7 @@ def import_classes(option: str, text: str, kind: str) -> str:
     for index, term in enumerate(terms):
         if (file_and_class := split_file(term)) is None:
             continue
-        cls = from_file(option, file_and_class[0])
+        cls = import_object(option, file_and_class[0])
         if not isinstance(cls, type) or not issubclass(cls, base):
             raise ValueError(f"{option} {term!r} must be a class of a {kind}, as docs/write_a_{kind}.md shows one")
         if cls.name not in registry or registry.get(cls.name) is not cls:
@@ -196,7 +198,7 @@ def import_classes(option: str, text: str, kind: str) -> str:
     return "+".join(terms)
 
 
-def from_file(option: str, text: str) -> Any:
+def import_object(option: str, text: str) -> Any:
     """Import the function or class FILE.py:NAME or MODULE:NAME; modules may be in the working directory. Raises
     ValueError for a text of another form, and for a file that is missing, raises, or has no such name."""
     file_name, _, name = text.rpartition(":")
@@ -233,7 +235,7 @@ def _import_file(path: str) -> Any:
     return sys.modules[name]
 
 
-def settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:
+def read_settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[str, Any]:
     """Read `name=value` pairs. Raises ValueError for other texts, and for a repeated name."""
     values: dict[str, Any] = {}
     for pair in pairs or ():
@@ -257,9 +259,9 @@ def _value(text: str) -> Any:
     return text
 
 
-def attention_of(name: str | None, pairs: list[str] | None) -> Any:
+def make_attention(name: str | None, pairs: list[str] | None) -> Any:
     """Make the argument `attention`. Raises ValueError for an unknown name or wrong settings."""
-    values = settings(pairs, "--attention-set")
+    values = read_settings(pairs, "--attention-set")
     if name is not None:
         check_choice("attention", name, ["dense", *paradec.attention.names()])
     if name is None or name == "dense":
@@ -269,14 +271,14 @@ def attention_of(name: str | None, pairs: list[str] | None) -> Any:
     return paradec.attention.create(name, **values)
 
 
-def given(context: typer.Context) -> set[str]:
+def given_names(context: typer.Context) -> set[str]:
     """Names of the parameters that are on the command line."""
     # compare names, since typer's class is either click's or its own copy
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
-def constraint(shared: dict[str, Any]) -> dict[str, Any]:
+def make_constraint(shared: dict[str, Any]) -> dict[str, Any]:
     """Make the argument `constraint` from --choice, --regex or --json-schema, if given; removes them from `shared`."""
     choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
     marker = {name: shared.pop(name) for name in ("after", "thinking_budget")}

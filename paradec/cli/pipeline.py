@@ -74,8 +74,9 @@ class PipelineJob:
     def __post_init__(self, sampler: str | None, settings: dict[str, Any]) -> None:
         name = self.index.get("_class_name")
         self.cls = pipeline_class(self.index)
-        takes = inspect.signature(self.cls.__call__).parameters
-        if "num_frames" in takes or not {"transformer", "unet"} & set(self.index) or "output_type" not in takes:
+        parameters = inspect.signature(self.cls.__call__).parameters
+        has_network = bool({"transformer", "unet"} & set(self.index))
+        if "num_frames" in parameters or not has_network or "output_type" not in parameters:
             raise ValueError(f"{name} makes no pictures; give it to paradec.accelerate in Python")
         self.codes = str(name).startswith("Amused")
         allowed = AMUSED if self.codes else tuple(method for method in METHODS if method != "recap")
@@ -84,11 +85,11 @@ class PipelineJob:
             raise ValueError(f"--sampler {sampler} does not work in {name}; it takes {', '.join(allowed)}")
         self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
         (condition,) = self.job.conditions
-        if {"prompts": "prompt"}.get(condition, condition) not in takes:
+        if {"prompts": "prompt"}.get(condition, condition) not in parameters:
             other = "--class" if condition == "prompts" else "--prompt"
             raise ValueError(f"{name} does not take {condition}; give {other}")
         for option in ("height", "width", "negative_prompt", "guidance_scale"):
-            if self.request[option] is not None and option not in takes:
+            if self.request[option] is not None and option not in parameters:
                 raise ValueError(f"--{option.replace('_', '-')} is no argument of {name}")
         if self.codes and self.compare:
             raise ValueError(f"--compare is for diffusion pipelines; {name} draws other codes with each sampler")
@@ -113,14 +114,14 @@ class PipelineJob:
         base = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
         rows = len(next(iter(call.values())))
 
-        def paint() -> tuple[list[Any], float]:
+        def make_pictures() -> tuple[list[Any], float]:
             # one generator per picture, so that a picture depends only on its own seed
             draw = [torch.Generator().manual_seed(base + row) for row in range(rows)]
             start = time.perf_counter()
             images = pipe(**call, generator=draw).images
             return images, time.perf_counter() - start
 
-        plain, plain_seconds = paint() if self.compare else ([], 0.0)
+        plain, plain_seconds = make_pictures() if self.compare else ([], 0.0)
         steps, latents = None, list[torch.Tensor]()
         if self.codes:
             session = self._set_scheduler(pipe)
@@ -128,7 +129,7 @@ class PipelineJob:
         else:
             session = paradec.accelerate(pipe, self.method)
         with nullcontext() if session is None or self.codes else session:
-            images, seconds = paint()
+            images, seconds = make_pictures()
             report: Any = None if session is None else session.report()
         if self.codes:  # [B, h, w]: the step that made each code final
             mask = pipe.scheduler.config.mask_token_id
@@ -152,14 +153,14 @@ class PipelineJob:
                 text += f" (plain, above: {plain_seconds:.2f} s; pixels {compared['pixel_difference']:.4f} apart)"
             typer.echo(text if report is None else f"{text}\n{getattr(report, 'summary', str(report))}")
             return
-        found: dict[str, Any] = {"out": str(self.job.out), **self.job.conditions, "pipeline": self.cls.__name__}
-        found |= {"pictures": len(images), "seconds": seconds, "sampler": self.method.to_dict(), **compared}
+        data: dict[str, Any] = {"out": str(self.job.out), **self.job.conditions, "pipeline": self.cls.__name__}
+        data |= {"pictures": len(images), "seconds": seconds, "sampler": self.method.to_dict(), **compared}
         if hasattr(report, "calls"):
             calls = [{name: getattr(call, name) for name in CALL_FIELDS} for call in report.calls]
-            found |= {"full_steps": report.full_steps, "bytes": report.bytes, "calls": calls}
+            data |= {"full_steps": report.full_steps, "bytes": report.bytes, "calls": calls}
         elif report is not None:
-            found |= {"cells": report.cells, "bytes": report.bytes}
-        typer.echo(json.dumps(found))
+            data |= {"cells": report.cells, "bytes": report.bytes}
+        typer.echo(json.dumps(data))
 
     def _call(self, pipe: Any) -> dict[str, Any]:
         """Build the pipeline's arguments: the condition first, one row per picture."""
@@ -179,14 +180,14 @@ class PipelineJob:
     def _set_scheduler(self, pipe: Any) -> Any:
         """Make the sampler the scheduler of a pipeline of codes. Returns the session of ReCAP's hooks, else None."""
         temperature = self.request["temperature"]
-        own: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+        temperature_setting: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         if self.method.name == "recap":
             session = paradec.accelerate(pipe, self.method)
-            if own:
-                pipe.scheduler.register_to_config(**own)
+            if temperature_setting:
+                pipe.scheduler.register_to_config(**temperature_setting)
             return session
         scheduler = {"maskgit": "MaskGITScheduler", "halton": "HaltonScheduler", "lpd": "LPDScheduler"}
         cls = getattr(paradec.schedulers, scheduler[self.method.name])
         settings = {name: getattr(self.method, name) for name in self.method.settings()}
-        pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings, **own)
+        pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings, **temperature_setting)
         return None

@@ -20,7 +20,7 @@ KEY_FILE = options.existing_file("File with the API key that clients must send; 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-@options.takes("model sampler set_ preset cache suffix max_new_tokens temperature drafter dtype quantization device")
+@options.include("model sampler set_ preset cache suffix max_new_tokens temperature drafter dtype quantization device")
 def serve(
     context: typer.Context,
     host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only this machine."),
@@ -51,30 +51,30 @@ def serve(
     check_installed()
     if key is None and host not in LOCAL:
         print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
-    listening = listen(host, port)  # before the model is loaded, which may take minutes
+    listen_socket = listen(host, port)  # before the model is loaded, which may take minutes
     from paradec.cli.work import prepare
     from paradec.integrations.server.request_body import read_presets
 
-    offered = read_presets(presets) if presets else {}
-    work = prepare("generate", None, options.given(context), choose=shared["model"] is not None, **shared)
+    saved_requests = read_presets(presets) if presets else {}
+    work = prepare("generate", None, options.given_names(context), choose=shared["model"] is not None, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
         from paradec.integrations.server.engine import Engine
 
         check_served(work.model, max_memory, sampler=work.method, **request)
-        rows: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
-        engine = Engine(work.model, **rows, sampler=work.method, **request)
-    called = name or shared["model"] or "packaged"
+        sizes: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
+        engine = Engine(work.model, **sizes, sampler=work.method, **request)
+    model_name = name or shared["model"] or "packaged"
     limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
     limits |= {"max_work": max_work, "timeout": timeout, "cors": cors}
     try:
-        built = app.build_app(engine, name=called, presets=offered, api_key=key, **limits)
+        server_app = app.build_app(engine, name=model_name, presets=saved_requests, api_key=key, **limits)
         displayed_host = f"[{host}]" if ":" in host else host
-        typer.echo(f"{called}: http://{displayed_host}:{listening.getsockname()[1]}/v1")
+        typer.echo(f"{model_name}: http://{displayed_host}:{listen_socket.getsockname()[1]}/v1")
         sys.stdout.flush()
-        with listening:
-            app.serve(built, listening)
+        with listen_socket:
+            app.serve(server_app, listen_socket)
     finally:
         engine.close()
 

@@ -125,9 +125,9 @@ class Answers:
         """Tokens divided by the rows' forwards."""
         return sum(self.rows["tokens"]) / max(1, sum(self.rows["row_nfe"]))
 
-    def summary(self, wanted: int, interrupted: bool) -> str:
+    def summary(self, num_requested: int, interrupted: bool) -> str:
         """Describe the cost in one line. wanted: number of requested answers."""
-        rows, missing = self.rows, f" after {len(self)} of {wanted} answers" if wanted > 1 else ""
+        rows, missing = self.rows, f" after {len(self)} of {num_requested} answers" if num_requested > 1 else ""
         end = f", interrupted{missing}" if interrupted else ""
         drafts = f", {forwards(self.drafter_forwards, rows['draft_nfe'])} of the drafter" if rows["draft_nfe"] else ""
         if rows["encoder_calls"]:
@@ -139,11 +139,11 @@ class Answers:
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
         """Convert answers and cost to JSON data."""
-        found = {name: values[0] if self.single else values for name, values in self.rows.items() if values}
-        found.pop("new_tokens" if "fills" in found else "fills", None)
-        found |= self.totals | {"tokens_per_forward": self.tokens_per_forward, "sampler": sampler.to_dict()}
-        found |= {"cache": cache, "interrupted": interrupted}
-        return found if self.attention is None else found | {"attention": dataclasses.asdict(self.attention)}
+        data = {name: values[0] if self.single else values for name, values in self.rows.items() if values}
+        data.pop("new_tokens" if "fills" in data else "fills", None)
+        data |= self.totals | {"tokens_per_forward": self.tokens_per_forward, "sampler": sampler.to_dict()}
+        data |= {"cache": cache, "interrupted": interrupted}
+        return data if self.attention is None else data | {"attention": dataclasses.asdict(self.attention)}
 
 
 def _add_attention(total: AttentionCost | None, attention: AttentionCost, rows: Sequence[int]) -> AttentionCost:

@@ -56,7 +56,7 @@ def echo(text: str) -> None:
     Console(highlight=False, markup=False).print(text)
 
 
-def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+def list_entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
     """Convert a registry to data. For a class of another package that cannot be imported, the summary is the error."""
     from paradec.core.registry import to_data
 
@@ -75,27 +75,27 @@ def entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> li
     return rows
 
 
-def listing(found: list[dict[str, Any]], hint: str) -> None:
+def print_entries(components: list[dict[str, Any]], hint: str) -> None:
     """Print entries: on a terminal names, summaries and a hint, elsewhere lines with all fields."""
     if not sys.stdout.isatty():
         rows = []
-        for entry in found:
+        for entry in components:
             settings = ", ".join(f"{key}={value}" for key, value in entry["settings"].items())
             paper = entry["paper"] + (f" (arXiv:{entry['arxiv']})" if entry["arxiv"] else "")
             rows.append((entry["name"], entry["family"], settings or "-", paper or "-", entry["summary"]))
         table(("name", "family", "settings", "paper", "summary"), rows)
         return
-    table(("name", "summary"), [(entry["name"], entry["summary"]) for entry in found])
+    table(("name", "summary"), [(entry["name"], entry["summary"]) for entry in components])
     echo(hint)
 
 
-def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) -> None:
+def print_component(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) -> None:
     """Print all facts of one sampler or cache (`kind`): effect, paper, settings with defaults, presets, `extra`."""
     from paradec.core.registry import to_data
 
-    about, explained = explanations(cls)
+    about, setting_texts = split_docstring(cls)
     settings = {
-        key: {"default": to_data(value), "about": explained.get(key, "")} for key, value in cls.settings().items()
+        key: {"default": to_data(value), "about": setting_texts.get(key, "")} for key, value in cls.settings().items()
     }
     presets = {key: dict(value) for key, value in getattr(cls, "presets", {}).items()}
     arxiv = getattr(cls, "arxiv", "")
@@ -118,15 +118,15 @@ def sheet(kind: str, name: str, cls: Any, as_json: bool, extra: dict[str, Any]) 
     table(("", ""), lines.items(), heads=False)
 
 
-def explanations(cls: type) -> tuple[str, dict[str, str]]:
+def split_docstring(cls: type) -> tuple[str, dict[str, str]]:
     """Split a class's docstring into its text around `Args:` and descriptions of settings, also from its bases."""
     about: list[str] = []
-    explained: dict[str, str] = {}
+    setting_texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text, sections = _sections(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
-        explained |= sections
+        setting_texts |= sections
         about = text if base is cls else about
-    return "\n\n".join(about), explained
+    return "\n\n".join(about), setting_texts
 
 
 def _sections(doc: str) -> tuple[list[str], dict[str, str]]:

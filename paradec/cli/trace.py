@@ -34,12 +34,12 @@ def trace(
         raise ValueError(f"--name is given {len(name)} times for {len(files)} files; give one for each, or none")
     traces, stems = [Trace.load(file) for file in files], [file.stem for file in files]
     numbered = [f"{stem} ({i})" if stems.count(stem) > 1 else stem for i, stem in enumerate(stems, 1)]
-    called = check_runs(traces, name or numbered)
+    run_names = check_runs(traces, name or numbered)
     if out is not None and out.suffix.lower() in PAGES:
-        out.write_text(page(traces, called, title), encoding="utf-8")
+        out.write_text(page(traces, run_names, title), encoding="utf-8")
     elif out is not None:
-        save(traces, out, called)
-    runs = [{"name": run_name, **cost(run)} for run_name, run in zip(called, traces, strict=True)]
+        save(traces, out, run_names)
+    runs = [{"name": run_name, **cost(run)} for run_name, run in zip(run_names, traces, strict=True)]
     if as_json:
         typer.echo(json.dumps({"out": None if out is None else str(out), "runs": runs}))
         return

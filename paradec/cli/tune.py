@@ -27,7 +27,7 @@ FOR_TEXT |= {"max_new_tokens"}
 FOR_STEPS = {"budget", "steps", "where"}
 
 
-@options.takes("model batch max_new_tokens temperature dtype device as_json", batch=8)
+@options.include("model batch max_new_tokens temperature dtype device as_json", batch=8)
 def tune(
     context: typer.Context,
     prompts: Annotated[Path | None, PROMPTS] = None,
@@ -57,7 +57,7 @@ def tune(
     chooses, the other half is reported."""
     files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
-    if excluded := options.given(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
+    if excluded := options.given_names(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
         option = f"--{min(excluded).replace('_', '-')}"
         raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
     for name, file in files.items():
@@ -76,16 +76,16 @@ def tune(
     check_installed()
     check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
     check_temperature("temperature", shared["temperature"])
-    names, allowed = options.sampler_names(samplers), options.names(caches)
+    names, allowed = options.sampler_names(samplers), options.split_names(caches)
     for name in names or ():
         paradec.samplers.create(name)
     for name in allowed or ():
         paradec.caches.create(name)
-    for text in (block_names := options.names(blocks)) or ():
+    for text in (block_names := options.split_names(blocks)) or ():
         if text != "own" and not text.isdigit():
             raise ValueError(f"--blocks {text!r} must be a block length, or 'own' for the model's")
     lengths = None if block_names is None else [None if text == "own" else int(text) for text in block_names]
-    score_with = None if checker is None else options.from_file("--checker", checker)
+    score_with = None if checker is None else options.import_object("--checker", checker)
     check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
     texts = to_questions(packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
     Scorer.from_questions(texts, score, score_with)
@@ -124,10 +124,10 @@ def search_steps(
     if index is None:
         raise CheckpointError(f"--pipeline {source!r} is no diffusers pipeline")
     cls = pipeline_class(index)
-    takes = inspect.signature(cls.__call__).parameters
-    if "class_labels" not in takes and prompts is None:
+    parameters = inspect.signature(cls.__call__).parameters
+    if "class_labels" not in parameters and prompts is None:
         raise ValueError(f"{cls.__name__} takes prompts: give --prompts FILE.jsonl, of which each run takes the next")
-    if prompts is not None and "prompt" not in takes:
+    if prompts is not None and "prompt" not in parameters:
         raise ValueError(f"{cls.__name__} takes no prompts; leave --prompts out")
     texts = [] if prompts is None else [entry.prompt for entry in read_prompts(prompts, None)]
     for text in texts:

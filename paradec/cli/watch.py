@@ -104,8 +104,8 @@ class LiveView:
             [[not flag for flag in row] for row in is_given] if self.undecided is None else self.undecided
         )
         self.undecided = undecided
-        opened: Any = getattr(state, "block_end", state.end)
-        drafted = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
+        block_ends: Any = getattr(state, "block_end", state.end)
+        draft_ends = state.draft_end() if hasattr(state, "draft_end") else state.prompt_length
         ends = {*state.facts.eos_token_ids, state.facts.pad_token_id}
         texts, decided, num_open = [], 0, 0
         for row in range(state.batch):
@@ -116,10 +116,10 @@ class LiveView:
             def kind(i: int, row: int = row) -> str:
                 if is_given[row][i]:
                     return "given"
-                if undecided[row][i] and i < drafted[row]:
+                if undecided[row][i] and i < draft_ends[row]:
                     return "draft"
                 if undecided[row][i]:
-                    return "taken" if not was_decided[row][i] else "undecided" if i < opened[row] else "ahead"
+                    return "taken" if not was_decided[row][i] else "undecided" if i < block_ends[row] else "ahead"
                 if ids[row][i] in ends:
                     return "end"
                 return "fresh" if was_decided[row][i] else "final"
@@ -128,11 +128,11 @@ class LiveView:
             kinds = [kind(i) for i in range(start, end)]
             decided += kinds.count("final") + kinds.count("fresh") + ("end" in kinds)
             num_open += sum(map(kinds.count, ("undecided", "draft", "ahead", "taken")))
-            texts.append(Text.assemble(row_label, rendered(self.tokenizer, ids[row][start:end], kinds)))
+            texts.append(Text.assemble(row_label, style_tokens(self.tokenizer, ids[row][start:end], kinds)))
         return texts, decided, decided + num_open
 
 
-def rendered(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
+def style_tokens(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Text:
     """Convert tokens to styled text. kinds: a key of `STYLES` for each token."""
     from rich.text import Text
 

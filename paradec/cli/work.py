@@ -32,7 +32,7 @@ ACTIVATIONS = 24
 """Approximate number of hidden vectors per position that exist at the same time."""
 
 
-def one_prompt(words: list[str] | None, command: str) -> str:
+def check_one_prompt(words: list[str] | None, command: str) -> str:
     """Return the prompt of a command line. Raises ValueError unless it is one argument."""
     if not words:
         raise ValueError(f"Missing argument 'PROMPT': paradec {command} \"...\", or - for standard input")
@@ -129,24 +129,24 @@ def prepare(
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
         from paradec.core.mask_text import check_placeholder
 
-        settings = options.settings(set_)
+        settings = options.read_settings(set_)
         check_texts(prompt, request)
         request = {"num_return_sequences": 1, "guidance_scale": 1.0, "seed": None, **request}
         request["sampler"] = options.import_classes("--sampler", sampler, "sampler")
         request["cache"] = options.import_classes("--cache", request["cache"], "cache")
-        request["attention"] = options.attention_of(attention, attention_set)
+        request["attention"] = options.make_attention(attention, attention_set)
         if preset is not None:
             explicit = {ARGUMENTS.get(name, name) for name in given} | {"trace"}  # `--trace` is a file name
             changes = Request.load(preset).changes()
             request |= {name: value for name, value in changes.items() if name not in explicit}
-        chosen = request.pop("sampler")
-        late = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
-        if isinstance(chosen, str):
-            method = paradec.samplers.create(chosen, **settings)
+        sampler_value = request.pop("sampler")
+        draft_settings = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
+        if isinstance(sampler_value, str):
+            method = paradec.samplers.create(sampler_value, **settings)
         elif settings:
             raise ValueError(f"--set {set_[0] if set_ else ''}: --preset has a sampler with settings; give --sampler")
         else:
-            method = chosen
+            method = sampler_value
         check_drafter(method, drafter)
         if isinstance(request["cache"], str):
             request["cache"] = paradec.caches.create(request["cache"])
@@ -160,36 +160,37 @@ def prepare(
         check_placeholder(request.get("mask"))
         num_answers = request.pop("num_return_sequences")
         # without an explicit sampler, the model's default sampler is used
-        left_open = "sampler" not in given and chosen == DEFAULTS["sampler"] and not settings
+        uses_default_sampler = "sampler" not in given and sampler_value == DEFAULTS["sampler"] and not settings
         is_cache_open = choose and request["cache"] is None and "cache" not in given
         if agree is not None:
-            changes = fields.to_dict() | ({} if left_open else {"sampler": method.to_dict() | late})
+            sampler_data = {} if uses_default_sampler else {"sampler": method.to_dict() | draft_settings}
+            changes = fields.to_dict() | sampler_data
             facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
             facts |= {"quantization": quantization, "drafter": drafter, "request": changes}
             request["seed"] = agree({name: value for name, value in facts.items() if value is not None})
         show.quiet_loading()
-        together = options.num_processes() > 1
-        if together and device is not None:
+        is_parallel = options.num_processes() > 1
+        if is_parallel and device is not None:
             raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
-        plan = "auto" if together else None
+        plan = "auto" if is_parallel else None
         loaded = paradec.load(model, dtype=dtype, device=device, quantization=quantization, tp_plan=plan)
         from paradec.api.defaults import find_defaults, model_defaults
         from paradec.api.generate import KINDS, make_sampler
 
         check_model(function, loaded, KINDS)
         default = model_defaults(loaded).get("sampler")
-        method = make_sampler(loaded, default if default is not None and left_open else method)
+        method = make_sampler(loaded, default if default is not None and uses_default_sampler else method)
         if choose and loaded.default_block_length is None and loaded.facts.block_length is None:
             loaded.default_block_length = find_defaults(loaded).block_length
         if drafter is not None:
             draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))
-            method = dataclasses.replace(method, drafter=draft_model, **late)
+            method = dataclasses.replace(method, drafter=draft_model, **draft_settings)
     uses_seed = seed_matters(method, request["temperature"], request["suffix"])
     if request["seed"] is None and uses_seed:  # one seed for all batches
         import torch
 
         request["seed"] = int(torch.randint(2**63 - 1, (1,)))
-    if together and os.environ["RANK"] != "0":
+    if is_parallel and os.environ["RANK"] != "0":
         warnings.simplefilter("ignore")  # the first process prints them
         while True:  # decode the first process's requests until `release_ranks` ends this process
             with suppress(ValueError, TypeError, FloatingPointError):  # the first process reports them and may continue
@@ -294,7 +295,7 @@ def _free_bytes(device: Any) -> int:
     return CPU_BYTES
 
 
-def in_batches(
+def decode_in_batches(
     decode: Callable[[Prompts], Output], prompts: Prompts, size: int
 ) -> Iterator[tuple[Prompts, Output, bool]]:
     """Decode `size` rows at a time, or fewer if memory runs out. Yields (batch, output, whether it was interrupted); an
@@ -317,7 +318,7 @@ def in_batches(
         first += len(batch.rows)
 
 
-def completed(output: Output) -> list[int]:
+def complete_row_indices(output: Output) -> list[int]:
     """Indices of the complete rows of an interrupted batch."""
     holes = output.filled.sum(1).tolist()
     rows = zip(output.finished, output.tokens, holes, strict=True)

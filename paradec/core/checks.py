@@ -45,15 +45,15 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
     raise wrong_model_error(user, model, " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds))
 
 
-def wrong_model_error(user: str, model: Any, takes: str) -> TypeError:
+def wrong_model_error(user: str, model: Any, expected: str) -> TypeError:
     """Make the error for a `model` that `user` does not accept. takes: what it accepts, in words."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if isinstance(kind, str) and kind in MODELS:
         name = getattr(getattr(model, "facts", None), "name", type(model).__name__)
         description, entry_point = MODELS[kind]
-        return TypeError(f"{user} takes {takes}; {name} is {description}: give it to {entry_point}")
+        return TypeError(f"{user} takes {expected}; {name} is {description}: give it to {entry_point}")
     is_simple = model is None or isinstance(model, (str, int, float, type))
-    return TypeError(f"{user} takes {takes}, not {shown(model) if is_simple else f'a {type(model).__name__}'}")
+    return TypeError(f"{user} takes {expected}, not {shown(model) if is_simple else f'a {type(model).__name__}'}")
 
 
 def shown(value: Any) -> str:
@@ -79,14 +79,14 @@ def unknown_name(
     names = sorted(allowed)
     text, quoted = str(name)[:80], shown(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}
-    same = by_plain_name.get(plain_name(text))
-    closest = difflib.get_close_matches(text, names, n=1) if same is None else [same]
+    exact_match = by_plain_name.get(plain_name(text))
+    closest = difflib.get_close_matches(text, names, n=1) if exact_match is None else [exact_match]
     hint = f" (did you mean {closest[0]!r}?)" if closest else ""
     if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
         return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
     nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
-    where = f"; {listing} lists all" if listing else ""
-    return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{where}"
+    hint_listing = f"; {listing} lists all" if listing else ""
+    return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{hint_listing}"
 
 
 def format_count(number: int, noun: str) -> str:

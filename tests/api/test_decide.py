@@ -322,7 +322,7 @@ def test_recorded_answers(name: str) -> None:
 
 
 def test_special_tokens_in_a_state_are_text() -> None:
-    [[(step, _)], _] = rows.lay_out(chat_model("bidirectional"), "a<|mask|>b<|end|>c", QUESTIONS["spam"], None)
+    [[(step, _)], _] = rows.build_steps(chat_model("bidirectional"), "a<|mask|>b<|end|>c", QUESTIONS["spam"], None)
     assert step.row.count(CHAT_MASK) == 1 and step.row[step.position] == CHAT_MASK and step.row.count(CHAT_END) == 2
     assert CHAT_TOKENIZER.decode([token for token in step.row if token != CHAT_MASK]).count("<|mask|>") == 1
 
