@@ -212,7 +212,7 @@ class Request:
     ignore_eos: bool = argument(False, check_bool, bool, "Never end an answer.")
     repetition_penalty: float = argument(1.0, _factor, float, "Above 1, tokens of prompt and answer are less likely.")
     presence_penalty: float = argument(0.0, _penalty, float, "Above 0, tokens of the answer are less likely.")
-    frequency_penalty: float = argument(0.0, _penalty, float, "The same for each time that they are in the answer.")
+    frequency_penalty: float = argument(0.0, _penalty, float, "Above 0, tokens are less likely with each occurrence.")
     stop_strings: str | Sequence[str] | None = argument(None, check_texts)
     stop: Any = argument(None)
     constraint: Constraint | Sequence[Constraint | None] | None = argument(
@@ -230,7 +230,7 @@ class Request:
     trace: bool = argument(False, check_bool)
     compile: bool = argument(False, check_bool)
     logprobs: int | None = argument(
-        None, _count, int | None, "Print the log-probability of each token, and of so many likely ones."
+        None, _count, int | None, "Print the log-probability of each token, and of this many likely ones."
     )
     rollout: bool = argument(False, check_bool)
     progress: bool = argument(False, check_bool)

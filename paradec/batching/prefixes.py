@@ -32,7 +32,7 @@ class Prefixes:
         self._has_default_budget = budget is None
         self._weights = 0
         self._start_weights: dict[int, int] = {}  # ticket number -> fingerprint of the weights when its row started
-        self._prefix_keys: dict[int, Hashable] = {}  # ticket number -> `_prefix_key`
+        self._prefix_keys: dict[int, Hashable] = {}  # ticket number -> result of `_prefix_key`
 
     @property
     def nbytes(self) -> int:

@@ -24,14 +24,14 @@ from paradec.core.weights import fingerprint_weights
 class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
-    Returned as `generate(..., keep_prefix=True).prefix`, and passed as `prefix`: each new row reuses its longest common
-    prefix with any of these rows. Valid, like its copies, for the same module with unchanged weights. Never a pickle.
+    `generate(..., keep_prefix=True).prefix` returns one, to pass as `prefix`: each new row reuses its longest common
+    prefix with any of its rows. Valid for the same module with unchanged weights; so are copies, but not pickles.
 
     Attributes:
         tokens: one list of ids per row.
         layers: per layer keys and values [rows, longest, kv_heads, head_dim].
         exact: whether logits stay the same when it is reused.
-        causal_keys: whether keys and values come from causal calls (`samplers.masked.view.Needs`), as the sampler's.
+        causal_keys: whether causal calls computed them (`samplers.masked.view.Needs`). Must equal the new sampler's.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def generate(
     lines: bool = typer.Option(False, "--lines", help="Take every line of the prompt as a separate prompt."),
     in_: Annotated[Path | None, IN] = None,
     out: Annotated[Path | None, OUT] = None,
-    batch: int | None = typer.Option(None, min=1, help="The most rows decoded together; by default as many as fit."),
+    batch: int | None = typer.Option(None, min=1, help="Maximum rows decoded together; by default as many as fit."),
     resume: bool = typer.Option(False, "--resume", help="Continue from --out; retry failed prompts."),
     **shared: Any,
 ) -> None:

@@ -57,7 +57,7 @@ def image(
     num_images: Annotated[int, NUMBER] = 1,
     height: Annotated[int | None, SIDE] = None,
     width: Annotated[int | None, SIDE] = None,
-    negative_prompt: str | None = typer.Option(None, help="Text that guidance moves the picture away from."),
+    negative_prompt: str | None = typer.Option(None, help="Text from which guidance moves the picture away."),
     guidance_scale: float | None = typer.Option(None, help="1 is off; by default the authors'."),
     temperature: float | None = typer.Option(None, help="0 takes the likeliest token."),
     top_k: int | None = typer.Option(None, min=0, help="Draw from this many of the likeliest tokens; 0 takes all."),

@@ -13,9 +13,9 @@ from paradec.cli import options, show
 from paradec.core.checks import check_number
 from paradec.core.text_files import read_text
 
-MEMORY = typer.Option(metavar="BYTES", help="What keys and values may take (2GB, 512MiB); limits the rows.")
-KEPT = "Bytes of keys and values kept of answered requests, for equal beginnings; by default a quarter of the rows'."
-PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: NAME.json is {"preset": "NAME"} of a body.')
+MEMORY = typer.Option(metavar="BYTES", help="Limit for keys and values (2GB, 512MiB), which limits the rows.")
+KEPT = "Limit for keys and values of answered requests, for equal beginnings; by default a quarter of the rows'."
+PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: {"preset": "NAME"} in a body selects NAME.json.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -26,13 +26,13 @@ def serve(
     host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only this machine."),
     port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 takes a free one."),
     name: str | None = typer.Option(None, help="The model's name for clients; by default --model's."),
-    batch: int = typer.Option(8, "--batch", min=1, help="The most rows decoded together."),
+    batch: int = typer.Option(8, "--batch", min=1, help="Maximum number of rows decoded together."),
     max_memory: Annotated[str | None, MEMORY] = None,
     prefix_memory: str | None = typer.Option(None, metavar="BYTES", help=KEPT),
     presets: Annotated[Path | None, PRESETS] = None,
     api_key_file: Annotated[Path | None, KEY_FILE] = None,
-    max_answer: int = typer.Option(4096, min=1, help="The most tokens of an answer."),
-    max_body: int = typer.Option(2**20, min=1, help="The most bytes of a request."),
+    max_answer: int = typer.Option(4096, min=1, help="Maximum number of tokens in an answer."),
+    max_body: int = typer.Option(2**20, min=1, help="Maximum number of bytes in a request."),
     max_requests: int = typer.Option(512, min=1, help="Requests answered or waiting at once; more get 429."),
     max_work: int = typer.Option(2**20, min=1, help="Tokens of prompts and answers at once; more get 429."),
     timeout: float = typer.Option(60.0, help="Seconds for a client to send a body or take a piece of an answer."),

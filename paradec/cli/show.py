@@ -126,7 +126,7 @@ class Answers:
         return sum(self.rows["tokens"]) / max(1, sum(self.rows["row_nfe"]))
 
     def summary(self, num_requested: int, interrupted: bool) -> str:
-        """Describe the cost in one line. wanted: number of requested answers."""
+        """Describe the cost in one line. num_requested: number of requested answers."""
         rows, missing = self.rows, f" after {len(self)} of {num_requested} answers" if num_requested > 1 else ""
         end = f", interrupted{missing}" if interrupted else ""
         drafts = f", {forwards(self.drafter_forwards, rows['draft_nfe'])} of the drafter" if rows["draft_nfe"] else ""

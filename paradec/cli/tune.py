@@ -41,9 +41,9 @@ def tune(
     objective: str = typer.Option("forwards", help="forwards, seconds (measured here), or both."),
     trials: int = typer.Option(40, help="Settings to propose after the preset ones."),
     minutes: float | None = typer.Option(None, help="Start no new trial after this time; the report takes extra time."),
-    study: Path | None = typer.Option(None, metavar="FILE.db", help="Store the search here; the same command goes on."),
+    study: Path | None = typer.Option(None, metavar="FILE.db", help="Store the search; the same command continues it."),
     out: Path | None = typer.Option(None, metavar="FILE.json", help="Write the preset, for --preset elsewhere."),
-    report: Path | None = typer.Option(None, metavar="FILE.json", help="Write all that was measured."),
+    report: Path | None = typer.Option(None, metavar="FILE.json", help="Write all measurements."),
     point: int | None = typer.Option(None, min=1, help="The point of the front for --out; by default the chosen one."),
     tolerance: float = typer.Option(1.0, help="Points of score that the preset may be below the best hand-set one."),
     seed: int = typer.Option(0, help="Seed of the halves, the proposals and the draws."),
@@ -53,8 +53,8 @@ def tune(
     where: str = typer.Option("output", help="With --pipeline: output, stack, block or module."),
     **shared: Any,
 ) -> None:
-    """Find the sampler, settings, cache and blocks that suit a model and its prompts; one half of the prompts
-    chooses, the other half is reported."""
+    """Find the sampler, settings, cache and blocks that suit a model and its prompts. One half of the prompts chooses
+    them; the other half is decoded for the report."""
     files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
     if excluded := options.given_names(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):

@@ -46,7 +46,7 @@ def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
 
 
 def wrong_model_error(user: str, model: Any, expected: str) -> TypeError:
-    """Make the error for a `model` that `user` does not accept. takes: what it accepts, in words."""
+    """Make the error for a `model` that `user` does not accept. expected: accepted models, in words."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if isinstance(kind, str) and kind in MODELS:
         name = getattr(getattr(model, "facts", None), "name", type(model).__name__)

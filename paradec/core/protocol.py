@@ -35,7 +35,7 @@ from paradec.core.trace import Notes, Trace
 
 @dataclass
 class Proposal:
-    """Candidate tokens of one step, for text and image tokens. Shapes: `R` running rows, `W` window positions."""
+    """Candidate tokens `values` [R, W] of one step at `positions` [R, W]: `R` running rows, `W` window positions."""
 
     rows: np.ndarray
     """[R] int64, on the host: rows of the state."""
@@ -56,7 +56,7 @@ class Proposal:
 
 @dataclass
 class Commit:
-    """Values written in one step, where `selected` is True. Samplers that mask tokens again write the mask id."""
+    """Values [R, W] written in one step, where `selected` [R, W] is True. To mask a token again, write the mask id."""
 
     rows: np.ndarray
     values: Tensor

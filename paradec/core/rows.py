@@ -153,11 +153,9 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
             return current
         if current is None:
             current = _full_like(new, place.axis, count * new.shape[place.axis] // other_count, place.fill)
-            current = (
-                current
-                if place.columns is None
-                else resize_axis(current, current.shape[place.columns] + added_columns, place.fill, place.columns)
-            )
+            if place.columns is not None:
+                width = current.shape[place.columns] + added_columns
+                current = resize_axis(current, width, place.fill, place.columns)
         elif place.shared:
             current = current.clone()
         return _exchange_values(current, branch_rows(slots, count, current.shape[place.axis]), new, place)
