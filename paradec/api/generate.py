@@ -16,7 +16,7 @@ from torch import Tensor
 from paradec import samplers
 from paradec.api.defaults import model_defaults
 from paradec.api.output import Output, align_logprobs, find_runs
-from paradec.api.streaming import check_streamer, watch
+from paradec.api.streaming import check_streamer, request_callback
 from paradec.caches.cost import CacheCost
 from paradec.constraints.values import token_automaton
 from paradec.core.checks import check_model
@@ -133,11 +133,11 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
         def output_so_far() -> Output:
             return build_output(model, state, prompts, time.perf_counter() - begin)
 
-        watched: Any = nullcontext(request.callback)
+        observer: Any = nullcontext(request.callback)
         if request.streamer is not None or request.progress:
-            watched = watch(state, request.callback, request.streamer, request.progress)
+            observer = request_callback(state, request.callback, request.streamer, request.progress)
         with interruptible(output_so_far), state.release_stores_on_exit():
-            with watched as after_commit:
+            with observer as after_commit:
                 loop(sampler, model, state, after_commit)
             prefix = state.kept_prefix(model)
         if state.canvas.is_cuda:

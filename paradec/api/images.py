@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paradec import samplers
 from paradec.api.output import check_recorded
-from paradec.api.streaming import bar
+from paradec.api.streaming import progress_callback
 from paradec.core.checks import MODELS, check_choice, check_int, check_model, format_count, shown, throughput_unit
 from paradec.core.protocol import Sampler, State, decode, interruptible
 from paradec.core.thumbnails import RAMP, images_to_uris, import_pillow, preview_images, to_pil
@@ -222,12 +222,14 @@ def generate_images(
     def output_so_far() -> tuple[ImageOutput, Tensor | None]:
         return build_output(model, state, grid, time.perf_counter() - begin)
 
-    watched: Any = bar(state, request.callback) if request.progress else nullcontext(request.callback)
+    observer: Any = nullcontext(request.callback)
+    if request.progress:
+        observer = progress_callback(state, request.callback)
     with (
         interruptible(lambda: output_so_far()[0]),
         weights_lock(model),
         state.release_stores_on_exit(),
-        watched as after_commit,
+        observer as after_commit,
     ):
         decode(sampler, image_request.model, state, after_commit)
     if image_request.model.device.type == "cuda":

@@ -39,7 +39,7 @@ def check_streamer(streamer: Any, rows: int) -> None:
 
 
 @contextmanager
-def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterator[Callback]:
+def streamer_callback(streamer: Any, state: TextState, callback: Callback | None) -> Iterator[Callback]:
     """Make a callback for `decode` that feeds the streamer, then calls `callback`. On exit, end the streamer.
 
     streamer: accepted by `check_streamer`. state: before its first step. callback: of the request, or None."""
@@ -81,7 +81,7 @@ def stream(streamer: Any, state: TextState, callback: Callback | None) -> Iterat
 
 
 @contextmanager
-def bar(state: State | TextState, callback: Callback | None) -> Iterator[Callback]:
+def progress_callback(state: State | TextState, callback: Callback | None) -> Iterator[Callback]:
     """Make a callback for `paradec.core.protocol.decode` that updates a tqdm bar of final tokens and forwards, then
     calls `callback`.
 
@@ -101,11 +101,11 @@ def bar(state: State | TextState, callback: Callback | None) -> Iterator[Callbac
 
 
 @contextmanager
-def watch(state: Any, callback: Callback | None, streamer: Any = None, progress: bool = False) -> Iterator[Any]:
-    """Make the callback for `decode` of a request with an optional streamer and bar. state: as in `stream`."""
+def request_callback(state: Any, callback: Any, streamer: Any = None, progress: bool = False) -> Iterator[Any]:
+    """Make the callback for `decode` of a request with an optional streamer and bar; state: before its first step."""
     with ExitStack() as stack:
         if streamer is not None:
-            callback = stack.enter_context(stream(streamer, state, callback))
+            callback = stack.enter_context(streamer_callback(streamer, state, callback))
         if progress:
-            callback = stack.enter_context(bar(state, callback))
+            callback = stack.enter_context(progress_callback(state, callback))
         yield callback

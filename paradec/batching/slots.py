@@ -333,14 +333,14 @@ def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ..
 
 def estimate_row_bytes(model: Any, state: RowState, width: int) -> int:
     """Estimate the bytes of one row of `width` columns in canvas, memory and stores."""
-    needed = state.memory.nbytes // state.batch + 32 * width
+    nbytes = state.memory.nbytes // state.batch + 32 * width
     branches = state.branches
     if state.store is not None:
-        needed += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
+        nbytes += model.store_bytes(branches, width, getattr(state.cache, "store_dtype", None))
     drafting = getattr(state, "drafting", None)
     if drafting is not None and drafting.store is not None:
-        needed += drafting.model.store_bytes(branches, width)
-    return int(needed)
+        nbytes += drafting.model.store_bytes(branches, width)
+    return int(nbytes)
 
 
 def call_on_done(tickets: deque[Any]) -> None:

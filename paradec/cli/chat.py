@@ -51,11 +51,10 @@ def chat(
     is_model_given = shared["model"] is not None
     history = is_model_given if history is None else history
     given_options = options.given_names(context) - ({"cache"} if cache is None else set())
-    choose = is_model_given or history  # the packaged model answers single lines without a cache
-    conversation = Talk(
-        prepare("generate", None, given_options, cache=cache or "none", choose=choose, **shared), system, history
-    )
-    raise typer.Exit(conversation.run(sys.stdin.isatty()))
+    shared |= {"cache": cache or "none"}
+    # the packaged model answers single lines without a cache
+    work = prepare("generate", None, given_options, use_defaults=is_model_given or history, **shared)
+    raise typer.Exit(Talk(work, system, history).run(sys.stdin.isatty()))
 
 
 @dataclass

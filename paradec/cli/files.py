@@ -81,7 +81,7 @@ class FileJob:
             raise ValueError(f"--out {str(self.out)!r} holds something: --resume goes on with it, or remove it")
         self.earlier = read_answers(self.out, self.lines)
 
-    def agree(self, settings: dict[str, Any]) -> int | None:
+    def set_settings(self, settings: dict[str, Any]) -> int | None:
         """Store the settings from `prepare`. Returns the seed, by default that of the earlier run. Raises ValueError if
         the earlier run had other settings."""
         self.settings = {"paradec": paradec.__version__, **json.loads(json_bytes(settings))}
@@ -153,7 +153,7 @@ class FileJob:
 
     def _print_summary(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
         """Print the summary. Returns the number of failed prompts."""
-        answers, failed = run.found, sum("error" in entry for entry in run.entries)
+        answers, failed = run.answers, sum("error" in entry for entry in run.entries)
         answered, totals = len(run.entries) - failed, answers.totals
         if as_json:
             data = {"out": str(self.out), "prompts": len(self.lines), "answered": answered, "failed": failed}
@@ -187,7 +187,7 @@ class Run:
     bar: show.Bar
     total: int
     entries: list[dict[str, Any]] = field(init=False, default_factory=list)
-    found: show.Answers = field(init=False, default_factory=lambda: show.Answers(is_single=False))
+    answers: show.Answers = field(init=False, default_factory=lambda: show.Answers(is_single=False))
 
     def answer(self, lines: list[Line]) -> None:
         """Decode lines together; if that raises, each separately. Ctrl-C raises KeyboardInterrupt after writing."""
@@ -216,7 +216,7 @@ class Run:
             lambda batch: self.work.run(batch, self.bar.update, **constraint), prompts, self.size
         ):
             complete_rows = complete_row_indices(output) if interrupted else range(len(batch.rows))
-            self.found.add(output, complete_rows)
+            self.answers.add(output, complete_rows)
             columns = {"text": output.new_tokens.tolist() if output.text is None else output.text}
             columns |= {"tokens": output.tokens, "finished": output.finished, "nfe": output.row_nfe}
             answers |= {first + row: {name: values[row] for name, values in columns.items()} for row in complete_rows}

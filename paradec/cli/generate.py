@@ -70,7 +70,7 @@ def generate(
     shared |= options.make_constraint(shared)
     shared |= {"given": options.given_names(context), "stop_strings": stop, "chat": False if raw else None}
     if job is not None:
-        job.answer(prepare("generate", None, agree=job.agree, **shared), batch, view["as_json"])
+        job.answer(prepare("generate", None, on_settings=job.set_settings, **shared), batch, view["as_json"])
     prompts = [line for _, line in number_lines(text)] if lines and text.strip() else text
     decode("generate", prompts, batch=batch, **view, **shared)
 

@@ -56,7 +56,7 @@ def serve(
     from paradec.integrations.server.request_body import read_presets
 
     saved_requests = read_presets(presets) if presets else {}
-    work = prepare("generate", None, options.given_names(context), choose=shared["model"] is not None, **shared)
+    work = prepare("generate", None, options.given_names(context), use_defaults=shared["model"] is not None, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app

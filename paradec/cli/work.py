@@ -115,15 +115,15 @@ def prepare(
     attention: str | None = None,
     attention_set: list[str] | None = None,
     drafter: str | None = None,
-    agree: Callable[[dict[str, Any]], int | None] | None = None,
-    choose: bool = False,
+    on_settings: Callable[[dict[str, Any]], int | None] | None = None,
+    use_defaults: bool = False,
     **request: Any,
 ) -> Work:
     """Make all checks that need no model, then load the model, which may take minutes.
 
-    prompt: None if it is not known yet. given: options on the command line. agree: called before the model is loaded
-    with "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed. choose: use the defaults
-    of `paradec.api.defaults` for an open cache and block length.
+    prompt: None if it is not known yet. given: options on the command line. use_defaults: use the defaults of
+    `paradec.api.defaults` for an open cache and block length. on_settings: called before the model is loaded with
+    "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed.
     """
     # printed at once, since the imports take seconds
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
@@ -161,13 +161,13 @@ def prepare(
         num_answers = request.pop("num_return_sequences")
         # without an explicit sampler, the model's default sampler is used
         uses_default_sampler = "sampler" not in given and sampler_value == DEFAULTS["sampler"] and not settings
-        is_cache_open = choose and request["cache"] is None and "cache" not in given
-        if agree is not None:
+        is_cache_open = use_defaults and request["cache"] is None and "cache" not in given
+        if on_settings is not None:
             sampler_data = {} if uses_default_sampler else {"sampler": method.to_dict() | draft_settings}
             changes = fields.to_dict() | sampler_data
             facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
             facts |= {"quantization": quantization, "drafter": drafter, "request": changes}
-            request["seed"] = agree({name: value for name, value in facts.items() if value is not None})
+            request["seed"] = on_settings({name: value for name, value in facts.items() if value is not None})
         show.quiet_loading()
         is_parallel = options.num_processes() > 1
         if is_parallel and device is not None:
@@ -180,7 +180,7 @@ def prepare(
         check_model(function, loaded, KINDS)
         default = model_defaults(loaded).get("sampler")
         method = make_sampler(loaded, default if default is not None and uses_default_sampler else method)
-        if choose and loaded.default_block_length is None and loaded.facts.block_length is None:
+        if use_defaults and loaded.default_block_length is None and loaded.facts.block_length is None:
             loaded.default_block_length = find_defaults(loaded).block_length
         if drafter is not None:
             draft_model = load_draft_model(drafter, loaded, dtype=dtype, device=str(loaded.device))

@@ -148,8 +148,8 @@ def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, offsets: np.ndarray
     return tensor.index_copy(0, index, shifted.movedim(1, axis))
 
 
-def check_memory(needed: int, device: Any, max_memory: int | None, what: str) -> None:
-    """Raise ValueError if `needed` bytes exceed `max_memory`, or by default the device's memory. what: for messages."""
+def check_memory(nbytes: int, device: Any, max_memory: int | None, what: str) -> None:
+    """Raise ValueError if `nbytes` exceed `max_memory`, or by default the device's memory. what: for messages."""
     if max_memory is not None:
         limit, source = max_memory, "max_memory"
     elif device.type == "cuda":
@@ -159,9 +159,9 @@ def check_memory(needed: int, device: Any, max_memory: int | None, what: str) ->
         limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
     else:
         return
-    if needed > limit:
+    if nbytes > limit:
         raise ValueError(
-            f"{what} would take {_format_bytes(needed)}, more than {source} ({_format_bytes(limit)}): use fewer "
+            f"{what} would take {_format_bytes(nbytes)}, more than {source} ({_format_bytes(limit)}): use fewer "
             "or shorter rows or blocks; of a store a narrower store_dtype, or cache='none'"
         )
 

@@ -96,15 +96,15 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
             return tuple(select(part, layout) for part in value)
         if not isinstance(value, (np.ndarray, Tensor)):
             return select_rows(value, branch_rows(rows, count, count_rows(value)), added_columns)
-        if (place := _layout_of(layout, owner, key)) is None:
+        if (axes := _layout_of(layout, owner, key)) is None:
             return value
-        index = branch_rows(rows, count, value.shape[place.axis])
+        index = branch_rows(rows, count, value.shape[axes.axis])
         if isinstance(value, np.ndarray):
-            selected: Any = value.take(index, place.axis)
+            selected: Any = value.take(index, axes.axis)
         else:
-            selected = value.index_select(place.axis, torch.as_tensor(index, device=value.device))
-        if place.columns is not None:
-            selected = resize_axis(selected, selected.shape[place.columns] + added_columns, place.fill, place.columns)
+            selected = value.index_select(axes.axis, torch.as_tensor(index, device=value.device))
+        if axes.columns is not None:
+            selected = resize_axis(selected, selected.shape[axes.columns] + added_columns, axes.fill, axes.columns)
         return selected
 
     for name, layout in _row_fields(owner).items():
@@ -144,21 +144,21 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
                 clear_rows(current, np.arange(size))
             _exchange(current, branch_rows(slots, count, count_rows(current)), new, added_columns)
             return current
-        if (place := _layout_of(layout, owner, key)) is None:
+        if (axes := _layout_of(layout, owner, key)) is None:
             return current
         if isinstance(sample, list):
-            current = [_copy_entry(place.fill) for _ in range(count)] if current is None else current
+            current = [_copy_entry(axes.fill) for _ in range(count)] if current is None else current
             for index, slot in enumerate(slots.tolist()):
-                current[slot] = _copy_entry(place.fill if new is None else new[index])
+                current[slot] = _copy_entry(axes.fill if new is None else new[index])
             return current
         if current is None:
-            current = _full_like(new, place.axis, count * new.shape[place.axis] // other_count, place.fill)
-            if place.columns is not None:
-                width = current.shape[place.columns] + added_columns
-                current = resize_axis(current, width, place.fill, place.columns)
-        elif place.shared:
+            current = _full_like(new, axes.axis, count * new.shape[axes.axis] // other_count, axes.fill)
+            if axes.columns is not None:
+                width = current.shape[axes.columns] + added_columns
+                current = resize_axis(current, width, axes.fill, axes.columns)
+        elif axes.shared:
             current = current.clone()
-        return _exchange_values(current, branch_rows(slots, count, current.shape[place.axis]), new, place)
+        return _exchange_values(current, branch_rows(slots, count, current.shape[axes.axis]), new, axes)
 
     for name, layout in _row_fields(owner).items():
         vars(owner)[name] = exchange(getattr(owner, name), getattr(other, name, None), layout)
@@ -202,13 +202,13 @@ def _values(owner: Any) -> Iterator[tuple[Any, Any]]:
     for name, layout in _row_fields(owner).items():
         value = getattr(owner, name)
         for key, part in value.items() if isinstance(value, dict) else [(None, value)]:
-            if part is not None and (place := _layout_of(layout, owner, key)):
-                yield part, place
+            if part is not None and (axes := _layout_of(layout, owner, key)):
+                yield part, axes
 
 
 def _count_columns(owner: Any) -> int:
-    arrays = ((value, place) for value, place in _values(owner) if isinstance(value, (np.ndarray, Tensor)))
-    return next((value.shape[place.columns] for value, place in arrays if place.columns is not None), 0)
+    arrays = ((value, axes) for value, axes in _values(owner) if isinstance(value, (np.ndarray, Tensor)))
+    return next((value.shape[axes.columns] for value, axes in arrays if axes.columns is not None), 0)
 
 
 def _layout_of(layout: Layout, owner: Any, key: Any) -> RowLayout | None:

@@ -229,13 +229,13 @@ class Trace:
         sizes, batch = [len(row) for row in self.canvas], self.batch
         if not isinstance(self.settings.get("sampler", ""), str):
             raise ValueError(f"settings['sampler']={shown(self.settings['sampler'])} must be a text")
-        for name, values, count in self._lists():
+        for name, values, count in self._sized_fields():
             if values is not None and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries; it must have {count}")
         for index, step in enumerate(self.steps):
             if step.rules and not 0 <= min(step.rules) <= max(step.rules) < len(self.rules):
                 raise ValueError(f"steps[{index}].rules names others than the {len(self.rules)} in rules")
-        for name, row, start, stop in self._places():
+        for name, row, start, stop in self._position_fields():
             if not (0 <= row < batch and 0 <= start <= stop and (not sizes or stop <= sizes[row])):
                 raise ValueError(f"{name}: row {row} has no positions from {start} to {stop} (exclusive)")
         if self.grid is not None and self.cells is not None:
@@ -243,7 +243,7 @@ class Trace:
             if min(self.grid) < 1 or any(len(cells) != height * width for cells in self.cells):
                 raise ValueError(f"grid={self.grid} must have as many cells as each row of cells")
 
-    def _lists(self) -> Iterator[tuple[str, Sequence[Any] | None, int]]:
+    def _sized_fields(self) -> Iterator[tuple[str, Sequence[Any] | None, int]]:
         """Yield (field, list, number of entries it must have): one per row or commit."""
         yield from ((name, getattr(self, name), self.batch) for name in ("filled", "ends", "joined", "cells"))
         for index, step in enumerate(self.steps):
@@ -252,7 +252,7 @@ class Trace:
             counts |= {"forwarded": self.batch} if self.canvas else {}
             yield from ((f"steps[{index}].{name}", getattr(step, name), count) for name, count in counts.items())
 
-    def _places(self) -> Iterator[tuple[str, int, int, int]]:
+    def _position_fields(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield (field, row, start, end) for every position or span in the trace."""
         for name in ("filled", "joined"):
             for row, entries in enumerate(getattr(self, name) or ()):

@@ -28,7 +28,7 @@ def prepare_chat(
     monkeypatch.setattr(paradec, "load", lambda *_, **__: model)
     values = {"model": "any", "preset": None, "sampler": "threshold", "set_": None, "dtype": None, "device": None}
     values |= {"cache": "none", "max_new_tokens": 8, "temperature": 0.0, "suffix": None} | options
-    return prepare("generate", None, given, choose=choose, **values)
+    return prepare("generate", None, given, use_defaults=choose, **values)
 
 
 @pytest.mark.parametrize(("topology", "prediction", "sampler", "cache", "block_length"), CHOICES)
