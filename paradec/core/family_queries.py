@@ -61,7 +61,7 @@ class GroupQuery(Query):
 
 @dataclass(kw_only=True)
 class RankedQuery(AnyOrderQuery):
-    """One call in any order, for `N` rows of one branch. The model adds a mask for each wanted position, which sees the
+    """One call in any order, for `N` rows of one branch. The model adds a mask for each column of `wanted`; it sees the
     tokens of lower rank and itself; columns with a mask are not evaluated. Store rows of the second branch follow those
     of the first."""
 
@@ -70,7 +70,7 @@ class RankedQuery(AnyOrderQuery):
     is_wanted: Tensor
     """[N, W] bool: False where `wanted` is padding."""
     scale: Tensor
-    """[N, W] float64: guidance scale of each wanted position; unused with one branch."""
+    """[N, W] float64: guidance scale of each column of `wanted`; unused with one branch."""
 
 
 @dataclass
