@@ -36,7 +36,7 @@ def train(
     records: Annotated[Path | None, RECORDS] = None,
     **shared: Any,
 ) -> None:
-    """Train a filter: decode prompts one token at a time, replay them greedily, fit a network to tokens that stayed."""
+    """Train a filter: decode prompts one token at a time, replay them greedily, learn which tokens were final."""
     options.check_writable("--out", out)
     options.check_writable("--records", records)
 
