@@ -101,11 +101,11 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
     """Build questions from the chains, with the masks of seed 0 and the right tokens, for `paradec tune` and rankings.
     Also returns the ids that no chain has."""
-    asked = []
+    questions = []
     for chain in chains:
         row, _, truth = masked_row(model, chain, 0)
-        asked.append(Question(row, chain.name, None, tuple(truth.tolist()), chain.kind, chain.antibody))
-    return asked, special_ids(model)
+        questions.append(Question(row, chain.name, None, tuple(truth.tolist()), chain.kind, chain.antibody))
+    return questions, special_ids(model)
 
 
 def masked_row(model: Any, chain: Chain, seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
@@ -153,8 +153,8 @@ class Remembering:
                 self.known[keys[k]] = logits
         wanted = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
         # a window's padding may request positions beyond its row; their logits are not used
-        found = [self.known[key] for key in keys]
-        return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(found, wanted, strict=True)])
+        known_rows = [self.known[key] for key in keys]
+        return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(known_rows, wanted, strict=True)])
 
 
 Filling = tuple[str, int]
@@ -213,7 +213,7 @@ class Benchmark:
         rows, heavy, light = ([self.summary(record, kind) for record in self.records] for kind in ("", "VH", "VL"))
         shown = ("sampler", "recovery", "interval", "forwards")
         kinds = {
-            name: [{key: row[key] for key in shown} for row in own] for name, own in (("VH", heavy), ("VL", light))
+            name: [{key: row[key] for key in shown} for row in part] for name, part in (("VH", heavy), ("VL", light))
         }
         return {"aup": areas(rows), "results": rows} | kinds
 
@@ -245,21 +245,21 @@ def plot(result: dict[str, Any]) -> None:
 
 def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: int) -> tuple[list[int], list[int]]:
     """Fill masked chains with one configuration; return recovered residues and forwards of each chain."""
-    given, holes, truth = zip(*(masked_row(model, chain, seed) for chain in chains), strict=True)
+    masked_rows, holes, truth = zip(*(masked_row(model, chain, seed) for chain in chains), strict=True)
     output = paradec.generate(
         model,
-        list(given),
+        list(masked_rows),
         sampler=configuration.make(),
         seed=seed,
         suppress_tokens=special_ids(model),
         **configuration.request(round(float(np.mean([len(at) for at in holes])))),
     )
     width = output.sequences.shape[1]  # rows end at the right edge
-    found = [
+    answers = [
         output.sequences[k, width - len(row) :].numpy()[at]
-        for k, (row, at) in enumerate(zip(given, holes, strict=True))
+        for k, (row, at) in enumerate(zip(masked_rows, holes, strict=True))
     ]
-    return [int((a == b).sum()) for a, b in zip(found, truth, strict=True)], output.row_nfe
+    return [int((a == b).sum()) for a, b in zip(answers, truth, strict=True)], output.row_nfe
 
 
 def fitting(
@@ -267,7 +267,7 @@ def fitting(
 ) -> list[Configuration]:
     """Select the configurations of samplers that work on a model; the reason is printed for the others (`learn2pd`
     without a filter). Defaults with one token per step are selected for the `sequential` samplers only."""
-    found = []
+    fitting_configurations = []
     for configuration in every:
         method = configuration.make()
         one_by_one = not configuration.changes and method.uses_steps and configuration.sampler not in COMBINATIONS
@@ -279,8 +279,8 @@ def fitting(
             if not configuration.changes:
                 print(f"{configuration.sampler} is left out: {error}", file=sys.stderr)
             continue
-        found.append(configuration)
-    return found
+        fitting_configurations.append(configuration)
+    return fitting_configurations
 
 
 def units(chains: list[Chain], seeds: int) -> Iterable[tuple[int, list[Chain]]]:

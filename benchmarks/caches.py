@@ -177,10 +177,10 @@ def prefix() -> None:
         out = paradec.generate(model, rows, cache="block", **request, **changes)
         return time.process_time() - begin, out
 
-    found: list[dict[str, Any]] = []
+    result_rows: list[dict[str, Any]] = []
 
     def note(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
-        found.append(
+        result_rows.append(
             {
                 "what": what,
                 "seconds_without": sum(plain) / len(plain),
@@ -195,7 +195,7 @@ def prefix() -> None:
     run(ids(1, 32))
     for common in (128, 512):
         shared = ids(common)
-        rows = [shared + own for own in ids(8, 32)]
+        rows = [shared + tail for tail in ids(8, 32)]
         first, before = run(rows)
         seconds, after = run(rows, share_prefix=True)
         note(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, before, after)
@@ -205,7 +205,7 @@ def prefix() -> None:
         seconds, after = run([row], prefix=kept, keep_prefix=True)
         note(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
         kept, row = after.prefix, after.sequences[0].tolist() + ids(32)
-    result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": found}
+    result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": result_rows}
     write_result(RESULTS / "caches_prefix.json", result)
     print(caches_prefix_table(result))
 
@@ -229,12 +229,13 @@ def accuracy(limit: int) -> None:
     examples = load_prompts(None, limit=limit)
     settings = [(name, {}) for name in paradec.caches.names()] + list(VARIANTS)
     entries = {
-        " ".join([name, *(f"{key}={value}" for key, value in given.items())]): (name, given) for name, given in settings
+        " ".join([name, *(f"{key}={value}" for key, value in options.items())]): (name, options)
+        for name, options in settings
     }
     rows = []
     for rule, sampler in rules.items():
-        for label, (name, given) in entries.items():
-            cache = paradec.caches.create(name, **given)
+        for label, (name, options) in entries.items():
+            cache = paradec.caches.create(name, **options)
             if verdict(sampler, cache, model.facts).status == REFUSED:
                 continue
             request = {"sampler": sampler, "cache": cache, "max_new_tokens": 32, "block_length": 16}

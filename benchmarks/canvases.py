@@ -207,17 +207,17 @@ def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: 
         for seed in SEEDS:
             for which in (0, 1) if turn % 2 else (1, 0):
                 took[turn, which] += timed(partial(runs[which], seed))[1:]
-    found: dict[str, Any] = {}
+    entry: dict[str, Any] = {}
     for place, clock in enumerate(("cpu", "wall") if turns else ()):
         ratios = spread((took[:, 1, place] / took[:, 0, place]).tolist())
-        found[f"{clock}_ratio"] = {name: round(value, 2) for name, value in ratios.items()}
-    return found
+        entry[f"{clock}_ratio"] = {name: round(value, 2) for name, value in ratios.items()}
+    return entry
 
 
 def schedule(turns: int) -> dict[str, Any]:
     """Measure the counts and times of every setting."""
     module = small_module()
-    found = []
+    rows = []
     default = paradec.samplers.create("diffusion_gemma").encode_wait
     for settling in SETTLING:
         for ends in ([], ENDS):
@@ -259,10 +259,10 @@ def schedule(turns: int) -> dict[str, Any]:
                 "default_wait": default,
                 **times,
             }
-            found.append(entry)
+            rows.append(entry)
             print(entry, flush=True)
     settings = {"prompts": LENGTHS, "canvases": CANVASES, "seeds": SEEDS, "settling": SETTLING, "turns": turns}
-    return {**settings, "rows": found}
+    return {**settings, "rows": rows}
 
 
 def _named(counts: np.ndarray) -> dict[str, int]:
@@ -332,12 +332,12 @@ def peak_alone(who: str, *sizes: int) -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Measure the peaks of both libraries, and the bytes of one row's logits (canvas x vocabulary float32)."""
-    found, hidden = [], 64
+    peaks, hidden = [], 64
     for count in (1, 2):
         for who in ("ours", "transformers"):
-            found.append(peak_alone(who, count, VOCABULARY, CANVAS, hidden))
+            peaks.append(peak_alone(who, count, VOCABULARY, CANVAS, hidden))
     sizes = {"vocabulary": VOCABULARY, "canvas": CANVAS, "hidden": hidden}
-    return {**sizes, "logits_of_a_row": 4 * VOCABULARY * CANVAS, "peaks": found}
+    return {**sizes, "logits_of_a_row": 4 * VOCABULARY * CANVAS, "peaks": peaks}
 
 
 def main() -> None:

@@ -60,25 +60,25 @@ def right(row: dict[str, Any]) -> int:
 def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Choose each sampler's setting by these rows, the baseline first; samplers without a good one get their
     defaults."""
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for sampler in dict.fromkeys(row["sampler"] for row in rows):
         settings = [row for row in rows if row["sampler"] == sampler]
         if settings[0]["forwards"] > SLOW:
             continue
         good = [row for row in settings if right(row) >= right(rows[0]) - FEWER]
-        found[sampler] = max(good, key=lambda row: row["tokens_per_forward"], default=settings[0])["changes"]
-    return found
+        changes[sampler] = max(good, key=lambda row: row["tokens_per_forward"], default=settings[0])["changes"]
+    return changes
 
 
 def other_questions(per_task: int = 12) -> list[evaluation.Question]:
     """Select `per_task` prompts of each task that the comparison did not use."""
-    taken = {question.key for question in evaluation.packaged_questions(limit=per_task)}
-    every = [question for question in evaluation.packaged_questions() if question.key not in taken]
-    found = []
+    packaged_keys = {question.key for question in evaluation.packaged_questions(limit=per_task)}
+    every = [question for question in evaluation.packaged_questions() if question.key not in packaged_keys]
+    questions = []
     for task in dict.fromkeys(question.task for question in every):
-        own = [question for question in every if question.task == task]
-        found += [own[k * len(own) // per_task] for k in range(per_task)]
-    return found
+        of_task = [question for question in every if question.task == task]
+        questions += [of_task[k * len(of_task) // per_task] for k in range(per_task)]
+    return questions
 
 
 def show_progress(comparison: Any, configuration: Any, share: float) -> None:

@@ -37,17 +37,17 @@ def answers(limit: int) -> None:
     model = paradec.load()
     for name in ("sort", "reverse", "shuffle", "latin_square"):
         task, examples = get_task(name), load_prompts(name, limit)
-        for way, asked in WAYS.items():
-            found = []
+        for way, request in WAYS.items():
+            results = []
             for held in (False, True):
                 prompts = [
                     {"prompt": each.prompt} | ({"constraint": constraint_of(name, [*each.items])} if held else {})
                     for each in examples
                 ]
-                outputs = list(paradec.generate_many(model, prompts, max_new_tokens=64, block_length=64, **asked))
+                outputs = list(paradec.generate_many(model, prompts, max_new_tokens=64, block_length=64, **request))
                 right = sum(task.check(each, out.text) for each, out in zip(examples, outputs, strict=True))
-                found.append((100 * right / len(examples), sum(out.nfe for out in outputs) / len(outputs)))
-            said = " -> ".join(f"{share:5.1f} % in {forwards:4.1f} forwards" for share, forwards in found)
+                results.append((100 * right / len(examples), sum(out.nfe for out in outputs) / len(outputs)))
+            said = " -> ".join(f"{share:5.1f} % in {forwards:4.1f} forwards" for share, forwards in results)
             print(f"{name:14} {way:12} {said}", flush=True)
 
 

@@ -91,10 +91,10 @@ def run(model: Any, sampler: Any, images: int, seed: int, guidance: float) -> di
     return {"pictures": torch.cat(pictures), "forwards": np.array(forwards), "draft_forwards": sum(drafted) / images}
 
 
-def judged(found: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tensor]:
+def judged(drawn: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tensor]:
     """Compute the measurements of one setting, and the features [n, d] of its images."""
     with torch.inference_mode():
-        features = classifier.features(found["pictures"])
+        features = classifier.features(drawn["pictures"])
         right = (classifier.output(features).argmax(-1) == torch.arange(len(features)) % 10).numpy()
     held_out = (classifier.held_out_mean, classifier.held_out_covariance)
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def judged(found: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tens
         frechet_distance(moments(features[rng.integers(len(features), size=len(features))]), held_out)
         for _ in range(BOOTSTRAPS)
     ]
-    distance, forwards = frechet_distance(moments(features), held_out), found["forwards"]
+    distance, forwards = frechet_distance(moments(features), held_out), drawn["forwards"]
     row = {
         "accuracy": [float(right.mean()), *wilson(int(right.sum()), len(right))],
         "distance": [distance, distance - 1.96 * np.std(samples), distance + 1.96 * np.std(samples)],
@@ -163,11 +163,11 @@ def main() -> None:
     for index, (label, name, settings) in enumerate(SETTINGS):
         sampler = create(name, settings)
         # other seeds for every setting: lossless samplers must agree in distribution, not image by image
-        found = run(model, sampler, args.images, 1_000_000 * index, guidance)
-        judgement, features = judged(found, classifier)
+        drawn = run(model, sampler, args.images, 1_000_000 * index, guidance)
+        judgement, features = judged(drawn, classifier)
         row: dict[str, Any] = {"label": label, "lossless": bool(getattr(sampler, "lossless", False)), **judgement}
-        row["draft_forwards"] = found["draft_forwards"]
-        row["tokens_per_forward"] = 49 * args.images / float(found["forwards"].sum())
+        row["draft_forwards"] = drawn["draft_forwards"]
+        row["tokens_per_forward"] = 49 * args.images / float(drawn["forwards"].sum())
         base = base if rows else features
         row["permutation_p"] = chance(features, base) if rows else None
         rows.append(row)

@@ -91,18 +91,18 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
     """List (label, curve, DDIM steps, settings of `Forecast`), the most important ones first."""
-    found: list[tuple[str, str, int, dict[str, Any] | None]] = []
+    entries: list[tuple[str, str, int, dict[str, Any] | None]] = []
     for steps in (20, 50, 14, 10, 7, 5, 4):
-        found.append((f"ddim, {steps} steps", "ddim", steps, None))
+        entries.append((f"ddim, {steps} steps", "ddim", steps, None))
     for steps, counts in INTERVALS.items():
         for count, interval in counts.items():
             for basis, settings in BASES.items():
                 for target in ("module", "output", "block"):
                     if (basis, target) not in LEFT_OUT[steps]:
                         curve, chosen = f"{basis}, {target}", settings | {"when": Every(interval), "where": target}
-                        found.append((f"{curve}, {count} of {steps}", curve, steps, chosen))
-        found += [(name, "others", *rule) for name, rule in OTHERS.items() if rule[0] == steps]
-    return found
+                        entries.append((f"{curve}, {count} of {steps}", curve, steps, chosen))
+        entries += [(name, "others", *rule) for name, rule in OTHERS.items() if rule[0] == steps]
+    return entries
 
 
 @torch.inference_mode()
@@ -160,17 +160,17 @@ def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
     for index, setting in enumerate(settings):
         label, curve, steps = setting[:3]
         # each masked setting has other seeds; all diffusion settings start from the same noise
-        found = run(model, setting, images, 1_000_000 * index if part == "masked" else 0)
-        judgement = judged(found, classifier)[0]
-        row = {"label": label, "curve": curve, "full": found["full"], "evaluations": judgement.pop("forwards")}
+        drawn = run(model, setting, images, 1_000_000 * index if part == "masked" else 0)
+        judgement = judged(drawn, classifier)[0]
+        row = {"label": label, "curve": curve, "full": drawn["full"], "evaluations": judgement.pop("forwards")}
         rows.append(row | judgement)
         print(rows[-1], flush=True)
         if label in REFERENCES:
-            references[REFERENCES[label]] = found["pictures"]
+            references[REFERENCES[label]] = drawn["pictures"]
         if part == "dit":
             if setting[3] is None:
-                plain[label] = found["pictures"]
-            rows[-1] |= {"steps": steps, "pixel_error": errors(found["pictures"], references, [steps])}
+                plain[label] = drawn["pictures"]
+            rows[-1] |= {"steps": steps, "pixel_error": errors(drawn["pictures"], references, [steps])}
     for row in rows:
         if row["label"] in plain:
             row["pixel_error"] = errors(plain[row["label"]], references, [*INTERVALS])
@@ -217,12 +217,12 @@ def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
     save(figure, file)
 
 
-def draw(found: dict[str, Any]) -> None:
+def draw(result: dict[str, Any]) -> None:
     """Draw the plots of both models, and images."""
-    plot([("masked transformer", found["masked"])], FIGURES / "digits_masked.svg")
+    plot([("masked transformer", result["masked"])], FIGURES / "digits_masked.svg")
     panels = []
     for steps in INTERVALS:
-        rows = [row for row in found["dit"] if row["steps"] == steps or row["curve"] == "ddim"]
+        rows = [row for row in result["dit"] if row["steps"] == steps or row["curve"] == "ddim"]
         rows = [row | {"pixel_error": row["pixel_error"][str(steps)]} for row in rows if row["evaluations"][0] <= 20]
         panels.append((f"forecasts on {steps} DDIM steps", rows))
     plot(panels, FIGURES / "digits_dit.svg")

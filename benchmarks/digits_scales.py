@@ -122,13 +122,13 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
 def chosen(label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any) -> Setting:
     """Choose the setting with the smallest distance."""
     held_out = (judge.held_out_mean, judge.held_out_covariance)
-    found = []
+    distances = []
     for index, setting in enumerate(settings):
         pictures = run(name, sampler, setting, images, CHOOSING + 100_000 * index)["pictures"]
         distance = frechet_distance(moments(judge.features(pictures)), held_out)
         print(f"  {label} {setting}: {distance:.1f}", flush=True)
-        found.append(distance)
-    return settings[min(range(len(found)), key=found.__getitem__)]
+        distances.append(distance)
+    return settings[min(range(len(distances)), key=distances.__getitem__)]
 
 
 def further(one: list[float], other: list[float]) -> list[float]:
@@ -163,7 +163,7 @@ def main() -> None:
         figure(read_result(args.out)["methods"])
         return
     judge = load_classifier()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     choices: dict[str, Setting] = {}
     for index, (label, name, sampler, settings, added) in enumerate(METHODS):
         among = repr((name, sampler, settings))
@@ -173,15 +173,15 @@ def main() -> None:
         made = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
         entry = {"label": label, "model": name, "sampler": sampler, "settings": setting[0], "request": setting[1]}
         entry |= judged(made, judge)[0] | {"choices": len(settings), "commit": COMMIT}
-        found.append(entry | {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")})
+        rows.append(entry | {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")})
         print(f"{label}: distance {entry['distance'][0]:.1f}, accuracy {entry['accuracy'][0]:.3f}", flush=True)
-    found.sort(key=lambda entry: entry["distance"][0])
-    for entry in found[1:]:
-        entry["further"] = further(entry["distance"], found[0]["distance"])
-    result = {"images": args.images, "choosing": args.choosing, "methods": found}
+    rows.sort(key=lambda entry: entry["distance"][0])
+    for entry in rows[1:]:
+        entry["further"] = further(entry["distance"], rows[0]["distance"])
+    result = {"images": args.images, "choosing": args.choosing, "methods": rows}
     write_result(args.out, result)
     print(digits_scales_table(read_result(args.out)))
-    figure(found)
+    figure(rows)
 
 
 if __name__ == "__main__":

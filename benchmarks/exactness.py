@@ -149,9 +149,9 @@ class OwnDrafter(TableModel):
         mask, keys = store.bind(query).visible(query)
         stored = store.token_at_write[query.store.rows, : query.store.visible_length]
         tokens, at = torch.cat((stored, query.tokens), 1), query.positions.unsqueeze(-1)
-        found = [seen_token(tokens, (keys.unsqueeze(-2) == at - back) & mask.squeeze(1)) for back in (2, 1)]
-        before = torch.where(found[0] < 0, len(self.table) - 1, found[0])
-        return self.table[before, found[1].clamp(min=0)].take_along_dim(query.wanted.unsqueeze(-1), 1)
+        context = [seen_token(tokens, (keys.unsqueeze(-2) == at - back) & mask.squeeze(1)) for back in (2, 1)]
+        before = torch.where(context[0] < 0, len(self.table) - 1, context[0])
+        return self.table[before, context[1].clamp(min=0)].take_along_dim(query.wanted.unsqueeze(-1), 1)
 
 
 class BlockTable(TableModel):
@@ -161,8 +161,8 @@ class BlockTable(TableModel):
     def __init__(self, table: Tensor, drafts: Tensor):
         super().__init__(table)
         self.drafts = drafts
-        found = {"topology": "block_causal", "block_length": drafts.shape[1], "mask_token_id": len(table) - 2}
-        self.facts = ModelFacts(table.shape[-1], prediction="same", name="table", **found)
+        facts = {"topology": "block_causal", "block_length": drafts.shape[1], "mask_token_id": len(table) - 2}
+        self.facts = ModelFacts(table.shape[-1], prediction="same", name="table", **facts)
 
     def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
         assert query.visible is not None and query.wanted is not None
@@ -231,9 +231,9 @@ def counted(answers: Tensor, every: Tensor, base: int) -> np.ndarray:
     """Count how often each of `every` [N, L] is among answers [n, L]: [N]. Raises for an answer that is not in it."""
     digits = base ** torch.arange(every.shape[1])
     known, order = (every * digits).sum(1).sort()
-    found = (answers * digits).sum(1)
-    at = torch.searchsorted(known, found).clamp(max=len(known) - 1)
-    if (known[at] != found).any():
+    numbers = (answers * digits).sum(1)
+    at = torch.searchsorted(known, numbers).clamp(max=len(known) - 1)
+    if (known[at] != numbers).any():
         raise AssertionError("an answer without a probability")
     return np.bincount(order[at].numpy(), minlength=len(every))
 
@@ -264,7 +264,7 @@ def test_case(
     new = request.pop("new", 4)
     answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
     grid, settings = request.get("grid"), {key: value for key, value in request.items() if key != "grid"}
-    found: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
+    result: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
     for first in range(2):
         every, distribution = exact_distribution(
             model,
@@ -275,9 +275,9 @@ def test_case(
             grid,
         )
         counts = counted(answers[first::2], every, model.facts.vocab_size)
-        found["p_values"].append(p_value(counts, distribution.numpy()))
-        found["total_variation"].append(float(np.abs(counts / counts.sum() - distribution.numpy()).sum() / 2))
-    return found
+        result["p_values"].append(p_value(counts, distribution.numpy()))
+        result["total_variation"].append(float(np.abs(counts / counts.sum() - distribution.numpy()).sum() / 2))
+    return result
 
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -301,23 +301,23 @@ TREES: dict[str, Any] = {
 def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
     """Create every exact method, with the settings that change its steps."""
     create = paradec.samplers.create
-    found = {"token by token": create("sjd", window=1)}
+    named = {"token by token": create("sjd", window=1)}
     for window in (2, 4):
-        found[f"sjd, window {window}"] = create("sjd", window=window)
-    found["sjd, one-hot q"] = create("sjd", window=4, guess_distribution="one_hot")
-    found["sjd, keep"] = create("sjd", window=4, refresh="keep")
-    found["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
-    found["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
+        named[f"sjd, window {window}"] = create("sjd", window=window)
+    named["sjd, one-hot q"] = create("sjd", window=4, guess_distribution="one_hot")
+    named["sjd, keep"] = create("sjd", window=4, refresh="keep")
+    named["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
+    named["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
     for coupling in ("gumbel", "maximal"):
-        found[f"scd, {coupling}"] = create("scd", window=4, refresh=coupling)
-    found["jacobi"] = create("jacobi", window=4)
+        named[f"scd, {coupling}"] = create("scd", window=4, refresh=coupling)
+    named["jacobi"] = create("jacobi", window=4)
     for window in (2, 4):
-        found[f"speculative, window {window}"] = create("speculative", window=window, drafter=drafter)
+        named[f"speculative, window {window}"] = create("speculative", window=window, drafter=drafter)
     for rule, tree in TREES.items():
-        found[f"speculative, {rule} tree"] = create("speculative", drafter=drafter, tree=tree, rule=rule)
+        named[f"speculative, {rule} tree"] = create("speculative", drafter=drafter, tree=tree, rule=rule)
     grown = DynamicTree(nodes=8, depth=3, top_k=3)
-    found["speculative, dynamic tree"] = create("speculative", drafter=drafter, tree=grown, rule="naive")
-    return found
+    named["speculative, dynamic tree"] = create("speculative", drafter=drafter, tree=grown, rule="naive")
+    return named
 
 
 def branching(drafter: TableModel) -> dict[str, CausalSampler]:
@@ -350,12 +350,12 @@ def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
         yield f"sjd, {init}; image, {what}", sampler, image, REQUESTS[what] | {"grid": GRID}
     for name in ("scd, gumbel", "speculative, window 4", "speculative, without_replacement tree"):
         yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
-    own, blocks = (OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=blocks) for blocks in (False, True))
+    one, blocks = (OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=blocks) for blocks in (False, True))
     for (what, request), rule in itertools.product(REQUESTS.items(), ("ratio", "match", "threshold")):
         settings = {"rule": "match", "threshold": 0.4} if rule == "threshold" else {"rule": rule}
         sampler = paradec.samplers.create("self_speculative", **settings)
         request = request | {"suppress_tokens": [5]}  # the last token is the mask, which is never drawn
-        yield f"self_speculative, {rule}; {what}", sampler, own, request
+        yield f"self_speculative, {rule}; {what}", sampler, one, request
         if request.get("guidance_scale", 1) == 1:
             yield f"self_speculative, {rule}, blocks of one; {what}", sampler, blocks, request
     for what, request in REQUESTS.items():
@@ -430,9 +430,9 @@ def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 def bias(sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
     """Measure the total variation of a lossy method's answers, and its upper bound."""
     method, deviating = watched(sampler)
-    found = test_case(method, model, rows, seed)
+    result = test_case(method, model, rows, seed)
     share = len(np.unique(np.concatenate(deviating))) / (2 * rows)
-    return found | {"total_variation_bound": share}
+    return result | {"total_variation_bound": share}
 
 
 def summary(exact: list[dict[str, Any]]) -> dict[str, Any]:

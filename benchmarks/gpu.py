@@ -171,15 +171,15 @@ def check_statistics(device: torch.device, scale: Scale) -> int:
                 numbers = torch.randint(2**31, (rows, 4), generator=generator, device=device)
                 draws = TokenDraws(numbers[:, :2], numbers[:, 2] % 1000, numbers[:, 3] % 5000, 0.8)
                 arguments = {"temperature": temperature, "ids": ids, "draws": draws}
-                found = token_stats(logits, fields=tuple(IN_ONE_READ), path=kernel_path(device), **arguments)
+                stats = token_stats(logits, fields=tuple(IN_ONE_READ), path=kernel_path(device), **arguments)
                 exact = reference_stats(logits, **arguments)
                 what = f"token statistics of [{rows}, {vocabulary}] {dtype} at temperature {temperature}"
                 good = ~exact.nonfinite
-                check(torch.equal(found.nonfinite, exact.nonfinite), f"{what}: flags")
-                check(torch.equal(found.token[good], exact.token[good]), f"{what}: tokens")
-                check(torch.equal(found.sample[good], exact.sample[good]), f"{what}: samples")
+                check(torch.equal(stats.nonfinite, exact.nonfinite), f"{what}: flags")
+                check(torch.equal(stats.token[good], exact.token[good]), f"{what}: tokens")
+                check(torch.equal(stats.sample[good], exact.sample[good]), f"{what}: samples")
                 for name in (*sorted(IN_ONE_READ - {"token", "nonfinite"}), "ids_prob", "sample_prob"):
-                    a, b = getattr(found, name)[good], getattr(exact, name)[good]
+                    a, b = getattr(stats, name)[good], getattr(exact, name)[good]
                     rel = 1e-5 if temperature == 1 else 1e-4
                     check(torch.allclose(a, b, rtol=rel, atol=1e-6), f"{what}: {name}")
                 done += 1
@@ -214,11 +214,11 @@ def run_statistics(section: Section, device: torch.device, copied: float, scale:
     for vocabulary in scale.vocabularies:
         for count in scale.rows:
             what = {"vocabulary": vocabulary, "rows": count}
-            found = section.attempt(
+            entry = section.attempt(
                 f"statistics {what}", lambda v=vocabulary, c=count: time_statistics(v, c, device, copied, scale)
             )
-            if found is not None:
-                rows.append(what | found)
+            if entry is not None:
+                rows.append(what | entry)
     return section.close(checks=checks, rows=rows)
 
 

@@ -103,10 +103,10 @@ def inputs(
     return query, key, value, BlockIndex.from_mask(mask, size)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(output: Tensor, expected: Tensor) -> float:
     """Compute the largest absolute difference; that of equal infinities is 0."""
-    same = found.double() == expected
-    return float(torch.where(same, 0.0, (found.double() - expected).abs()).max())
+    same = output.double() == expected
+    return float(torch.where(same, 0.0, (output.double() - expected).abs()).max())
 
 
 def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[dict[str, Any]]:
@@ -125,20 +125,20 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
     every = torch.arange(length, device=device).expand(rows, -1)
     allowed = visible_keys(index.to_mask(blocks), size, every, length)
     for name, lists, visible in (("lists", index, allowed), ("dense", None, torch.ones_like(allowed))):
-        found, sums = sparse_attention(
+        output, sums = sparse_attention(
             query, key, value, lists, lengths=lengths, return_logsumexp=True, block_size=size, backend=backend
         )
         expected, expected_sums = reference_attention(query, key, value, visible, lengths)
-        compare(name, difference(found, expected), TOLERANCE[dtype])
+        compare(name, difference(output, expected), TOLERANCE[dtype])
         compare(f"{name} log-sum-exp", difference(sums, expected_sums), 1e-4)
 
     start = length // 3
     positions = np.arange(start, min(start + 32, length))[None].repeat(rows, 0)
     tiles = QueryTiles.from_positions(positions, None, size, device)
     window = query[:, :, start : start + 32]
-    found = sparse_attention(window, key, value, index, tiles=tiles, lengths=lengths, backend=backend)
+    output = sparse_attention(window, key, value, index, tiles=tiles, lengths=lengths, backend=backend)
     expected, _ = reference_attention(window, key, value, allowed[:, :, start : start + 32], lengths)
-    compare("window", difference(found, expected), TOLERANCE[dtype])
+    compare("window", difference(output, expected), TOLERANCE[dtype])
 
     first = generation_block(np.array(lengths), np.array([length // 4] * rows), size)
     means = block_means(query, key, size, lengths=lengths, first=first, backend=backend)
@@ -198,10 +198,10 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
     def means(_: int = 0) -> Tensor:
         return block_means(query, key, size, first=first, logsumexp=sums, backend=backend)
 
-    found = means()
+    pooled = means()
 
     def lists(share: float, _: int = 0) -> BlockIndex:
-        return select_blocks(found, share, size, lengths=lengths, first=first)
+        return select_blocks(pooled, share, size, lengths=lengths, first=first)
 
     dense, products = timed(flash), timed(layer_products(length, device, scale))
     # the step that finds the lists replaces a dense one

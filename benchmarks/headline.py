@@ -38,22 +38,22 @@ SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin m
 
 def candidates(sampler: str, end: int) -> list[Configuration]:
     """List a sampler's settings; `end` is the id of the end token. Only the baseline has all of `BLOCKS`."""
-    found = []
+    entries = []
     lengths = BLOCKS if sampler == BASELINE else (4, 8, 16)
     for tokens in TOKENS:
         steps = {} if tokens == 1 else {"steps": 1 / tokens}
-        found += [Configuration(sampler, steps | {"block_length": block}) for block in lengths if block >= tokens]
-    return [*found, Configuration(sampler, {"blocks": AdaptiveBlocks(32, delimiters=(end,))})]
+        entries += [Configuration(sampler, steps | {"block_length": block}) for block in lengths if block >= tokens]
+    return [*entries, Configuration(sampler, {"blocks": AdaptiveBlocks(32, delimiters=(end,))})]
 
 
 def row(result: Any) -> dict[str, Any]:
-    right, asked = result.right()
+    right, total = result.right()
     changes = dict(result.configuration.changes)
     if "blocks" in changes:
         changes["blocks"] = "end at the end token"
-    found = {"sampler": result.configuration.sampler, "changes": changes, "right": right, "of": asked}
-    found |= {"interval": list(wilson(right, asked)), "forwards": result.nfe, "commit": COMMIT}
-    return found | {"padding_forwards": result.padding_forwards / asked, "tokens": result.tokens / asked}
+    entry = {"sampler": result.configuration.sampler, "changes": changes, "right": right, "of": total}
+    entry |= {"interval": list(wilson(right, total)), "forwards": result.nfe, "commit": COMMIT}
+    return entry | {"padding_forwards": result.padding_forwards / total, "tokens": result.tokens / total}
 
 
 def best(rows: list[dict[str, Any]], least: int) -> dict[str, Any]:
@@ -73,25 +73,25 @@ def main() -> None:
 
     def measured(configurations: list[Configuration], asked: Any) -> list[dict[str, Any]]:
         shared = {"batch": arguments.batch, "progress": show_progress}
-        found = evaluation.compare(model, names=configurations, questions=asked, **shared)
-        return [row(result) for result in found.results]
+        comparison = evaluation.compare(model, names=configurations, questions=asked, **shared)
+        return [row(result) for result in comparison.results]
 
     choosing = measured([each for name in SCHEDULES for each in candidates(name, end)], questions)
     least = choosing[0]["right"] - FEWER
     one = [row for row in choosing if row["sampler"] == BASELINE and "steps" not in row["changes"]]
-    taken = [best(one, least)]
+    best_rows = [best(one, least)]
     for name in SCHEDULES:
-        own = [row for row in choosing[1:] if row["sampler"] == name]
-        if any(row["right"] >= least for row in own):
-            taken.append(best(own, least))
+        of_sampler = [row for row in choosing[1:] if row["sampler"] == name]
+        if any(row["right"] >= least for row in of_sampler):
+            best_rows.append(best(of_sampler, least))
     named = {"end at the end token": AdaptiveBlocks(32, delimiters=(end,))}
     wanted = []
-    for row_ in sorted(taken, key=lambda row: "blocks" in row["changes"]):
+    for row_ in sorted(best_rows, key=lambda row: "blocks" in row["changes"]):
         changes = {name: named.get(value, value) for name, value in row_["changes"].items()}
         wanted.append(Configuration(row_["sampler"], changes))
     wanted.append(Configuration(BASELINE, {"block_length": 32}))  # the cost of filling whole blocks
     reporting = measured(wanted, other_questions())
-    result = {"baseline": taken[0]["changes"], "fewer": FEWER, "choosing": choosing, "reporting": reporting}
+    result = {"baseline": best_rows[0]["changes"], "fewer": FEWER, "choosing": choosing, "reporting": reporting}
     write_result(RESULTS / "headline.json", result)
     for row_ in reporting:
         print(row_["sampler"], row_["changes"], row_["right"], round(row_["forwards"], 2), round(row_["tokens"], 2))

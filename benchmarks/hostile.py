@@ -52,17 +52,17 @@ def bodies(count: int, prompt: str, seed: int = 0) -> list[bytes]:
     """Draw `count` bodies of chats from all `settings` and from malformed other fields."""
     draw = random.Random(seed)
     chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16}
-    found = [{**chat, "paradec": own} for own in settings()]
+    requests = [{**chat, "paradec": own} for own in settings()]
     for name, value in itertools.product((*chat, "temperature", "top_p", "seed", "stop", "stream", "tools"), VALUES):
-        found.append({**chat, name: value})
+        requests.append({**chat, name: value})
     for name in ("chat_template", "add_generation_prompt", "tokenize", "messages", "max_length", "raise_exception"):
-        found += [{**chat, "chat_template_kwargs": {name: value}} for value in (*VALUES, "{{ 'fig ' * 20000000 }}")]
+        requests += [{**chat, "chat_template_kwargs": {name: value}} for value in (*VALUES, "{{ 'fig ' * 20000000 }}")]
     for value in VALUES:
-        found += [{**chat, "messages": [{"role": value, "content": prompt}]}]
-        found += [{**chat, "messages": [{"role": "user", "content": value}]}]
-        found += [{**chat, "messages": [{"role": "user", "content": [{"type": "text", "text": value}]}]}]
-        found += [{**chat, "messages": [{"role": "user", "content": prompt, "tool_calls": value}]}]
-    whole = [json.dumps(body).encode() for body in draw.sample(found, count - 8)]
+        requests += [{**chat, "messages": [{"role": value, "content": prompt}]}]
+        requests += [{**chat, "messages": [{"role": "user", "content": value}]}]
+        requests += [{**chat, "messages": [{"role": "user", "content": [{"type": "text", "text": value}]}]}]
+        requests += [{**chat, "messages": [{"role": "user", "content": prompt, "tool_calls": value}]}]
+    whole = [json.dumps(body).encode() for body in draw.sample(requests, count - 8)]
     text = json.dumps({**chat, "paradec": {"sampler": 0}}).encode()
     whole += [text.replace(b"0}", nested(depth) + b"}") for depth in (50, 300, 900, 100_000)]
     whole += [text.replace(b"0}", b"1" * 5000 + b"}"), b"[" * 500_000, b"{" * 10, b'"\\ud800"']

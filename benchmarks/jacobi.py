@@ -104,17 +104,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "jacobi.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     module = llama()
     model = paradec.wrap(module, topology="causal", prediction="shifted")
     model.codebook = lambda: module.get_input_embeddings().weight[:, :8]  # LlamaGen's codes have 8 numbers
-    found["overhead"] = overhead(model)
-    for name, entry in found["overhead"].items():
+    result["overhead"] = overhead(model)
+    for name, entry in result["overhead"].items():
         print(f"{name}: {entry}", flush=True)
-    found["parameters"] = sum(parameter.numel() for parameter in module.parameters())
-    found["setup"] = {"window": WINDOW, "vocabulary": VOCAB, "threads": 1, "torch": torch.__version__}
-    found["setup"]["machine"] = platform.processor() or platform.machine()
-    write_result(options.out, found)
+    result["parameters"] = sum(parameter.numel() for parameter in module.parameters())
+    result["setup"] = {"window": WINDOW, "vocabulary": VOCAB, "threads": 1, "torch": torch.__version__}
+    result["setup"]["machine"] = platform.processor() or platform.machine()
+    write_result(options.out, result)
 
 
 if __name__ == "__main__":

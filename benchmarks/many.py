@@ -47,11 +47,11 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
     """Make arguments of `Batch.add`: prompts that the packaged model knows, with answers of different lengths."""
     draw = random.Random(seed)
     words = ["pear", "fig", "apple", "kiwi", "plum", "lemon", "mango", "peach", "grape", "melon"]
-    found = []
+    entries = []
     for _ in range(count):
         text = f"{draw.choice(['Sort', 'Reverse', 'Copy'])}: {' '.join(draw.sample(words, draw.randint(3, 6)))}"
-        found.append({"prompt": text, "max_new_tokens": draw.randint(SHORTEST, longest)})
-    return found
+        entries.append({"prompt": text, "max_new_tokens": draw.randint(SHORTEST, longest)})
+    return entries
 
 
 class Meter:
@@ -63,12 +63,12 @@ class Meter:
         self.size, self.steps, self.rows = size, 0, 0
         self.cpu = self.wall = 0.0
 
-    def run(self, asked: list[dict[str, Any]], fixed: bool) -> list[Ticket]:
+    def run(self, entries: list[dict[str, Any]], fixed: bool) -> list[Ticket]:
         """Answer all prompts: with rows refilled one by one, or (`fixed`) whole batches at once."""
         begin = time.process_time(), time.perf_counter()
-        groups: Iterable[list[dict[str, Any]]] = [asked]
+        groups: Iterable[list[dict[str, Any]]] = [entries]
         if fixed:
-            groups = [asked[at : at + self.size] for at in range(0, len(asked), self.size)]
+            groups = [entries[at : at + self.size] for at in range(0, len(entries), self.size)]
         tickets = []
         for group in groups:
             tickets += [self.batch.add(**each) for each in group]
@@ -109,26 +109,26 @@ class Counted:
 
 def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int = 3, **request: Any) -> dict[str, Any]:
     """Compare refilled batches with fixed ones, in turns, on the same prompts."""
-    own = {**REQUEST, **request, "calls_per_step": calls_per_step}
-    meters = {name: Meter(model, size, **own) for name in ("refilled", "fixed")}
-    asked = prompts(count, longest)
+    settings = {**REQUEST, **request, "calls_per_step": calls_per_step}
+    meters = {name: Meter(model, size, **settings) for name in ("refilled", "fixed")}
+    entries = prompts(count, longest)
     equal = 0
     answers: dict[str, list[Ticket]] = {name: [] for name in meters}
     for turn, at in enumerate(range(0, count, TURN)):
         order = list(meters) if turn % 2 else list(meters)[::-1]
         for name in order:
-            answers[name] += meters[name].run(asked[at : at + TURN], fixed=name == "fixed")
+            answers[name] += meters[name].run(entries[at : at + TURN], fixed=name == "fixed")
     for one, other in zip(*answers.values(), strict=True):
         assert one.output is not None and other.output is not None
         equal += torch.equal(one.output.new_tokens, other.output.new_tokens)
-    found = {name: meter.result() for name, meter in meters.items()}
-    ratio = {key: found["fixed"][key] / found["refilled"][key] for key in found["fixed"] if key != "occupancy"}
+    results = {name: meter.result() for name, meter in meters.items()}
+    ratio = {key: results["fixed"][key] / results["refilled"][key] for key in results["fixed"] if key != "occupancy"}
     return {
         "prompts": count,
         "batch_size": size,
         "answers": [SHORTEST, longest],
-        "request": own,
-        **found,
+        "request": settings,
+        **results,
         "fixed_over_refilled": ratio,
         "equal_answers": equal,
     }
@@ -142,14 +142,14 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
             yield from prompts(TURN, longest, seed=part + 1)
 
     many = paradec.generate_many(model, source(), batch_size=size, **REQUEST)
-    held, given = [], 0
-    for given, _ in enumerate(many, start=1):
-        if given % max(1, count // 10) == 0:
+    held, count_answered = [], 0
+    for count_answered, _ in enumerate(many, start=1):
+        if count_answered % max(1, count // 10) == 0:
             gc.collect()
-            held.append({"prompts": given, "resident_bytes": resident()})
+            held.append({"prompts": count_answered, "resident_bytes": resident()})
     later = [entry["resident_bytes"] for entry in held[1:]]
     return {
-        "prompts": given,
+        "prompts": count_answered,
         "batch_size": size,
         "held": held,
         "last_over_second": later[-1] / later[0] if later else None,
@@ -158,13 +158,13 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
 
 def occupancy(model: Any, longest: int) -> list[dict[str, Any]]:
     """Measure the occupancy of batches of several sizes, including their end; each gets eight prompts per slot."""
-    found = []
+    rows = []
     for size in (1, 2, 4, 8, 16, 32, 64):
         meter = Meter(model, size, **REQUEST)
         meter.run(prompts(8 * size, longest), fixed=False)
-        found.append({"batch_size": size, "prompts": 8 * size, **meter.result()})
-        print(found[-1], flush=True)
-    return found
+        rows.append({"batch_size": size, "prompts": 8 * size, **meter.result()})
+        print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
@@ -174,16 +174,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=LONGEST)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "many.json")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     model = paradec.load(dtype="float64")  # with float32 answers could differ at near-ties
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     result["dtype"] = "float64"
-    sizes = (given.prompts, given.batch, given.longest)
+    sizes = (args.prompts, args.batch, args.longest)
     result["beside"] = {name: beside(model, *sizes, **case) for name, case in CASES.items()}
-    result["flat"] = flat(model, given.flat, given.batch, min(given.longest, 16))
-    result["occupancy"] = occupancy(model, given.longest)
-    write_result(given.out, result)
+    result["flat"] = flat(model, args.flat, args.batch, min(args.longest, 16))
+    result["occupancy"] = occupancy(model, args.longest)
+    write_result(args.out, result)
     print(many_table(result), occupancy_table(result), sep="\n\n")
 
 

@@ -20,11 +20,11 @@ def commit() -> str:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        found = git("rev-parse", "--short=12", "HEAD")
+        revision = git("rev-parse", "--short=12", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "paradec", "benchmarks/*.py")
     except OSError:  # no git
         return "unknown"
-    return f"{found}{'-dirty' if changed else ''}" if found else "unknown"
+    return f"{revision}{'-dirty' if changed else ''}" if revision else "unknown"
 
 
 COMMIT = commit()

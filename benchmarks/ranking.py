@@ -76,8 +76,8 @@ class Entry:
 
     def request(self, positions: int, length: int, **shared: Any) -> paradec.Request:
         """Build the request for an answer of `positions` positions, in blocks of `length` unless the entry has some."""
-        own = self.more.get("blocks")
-        blocks = -(-positions // (length if own is None else own.length))
+        own_blocks = self.more.get("blocks")
+        blocks = -(-positions // (length if own_blocks is None else own_blocks.length))
         more = self.configuration.request(positions, blocks)
         return paradec.Request(sampler=self.configuration.make(), seed=0, **shared, **more, **self.more)
 
@@ -103,39 +103,39 @@ def packaged_entries() -> list[Entry]:
         ("entropy_bound", {"gamma": 0.5}),
         ("topk_margin", {"steps": 1 / 8}),
     )
-    found = [Entry("today", each) for each in [*today, BOTH]]
+    entries = [Entry("today", each) for each in [*today, BOTH]]
     fixed = {length: {"blocks": FixedBlocks(length)} for length in (8, 16, 32)}
     for rule in (BASELINE, BOTH):
-        found += [Entry("knobs", rule, fixed[length]) for length in (8, 16)]
-        found += [Entry("knobs", rule, {**fixed[length], "cache": "dual"}) for length in (8, 16, 32)]
-        found.append(Entry("knobs", rule, {**fixed[16], "cache": "prefix"}))
-    found.append(Entry("knobs", BASELINE, {**fixed[8], "cache": "vicinity"}))
+        entries += [Entry("knobs", rule, fixed[length]) for length in (8, 16)]
+        entries += [Entry("knobs", rule, {**fixed[length], "cache": "dual"}) for length in (8, 16, 32)]
+        entries.append(Entry("knobs", rule, {**fixed[16], "cache": "prefix"}))
+    entries.append(Entry("knobs", BASELINE, {**fixed[8], "cache": "vicinity"}))
 
     branches = _configurations(
         *(("lopa", {"branches": count}) for count in (2, 4)),
         ("lopa", {"branches": 2, "base": {"sampler": "entropy_threshold"}}),
     )
     pipelined = [{"blocks": PipelinedBlocks(length)} for length in (8, 16, 32)]
-    found += [Entry("new", each) for each in (*PROFILES, *branches)]
+    entries += [Entry("new", each) for each in (*PROFILES, *branches)]
     for length, windows in (
         (8, ("8", "16")),
         (16, ("8", "16", "32", "gaussian:32")),
         (32, ("16", "32", "gaussian:32")),
     ):
-        found += [Entry("new", BASELINE, {**fixed[length], "suffix": suffix}) for suffix in windows]
+        entries += [Entry("new", BASELINE, {**fixed[length], "suffix": suffix}) for suffix in windows]
     for length in (8, 16):
-        found += [Entry("new", BASELINE, {**fixed[length], "cache": cache}) for cache in ("d2", "delayed")]
-    found += [Entry("new", BASELINE, blocks) for blocks in (*pipelined, {"blocks": PipelinedBlocks(8, add=0.5)})]
-    found += [Entry("new", BASELINE, {**blocks, "cache": "delayed"}) for blocks in pipelined[:2]]
+        entries += [Entry("new", BASELINE, {**fixed[length], "cache": cache}) for cache in ("d2", "delayed")]
+    entries += [Entry("new", BASELINE, blocks) for blocks in (*pipelined, {"blocks": PipelinedBlocks(8, add=0.5)})]
+    entries += [Entry("new", BASELINE, {**blocks, "cache": "delayed"}) for blocks in pipelined[:2]]
 
     rules = [BASELINE, BOTH, *_configurations("localleap", "entropy_threshold"), *PROFILES[1:], branches[0]]
     for place in ({**fixed[16], "suffix": "16"}, {**pipelined[1], "suffix": "16"}, {**pipelined[0], "suffix": "8"}):
         for rule in rules:
-            found.append(Entry("new", rule, place))
+            entries.append(Entry("new", rule, place))
             if place["suffix"] == "16":
                 caches = ("dual",) if rule.sampler == "lopa" else ("d2", "dual")
-                found += [Entry("new", rule, {**place, "cache": cache}) for cache in caches]
-    return list({entry.name: entry for entry in found}.values())
+                entries += [Entry("new", rule, {**place, "cache": cache}) for cache in caches]
+    return list({entry.name: entry for entry in entries}.values())
 
 
 def antibody_entries() -> list[Entry]:
@@ -150,19 +150,19 @@ def antibody_entries() -> list[Entry]:
         ("ccd_agree", {"warmup": 1, "expand_ratio": 15.0}),
         *((name, {"steps": 1 / 8}) for name in ("maskgit_plus", "topk_margin")),
     )
-    found = [Entry("today", each) for each in today]
+    rows = [Entry("today", each) for each in today]
     quick = Configuration("factor", {"factor": 1.9})
-    found += [Entry("knobs", quick, {"blocks": FixedBlocks(length)}) for length in (32, 64)]
-    found.append(Entry("knobs", Configuration("topk_margin", {"steps": 1 / 8}), {"blocks": FixedBlocks(32)}))
+    rows += [Entry("knobs", quick, {"blocks": FixedBlocks(length)}) for length in (32, 64)]
+    rows.append(Entry("knobs", Configuration("topk_margin", {"steps": 1 / 8}), {"blocks": FixedBlocks(32)}))
     branches = _configurations(
         ("lopa", {"branches": 2, "base": {"sampler": "threshold", "threshold": 0.7}}),
         ("lopa", {"branches": 2, "base": {"sampler": "factor", "factor": 1.9}}),
         ("lopa", {"branches": 2, "base": {"sampler": "hierarchy", "threshold": 0.7, "low_threshold": 0.3}}),
     )
-    found += [Entry("new", each) for each in (*PROFILES[:2], *branches)]
-    found += [Entry("new", quick, {"blocks": PipelinedBlocks(length)}) for length in (16, 32, 64)]
-    found += [Entry("new", each, {"blocks": PipelinedBlocks(32)}) for each in (Configuration("hierarchy"), PROFILES[1])]
-    return found
+    rows += [Entry("new", each) for each in (*PROFILES[:2], *branches)]
+    rows += [Entry("new", quick, {"blocks": PipelinedBlocks(length)}) for length in (16, 32, 64)]
+    rows += [Entry("new", each, {"blocks": PipelinedBlocks(32)}) for each in (Configuration("hierarchy"), PROFILES[1])]
+    return rows
 
 
 # Places ----------------------------------------------------------------------------------------------------------
@@ -211,10 +211,10 @@ def antibody() -> Place:
     from antibody_model import load_antiberty
 
     real = load_antiberty()
-    asked, special = prompts(real, read_chains())
-    positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
+    questions, special = prompts(real, read_chains())
+    positions = round(sum(len(entry.truth or ()) for entry in questions) / len(questions))
     sizes = {"batch": 4, "choosing": 8, "timed": 2}
-    shared, parts = {"suppress_tokens": special}, halves(asked, 0)
+    shared, parts = {"suppress_tokens": special}, halves(questions, 0)
     parts[1][20:] = []
     return Place("antibody", Remembering(real), real, parts, antibody_entries(), positions, 512, shared=shared, **sizes)
 
@@ -232,8 +232,8 @@ def decode(place: Place, half: Half, entry: Entry, count: int) -> tuple[Measured
         Failed, ValueError: the candidate does not work.
     """
     request, begin = place.request(entry), time.process_time()
-    found = half.measure(request, 0, count, place.batch, Scorer("answers"), {})
-    return found, (time.process_time() - begin) / count
+    measured = half.measure(request, 0, count, place.batch, Scorer("answers"), {})
+    return measured, (time.process_time() - begin) / count
 
 
 def chosen(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
@@ -243,7 +243,7 @@ def chosen(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     Of equal points the first counts.
     """
     least = next(row["score"] for row in rows if row["name"] == baseline) - LOSS - 1e-9
-    found = {baseline}
+    names = {baseline}
     for cost in COSTS:
         for kinds in (("today",), ("today", "knobs"), ("today", "knobs", "new")):
             rivals: dict[tuple[float, ...], Mapping[str, Any]] = {}
@@ -252,8 +252,8 @@ def chosen(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
                     rivals.setdefault((row["score"], row[cost]), row)
             levels = fronts(list(rivals))
             front = [row for row, level in zip(rivals.values(), levels, strict=True) if level == 0]
-            found |= {row["name"] for row in front if row["kind"] == kinds[-1]}
-    return [row["name"] for row in rows if row["name"] in found]
+            names |= {row["name"] for row in front if row["kind"] == kinds[-1]}
+    return [row["name"] for row in rows if row["name"] in names]
 
 
 @dataclass
@@ -311,7 +311,7 @@ class Ranking:
     def to_data(self) -> list[dict[str, Any]]:
         """Build a row for each candidate. For a new one, `above` has an entry for each set of older rivals and each
         cost at which it is above them: the nearest rival, and the ratio to its cost."""
-        found, base = [], self.rows[0]
+        entries, base = [], self.rows[0]
         for row in self.rows:
             above: dict[str, dict[str, Any]] = {}
             for label, kinds in (("today", ("today",)), ("older", ("today", "knobs"))):
@@ -325,8 +325,8 @@ class Ranking:
             entry |= {"versus_baseline": list(self.difference(row, base, "score"))}
             entry |= {cost: row.mean(cost) for cost in COSTS}
             entry |= {"cpu_of_baseline": [statistics.median(ratios), min(ratios), max(ratios)], "above": above}
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
 
 def measure(place: Place) -> dict[str, Any]:
@@ -340,13 +340,13 @@ def measure(place: Place) -> dict[str, Any]:
     for entry in place.entries:
         try:
             decode(place, first, entry, min(2, place.choosing))  # warm up
-            found, cpu = decode(place, first, entry, place.choosing)
+            part, cpu = decode(place, first, entry, place.choosing)
         except (Failed, ValueError) as error:
             print(f"{place.name}: {entry.name} is left out: {error}", flush=True)
             continue
         entries[entry.name] = entry
-        row = {"name": entry.name, "kind": entry.kind, "score": found.mean("score"), "forwards": found.mean("forwards")}
-        rows.append(row | {"positions": found.mean("positions"), "cpu": cpu})
+        row = {"name": entry.name, "kind": entry.kind, "score": part.mean("score"), "forwards": part.mean("forwards")}
+        rows.append(row | {"positions": part.mean("positions"), "cpu": cpu})
         print("{name}: {score:.3f} in {forwards:.2f}, {positions:.0f}, {cpu:.4f} s".format(**rows[-1]), flush=True)
     names = chosen(rows, baseline)
     print(f"{place.name}: {len(names)} of {len(rows)} are reported", flush=True)
@@ -355,9 +355,9 @@ def measure(place: Place) -> dict[str, Any]:
     for turn in range(TURNS):
         for one in (reported[turn:] + reported[:turn])[:: -1 if turn % 2 else 1]:
             one.turns.append(decode(place, plain, one.entry, place.timed)[1])
-    asked = place.halves[1]
-    ranking = Ranking(reported, [a.group for a in asked], [str(k // place.batch) for k in range(len(asked))])
-    sizes = {"choosing": place.choosing, "reported": len(asked), "timed": place.timed, "batch": place.batch}
+    questions = place.halves[1]
+    ranking = Ranking(reported, [a.group for a in questions], [str(k // place.batch) for k in range(len(questions))])
+    sizes = {"choosing": place.choosing, "reported": len(questions), "timed": place.timed, "batch": place.batch}
     return {"prompts": sizes, "choosing": rows, "reported": ranking.to_data()}
 
 

@@ -113,14 +113,14 @@ def main() -> None:
         half = len(paradec.integrations.ray.answered_ids(answers))
         print(f"a worker killed, then the job: {half} of {args.rows} answered", flush=True)
         subprocess.run(command, check=True)
-        found = collect(answers)
+        texts_by_id = collect(answers)
     alone = single(args.rows)
     result = {
         "rows": args.rows,
         "answered_when_stopped": half,
-        "answered": len(found),
-        "twice": sum(len(texts) - 1 for texts in found.values()),
-        "differ": sum(found.get(number) != [text] for number, text in alone.items()),
+        "answered": len(texts_by_id),
+        "twice": sum(len(texts) - 1 for texts in texts_by_id.values()),
+        "differ": sum(texts_by_id.get(number) != [text] for number, text in alone.items()),
         "seconds": round(time.monotonic() - began),
     }
     print(json.dumps(result))
@@ -134,13 +134,13 @@ def collect(folder: Path) -> dict[int, list[str]]:
     """Read the answers' texts, by id."""
     import pyarrow.parquet
 
-    found: dict[int, list[str]] = {}
+    texts_by_id: dict[int, list[str]] = {}
     for part in folder.rglob("*.parquet"):
         table = pyarrow.parquet.read_table(part, columns=["id", "text", "error"]).to_pydict()
         for number, text, error in zip(table["id"], table["text"], table["error"], strict=True):
             assert error == "", error
-            found.setdefault(number, []).append(text)
-    return found
+            texts_by_id.setdefault(number, []).append(text)
+    return texts_by_id
 
 
 def single(count: int) -> dict[int, str]:
@@ -148,14 +148,14 @@ def single(count: int) -> dict[int, str]:
     import torch
 
     torch.set_num_threads(1)
-    model, rows, found = paradec.load(), rows_of(count), {}
+    model, rows, text_by_id = paradec.load(), rows_of(count), {}
     request = {name: value for name, value in REQUEST.items() if name not in ("seed", "batch_size")}
     for first in range(0, count, 16):
         share = rows[first : first + 16]
         seeds = [paradec.integrations.ray.seed_of(REQUEST["seed"], row["id"]) for row in share]
         texts = paradec.generate(model, [row["prompt"] for row in share], seed=seeds, **request).text
-        found |= {row["id"]: text for row, text in zip(share, texts, strict=True)}
-    return found
+        text_by_id |= {row["id"]: text for row, text in zip(share, texts, strict=True)}
+    return text_by_id
 
 
 if __name__ == "__main__":

@@ -43,35 +43,35 @@ def model_of(topology: str) -> Any:
 
 def positions_of(model: Any, run: Callable[[], Any]) -> int:
     """Count the positions that the module evaluates, including padding."""
-    found = []
+    counts = []
     handle = model.module.register_forward_pre_hook(
-        lambda module, args, named: found.append(named["input_ids"].numel()), with_kwargs=True
+        lambda module, args, named: counts.append(named["input_ids"].numel()), with_kwargs=True
     )
     run()
     handle.remove()
-    return sum(found)
+    return sum(counts)
 
 
 def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, Any]:
     model = model_of(topology)
     prompts = torch.randint(0, MASK, (ROWS, PROMPT))
-    given = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 0, **setting}
-    given |= {"bidirectional": {"block_length": BLOCK}, "block_causal": {"cache": "block"}}.get(topology, {})
-    rollout = paradec.generate(model, prompts, rollout=True, **given).rollout
+    request = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 0, **setting}
+    request |= {"bidirectional": {"block_length": BLOCK}, "block_causal": {"cache": "block"}}.get(topology, {})
+    rollout = paradec.generate(model, prompts, rollout=True, **request).rollout
 
     def replay(gradients: bool, **more: Any) -> Callable[[], None]:
         def run() -> None:
             with torch.set_grad_enabled(gradients):
-                found = paradec.replay(model, rollout, **more)
+                entry = paradec.replay(model, rollout, **more)
             if gradients:
-                found.nansum().backward()
+                entry.nansum().backward()
                 model.module.zero_grad()
 
         return run
 
     runs: dict[str, Callable[[], Any]] = {
-        "decode": lambda: paradec.generate(model, prompts, **given),
-        "decode, recorded": lambda: paradec.generate(model, prompts, rollout=True, **given),
+        "decode": lambda: paradec.generate(model, prompts, **request),
+        "decode, recorded": lambda: paradec.generate(model, prompts, rollout=True, **request),
         "replay": replay(False),
         "replay, gradients": replay(True),
     }
@@ -88,12 +88,12 @@ def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, An
             begin = time.process_time()
             run()
             seconds[name].append(time.process_time() - begin)
-    found: dict[str, Any] = {"error": error}
+    entry: dict[str, Any] = {"error": error}
     for name, each in seconds.items():
         low, middle, high = statistics.quantiles(each, n=4)
         ratio = statistics.median(own / of for own, of in zip(each, seconds["decode"], strict=True))
-        found[name] = {"positions": evaluated[name], "seconds": [low, middle, high], "of decode": ratio}
-    return found
+        entry[name] = {"positions": evaluated[name], "seconds": [low, middle, high], "of decode": ratio}
+    return entry
 
 
 def main() -> None:
@@ -107,8 +107,8 @@ def main() -> None:
     print("| model | steps | | positions | CPU seconds | of the decoding |\n|---|---|---|---|---|---|")
     for topology in args.models:
         for steps, setting in MODELS[topology].items():
-            found = result[f"{topology}, {steps}"] = measured(topology, setting, args.turns)
-            for name, each in found.items():
+            entry = result[f"{topology}, {steps}"] = measured(topology, setting, args.turns)
+            for name, each in entry.items():
                 if name != "error":
                     low, middle, high = each["seconds"]
                     cells = f"{each['positions']:,} | {middle:.2f} ({low:.2f} to {high:.2f}) | {each['of decode']:.2f}"

@@ -65,9 +65,9 @@ class Server:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        assert found, f"the server did not start: {line!r}"
-        self.port = int(found[1])
+        match = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert match, f"the server did not start: {line!r}"
+        self.port = int(match[1])
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def metrics(self) -> dict[str, float]:
@@ -92,9 +92,9 @@ class Server:
 
     def megabytes(self) -> int:
         """Read the resident memory in MB."""
-        found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
-        assert found
-        return int(found[1]) // 1024
+        match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{self.process.pid}/status").read_text())
+        assert match
+        return int(match[1]) // 1024
 
     def settled(self, before: dict[str, int], seconds: float = 60) -> dict[str, int]:
         """Wait until the counts of `left` fall to those of `before`; idle connections and threads end after seconds.
@@ -165,13 +165,13 @@ async def load(
                 return await ask(client, prompts[number], stream=texts is None or number % 2 == 1, **fields)
 
         began = time.perf_counter()
-        found = await asyncio.gather(*(one(number) for number in range(len(prompts))), return_exceptions=True)
+        results = await asyncio.gather(*(one(number) for number in range(len(prompts))), return_exceptions=True)
         seconds = time.perf_counter() - began
-    lost = [answer for answer in found if isinstance(answer, BaseException)]
-    good = [answer for answer in found if not isinstance(answer, BaseException)]
+    lost = [answer for answer in results if isinstance(answer, BaseException)]
+    good = [answer for answer in results if not isinstance(answer, BaseException)]
     wrong = sum(
         not isinstance(answer, BaseException) and answer.text != text
-        for answer, text in zip(found, texts or (), strict=texts is not None)
+        for answer, text in zip(results, texts or (), strict=texts is not None)
     )
     took = [answer.seconds for answer in good]
     first = [answer.first_token for answer in good if answer.first_token is not None]

@@ -70,15 +70,15 @@ def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
 
 def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
     """Samplers as functions of a threshold, by method."""
-    found: dict[str, Callable[[float], TaylorSeer]] = {
+    named_rules: dict[str, Callable[[float], TaylorSeer]] = {
         "EasyCache, 2 first steps": lambda level: Forecast(when=EasyCache(level, ret_steps=2)),
         "TeaCache (modulated, no polynomial), stack, reuse": lambda level: Forecast(
             when=AccumulatedChange(level, watch="modulated", last_steps=1), where="stack", how="reuse"
         ),
     }
     if name != "digits":
-        found["SeaCache, no bound"] = lambda level: Forecast(when=SeaCache(level, max_consecutive_cached=0))
-    return found
+        named_rules["SeaCache, no bound"] = lambda level: Forecast(when=SeaCache(level, max_consecutive_cached=0))
+    return named_rules
 
 
 def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: dict[int, Tensor]) -> dict[str, Any]:
@@ -97,12 +97,12 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str,
     pipe, run = pipeline(name)
     choosing, reporting = list(range(seeds)), list(range(seeds, 2 * seeds))
     full = {seed: run(seed)[1] for seed in choosing + reporting}
-    found = []
+    rows = []
     for budget in budgets:
         ways: dict[str, TaylorSeer] = {}
         for target in ("output", "stack", "module"):
-            own = TaylorSeer(where=target)
-            tuned = paradec.tune_steps(pipe, run, budget=budget, seeds=seeds, report=seeds, sampler=own, runs=runs)
+            method = TaylorSeer(where=target)
+            tuned = paradec.tune_steps(pipe, run, budget=budget, seeds=seeds, report=seeds, sampler=method, runs=runs)
             for kind, schedule in (("even", tuned.even), ("searched", tuned.best)):
                 ways[f"{kind}, {target}, taylor 1"] = Forecast(when=schedule)
         for way, sampler_of in rules(name).items():
@@ -119,9 +119,9 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str,
         for way, one in measured.items():
             error, over = interval(one["errors"]), ratio(one["errors"], measured[EVEN]["errors"])
             row = {"model": name, "budget": budget, "way": way, "error": error, "over_even": over}
-            found.append(row | {"evaluated": one["evaluated"]})
-            print(found[-1], flush=True)
-    return found
+            rows.append(row | {"evaluated": one["evaluated"]})
+            print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:

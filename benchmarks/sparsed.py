@@ -60,10 +60,10 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
     for share, index in lists.items():
         runs[share] = lambda index=index: sparse_attention(query, key, value, index, backend="torch")
     seconds = fastest(runs, repeats)
-    found = []
+    rows = []
     for share, index in lists.items():
         density = float(index.count.double().mean()) / (-(-length // SIZE))
-        found.append(
+        rows.append(
             {
                 "length": length,
                 "select": share,
@@ -73,7 +73,7 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
                 "estimation": seconds["estimation"] / seconds["dense"],
             }
         )
-    return found
+    return rows
 
 
 def main() -> None:

@@ -73,14 +73,14 @@ def cost() -> None:
         for _ in range(3 if answer <= 512 else 1):
             for way in WAYS:
                 turns[way].append(turn(model, prompt, answer, *way))
-        for way, found in turns.items():
+        for way, turn_rows in turns.items():
             base = turns[way[0], None]
-            row = {"answer": answer, "cache": way[0], "suffix": way[1], "turns": len(found)}
-            row |= {"positions": found[0]["positions"], "nfe": found[0]["nfe"]}
-            row["of_positions"] = found[0]["positions"] / base[0]["positions"]
-            own = [each["cpu"] for each in found]
-            row |= {"cpu_seconds": statistics.median(own), "cpu_spread": max(own) / min(own)}
-            rows.append(row | {"of_cpu": statistics.median(own) / statistics.median(each["cpu"] for each in base)})
+            row = {"answer": answer, "cache": way[0], "suffix": way[1], "turns": len(turn_rows)}
+            row |= {"positions": turn_rows[0]["positions"], "nfe": turn_rows[0]["nfe"]}
+            row["of_positions"] = turn_rows[0]["positions"] / base[0]["positions"]
+            seconds = [each["cpu"] for each in turn_rows]
+            row |= {"cpu_seconds": statistics.median(seconds), "cpu_spread": max(seconds) / min(seconds)}
+            rows.append(row | {"of_cpu": statistics.median(seconds) / statistics.median(each["cpu"] for each in base)})
             print(rows[-1], flush=True)
     settings = {"prompt": PROMPT, "block": BLOCK, "steps_per_block": STEPS}
     device = f"cpu ({platform.machine()}), 1 thread"
@@ -106,11 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("cost", "accuracy"))
     parser.add_argument("--limit", type=int)
-    given = parser.parse_args()
-    if given.what == "cost":
+    args = parser.parse_args()
+    if args.what == "cost":
         cost()
     else:
-        accuracy(given.limit)
+        accuracy(args.limit)
 
 
 if __name__ == "__main__":

@@ -106,14 +106,14 @@ def inputs(name: str, seed: int) -> dict[str, Tensor]:
     return {"hidden_states": noise(1, 8, 3, 8, 8), "encoder_hidden_states": noise(1, 16, 32)}
 
 
-def denoise(name: str, module: nn.Module, given: dict[str, Tensor], steps: int) -> Tensor:
+def denoise(name: str, module: nn.Module, arguments: dict[str, Tensor], steps: int) -> Tensor:
     """Compute the latent after Euler steps from time 1 to 0; for digits, with their scheduler and guidance."""
     if name != "digits":
-        return forecasting.denoise(name, module, given, steps)
+        return forecasting.denoise(name, module, arguments, steps)
     scheduler = DDIMScheduler.from_pretrained(packaged_image("digits-dit"), subfolder="scheduler")
     scheduler.set_timesteps(steps)
-    x = given["hidden_states"]
-    labels = torch.cat([given["class_labels"], torch.full((len(x),), module.config.num_embeds_ada_norm)])
+    x = arguments["hidden_states"]
+    labels = torch.cat([arguments["class_labels"], torch.full((len(x),), module.config.num_embeds_ada_norm)])
     with torch.no_grad():
         for t in scheduler.timesteps:
             output = module(torch.cat([x, x]), timestep=t.expand(2 * len(x)), class_labels=labels, return_dict=False)[0]
@@ -137,8 +137,8 @@ def diffusers_hook(**changes: Any) -> Attached:
         def look(*call: Any) -> None:
             nonlocal peak
             registry = HookRegistry.check_if_exists_or_initialize(module)
-            found = [child.get_hook("taylorseer_cache") for child in registry._get_child_registries()]
-            states = [s for hook in found if hook for s in hook.state_manager._state_cache.values()]
+            hooks = [child.get_hook("taylorseer_cache") for child in registry._get_child_registries()]
+            states = [s for hook in hooks if hook for s in hook.state_manager._state_cache.values()]
             factors = [f for s in states for stream in s.taylor_factors.values() for f in stream.values()]
             peak = max(peak, sum(factor.nbytes for factor in factors))
 
@@ -172,8 +172,8 @@ class Calls(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, pattern: str):
         super().__init__()
-        found = [child for name, child in module.named_modules() if re.fullmatch(pattern, name)]
-        self.watched, self.count = {id(child.weight) for child in found}, 0
+        modules = [child for name, child in module.named_modules() if re.fullmatch(pattern, name)]
+        self.watched, self.count = {id(child.weight) for child in modules}, 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and id(args[1]) in self.watched:
@@ -181,10 +181,10 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(name: str, module: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, int, int]:
+def counted(name: str, module: nn.Module, arguments: dict[str, Tensor]) -> tuple[Tensor, int, int]:
     """Make a run; return the latent, FLOPs, and module calls."""
     with FlopCounterMode(display=False) as counter, Calls(module, FIRST_MATRICES[name]) as calls:
-        latent = denoise(name, module, given, STEPS)
+        latent = denoise(name, module, arguments, STEPS)
     return latent, counter.get_total_flops(), calls.count
 
 

@@ -65,13 +65,13 @@ def plain(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     p = logits.double().softmax(-1)
     token = logits.argmax(-1)
     prob = p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    given = p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return token, prob, given, torch.special.entr(p).sum(-1)
+    ids_prob = p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return token, prob, ids_prob, torch.special.entr(p).sum(-1)
 
 
 def chunked(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
-    found = token_stats(logits, fields=FIELDS, ids=ids)
-    return found.token, found.prob, found.ids_prob, found.entropy
+    stats = token_stats(logits, fields=FIELDS, ids=ids)
+    return stats.token, stats.prob, stats.ids_prob, stats.entropy
 
 
 def inputs(vocabulary: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -82,9 +82,9 @@ def inputs(vocabulary: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 def difference(logits: Tensor, ids: Tensor) -> float:
     """Compute the largest difference of the two paths, relative, or absolute below 1."""
-    expected, found = plain(logits, ids), chunked(logits, ids)
-    assert torch.equal(expected[0], found[0]), "the two paths take different tokens"
-    return max(float(((a - b).abs() / a.clamp(min=1)).max()) for a, b in zip(expected[1:], found[1:]))
+    expected, result = plain(logits, ids), chunked(logits, ids)
+    assert torch.equal(expected[0], result[0]), "the two paths take different tokens"
+    return max(float(((a - b).abs() / a.clamp(min=1)).max()) for a, b in zip(expected[1:], result[1:]))
 
 
 def gumbel_loop(logits: Tensor, temperature: float) -> Tensor:
@@ -158,10 +158,10 @@ def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float
         queries = sampler.query(state)
         store = getattr(state, "store", None)
         outputs = [model(query) if store is None else model(query, store) for query in queries]
-        wall, own = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), time.process_time()
         sampler.commit(state, sampler.propose(state, outputs, queries))
-        own, wall = time.process_time() - own, time.perf_counter() - wall
-    return own, wall
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return cpu, wall
 
 
 def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], Any]]:
@@ -188,17 +188,17 @@ def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
         for part, (functions, clock, often) in parts.items():
             for name, each in in_turns(functions, often * max(1, repeats // ROUNDS), clock).items():
                 times[part].setdefault(name, []).extend(each)
-    found = {
+    summaries = {
         part: {name: summary(each, own[next(iter(own))]) for name, each in own.items()} for part, own in times.items()
     }
-    over_softmax = found.pop("8 positions") | found.pop("16 positions")
-    return found | {"over_softmax": over_softmax, "load": max(os.getloadavg())}
+    over_softmax = summaries.pop("8 positions") | summaries.pop("16 positions")
+    return summaries | {"over_softmax": over_softmax, "load": max(os.getloadavg())}
 
 
 def exceeded(draws: dict[str, Any]) -> list[str]:
     """List the bounds that the draws' times exceed."""
     greedy, public = draws["greedy"]["cpu_ms"], {"top-p 0.95": ("Dream's draw, top-p 0.95",)}
-    found = [
+    problems = [
         f"{name} takes more than {most} times the greedy read"
         for name, most in MOST_GREEDY.items()
         if draws[name]["cpu_ms"] > most * greedy
@@ -206,12 +206,12 @@ def exceeded(draws: dict[str, Any]) -> list[str]:
     for name in MOST_GREEDY:
         for other in public.get(name, ("LLaDA's draw", "Dream's draw")):
             if draws[name]["cpu_ms"] > MOST_PUBLIC * draws[other]["cpu_ms"]:
-                found.append(f"{name} takes more than {MOST_PUBLIC} of {other}")
-    return found
+                problems.append(f"{name} takes more than {MOST_PUBLIC} of {other}")
+    return problems
 
 
-def show(found: dict[str, Any], base: str) -> None:
-    for name, each in found.items():
+def show(summaries: dict[str, Any], base: str) -> None:
+    for name, each in summaries.items():
         low, high = each["cpu_ms_quartiles"]
         least, most = each["times_base_quartiles"]
         print(
@@ -227,21 +227,21 @@ def in_turns(
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for turn in range(-1, repeats):  # the first turn warms up
         for name in list(functions)[:: -1 if turn % 2 else 1]:
-            *_, own, wall = clock(functions[name])
+            *_, cpu, wall = clock(functions[name])
             if turn >= 0:
-                times[name].append((1e3 * own, 1e3 * wall))
+                times[name].append((1e3 * cpu, 1e3 * wall))
     return times
 
 
 def summary(times: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, Any]:
     """Compute medians and quartiles of the times, and of their ratios to the base's times."""
-    own, wall = (sorted(each) for each in zip(*times, strict=True))
+    cpu, wall = (sorted(each) for each in zip(*times, strict=True))
     ratios = sorted(a / b for (a, _), (b, _) in zip(times, base, strict=True))
-    found: dict[str, Any] = {}
-    for name, values in (("cpu_ms", own), ("wall_ms", wall), ("times_base", ratios)):
+    result: dict[str, Any] = {}
+    for name, values in (("cpu_ms", cpu), ("wall_ms", wall), ("times_base", ratios)):
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-        found |= {name: middle, f"{name}_quartiles": [low, high]}
-    return found
+        result |= {name: middle, f"{name}_quartiles": [low, high]}
+    return result
 
 
 def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
@@ -258,15 +258,15 @@ def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
     functions["filtering, top-k 50"] = lambda: DISTRIBUTIONS["top-k 50"](logits)
     functions["filtering, top-p 0.95"] = lambda: DISTRIBUTIONS["top-p 0.95"](logits)
     times = in_turns(functions, repeats)
-    found = {name: summary(each, times["as is"]) for name, each in times.items()}
+    summaries = {name: summary(each, times["as is"]) for name, each in times.items()}
     return {
         "vocabulary": vocabulary,
         "rows": ROWS,
-        "float64_ms": found["float64"]["cpu_ms"],
-        "chunked_ms": found["as is"]["cpu_ms"],
-        "speed_up": found["float64"]["times_base"],
+        "float64_ms": summaries["float64"]["cpu_ms"],
+        "chunked_ms": summaries["as is"]["cpu_ms"],
+        "speed_up": summaries["float64"]["times_base"],
         "largest_difference": worst,
-        "laws": found,
+        "laws": summaries,
     }
 
 

@@ -42,7 +42,7 @@ TOLERANCE = 0.01
 
 def by_hand(
     model: Any,
-    asked: Sequence[Question],
+    questions: Sequence[Question],
     positions: int,
     blocks: int,
     slowest: float,
@@ -50,7 +50,7 @@ def by_hand(
     **request: Any,
 ) -> list[dict[str, Any]]:
     """Measure all hand-made settings on these prompts: share of right tokens or answers, and forwards."""
-    half, found = Half("hand", model, asked, None, None), []
+    half, rows = Half("hand", model, questions, None, None), []
     slow: set[str] = set()
     for configuration in configurations(names):
         if configuration.sampler in slow:
@@ -70,9 +70,9 @@ def by_hand(
         except ValueError as error:
             print(f"{configuration.name} is left out: {error}", file=sys.stderr)
             continue
-        found.append(row(configuration, first))
-        print(f"{configuration.name}: {found[-1]['score']:.3f} in {found[-1]['forwards']:.2f}", flush=True)
-    return found
+        rows.append(row(configuration, first))
+        print(f"{configuration.name}: {rows[-1]['score']:.3f} in {rows[-1]['forwards']:.2f}", flush=True)
+    return rows
 
 
 def row(configuration: Configuration, measured: Any) -> dict[str, Any]:
@@ -143,12 +143,12 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
 
     real = load_antiberty()
     model = Remembering(real)
-    asked, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
+    questions, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
     fit = fitting(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
     names = list(dict.fromkeys(configuration.sampler for configuration in fit))
-    tuning = tuned(model, asked, options, samplers=names, suppress_tokens=special)
-    first, second = halves(asked, 0)
-    positions = round(sum(len(entry.truth or ()) for entry in asked) / len(asked))
+    tuning = tuned(model, questions, options, samplers=names, suppress_tokens=special)
+    first, second = halves(questions, 0)
+    positions = round(sum(len(entry.truth or ()) for entry in questions) / len(questions))
     more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
     rows = beside(tuning, model, first, second, **more, suppress_tokens=special)
     return {"trials": tuning.trials, "rows": rows}
@@ -156,7 +156,7 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
 
 def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
     begin, cpu = time.monotonic(), time.process_time()
-    found = paradec.tune(
+    tuning = paradec.tune(
         model,
         prompts,
         trials=options.trials,
@@ -164,9 +164,9 @@ def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) ->
         progress=lambda what, share: print(f"{share:5.1%} {what}", flush=True),
         **more,
     )
-    print(found)
+    print(tuning)
     print(f"{time.monotonic() - begin:.0f} s, {time.process_time() - cpu:.0f} s of the CPU")
-    return found
+    return tuning
 
 
 def main() -> None:

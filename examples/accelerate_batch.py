@@ -33,11 +33,11 @@ def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch
     """Answer this process's lines; the first process then joins the files of all processes."""
     lines = [json.loads(line) for line in source.read_bytes().split(b"\n") if line.strip()]
     share = range(state.process_index, len(lines), state.num_processes)
-    asked = ({"prompt": lines[number]["prompt"], "id": number, "seed": seed_of(0, number)} for number in share)
+    entries = ({"prompt": lines[number]["prompt"], "id": number, "seed": seed_of(0, number)} for number in share)
     with part_of(out, state.process_index, state.num_processes).open("w") as file:
-        for found in paradec.generate_many(model, asked, batch_size=batch, **request):
-            error = None if found.error is None else str(found.error)
-            file.write(json.dumps({"line": found.id, "text": found.text, "error": error}) + "\n")
+        for result in paradec.generate_many(model, entries, batch_size=batch, **request):
+            error = None if result.error is None else str(result.error)
+            file.write(json.dumps({"line": result.id, "text": result.text, "error": error}) + "\n")
     state.wait_for_everyone()
     if state.is_main_process:
         parts = [part_of(out, rank, state.num_processes) for rank in range(state.num_processes)]

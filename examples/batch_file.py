@@ -28,10 +28,10 @@ def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any)
     with out.open("a") as file:
         for first in range(0, len(waiting), batch):
             numbers = waiting[first : first + batch]
-            for number, found in zip(numbers, answers(model, [prompts[n] for n in numbers], **request), strict=True):
-                file.write(json.dumps({"line": number, "prompt": prompts[number], **found}) + "\n")
-                failed += "error" in found
-                answered += "error" not in found
+            for number, entry in zip(numbers, answers(model, [prompts[n] for n in numbers], **request), strict=True):
+                file.write(json.dumps({"line": number, "prompt": prompts[number], **entry}) + "\n")
+                failed += "error" in entry
+                answered += "error" not in entry
             file.flush()  # answers so far are safe
     return answered, failed
 

@@ -75,10 +75,10 @@ def main() -> None:
     ):
         pipe.scheduler = cls.from_config(theirs)
         calls.clear()
-        asked = args.prompt or question
-        answer = pipe(asked, editing_threshold=None, **request).texts[0]
+        prompt = args.prompt or question
+        answer = pipe(prompt, editing_threshold=None, **request).texts[0]
         whose = " (diffusers' own)" if cls is BlockRefinementScheduler else ""
-        print(f"\n{cls.__name__}{whose}: {len(calls)} forwards{judged(asked, answer)}\n{answer}")
+        print(f"\n{cls.__name__}{whose}: {len(calls)} forwards{judged(prompt, answer)}\n{answer}")
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def main() -> None:
     if args.model is None or args.tiny:
         print(paradec.generate(model, "Sort: pear fig apple", sampler="largest_gap", cache="dual").text)
     for result in evaluation.compare(model, questions=questions, names=["largest_gap", "low_confidence"]).results:
-        right, asked = result.right()
-        print(f"{result.configuration.name:<26} {right} of {asked} right, {result.nfe:.1f} forwards a prompt")
+        right, total = result.right()
+        print(f"{result.configuration.name:<26} {right} of {total} right, {result.nfe:.1f} forwards a prompt")
 
 
 if __name__ == "__main__":

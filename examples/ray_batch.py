@@ -37,8 +37,8 @@ def main() -> None:
     job = {"workers": args.workers, "num_gpus": args.gpus, "batch_size": args.batch, "sampler": args.sampler}
     if args.tiny:
         with tempfile.TemporaryDirectory() as folder:
-            asked = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee"]
-            rows = [{"id": number, "prompt": text} for number, text in enumerate(asked)]
+            texts = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee"]
+            rows = [{"id": number, "prompt": text} for number, text in enumerate(texts)]
             for count in (2, 4):  # the second call answers the two missing ones
                 paradec.integrations.ray.answer(ray.data.from_items(rows[:count]), folder, rows_per_part=1, **job)
             for row in ray.data.read_parquet(folder).sort("id").take_all():

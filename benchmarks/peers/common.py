@@ -123,7 +123,7 @@ def report(
         shared: name of the contestant that does only the work that all others must do, too.
     """
     known = {contestant.name: contestant for contestant in contestants}
-    found = []
+    entries = []
     for contestant in contestants:
         entry: dict[str, Any] = {"name": contestant.name, "version": contestant.version} | contestant.facts
         entry["peak_mib"] = round(contestant.peak / 2**20, 1)
@@ -139,14 +139,14 @@ def report(
         if aims.get(contestant.name) in known:
             aim = aims[contestant.name]
             entry["compared_with"] = {"name": aim} | difference(contestant.result, known[aim].result)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
-def show(title: str, found: list[dict[str, Any]], baselines: Sequence[str]) -> str:
+def show(title: str, entries: list[dict[str, Any]], baselines: Sequence[str]) -> str:
     """Format a report as lines to print."""
     lines = [f"{title:<28} {'CPU, s':>9} " + " ".join(f"{'/ ' + base + ' [quartiles]':>32}" for base in baselines)]
-    for entry in found:
+    for entry in entries:
         cells = []
         for base in baselines:
             low, middle, high = entry.get(f"cpu_over_{base}", [float("nan")] * 3)
@@ -219,5 +219,5 @@ def serve(run: Callable[[], Any], version: str = "") -> None:
         cpu, wall = served.turn()
         with tempfile.NamedTemporaryFile(suffix=".pt", delete=False) as file:
             torch.save(served.result, file)
-        told = {"cpu": cpu, "wall": wall, "peak": served.peak, "result": file.name}
-        print(json.dumps(told), file=out, flush=True)
+        reply = {"cpu": cpu, "wall": wall, "peak": served.peak, "result": file.name}
+        print(json.dumps(reply), file=out, flush=True)

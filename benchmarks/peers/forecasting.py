@@ -102,13 +102,13 @@ def inputs(model: str, size: dict[str, int]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def denoise(model: str, module: nn.Module, given: dict[str, Tensor], steps: int = STEPS) -> Tensor:
+def denoise(model: str, module: nn.Module, arguments: dict[str, Tensor], steps: int = STEPS) -> Tensor:
     """Compute the latent after Euler steps from time 1 to 0."""
-    latent = given["hidden_states"]
+    latent = arguments["hidden_states"]
     for i in range(steps):
         time = torch.full((len(latent),), (steps - i) / steps) * (1 if model == "FLUX" else 1000)
         time = time.long() if model == "DiT" else time
-        output = module(**given | {"hidden_states": latent}, timestep=time, return_dict=False)[0]
+        output = module(**arguments | {"hidden_states": latent}, timestep=time, return_dict=False)[0]
         latent = latent - output / steps
     return latent
 
@@ -175,12 +175,12 @@ def contestant(
     stack: contextlib.ExitStack, name: str, attach: Attach, model: str, size: dict[str, int], version: str
 ) -> Contestant:
     """Build a contestant: a method on its own transformer, attached until `stack` is closed."""
-    module, given = build(model, size), inputs(model, size)
+    module, arguments = build(model, size), inputs(model, size)
     start = stack.enter_context(attach(module, model))
 
     def run() -> Tensor:
         start()
-        return denoise(model, module, given)
+        return denoise(model, module, arguments)
 
     return Contestant(name, run, version)
 
@@ -201,7 +201,7 @@ def race(models: list[str], sizes: list[str], turns: int) -> dict[str, Any]:
         "paradec": (ours(), COMMIT),
     }
     racing_ones |= {f"paradec, {target}": (ours(where=target), COMMIT) for target in TARGETS}
-    found: dict[str, Any] = {}
+    cases: dict[str, Any] = {}
     for size in sizes:
         for model in models:
             shape = SIZES[size][model]
@@ -213,6 +213,6 @@ def race(models: list[str], sizes: list[str], turns: int) -> dict[str, Any]:
                 common.alternate(racing, turns)
             aims = {"paradec": "diffusers"} if model == "DiT" else {}
             entry = common.report(racing, ["plain", *peers], aims)
-            found[f"{model}, {size}"] = {"shape": shape, "contestants": entry}
+            cases[f"{model}, {size}"] = {"shape": shape, "contestants": entry}
             print(common.show(f"{model}, {size}", entry, [*peers]), flush=True)
-    return found
+    return cases

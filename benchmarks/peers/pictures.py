@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
     args = parser.parse_args()
-    found = race(args.models, args.sizes, args.turns)
+    cases = race(args.models, args.sizes, args.turns)
     facts = common.machine() | {"turns": args.turns, "steps": STEPS, "full_steps": list(FULL_STEPS)}
-    write_result(args.out, {"facts": facts, "cases": found})
+    write_result(args.out, {"facts": facts, "cases": cases})
 
 
 if __name__ == "__main__":

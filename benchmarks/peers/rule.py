@@ -77,28 +77,28 @@ def main() -> None:
     parser.add_argument("--dinfer", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--python", required=True)
     parser.add_argument("--turns", type=int, default=15)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {**common.machine(), "turns": given.turns, "block": BLOCK, "steps": STEPS, "cases": {}}
+    result: dict[str, Any] = {**common.machine(), "turns": args.turns, "block": BLOCK, "steps": STEPS, "cases": {}}
     for vocab, rows in CASES:
         model = random_model(vocab)
         logits = rule_logits(vocab, rows, BLOCK, STEPS)
         task = {
             "words": vocab, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": vocab - 1,
-            "end": vocab - 2, "version": common.checkout_commit(given.dinfer),
+            "end": vocab - 2, "version": common.checkout_commit(args.dinfer),
         }  # fmt: skip
-        own = Ours(model, logits)
-        contestants = [Contestant("paradec", own, around=own)]
+        ours = Ours(model, logits)
+        contestants = [Contestant("paradec", ours, around=ours)]
         with tempfile.TemporaryDirectory() as away:
             path = Path(away) / "task.json"
             path.write_text(json.dumps(task))
             script = Path(__file__).with_name("text_reference.py")
-            with Elsewhere("dinfer", given.python, script, "dinfer_rule", str(given.dinfer), str(path)) as peer:
+            with Elsewhere("dinfer", args.python, script, "dinfer_rule", str(args.dinfer), str(path)) as peer:
                 contestants.append(peer)
-                common.alternate(contestants, given.turns, warm_up=3)
-        found = common.report(contestants, ("dinfer",), {each.name: "dinfer" for each in contestants[:-1]})
-        result["cases"][f"{vocab} words, {rows} rows"] = {"contestants": found}
-        print(common.show(f"{vocab} words, {rows} rows", found, ("dinfer",)), flush=True)
+                common.alternate(contestants, args.turns, warm_up=3)
+        entries = common.report(contestants, ("dinfer",), {each.name: "dinfer" for each in contestants[:-1]})
+        result["cases"][f"{vocab} words, {rows} rows"] = {"contestants": entries}
+        print(common.show(f"{vocab} words, {rows} rows", entries, ("dinfer",)), flush=True)
     write_result(RESULT, result)
 
 

@@ -67,13 +67,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULT)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    model = random_model(given.size)
+    model = random_model(args.size)
     config = model.module.config
     result: dict[str, Any] = {
         **common.machine(), "model": dataclasses.asdict(config), "window": WINDOW, "guidance": GUIDANCE,
-        "turns": given.turns, "patched": PATCHED, "cases": {},
+        "turns": args.turns, "patched": PATCHED, "cases": {},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as away:
         weights = Path(away) / "weights.safetensors"
@@ -85,14 +85,14 @@ def main() -> None:
         for top_k in (1, 1000):
             task = {
                 "weights": str(weights), "sizes": sizes, "window": WINDOW, "guidance": GUIDANCE, "label": LABEL,
-                "top_k": top_k, "dtype": "float32", "version": common.checkout_commit(given.sjd),
+                "top_k": top_k, "dtype": "float32", "version": common.checkout_commit(args.sjd),
             }  # fmt: skip
             (Path(away) / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("sjd_reference.py")
-            own = Contestant("paradec", ours(model, top_k))
-            with Elsewhere("sjd", given.python, script, str(given.sjd), f"{away}/task.json") as peer:
-                common.alternate([own, peer], given.turns, warm_up=1)
-            contestants = [own, peer]
+            ours_entry = Contestant("paradec", ours(model, top_k))
+            with Elsewhere("sjd", args.python, script, str(args.sjd), f"{away}/task.json") as peer:
+                common.alternate([ours_entry, peer], args.turns, warm_up=1)
+            contestants = [ours_entry, peer]
             for contestant in contestants:  # the results of the last turn
                 contestant.facts["forwards"] = int(contestant.result[0, -1])
                 contestant.result = contestant.result[:, :-1]
@@ -100,7 +100,7 @@ def main() -> None:
             name = f"top_k={top_k}"
             result["cases"][name] = {"contestants": found}
             print(common.show(name, found, ("sjd",)), [each.facts["forwards"] for each in contestants], flush=True)
-    write_result(given.out, result)
+    write_result(args.out, result)
 
 
 if __name__ == "__main__":

@@ -194,31 +194,31 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--only", default="", help="prefix of the names of cases to run")
     parser.add_argument("--out", type=Path, default=RESULT)
-    given = parser.parse_args()
-    if given.llada is not None and given.fast_dllm is None:
+    args = parser.parse_args()
+    if args.llada is not None and args.fast_dllm is None:
         parser.error("--llada also needs --fast-dllm, whose copy of the model it runs")
-    given.dream = given.fast_dllm
+    args.dream = args.fast_dllm
     torch.set_num_threads(1)
-    prompt_length, answer = SIZES[given.size][-2:]
-    result: dict[str, Any] = {**common.machine(), "dtype": given.dtype, "turns": given.turns, "cases": {}}
+    prompt_length, answer = SIZES[args.size][-2:]
+    result: dict[str, Any] = {**common.machine(), "dtype": args.dtype, "turns": args.turns, "cases": {}}
     loads = [common.load()]
     with tempfile.TemporaryDirectory() as away:
         folders = {name: Path(away) / name for name in ("llada", "dream")}
         for folder in folders.values():
             folder.mkdir()
-        result["model"] = sizes = checkpoint(folders["llada"], given.size)
-        dream_checkpoint(folders["dream"], given.size)
+        result["model"] = sizes = checkpoint(folders["llada"], args.size)
+        dream_checkpoint(folders["dream"], args.size)
         vocab = sizes["words"]
         draw = torch.Generator().manual_seed(1)
         prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
-        models = {name: paradec.load(folder, dtype=given.dtype) for name, folder in folders.items()}
-        for name, (reference, theirs, own) in cases(given).items():
+        models = {name: paradec.load(folder, dtype=args.dtype) for name, folder in folders.items()}
+        for name, (reference, theirs, own) in cases(args).items():
             folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
-            checkout = getattr(given, reference)
+            checkout = getattr(args, reference)
             task = {
                 "folder": str(folder), "prompt": prompt.tolist(), "answer": answer, "block": 32, "steps": answer,
-                "mask": vocab - 1, "end": vocab - 2, "dtype": given.dtype, "version": common.checkout_commit(checkout),
-                "model_checkout": str(given.fast_dllm), **theirs,
+                "mask": vocab - 1, "end": vocab - 2, "dtype": args.dtype, "version": common.checkout_commit(checkout),
+                "model_checkout": str(args.fast_dllm), **theirs,
             }  # fmt: skip
             (folder / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("text_reference.py")
@@ -227,18 +227,18 @@ def main() -> None:
             bare = Contestant("matrix products alone", products(model, contestants[0].run))
             contestants.append(bare)
             arguments = (reference, str(checkout), str(folder / "task.json"))
-            with Elsewhere(reference, given.python, script, *arguments) as peer:
+            with Elsewhere(reference, args.python, script, *arguments) as peer:
                 contestants.append(peer)
-                common.alternate(contestants, given.turns, warm_up=2)
+                common.alternate(contestants, args.turns, warm_up=2)
             for contestant in contestants:  # some return only the answer
                 contestant.result = contestant.result[:, -answer:]
             aims = {} if own.get("temperature") else {"paradec": reference}
-            found = common.report(contestants, (reference,), aims, bare.name)
+            entries = common.report(contestants, (reference,), aims, bare.name)
             loads.append(common.load())
-            result["cases"][name] = {"patched": PATCHED[reference], "contestants": found}
-            print(common.show(name, found, (reference,)), flush=True)
+            result["cases"][name] = {"patched": PATCHED[reference], "contestants": entries}
+            print(common.show(name, entries, (reference,)), flush=True)
     result["load_average"] = [min(loads), max(loads)]
-    write_result(given.out, result)
+    write_result(args.out, result)
 
 
 if __name__ == "__main__":

@@ -260,16 +260,16 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
     for head in heads:  # `heads` grows
         leaves = [(b"", head)] if is_literal[head] else []
         leaves += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
-        found, seen = list[tuple[bytes, int]](), {head}
+        text_ends, seen = list[tuple[bytes, int]](), {head}
         for text, state in leaves:  # breadth first: `leaves` grows
             if not is_literal[state] or text and state in seen or len(leaves) > MOST_LITERALS:
-                found.append((text, state))
+                text_ends.append((text, state))
             else:
                 leaves += [(text + bytes([byte]), target) for byte, target in moves[state]]
             seen.add(state)
-        literals[head] = found
-        step[head, [source.letter_of[text[0]] for text, _ in found]] = -1
-        targets = [state for _, state in found] + [int(state) for state in step[head][step[head] >= 0]]
+        literals[head] = text_ends
+        step[head, [source.letter_of[text[0]] for text, _ in text_ends]] = -1
+        targets = [state for _, state in text_ends] + [int(state) for state in step[head][step[head] >= 0]]
         new = [state for state in dict.fromkeys(targets) if state not in known]
         heads += new
         known.update(new)

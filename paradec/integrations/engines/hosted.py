@@ -326,8 +326,8 @@ class Hosted:
             try:
                 self.sampler.commit(state, self.sampler.step(self._answering, state))
                 break
-            except NotFinite as found:
-                for slot in found.rows.tolist():
+            except NotFinite as error:
+                for slot in error.rows.tolist():
                     step = int(state.row_step[slot])
                     errors[slot] = FloatingPointError(f"the model returned NaN or infinite logits at its step {step}")
             finally:

@@ -127,9 +127,9 @@ class StopCutter:
 
 def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
     """The format of tool calls: the tokenizer's `response_template`, else a known one in its chat template, or None."""
-    own, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
-    if own is not None:
-        return own if "tool_calls" in own["fields"] else None
+    own_template, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
+    if own_template is not None:
+        return own_template if "tool_calls" in own_template["fields"] else None
     markers = {"<|tool_call>": GEMMA, "<function=": QWEN_XML, "<tool_call>": HERMES}
     return next((template for marker, template in markers.items() if marker in text), None)
 

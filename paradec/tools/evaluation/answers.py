@@ -290,17 +290,17 @@ class Answering:
 
     def get_model_info(self) -> dict[str, Any]:
         """Describe the request, the costs and the precision of log-likelihoods, for the harness' result."""
-        found: dict[str, Any] = {
+        info: dict[str, Any] = {
             "paradec": paradec.__version__,
             "request": self.request.to_dict(),
             "model_dtype": str(self.model.dtype),
             "model_name": self.model.facts.name,
         }
         if self.spent.answers:
-            found["spent"] = self.spent.report()
+            info["spent"] = self.spent.report()
         if self.likelihoods:
-            errors = torch.tensor([found.error for found in self.likelihoods], dtype=torch.float64)
-            found["log_likelihoods"] = {
+            errors = torch.tensor([info.error for info in self.likelihoods], dtype=torch.float64)
+            info["log_likelihoods"] = {
                 **{name: value for name, value in self.estimate.items() if value is not None},
                 "judged": len(errors),
                 "forwards": sum(entry.forwards for entry in self.likelihoods),
@@ -309,7 +309,7 @@ class Answering:
                 "largest_standard_error": _number(errors.where(~errors.isnan(), -1.0).max().item()),
                 "without_a_standard_error": int(errors.isnan().sum()),
             }
-        return found
+        return info
 
     def _bar(self, total: int, hidden: bool, description: str) -> Any:
         from tqdm.auto import tqdm
