@@ -142,14 +142,14 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
             yield from prompts(TURN, longest, seed=part + 1)
 
     many = paradec.generate_many(model, source(), batch_size=size, **REQUEST)
-    held, count_answered = [], 0
-    for count_answered, _ in enumerate(many, start=1):
-        if count_answered % max(1, count // 10) == 0:
+    held, answered = [], 0
+    for answered, _ in enumerate(many, start=1):
+        if answered % max(1, count // 10) == 0:
             gc.collect()
-            held.append({"prompts": count_answered, "resident_bytes": resident()})
+            held.append({"prompts": answered, "resident_bytes": resident()})
     later = [entry["resident_bytes"] for entry in held[1:]]
     return {
-        "prompts": count_answered,
+        "prompts": answered,
         "batch_size": size,
         "held": held,
         "last_over_second": later[-1] / later[0] if later else None,

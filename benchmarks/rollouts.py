@@ -62,9 +62,9 @@ def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, An
     def replay(gradients: bool, **more: Any) -> Callable[[], None]:
         def run() -> None:
             with torch.set_grad_enabled(gradients):
-                entry = paradec.replay(model, rollout, **more)
+                log_probs = paradec.replay(model, rollout, **more)
             if gradients:
-                entry.nansum().backward()
+                log_probs.nansum().backward()
                 model.module.zero_grad()
 
         return run

@@ -299,7 +299,7 @@ class Answering:
         if self.spent.answers:
             info["spent"] = self.spent.report()
         if self.likelihoods:
-            errors = torch.tensor([info.error for info in self.likelihoods], dtype=torch.float64)
+            errors = torch.tensor([entry.error for entry in self.likelihoods], dtype=torch.float64)
             info["log_likelihoods"] = {
                 **{name: value for name, value in self.estimate.items() if value is not None},
                 "judged": len(errors),
