@@ -68,7 +68,7 @@ def make(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
     return folder
 
 
-def said(seed: Any, count: int) -> str:
+def draw_text(seed: Any, count: int) -> str:
     """Draw a text of `count` tokens that depends on the seed."""
     draw = random.Random(str(seed))
     return " ".join(draw.choice(WORDS) for _ in range(count))
@@ -95,13 +95,13 @@ class Load:
     def run(self, work: Any) -> dict[str, Any]:
         """Run `work(client)`; return its answers and costs."""
 
-        async def all_of_it() -> Any:
+        async def with_client() -> Any:
             address = f"http://127.0.0.1:{self.server.port}/v1"
             async with AsyncOpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=3600) as client:
                 return await work(client)
 
         self.seconds, before, counts = [], self.cpu(), self.server.metrics()
-        answers = asyncio.run(all_of_it())
+        answers = asyncio.run(with_client())
         after = self.server.metrics()
         return {
             "answers": answers,
@@ -116,9 +116,9 @@ class Load:
         """Run all conversations at the same time; each turn follows the answer of the turn before."""
 
         async def one(client: AsyncOpenAI, number: int) -> list[str]:
-            messages = [{"role": "system", "content": said("system", SYSTEM)}]
+            messages = [{"role": "system", "content": draw_text("system", SYSTEM)}]
             for turn in range(TURNS):
-                messages.append({"role": "user", "content": said((number, turn), USER)})
+                messages.append({"role": "user", "content": draw_text((number, turn), USER)})
                 messages.append({"role": "assistant", "content": await self.ask(client, messages)})
             return [message["content"] for message in messages[2::2]]
 
@@ -135,7 +135,7 @@ class Load:
 
             async def one(number: int) -> str:
                 async with limit:
-                    return await self.ask(client, [{"role": "user", "content": said(number, 60)}], 8)
+                    return await self.ask(client, [{"role": "user", "content": draw_text(number, 60)}], 8)
 
             return await asyncio.gather(*map(one, numbers))
 
@@ -158,7 +158,7 @@ def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str
         load.server.stop()
 
 
-def costs_of(folder: Path, kind: str, turns: int) -> dict[str, Any]:
+def measure_costs(folder: Path, kind: str, turns: int) -> dict[str, Any]:
     """Measure the ratio of CPU times of servers with and without prefix cache, in turns, for prompts without common
     prefixes."""
     keeps: dict[str, list[str]] = {"kept": [], "none": ["--prefix-memory", "0"]}
@@ -177,7 +177,7 @@ def costs_of(folder: Path, kind: str, turns: int) -> dict[str, Any]:
     }
 
 
-def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Make both measurements on one model."""
     keeps = {"kept": ["--prefix-memory", str(BUDGET)], "none": ["--prefix-memory", "0"]}
     talks = {
@@ -186,9 +186,9 @@ def of_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     }
     answers = [talks[name].pop("answers") for name in keeps]
     differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
-    costs = {"narrow": costs_of(folder, kind, args.turns)}
+    costs = {"narrow": measure_costs(folder, kind, args.turns)}
     with tempfile.TemporaryDirectory() as other:
-        costs["wide"] = costs_of(make(kind, Path(other), WIDE), kind, args.turns)
+        costs["wide"] = measure_costs(make(kind, Path(other), WIDE), kind, args.turns)
 
     return {
         "conversations": talks,
@@ -208,7 +208,7 @@ def main() -> None:
     result: dict[str, Any] = {"turns": TURNS, "system": SYSTEM, "user": USER, "answer": ANSWER}
     for kind in SERVED:
         with tempfile.TemporaryDirectory() as folder:
-            result[kind] = of_kind(kind, make(kind, Path(folder)), args) | {"load": round(os.getloadavg()[0], 1)}
+            result[kind] = measure_kind(kind, make(kind, Path(folder)), args) | {"load": round(os.getloadavg()[0], 1)}
         print(kind, json.dumps(result[kind], indent=1), flush=True)
     write_result(args.out, result)
     sys.exit(any(result[kind]["answers_differ"] or result[kind]["positions_ratio"] > 0.4 for kind in SERVED))

@@ -4,10 +4,10 @@
 
 A sampler that commits a fixed number of tokens per step fills whole blocks. The packaged model's answers have 7.6
 tokens on average, so in blocks of 32 most of its forwards decide padding. Here every such sampler commits one, two or
-four tokens per step in blocks of several lengths, and also in blocks that end where the model predicts the end of the
-text. The setting with the fewest forwards is chosen among those with at most `FEWER` right answers less than
-`threshold` at its defaults, on the prompts of benchmarks/results/compare.json, and measured again on the other prompts
-of benchmarks/compare_heldout.py. The baseline, one token per step, is chosen in the same way.
+four tokens per step in blocks of several lengths, and one per step also in blocks that end where the model predicts
+the end of the text. The setting with the fewest forwards is chosen among those with at most `FEWER` right answers less
+than `threshold` at its defaults, on the prompts of benchmarks/results/compare.json, and measured again on the other
+prompts of benchmarks/compare_heldout.py. The baseline, one token per step, is chosen in the same way.
 
 Writes benchmarks/results/headline.json.
 """
@@ -71,9 +71,9 @@ def main() -> None:
     (end,) = model.facts.eos_token_ids
     questions = evaluation.packaged_questions(limit=12)
 
-    def measured(configurations: list[Configuration], asked: Any) -> list[dict[str, Any]]:
+    def measured(configurations: list[Configuration], prompts: Any) -> list[dict[str, Any]]:
         shared = {"batch": arguments.batch, "progress": show_progress}
-        comparison = evaluation.compare(model, names=configurations, questions=asked, **shared)
+        comparison = evaluation.compare(model, names=configurations, questions=prompts, **shared)
         return [row(result) for result in comparison.results]
 
     choosing = measured([each for name in SCHEDULES for each in candidates(name, end)], questions)

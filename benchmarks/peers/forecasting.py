@@ -195,12 +195,12 @@ def race(models: list[str], sizes: list[str], turns: int) -> dict[str, Any]:
         "diffusers": (attach_diffusers, diffusers.__version__),
         "cache-dit": (attach_cachedit, cache_dit.__version__),
     }
-    racing_ones = {
+    attachments = {
         "plain": (lambda *_: contextlib.nullcontext(lambda: None), diffusers.__version__),
         **peers,
         "paradec": (ours(), COMMIT),
     }
-    racing_ones |= {f"paradec, {target}": (ours(where=target), COMMIT) for target in TARGETS}
+    attachments |= {f"paradec, {target}": (ours(where=target), COMMIT) for target in TARGETS}
     cases: dict[str, Any] = {}
     for size in sizes:
         for model in models:
@@ -208,7 +208,7 @@ def race(models: list[str], sizes: list[str], turns: int) -> dict[str, Any]:
             with contextlib.ExitStack() as stack:
                 racing = [
                     contestant(stack, name, attach, model, shape, version)
-                    for name, (attach, version) in racing_ones.items()
+                    for name, (attach, version) in attachments.items()
                 ]
                 common.alternate(racing, turns)
             aims = {"paradec": "diffusers"} if model == "DiT" else {}
