@@ -1,5 +1,6 @@
 """Models whose blocks are called in ways of their own, and loops that step by themselves."""
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +219,22 @@ def test_rules_measure_the_denoised_stream(name: str, rule: str) -> None:
     assert report.full_steps == list(range(6)), report
     assert "nothing was skipped: " in str(report) and "at each of 6 steps; a larger threshold skips" in str(report)
     assert report.evaluated_share == 1
+
+
+@pytest.mark.parametrize(
+    "make", [FirstBlock, lambda least: DBCache(1, residual_diff_threshold=least, max_warmup_steps=1)]
+)
+def test_the_report_names_a_threshold_that_skips(make: Callable[[float], Any]) -> None:
+    loop, threshold = Loop("Latte"), 1e-6
+    for skips in (False, True):
+        with accelerate(loop, make(threshold)) as session:
+            loop()
+            report = session.report()
+        assert (report.full_steps != list(range(6))) is skips, report
+        if not skips:
+            match = re.search(r"the smallest change was (\S+), so a threshold of (\S+) would", str(report))
+            assert match is not None and 0 < float(match[1]) < float(match[2]) < 1.02 * float(match[1])
+            threshold = float(match[2])
 
 
 @pytest.mark.parametrize(("name", "where"), covering(MAKE, ["module", "block", "stack", "output"]))
