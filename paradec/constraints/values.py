@@ -149,10 +149,7 @@ class Choice(Constraint):
         choices = self.choices
         texts = () if isinstance(choices, str) or not isinstance(choices, Sequence) else tuple(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
-            raise ValueError(
-                f"choices={shown(choices)} must be a sequence of different texts, none of them empty: "
-                'write Choice(["yes", "no"])'
-            )
+            raise ValueError(f'choices={shown(choices)} must be distinct, non-empty texts: write Choice(["yes", "no"])')
         for text in texts:
             check_text("choices", text)
         object.__setattr__(self, "choices", texts)
