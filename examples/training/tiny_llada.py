@@ -121,9 +121,9 @@ def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, mixture: dict[st
             rows.append(prompt + answer + [tokenizer.eos_token_id] * (region - len(answer)))
             masks.append([False] * len(prompt) + draw_mask(rng, region, len(answer) + 1))
     ids, masked = torch.tensor(rows), torch.tensor(masks)
-    in_region = (ids == tokenizer.convert_tokens_to_ids(ASSISTANT)).long().cumsum(1).sum(1, keepdim=True) - 1
+    region_size = (ids == tokenizer.convert_tokens_to_ids(ASSISTANT)).long().cumsum(1).sum(1, keepdim=True) - 1
     # LLaDA weighs a row by 1/t (its loss is then a likelihood bound); the cap tames the variance.
-    weight = (in_region / masked.sum(1, keepdim=True)).clamp(max=5.0)
+    weight = (region_size / masked.sum(1, keepdim=True)).clamp(max=5.0)
     return ids, masked, weight
 
 
@@ -131,7 +131,7 @@ def draw_mask(rng: Random, region: int, answer: int) -> list[bool]:
     """Draw which of the `region` positions after the prompt to mask (at least one).
 
     Mostly with a uniform ratio, as in LLaDA; else as in decoding: everything masked, or positions left of a random
-    block all known and right of it all masked. The block begins within `answer`, the length with one end token.
+    block all known and right of it all masked. The block begins within the `answer` tokens (with one end token).
     """
     pattern, ratio = rng.random(), rng.random()
     if pattern < 0.15:

@@ -24,8 +24,8 @@ from paradec.core.weights import fingerprint_weights
 class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
-    `generate(..., keep_prefix=True).prefix` returns one, to pass as `prefix`: each new row reuses its longest common
-    prefix with any of its rows. Valid for the same module with unchanged weights; so are copies, but not pickles.
+    `generate(..., keep_prefix=True).prefix` returns one, to pass as `prefix`: each new row reuses the longest prefix
+    that it shares with a stored row. Valid for the same module with unchanged weights, as a copy too, not as a pickle.
 
     Attributes:
         tokens: one list of ids per row.
@@ -238,9 +238,9 @@ def plan_reuse(
 
 
 def keep_prefix(state: Any, model: Any, previous: KeptPrefix | None) -> KeptPrefix:
-    """Copy the keys and values that the next request can reuse: on block-causal models blocks that were evaluated after
-    they were full, else leading positions that were evaluated with their final tokens. state: of the masked family, at
-    its last commit. previous: the prefix that this request reused."""
+    """Copy the keys and values that the next request can reuse. On block-causal models these are the blocks evaluated
+    after they were full; on others, the leading positions evaluated with their final tokens. state: a masked
+    sampler's, at its last commit. previous: the prefix that this request reused."""
     facts, store = state.facts, state.store
     counts = np.minimum(store.count_intact(state.canvas), state.end)
     if facts.topology == "block_causal":
@@ -262,8 +262,8 @@ def prefill(model: Any, tokens: list[int], cache: StoredCache, causal_keys: bool
 
 
 def evaluate(model: Any, store: Any, tokens: list[int], start: int, causal_keys: bool) -> None:
-    """Evaluate the `tokens` from `start` on, over a store of one row that has the earlier ones. causal_keys: whether
-    attention is causal, whatever the topology."""
+    """Evaluate the `tokens` from `start` on, with a one-row store of the earlier tokens. causal_keys: whether attention
+    is causal, whatever the topology."""
     count, is_causal = len(tokens) - start, causal_keys and model.facts.topology != "causal"
     positions = torch.arange(start, len(tokens), device=model.device).unsqueeze(0)
     row = np.zeros(1, np.int64)

@@ -25,7 +25,7 @@ from paradec.models.images.distilled_llamagen import (
     DistilledLlamaGenModel,
     load_distilled_llamagen,
 )
-from paradec.models.images.distilled_var import SECONDS, load_distilled_var
+from paradec.models.images.distilled_var import SECOND_STAGES, load_distilled_var
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, load_multi_scale_vq
 from paradec.models.images.var import load_var, scale_ends
@@ -405,7 +405,7 @@ def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
 
 
 def test_published_stages() -> None:
-    assert SECONDS == {1024: 5, 1280: 4, 1536: 4}
+    assert SECOND_STAGES == {1024: 5, 1280: 4, 1536: 4}
     sizes = {"n_layer": 1, "n_head": 16, "vocab_size": 8, "num_classes": 2, "ffn_dim": 8}
     published = [DistilledLlamaGenConfig(dim=dim, **sizes) for dim in (768, 1024)]
     assert [(config.second, config.split) for config in published] == [(80, 80), (80, 130)]

@@ -18,9 +18,9 @@ from paradec.models.images.var import VAR, ScalePictures, VARModel, read_network
 from paradec.models.images.vq import check_codebook
 from paradec.models.weights import NESTED
 
-SECONDS = {1024: 5, 1280: 4, 1536: 4}
+SECOND_STAGES = {1024: 5, 1280: 4, 1536: 4}
 """The published students' second stage and `split`, by their widths (d16, d20, d24)."""
-MARKS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.linear.weight")
+EXTRA_WEIGHTS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.linear.weight")
 
 
 class DistilledVAR(VAR):
@@ -77,7 +77,7 @@ class DistilledVARModel(ScalePictures, DistilledModel):
         check_type("module", module, DistilledVAR)
         check_type("vq", vq, MultiScaleVQ, f": {name} reads code vectors")
         check_codebook(vq, module.codebook_size, name, module.code_dim)
-        published = SECONDS.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
+        published = SECOND_STAGES.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
         second = published or max(1, len(module.scales) // 2) if second is None else second
         split = second if split is None else split
         stages = Stages((0, *module.ends), second, split, scales=True)
@@ -117,7 +117,7 @@ def load_distilled_var(
     scales, heads, dtype, device: as in `paradec.models.images.var.load_var`. second, split: see `DistilledVARModel`."""
     nested = ("trainer.ema_parameters", *NESTED)
     parts = read_network(
-        DistilledVAR, "student of VAR", source, vq, scales, heads, dtype, device, MARKS, nested, drop_class_row
+        DistilledVAR, "student of VAR", source, vq, scales, heads, dtype, device, EXTRA_WEIGHTS, nested, drop_class_row
     )
     module, vq, name, fields, _ = parts
     second, split = fields.get("second") if second is None else second, fields.get("split") if split is None else split

@@ -38,7 +38,7 @@ class UViT(nn.Module):
     guidance), which is the last class.
 
     size: tokens per side. codebook_size: image tokens. classes: the null class included.
-    width, depth, heads: of the transformer; depth counts the blocks before and after the middle one, half of each."""
+    width, depth, heads: of the transformer; depth is the number of blocks besides the middle one, half on each side."""
 
     def __init__(
         self, size: int = 16, codebook_size: int = 1024, classes: int = 1001, width: int = 768, depth: int = 24,

@@ -1,7 +1,7 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' class.
 
-A causal encoder stores keys and values of final tokens; a bidirectional decoder reads these, and a canvas of tokens
-without masks. Both share their weights, except a scalar per layer and the decoder's self-conditioning, which reads the
+A causal encoder stores keys and values of final tokens; a bidirectional decoder reads these and a canvas, which has
+no masks. Both share their weights, except a scalar per layer and the decoder's self-conditioning, which reads the
 expected embeddings of the previous step. Logits row i predicts token i.
 """
 
@@ -294,8 +294,8 @@ def load_diffusion_gemma(
     attn_implementation: str,
     **options: Any,
 ) -> DiffusionGemmaModel:
-    """Load a checkpoint in transformers' format. options: for `from_pretrained`; None leaves one out. Raises
-    CheckpointError for files that cannot be read, wrong weights or values."""
+    """Load a checkpoint in transformers' format. options: for `from_pretrained`, but not those that are None.
+    Raises CheckpointError for files that cannot be read, wrong weights or values."""
     import transformers
 
     cls = getattr(transformers, CLASS, None)

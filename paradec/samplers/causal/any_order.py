@@ -58,7 +58,7 @@ def start(
     """Make the state of a request whose prompts hold masks.
 
     others: arguments that only causal models accept; must be None. kind: class of the state.
-    Raises ValueError: an argument without a meaning here, a prompt without masks, an order of other positions.
+    Raises ValueError: an argument without a meaning here, a prompt without masks, an order that does not fit.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in others):
@@ -129,7 +129,7 @@ def _listed_orders(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> l
     for row_index, (cells, row) in enumerate(zip(lists, undecided, strict=True)):
         if sorted(cells) not in (list(range(len(row))), np.flatnonzero(row).tolist()):
             raise ValueError(
-                f"order={shown(list(cells))} must list once each of the {len(row)} positions of row {row_index}, or "
+                f"order={shown(list(cells))} must list each of the {len(row)} positions of row {row_index} once, or "
                 f"each of its {row.sum()} undecided positions; they count from 0"
             )
     return [np.array(cells, np.int64) for cells in lists]
@@ -218,8 +218,8 @@ class OrderedState(CausalState):
         return [np.arange(len(sizes))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
     def _call(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
-        """Evaluate the positions of rank `begin` and above, with drafts at the ranks below `stop`. With a store these
-        are the undecided positions and the last final token, which no call has evaluated."""
+        """Evaluate the positions of rank `begin` and above (with a store, the undecided ones and that of the last final
+        token, which no call has evaluated), with drafts at the ranks below `stop`."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
         slot_positions = self.positions_of_ranks(rows[:, None], self.committed[rows, None] + np.arange(self.width))
@@ -227,7 +227,7 @@ class OrderedState(CausalState):
         count = is_evaluated.sum(1)
         column_positions = (~is_evaluated).argsort(1, kind="stable")[:, : count.max()]
         valid = np.arange(column_positions.shape[1]) < count[:, None]
-        # given positions follow the model's own order; positions after the drafts are predicted as if next
+        # given positions follow the model's own order; each position after the drafts is predicted as the next
         is_decided = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
         decided_at = np.where(is_decided, ranks, -1)
         column = np.clip(is_evaluated.cumsum(1) - 1, 0, None)

@@ -37,7 +37,7 @@ def make(model: MARModel, **request: Any) -> Any:
 
 
 def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
-    """diffusers' names of a KL autoencoder's decoder in those of latent diffusion's files."""
+    """Rename the decoder weights of diffusers' KL autoencoder as in latent diffusion's files."""
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
     found = {}
     for name, tensor in state.items():
@@ -57,7 +57,7 @@ def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
     return found
 
 
-def test_decoder_is_latent_diffusion_s(tmp_path: Path) -> None:
+def test_decoder_equals_diffusers(tmp_path: Path) -> None:
     torch.manual_seed(1)
     theirs = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, latent_channels=4,
@@ -130,7 +130,7 @@ def test_pictures_are_those_of_the_loop(model: MARModel) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5])
-def test_a_request_s_temperature_takes_the_place_of_the_sampler_s(model: MARModel, temperature: float) -> None:
+def test_request_temperature_overrides_the_sampler(model: MARModel, temperature: float) -> None:
     own = paradec.samplers.create("mar", head_steps=3, temperature=temperature)
     tokens = make(model, temperature=temperature).tokens
     assert torch.equal(tokens, make(model, sampler=own).tokens) and not torch.equal(tokens, make(model).tokens)

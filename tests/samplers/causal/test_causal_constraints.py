@@ -49,11 +49,11 @@ def sampler_of(name: str, drafter: Model) -> Any:
 @replays("name")
 def test_recorded_greedy_runs(name: str, chain: str) -> None:
     case, size = CASES[name], len(CASES[name]["vocab"])
-    state_of = sampler_of(chain, causal_model_of(case, 0.3))
+    sampler = sampler_of(chain, causal_model_of(case, 0.3))
     out = paradec.generate(
         causal_model_of(case),
         torch.tensor([[size + 1]]),
-        sampler=state_of,
+        sampler=sampler,
         temperature=0.0,
         constraint=paradec.Regex(case["constraint"]["regex"]),
         max_new_tokens=case["slots"],
@@ -115,7 +115,7 @@ def test_the_recorded_masked_distribution() -> None:
 
 
 def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...], float]:
-    """The distribution of masked token-by-token decoding, of all texts behind a marker and their prefixes."""
+    """The probability of each text of `texts_behind_a_marker` in masked token-by-token decoding."""
     module, size, texts = causal_model_of(case).module, len(case["vocab"]), texts_behind_a_marker(case)
     masses = {(): 1.0}
     for slot in range(case["slots"]):

@@ -45,7 +45,7 @@ def recorded_model(name: str) -> MARModel:
 
 @dataclass
 class Recorded:
-    """The numbers of a recorded run: noise, and those of every verification in turn."""
+    """The random numbers of a recorded run: noise, then those of each verification."""
 
     start: Tensor
     steps: Tensor
@@ -94,7 +94,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         temperature=settings["temperature"],
         guidance_schedule=settings["cfg_schedule"],
     )
-    wild = float(arrays["latent"].abs().max()) > 100  # a chain of random networks that begins at the last step
+    wild = float(arrays["latent"].abs().max()) > 100  # from the last timestep, random networks diverge
 
     def near(found: Tensor, expected: Tensor) -> None:
         scale = max(1.0, float(expected.abs().max())) * RELATIVE if wild else ABSOLUTE
@@ -131,11 +131,11 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         answer = target(query)
         proposal = sampler.propose(state, [answer], [query])
         index, step = next(steps)
-        for place, values in drafted:
-            assert step["kind"] == "draft" and place.wanted.tolist() == step["positions"]
-            known = place.tokens.shape[1] + place.wanted.shape[1]
+        for call, values in drafted:
+            assert step["kind"] == "draft" and call.wanted.tolist() == step["positions"]
+            known = call.tokens.shape[1] + call.wanted.shape[1]
             assert max(state.order.shape[1] - known, 1) == step["unknown_after"]
-            before = before.scatter(1, place.wanted.unsqueeze(-1).expand_as(values), values.to(before.dtype))
+            before = before.scatter(1, call.wanted.unsqueeze(-1).expand_as(values), values.to(before.dtype))
             summed(values, step["values"])
             summed(before, step["tokens"])
             index, step = next(steps)
@@ -186,7 +186,7 @@ def test_replays_the_rule(name: str) -> None:
     assert found.accepted.tolist() == [bool(entry) for entry in case["accepted"]] and found.rounds == case["rounds"]
     assert [not settled for settled in found.settled.tolist()] == [bool(entry) for entry in case["zero"]]
     torch.testing.assert_close(found.values.float(), arrays["result"], atol=ABSOLUTE, rtol=0)
-    # mended, tokens that settled keep their first value, and zeros are the target's own values
+    # mended=True: accepted tokens keep the draft's value, unsettled ones take the target's
     mended = verified(draft.mean, draft, target, *rest, mended=True)
     assert torch.equal(mended.accepted, found.accepted) and torch.equal(mended.settled, found.settled)
     assert torch.equal(mended.values[mended.accepted], draft.mean[mended.accepted].double())
@@ -222,8 +222,8 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
         values, accepted = cspd_token(token, draft, target, float(uniform[token]), redraw, inner, rounds)
         assert found.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
         assert bool(found.accepted[token]) == accepted
-        kinds.add("accepted" if accepted else "drawn" if found.settled[token] else "its own")
-    assert kinds >= {"drawn", "its own"} and found.values.isfinite().all()
+        kinds.add("accepted" if accepted else "drawn" if found.settled[token] else "target's")
+    assert kinds >= {"drawn", "target's"} and found.values.isfinite().all()
 
 
 def cdf(y: Tensor, mean: float, std: float) -> Tensor:
@@ -231,7 +231,7 @@ def cdf(y: Tensor, mean: float, std: float) -> Tensor:
 
 
 def distance(values: Tensor, expected: Tensor) -> float:
-    """Kolmogorov and Smirnov's, of sorted values, and what they should be the quantiles of."""
+    """Kolmogorov-Smirnov distance of sorted values; expected: the distribution function at these."""
     at = torch.arange(1, len(values) + 1) / len(values)
     return float(torch.maximum((at - expected).abs(), (at - 1 / len(values) - expected).abs()).max())
 
@@ -268,7 +268,7 @@ def test_one_dimension_has_the_target_s_distribution() -> None:
 
 
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
-def test_one_dimension_of_drafts_as_they_are(sigma: float) -> None:
+def test_one_dimension_of_equal_drafts(sigma: float) -> None:
     count = 40_000
     found = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
@@ -352,7 +352,7 @@ def test_the_published_rule_redraws_rows_together(model: MARModel, near: MARMode
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
 def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -> None:
-    """At 0 the result is the model's own draw of every verification, which needs no draft."""
+    """At 0 the result is as if every draft were rejected."""
     sampler = CSpD(near, num_draft=3, head_steps="4,1", temperature=temperature)
     state = run(sampler, model)
     assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()

@@ -78,7 +78,7 @@ def test_recorded_answers(path: Path, number: int) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("seeds", "case", "stop", "ends"),
-    [  # by default every two of them together
+    [  # by default each pair of values once
         pytest.param(seeds, case, stop, ends, marks=[pytest.mark.full] if seeds == 8 or (at + stop + given) % 2 else [])
         for seeds in (3, 8)
         for at, case in enumerate(["one", "equal", "padded"])
@@ -97,7 +97,7 @@ def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: l
         assert torch.equal(counted, per_call)
         early += any(calls % 12 for calls in out.denoising_calls)
         finished += sum(out.finished)
-    if seeds == 8:  # fewer may have none that settles or ends
+    if seeds == 8:  # with 3, perhaps no canvas settles or ends
         assert ends is not None or (early > 0) == stop  # an end may come before a canvas settles
         assert (finished > 0) == (ends is not None)
 
@@ -112,7 +112,7 @@ def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> Non
 
 
 def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
-    """There rows go on after their end, and what they decode is encoded; here it is cut off."""
+    """transformers decodes and encodes past a row's end; paradec cuts that off."""
     module, finished = tiny_gemma(), 0
     for seed in range(4):
         answer, _, out = both(module, "equal", seed, ENDS, True, pad=None)
@@ -152,7 +152,7 @@ KEEPERS = {
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", KEEPERS)
 @pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
-def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
+def test_a_row_equals_a_plain_loop(name: str, holes: bool) -> None:
     module = tiny_gemma(dtype=torch.float64)
     sampler, keep = KEEPERS[name]
     model = paradec.wrap(module, eos_token_id=ENDS)
@@ -172,7 +172,7 @@ def test_a_row_is_a_plain_loop(name: str, holes: bool) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"top_k": 3}, {"top_p": 0.7}], ids=str)
-def test_a_row_of_a_cut_distribution_is_a_plain_loop(asked: dict[str, float]) -> None:
+def test_a_filtered_row_equals_a_plain_loop(asked: dict[str, float]) -> None:
     def cut(logits: Tensor) -> Tensor:
         order = logits.argsort(-1, descending=True)
         before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
@@ -202,11 +202,11 @@ def test_what_is_unset_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in stated.items():
         monkeypatch.setattr(module.generation_config, name, value)
     model, own = paradec.wrap(module), {"max_denoising_steps": 7, "t_min": 0.1}
-    assert decode(model) == decode(plain, **stated | {"t_min": 0.4}) != decode(plain)  # None there is transformers' own
+    assert decode(model) == decode(plain, **stated | {"t_min": 0.4}) != decode(plain)  # None: transformers' t_min
     assert decode(model, **own) == decode(plain, **stated | own) != decode(model)
 
 
-def test_steps_of_a_request_are_shared_out_over_the_most_canvases() -> None:
+def test_steps_are_divided_by_the_largest_number_of_canvases() -> None:
     model, sampler = paradec.wrap(tiny_gemma()), samplers.create("diffusion_gemma", early_stop=False)
     request = {"sampler": sampler, "seed": 0, "eos_early_stop": False}
     out = paradec.generate(model, [9, 10], steps=10, max_new_tokens=2 * CANVAS, **request)

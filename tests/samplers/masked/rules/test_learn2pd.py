@@ -1,4 +1,4 @@
-"""Learn2PD: the filter's arithmetic, what it is refused for, dropped canvases, and the training of a filter."""
+"""Learn2PD: the filter's arithmetic, mismatches that are refused, cuts after an end, and the training of a filter."""
 
 import dataclasses
 import math
@@ -56,7 +56,7 @@ def test_block_filter_by_hand() -> None:
     sizes = np.array([32, 32, 7, 1, 20])
     filled = np.where(np.arange(32) < sizes[:, None], confidence, 1)
     expected = np.maximum(filled @ a.T + b, 0) @ c.T + d
-    for width in (32, 40):  # wider: another row's block, or what a stop rule reads
+    for width in (32, 40):  # 40: other columns of the window, not in the block
         seen = torch.rand(5, width)
         seen[:, :32] = torch.tensor(confidence)
         valid = torch.arange(width) < torch.tensor(sizes)[:, None]
@@ -126,7 +126,7 @@ def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str
     for request in ({"block_length": 5}, {"block_length": None, "blocks": paradec.AdaptiveBlocks(delimiters=(5,))}):
         with pytest.raises(ValueError, match="reads blocks of up to 4 positions"):
             run(llada64, allow_mismatch=True, **request)
-    # a canvas as one block counts with its own length
+    # a canvas that is one block: its 4 masks are the length
     whole = samplers.create("learn2pd", filter=block_filter)
     ids = [1, 2, *[llada64.facts.mask_token_id] * 4]
     assert paradec.generate(llada64, ids, sampler=whole).tokens == [4]
@@ -141,7 +141,7 @@ def test_compare_leaves_it_out_where_no_filter_fits() -> None:
 
 
 def enders(layers: int = 1, **kinds: Any) -> Model:
-    """A random model of which one token in five ends the text."""
+    """A random model for which one token in five is an end token."""
     model = tiny(layers, **kinds)
     model.facts = dataclasses.replace(model.facts, eos_token_ids=(39, *range(0, 35, 5)), pad_token_id=38)
     return model
@@ -151,7 +151,7 @@ def enders(layers: int = 1, **kinds: Any) -> Model:
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_what_follows_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
     model, rows = enders(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
-    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token a step: ends come before what they end
+    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token a step: an end may precede the text it ends
     state = sampler.start(model, rows, max_new_tokens=24, block_length=8, cache=cache, guidance_scale=guidance)
     ends, cut_rows = set(model.facts.eos_token_ids), 0
     with torch.inference_mode():
@@ -265,7 +265,7 @@ def test_records_by_hand() -> None:
             assert features[FEATURES.index("position")].tolist() == [i / 8 for i in range(8)]
             assert features[FEATURES.index("mask_ratio")].tolist() == [sum(is_undecided) / 8] * 8
             waits += not any(np.logical_and(is_final, is_undecided))
-    assert waits > 0  # a block whose candidates stand still is among them
+    assert waits > 0  # in some records all final candidates are decided
 
 
 def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> None:

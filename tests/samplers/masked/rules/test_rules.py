@@ -80,7 +80,7 @@ def random_scores(seed: int, entropies: bool = False) -> Tensor:
     return scores.masked_fill(decided, -INF)
 
 
-def test_entropy_bound_reads_what_tokens_are_drawn_from(llada64: Model) -> None:
+def test_entropy_bound_reads_the_filtered_distribution(llada64: Model) -> None:
     sampler = samplers.create("entropy_bound")
     arguments = {"max_new_tokens": 24, "block_length": 12, "eos_early_stop": False, "seed": 0}
     assert paradec.generate(llada64, PROMPTS[0], sampler=sampler, temperature=1.0, top_k=1, **arguments).nfe == 2
@@ -110,7 +110,7 @@ def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
 
 
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
-    """Of what is masked at step i of a block's 4, about 1 / (4 - i) becomes final."""
+    """Step i of a block's 4 commits about 1 / (4 - i) of its masks."""
     count, size, planned = 160, 8, 4
     out = paradec.generate(
         tiny(1), [[1, 2, 3]] * count, sampler="origin", max_new_tokens=2 * size, block_length=size, steps=2 * planned,
@@ -138,8 +138,8 @@ def test_origin_goes_through_the_time_grid_in_every_block() -> None:
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.7}])
-def test_entropies_of_the_public_code_take_tokens_that_are_left_out(kept: dict, dream64: Model) -> None:
-    """With rng="reference" an entropy is sum p ln(p + 1e-10), in which a token of probability 0 counts nothing."""
+def test_reference_entropies_of_filtered_distributions(kept: dict, dream64: Model) -> None:
+    """With rng="reference" an entropy is sum p ln(p + 1e-10), in which a token of probability 0 adds 0."""
     sampler = samplers.create("entropy")
     state = sampler.start(
         dream64, PROMPTS[:1], max_new_tokens=8, steps=4, temperature=0.8, rng="reference", seed=0, **kept
@@ -164,7 +164,7 @@ NAMES = trace_names("fastdllm-plusplus")
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.02, 0.25, 0.9, 1.0])
-def test_a_plain_loop_says_the_same(margin: float) -> None:
+def test_factor_profile_equals_a_plain_loop(margin: float) -> None:
     sampler, sizes = samplers.create("factor", profile=True, margin=margin), set()
     for seed in range(40):
         scores = 1 - (1 - random_scores(seed)) * 0.2
@@ -178,7 +178,7 @@ def test_a_plain_loop_says_the_same(margin: float) -> None:
 
 
 def test_the_bound_is_strict() -> None:
-    """Two doubts of 1/8, and the last once more, are 3/8 = 1 - 5/8."""
+    """Doubts of 1/8 and 1/8, the last counted twice, sum to 3/8 = 1 - 5/8."""
     at = view_of(torch.tensor([[0.875, 0.875]], dtype=torch.float64))
     assert samplers.create("factor", profile=True, margin=0.625).select(at).tolist() == [[True, False]]
     below = view_of(torch.tensor([[0.875, math.nextafter(0.875, 1)]], dtype=torch.float64))
@@ -221,7 +221,7 @@ def seen(scores: list[float], quota: int | None = None, **more: Any) -> View:
 
 
 def tensors(values: Any) -> Any:
-    """Lists as one row of tensors, numbers as one row's number."""
+    """Convert lists to tensors [1, W], and numbers to tensors [1]."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, dict):
@@ -236,7 +236,7 @@ def chosen(sampler: str, scores: list[float], quota: int | None = None, settings
 
 
 BEST = 1.0
-"""Stands first in every row: what is committed always."""
+"""First score of every row, which is always committed."""
 INCLUDED = [
     ("threshold", {"threshold": 0.75}, 0.75, True),
     ("adablock", {"threshold": 0.75}, 0.75, True),
@@ -270,12 +270,12 @@ def test_a_threshold_of_one_is_reached() -> None:
 
 
 MEAN = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
-"""Of two tokens with 1 and 0.5."""
+"""Memory of two tokens with confidences 1 and 0.5."""
 BOUNDS: list[tuple[str, dict[str, Any], Callable[[float], list[float]], float, bool, dict[str, Any], list[int]]] = [
     ("hierarchy", {"threshold": None, "low_threshold": 0.5}, lambda x: [0.625, -INF, 0.25, x], 0.5, False, {}, [0, 3]),
     # (n + 1) (1 - c_n) <= f with numbers that are exact: n = 1 always, n = 3 at 1 - f / 4
     ("factor", {"factor": 1.0}, lambda x: [0.875, 0.875, x], 0.75, True, {}, [0, 1, 2]),
-    # the entropies before the k-th sum to gamma
+    # entropies of the first k - 1 positions sum to gamma
     ("entropy_bound", {"gamma": 0.625}, lambda x: [-0.125, x, -0.75], -0.5, True, {}, [0, 1, 2]),
     (
         "ccd",
@@ -330,7 +330,7 @@ def test_klass_is_strict_in_divergence() -> None:
     again = dataclasses.replace(stage, memory=first)
     p = first["previous"].double()
     assert sampler.process_logits(logits, again)[1]["stable"].tolist() == [[1]]
-    # the divergence of another step, measured as the formula has it, as the threshold itself
+    # the threshold is another step's divergence, computed by the formula
     other = logits.flip(-1)
     q = other.softmax(-1).float()
     measured = float(torch.linalg.vecdot(q, ((q + 1e-12) / (p.float() + 1e-12)).log()))
@@ -366,7 +366,7 @@ def test_persistence_at_its_three_thresholds() -> None:
         (1, 11, 1, range(6), [0]),  # the second of two warmup steps
         (2, 11, 1, range(6), [0, 1, 2]),  # n grows from the last of them on
         (2, 12, 1, range(6), [0, 1]),  # half of the masks are left
-        (2, 11, 2, (0, 2), [0, 2]),  # as many as the schedule grants agree
+        (2, 11, 2, (0, 2), [0, 2]),  # the agreed ones fill the quota
         (2, 11, 2, (2,), [0, 1]),
         (2, 11, 1, (0,), [0]),
     ],
@@ -395,7 +395,7 @@ def test_learn2pd_at_its_thresholds() -> None:
 
 
 def revised(sampler: str, settings: dict, decided: float, tokens: int = 2, **more: Any) -> Any:
-    """The revision of one row: an undecided column that is committed, two under `more`, and a decided token 1."""
+    """Revise one row: two undecided columns that are committed, and a decided token 1."""
     candidates = torch.tensor([[True, True, False]])
     view = seen(
         [0.875, 0.875, -INF],

@@ -1,6 +1,6 @@
 """S2D2's public code on SDAR (`tests/golden/autumn/s2d2`): what every step writes, and which steps verify, with the
-recorded uniform numbers, in float32 as recorded. The mask's own probability counts there, and top-p is taken among the
-top-k tokens; ours does neither, and the replay does both."""
+recorded uniform numbers, in float32 as recorded. The public code counts the mask's probability, and takes top-p among
+the top-k tokens. paradec's S2D2 does neither, but the replay does."""
 
 import functools
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
 
 @dataclass(frozen=True)
 class Replayed(S2D2):
-    """With the numbers of a file in the order in which the reference used them."""
+    """S2D2 with recorded uniform numbers, in the reference's order."""
 
     def weighs_mask(self, state: Any) -> bool:
         return True
@@ -39,16 +39,16 @@ class Replayed(S2D2):
 
     def uniform(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
         width, block, fed = positions.shape[1], state.facts.block_length, state.fed
-        left = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
+        numbers = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
         if not isinstance(query.window, VerifyLogits):  # one for every position of the block, the prompt's too
             fed["used"] += block
-            return left[block - width : block].view(1, -1, 1)
+            return numbers[block - width : block].view(1, -1, 1)
         masks = (state.window.read(state.canvas) == state.mask_id)[0].tolist()
         first = masks.index(True)
         span = next((at for at in range(first, width) if not masks[at]), width) - first
         found = torch.full((1, width, 2), 0.5, dtype=torch.float64)
-        found[0, first : first + span, 0] = left[:span]
-        found[0, :, 1] = left[span]  # of the residual, if a draft falls
+        found[0, first : first + span, 0] = numbers[:span]
+        found[0, :, 1] = numbers[span]  # for the residual, if a draft is rejected
         fed["used"] += span
         return found
 
@@ -115,7 +115,7 @@ def test_recorded_steps(path: Path, cache: str) -> None:
                 written = (state.canvas[0] != before).nonzero()[:, 0].tolist()
                 if written:
                     made.append((verifies, {(at, int(state.canvas[0, at])) for at in written}))
-                    # a draft that falls takes one number more
+                    # a rejected draft uses one more number
                     state.fed["used"] += verifies and case["steps"][len(made) - 1]["rejected"] is not None
             assert made == theirs
             text = [(at, token) for at, token in enumerate(case["canvas"]) if token != trace["mask_id"]]
