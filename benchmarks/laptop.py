@@ -98,6 +98,20 @@ def write_gguf(path: Path, layers: int) -> None:
     writer.close()
 
 
+def save_bfloat16(file: Path, folder: Path) -> None:
+    """Write the checkpoint of a GGUF file in bfloat16, one tensor in memory at a time."""
+    from paradec.models.gguf import read_gguf
+    from paradec.models.saving import write_safetensors
+
+    header = read_gguf(str(file.parent), file.name, None)
+    weights = header.read_weights(torch.bfloat16)
+    sizes = {name: torch.empty(weight.shape, dtype=torch.bfloat16, device="meta") for name, weight in weights.items()}
+    folder.mkdir(exist_ok=True)
+    write_safetensors(folder / "model.safetensors", sizes, lambda name: weights[name][...])
+    (folder / "config.json").write_text(json.dumps(header.build_config()))
+    header.build_tokenizer().save_pretrained(folder)
+
+
 def chunks(rows: int, size: int = 4096) -> Iterator[int]:
     """Counts of rows, `size` but for the last."""
     yield from (min(size, rows - first) for first in range(0, rows, size))
@@ -155,8 +169,7 @@ class Ours:
 
 
 def work(source: str, threads: int) -> None:
-    """Load a model; carry out tasks of standard input: {"positions"} evaluates, {"tokens", ...} decodes, {"save"}
-    writes the checkpoint in bfloat16."""
+    """Load a model; carry out tasks of standard input: {"positions"} evaluates, {"tokens", ...} decodes."""
     import paradec
     from paradec.core.query import Query
 
@@ -171,21 +184,17 @@ def work(source: str, threads: int) -> None:
     answer()
     for line in sys.stdin:
         task = json.loads(line)
-        if "save" in task:
-            paradec.load(source, dtype="bfloat16").save_pretrained(task["save"])
         length = task.get("positions", PROMPT)
         ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(0))
         start, cpu_start = time.monotonic(), time.process_time()
         if "positions" in task:
             model(Query(np.array([0]), ids.unsqueeze(0), torch.arange(length).unsqueeze(0)))
             answer(forwards=1)
-        elif "tokens" in task:
+        else:
             tokens, request = task["tokens"], dict(OURS[task["way"]])
             steps = -(-tokens // request.pop("per_step", 1))
             settings = {"max_new_tokens": tokens, "block_length": BLOCK, "steps": int(steps), "eos_early_stop": False}
             answer(forwards=int(paradec.generate(model, ids.tolist(), **settings, **request).nfe))
-        else:
-            answer()
 
 
 def run_cli(
@@ -251,9 +260,7 @@ def measure(arguments: argparse.Namespace, files: dict[str, Path]) -> list[dict[
             "paradec", threads, **{f"load_{name}" if name != "memory" else name: v for name, v in ours.close().items()}
         )
     if arguments.save:
-        saver = Ours(files["Q8_0"], 1)
-        saver.run(save=str(arguments.folder / "bfloat16"))
-        saver.close()
+        save_bfloat16(files["Q8_0"], arguments.folder / "bfloat16")
         loaded = Ours(arguments.folder / "bfloat16", 1).close()
         record("paradec from bfloat16", 1, load_wall=loaded["wall"], load_cpu=loaded["cpu"], memory=loaded["memory"])
     return rows

@@ -157,7 +157,7 @@ def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
     again = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
     assert again.sequences.tolist() == [[1, 0, 2]]
     everything = {"suppress_tokens": range(6), "sampler": sampler}
-    refuses(lambda: paradec.infill(model, [1, 7, 2], **everything), "holes_eos_inf=True leaves none")
+    refuses(lambda: paradec.infill(model, [1, 7, 2], **everything), "holes_eos_inf=True also excludes")
     assert paradec.infill(model, [1, 7], **everything).sequences.tolist() == [[1, 6]]
     refuses(lambda: paradec.infill(model, [1, 7, 2], holes_eos_inf=None), "holes_eos_inf=None must be True or False")
 

@@ -273,7 +273,7 @@ def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
     backwards = Tokenizer(models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - at): at for at in range(size)}, "a"))
     strange = paradec.wrap(module, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backwards))
     sampler = samplers.create("speculative", drafter=strange)
-    with pytest.raises(ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; a") as error:
+    with pytest.raises(ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; the") as error:
         paradec.generate(paradec.wrap(module, tokenizer=WORDS), ROWS, sampler=sampler)
     assert "\n" not in str(error.value)
     same = samplers.create("speculative", drafter=paradec.wrap(module, tokenizer=words()))

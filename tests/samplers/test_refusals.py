@@ -169,7 +169,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     ],
     "attention": [
         *((request("masked", attention=value), "attention") for value in ("sparse", 3, paradec.SparseD)),
-        (request("blocks", attention="sparsed", sampler="threshold"), SPARSE, "'threshold'", "block-causal"),
+        (request("blocks", attention="sparsed", sampler="threshold"), SPARSE, "'threshold'", "block_causal"),
         (request("masked", attention="sparsed", sampler="freedave"), SPARSE, "'freedave'"),
         (request("masked", attention="sparsed", sampler="wino"), SPARSE, "'wino'"),
         (
@@ -310,9 +310,9 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (design(sampler="jacobi", order="halton"), "order: 'halton'"),
         (design(sampler="jacobi", order=3), "order=3", "'random', 'chain'"),
         (design(sampler="jacobi", order=[0.5, 1]), "order=0.5"),
-        (design(sampler="jacobi", order=[0, 1, 1]), "order=[0, 1, 1]", "11 places", "9 undecided"),
-        (design(sampler="jacobi", order=list(range(10))), "order", "11 places"),
-        (design(sampler="jacobi", order=[[0], [1]]), "order", "2 orders for 1 rows"),
+        (design(sampler="jacobi", order=[0, 1, 1]), "order=[0, 1, 1]", "11 positions", "9 undecided"),
+        (design(sampler="jacobi", order=list(range(10))), "order", "11 positions"),
+        (design(sampler="jacobi", order=[[0], [1]]), "order", "2 lists for 1 rows"),
         (design(sampler="jacobi", order=orders.create("given", cells=[1, 0])), "11 cells"),
         (design(sampler="margin", order="chain"), "order='chain'", "'margin'"),
         (design(sampler=create("speculative", drafter="prompt_lookup")()), "speculative"),

@@ -449,7 +449,7 @@ def test_settings_are_checked() -> None:
     for target in ("module", ["a"], "output"):
         refuses(partial(Forecast, when=FirstBlock(), where=target), "when='first_block' .* leave where=")
     module, inputs = tiny_transformer("DiT")
-    refuses(lambda: accelerate(module, Forecast(where="stack", when="verification")), "where='stack' leaves it out")
+    refuses(lambda: accelerate(module, Forecast(where="stack", when="verification")), "where='stack' skips it")
     with accelerate(module, DiCache()), pytest.raises(ValueError, match="num_inference_steps=None"):
         denoise(module, inputs, 2)
     refuses(lambda: calibrate_magcache(module, lambda: None, runs=0), "runs")

@@ -164,7 +164,7 @@ def test_bodies(server: Running, name: str) -> None:
 
 def test_work_is_counted_and_given_back(model: Any) -> None:
     with running(model, max_work=200, request={"sampler": "jacobi"}) as server:
-        assert "more than this server takes" in asked(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
+        assert "more than this server's limit" in asked(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
         small = {"state": "x", "questions": {"spam": {"type": "noul", "instructions": "?"}}}
         for _ in range(15):
             asked(server, small)
