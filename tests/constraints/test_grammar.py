@@ -144,8 +144,8 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ValueError, match=f"grammar=.*{part}"):
             paradec.Grammar(text)  # type: ignore[arg-type]
     refuses(lambda: paradec.generate(lettered(), [[1, 2]], constraint=NESTED, max_new_tokens=6), "is for causal models")
-    refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "read differently")
-    refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "no end token")
+    refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "tokens read differently")
+    refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "needs an end token")
 
     def read(model: Any, **form: Any) -> Any:
         return read_constraint(TextBody.model_validate({"prompt": "x", **form}), [], None, model, None)
