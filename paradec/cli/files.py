@@ -1,9 +1,10 @@
 """`paradec generate --in prompts.jsonl --out answers.jsonl`: write an answer or an error per prompt; runs can resume.
 
 A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
-"settings"}, or {"line", "id", "prompt", "error", "settings"}. With several answers per prompt, "text", "tokens",
-"finished" and "nfe" are lists. "settings" are {"paradec": version, "model", "dtype", "quantization", "drafter",
-"request": non-default fields of `paradec.Request`, and the seed}. All lines of a file have the same settings.
+"settings"}, or {"line", "id", "prompt", "error", "settings"}; --logprobs adds "logprobs". With several answers per
+prompt, "text", "tokens", "finished", "nfe" and "logprobs" are lists. "settings" are {"paradec": version, "model",
+"dtype", "quantization", "drafter", "request": non-default fields of `paradec.Request`, and the seed}. All lines of a
+file have the same settings.
 """
 
 from __future__ import annotations
@@ -187,7 +188,10 @@ class Run:
     bar: show.Bar
     total: int
     entries: list[dict[str, Any]] = field(init=False, default_factory=list)
-    answers: show.Answers = field(init=False, default_factory=lambda: show.Answers(is_single=False))
+    answers: show.Answers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = show.Answers(is_single=False, tokenizer=self.work.model.tokenizer)
 
     def answer(self, lines: list[Line]) -> None:
         """Decode lines together; if that raises, each separately. Ctrl-C raises KeyboardInterrupt after writing."""
@@ -219,6 +223,9 @@ class Run:
             self.answers.add(output, complete_rows)
             columns = {"text": output.new_tokens.tolist() if output.text is None else output.text}
             columns |= {"tokens": output.tokens, "finished": output.finished, "nfe": output.row_nfe}
+            if output.logprobs is not None:
+                rows_logprobs = self.answers.rows["logprobs"][len(self.answers) - len(complete_rows) :]
+                columns["logprobs"] = dict(zip(complete_rows, rows_logprobs, strict=True))
             answers |= {first + row: {name: values[row] for name, values in columns.items()} for row in complete_rows}
             first += len(batch.rows)
         finished = []
@@ -278,7 +285,9 @@ def _read_line(number: int, text: str) -> Line:
     prompt, name = data.get("prompt", data.get("messages")), data.get("id")
     chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
     if not isinstance(prompt, str) and not chat:
-        return Line(number, None, name, '"prompt" must be a text, or "messages" a list of {"role", "content"}')
+        error = '"prompt" must be a text, or "messages" a list of {"role", "content"}'
+        fields = "" if prompt is not None else f"; the line has {', '.join(map(repr, data)) or 'no field'}"
+        return Line(number, None, name, error + fields)
     try:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
         constraint = data.get("constraint")

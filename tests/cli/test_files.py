@@ -289,3 +289,20 @@ def test_a_constraint_of_a_line_s_own(tmp_path: Path) -> None:
     entries[3]["constraint"] = first
     prompts(tmp_path, entries)
     assert "answers another prompt than line 4" in refused(*asked, "--resume")
+
+
+def test_logprobs_of_a_file_are_those_of_json(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, given(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
+    ok("generate", "--in", source, "--out", out, "--logprobs", 2, "--batch", 1)
+    for entry in lines(out):
+        expected = json.loads(ok("generate", entry["prompt"], "--logprobs", 2, "--json"))["logprobs"]
+        assert entry["logprobs"] == expected and len(expected[0]["likely"]) == 2
+    several = tmp_path / "several.jsonl"
+    ok("generate", "--in", source, "--out", several, "--logprobs", 0, "-n", 2, "--temperature", 1)
+    assert [len(entry["logprobs"]) for entry in lines(several)] == [2, 2]
+
+
+def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
+    assert run("generate", "--in", source, "--out", out).exit_code == 1
+    assert lines(out)[0]["error"].endswith("the line has 'id', 'text'")
