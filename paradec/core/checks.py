@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -154,6 +154,13 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         message = f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}"
         raise ValueError(unknown_name(name, value, choices) if isinstance(value, str) else message)
+
+
+def check_names(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    """Raise ValueError for a name that is not in `allowed`. kind: what the names are, for the message."""
+    for name in names:
+        if name not in allowed:
+            raise ValueError(unknown_name(kind, name, allowed))
 
 
 def check_bool(name: str, value: Any) -> None:

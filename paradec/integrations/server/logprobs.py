@@ -93,9 +93,8 @@ def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/chat/completions."""
-    return {
-        "content": [score.to_dict() | {"top_logprobs": [best.to_dict() for best in score.best]} for score in scores]
-    }
+    entries = [score.to_dict() | {"top_logprobs": [best.to_dict() for best in score.best]} for score in scores]
+    return {"content": entries}
 
 
 def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from paradec.batching.slots import REFUSED
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
-from paradec.core.checks import shown, unknown_name
+from paradec.core.checks import check_names, shown, unknown_name
 from paradec.core.component_text import parse_components
 from paradec.integrations.server.limits import CLIENT_NAMES, ApiError
 from paradec.request import FIELDS as REQUEST_FIELDS
@@ -63,10 +63,6 @@ def _join_parts(value: Any) -> Any:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"content part {shown(part)} must be of type text")
     return " ".join(part["text"] for part in value)
-
-
-def _list_prompts(value: Any) -> list[Any]:
-    return value if isinstance(value, list) and not all(isinstance(part, int) for part in value) else [value]
 
 
 class Function(BaseModel, extra="allow", strict=True):
@@ -126,7 +122,10 @@ class ChatBody(Body):
 class TextBody(Body):
     """A body for /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_list_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(lambda v: v if isinstance(v, list) and not all(isinstance(part, int) for part in v) else [v]),
+    ]
     echo: bool | None = None
     logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
 
@@ -224,12 +223,14 @@ def _read_format(name: str, value: Any) -> Any:
     match name, value:
         case "paradec" | "preset", _:
             return value
-        case "response_format", {"type": "json_schema", "json_schema": {"schema": schema}}:
+        case "response_format", {"type": "json_schema", "json_schema": {"schema": schema, **fields}, **others}:
+            check_names("field", others, ("type", "json_schema"))
+            check_names("field of json_schema", fields, ("name", "description", "schema", "strict"))
             return {"json_schema": schema}
-        case "response_format", {"type": "json_object"}:
+        case "response_format", {"type": "json_object", **others} if not others:
             return {"json_schema": {"type": "object"}}
         case "response_format", _:
-            types = 'the type "text", "json_object" or "json_schema"; json_schema must be an object with a "schema"'
+            types = 'the type "text" or "json_object" alone, or "json_schema" with an object that has a "schema"'
             raise ValueError(f"{shown(value)} must have {types}")
     parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
     if parts == {"json_object": True}:

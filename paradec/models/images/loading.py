@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paradec.core.checks import unknown_name
+from paradec.core.checks import check_names
 
 if TYPE_CHECKING:  # `paradec.load` needs only the names in this file
     from paradec.models.images.base import PictureModel
@@ -118,8 +118,6 @@ def load_image_model(model_type: str, source: str, options: Mapping[str, Any], *
     assert loader is not None  # checked by the caller
     parameters = inspect.signature(loader).parameters.values()
     allowed = [p.name for p in parameters if p.name != "source" and p.kind is not p.VAR_KEYWORD]
-    for name in options:
-        if name not in allowed:
-            raise ValueError(unknown_name(f"option of {model_type!r} models", name, allowed))
+    check_names(f"option of {model_type!r} models", options, allowed)
     common_options = {name: value for name, value in common.items() if name in allowed and value is not None}
     return loader(os.fspath(source), **common_options, **options)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec.constraints.values import Constraint, one_constraint
-from paradec.core.checks import check_int, check_text, shown, unknown_name
+from paradec.core.checks import check_int, check_names, check_text, shown, unknown_name
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 
@@ -107,9 +107,8 @@ def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = Fal
     fields = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError(f"{shown(fields)} is not an object with a prompt")
-    for name in fields:
-        if allowed is not None and name not in allowed:
-            raise ValueError(unknown_name("field", name, allowed))
+    if allowed is not None:
+        check_names("field", fields, allowed)
     if ids and ("prompt" in fields) == ("input_ids" in fields):
         raise ValueError("give either prompt or input_ids")
     prompt = fields.get("prompt")

@@ -170,6 +170,18 @@ def of_schema(schema: Any) -> dict[str, Any]:
     ("extra", "status", "part"),
     [
         ({"response_format": {"type": "xml"}}, 422, "must have the type"),
+        (
+            {"response_format": FORMAT | {"after": "</think>"}},
+            422,
+            "unknown field: 'after'; allowed: json_schema, type",
+        ),
+        ({"response_format": FORMAT | {"strict": True}}, 422, "unknown field: 'strict'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": FORMAT["json_schema"] | {"after": "x"}}},
+            422,
+            "unknown field of json_schema: 'after'",
+        ),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, 422, '"json_object" alone'),
         (of_schema(nested_objects(200)), 422, "nested too deeply|more than|parts"),
         (of_schema(nested_arrays(22, minItems=2)), 422, "more than"),
         ({"guided_choice": [f"{at:09d} {at * 7919 % 10**12:012d}" for at in range(30_000)]}, 422, "choices take more"),
