@@ -271,16 +271,24 @@ def decide(
     return Decisions(answers, forwards, input_tokens)
 
 
-def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) -> None:
-    """Raise TypeError or ValueError unless the model can answer the questions."""
+def check_decision_model(model: Any) -> None:
+    """Raise TypeError or ValueError unless `decide` supports the model."""
     check_model("decide", model, ("text", "canvas"))
     name, topology, tokenizer = model.facts.name, model.facts.topology, getattr(model, "tokenizer", None)
+    if getattr(model, "reads_order", False):
+        raise ValueError(f"{name} writes residues, and cannot answer questions: decide takes text models")
     if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer to write questions with: wrap it with tokenizer=...")
+        files = "the files of a tokenizer into its folder, or set model.tokenizer = ..."
+        raise ValueError(f"{name} has no tokenizer to write questions with: put {files}")
     if topology == "causal_context":
         raise ValueError(f"{name} reads the first token as a causal model: load(..., topology='causal')")
     if topology != "causal" and model.facts.hole_id is None:
         raise ValueError(f"{name} has no mask token: {topology!r} models are asked at a mask")
+
+
+def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) -> None:
+    """Raise TypeError or ValueError unless the model can answer the questions."""
+    check_decision_model(model)
     if not isinstance(questions, Mapping) or not questions:
         raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
     for key, question in questions.items():

@@ -1,10 +1,10 @@
-"""`paradec generate --in prompts.jsonl --out answers.jsonl`: write an answer or an error per prompt; runs can resume.
+"""`paradec generate` and `decide --in FILE --out answers.jsonl`: an answer or error per prompt; runs can resume.
 
 A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
 "settings"}, or {"line", "id", "prompt", "error", "settings"}; --logprobs adds "logprobs". With several answers per
 prompt, "text", "tokens", "finished", "nfe" and "logprobs" are lists. "settings" are {"paradec": version, "model",
 "dtype", "quantization", "drafter", "request": non-default fields of `paradec.Request`, and the seed}. All lines of a
-file have the same settings.
+file have the same settings. A line of `decide` has "answers" in the place of "text" to "nfe".
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -89,8 +90,8 @@ class FileJob:
         request = self.settings["request"]
         if request.get("temperature"):
             request["draws"] = DRAWS
-        if self.earlier:
-            request.setdefault("seed", self.earlier[0]["settings"]["request"].get("seed"))
+        if self.earlier and "seed" in (earlier := self.earlier[0]["settings"]["request"]):
+            request.setdefault("seed", earlier["seed"])
         for entry in self.earlier:
             if changed := differences(entry["settings"], self.settings):
                 raise ValueError(
@@ -108,9 +109,8 @@ class FileJob:
         """Answer the remaining prompts, at most `batch` rows together (None: what fits), print a summary and exit."""
         self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
-        finished = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
-        todo = [line for line in self.lines if line.number not in finished]
-        parts = [rows[line.number] for line in todo if line.number in rows]
+        finished = {entry["line"] for entry in self.earlier if "error" not in entry}
+        parts = [rows[line.number] for line in self.lines if line.number in rows and line.number not in finished]
         fitting = work.rows_that_fit(_concatenate(parts)) if parts else 1
         size = min(fitting, batch or fitting)
         if parts:
@@ -118,15 +118,21 @@ class FileJob:
             request = Request(sampler=work.method, **work.request)  # incompatible arguments raise now
             with work.method.start(work.model, shortest, request).release_stores_on_exit():
                 pass
+        self.run(partial(DecodeRun, work, rows, size), max(1, size // work.answers), as_json)
+
+    def run(self, make_run: Callable[..., Run], num_lines: int, as_json: bool) -> NoReturn:
+        """Answer the remaining prompts, `num_lines` together, print a summary and exit."""
+        finished = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
+        todo = [line for line in self.lines if line.number not in finished]
         if self.out.is_file():
             write_lines(self.out, finished.values())  # removes an incomplete last line
         code = 0
         restore_interrupt()
         with self.out.open("ab") as file, show.Bar() as bar:
-            run = Run(work, rows, size, file, self.settings, bar, total=len(todo))
+            run = make_run(file=file, settings=self.settings, bar=bar, total=len(todo))
             try:
                 for _, group in itertools.groupby(todo, lambda line: line.constraint):
-                    while lines := [*itertools.islice(group, max(1, size // work.answers))]:
+                    while lines := [*itertools.islice(group, num_lines)]:
                         run.answer(lines)
             except KeyboardInterrupt:
                 code = EXIT_CODE
@@ -155,12 +161,14 @@ class FileJob:
     def _print_summary(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
         """Print the summary. Returns the number of failed prompts."""
         answers, failed = run.answers, sum("error" in entry for entry in run.entries)
-        answered, totals = len(run.entries) - failed, answers.totals
+        answered = len(run.entries) - failed
         if as_json:
             data = {"out": str(self.out), "prompts": len(self.lines), "answered": answered, "failed": failed}
-            data |= {"there_before": num_before, "interrupted": interrupted, "tokens": sum(answers.rows["tokens"])}
-            data |= {"forwards": totals["nfe"], "row_calls": sum(answers.rows["row_nfe"])}
-            data |= {"forwarded_tokens": totals["forwarded_tokens"], "seconds": totals["seconds"]}
+            data |= {"there_before": num_before, "interrupted": interrupted}
+            if answers is not None:
+                data |= {"tokens": sum(answers.rows["tokens"]), "forwards": answers.totals["nfe"]}
+                data |= {"row_calls": sum(answers.rows["row_nfe"])}
+                data |= {name: answers.totals[name] for name in ("forwarded_tokens", "seconds")}
             typer.echo(json.dumps(data, ensure_ascii=False))
             return failed
         message = f"{show.format_count(answered, 'answer')} in {self.out}"
@@ -171,27 +179,22 @@ class FileJob:
         if interrupted:
             message += f", interrupted at {num_before + answered + failed} of {len(self.lines)}: --resume goes on"
         typer.echo(message)
-        if len(answers):
+        if answers:
             typer.echo(answers.summary(len(answers), interrupted=False))
         return failed
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
-    """Decodes lines, `size` rows together, and writes answers to `file`. rows: by line number. total: lines in all."""
+    """Answers lines, and writes the answers to `file`. total: lines in all."""
 
-    work: Work
-    rows: dict[int, Prompts]
-    size: int
     file: BinaryIO
     settings: dict[str, Any]
     bar: show.Bar
     total: int
     entries: list[dict[str, Any]] = field(init=False, default_factory=list)
-    answers: show.Answers = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.answers = show.Answers(is_single=False, tokenizer=self.work.model.tokenizer)
+    answers: show.Answers | None = field(init=False, default=None)
+    """Decoded answers with their cost."""
 
     def answer(self, lines: list[Line]) -> None:
         """Decode lines together; if that raises, each separately. Ctrl-C raises KeyboardInterrupt after writing."""
@@ -207,9 +210,33 @@ class Run:
                     self.answer([line])
 
     def _decode(self, lines: list[Line]) -> None:
+        """Answer lines without an error, and write their entries."""
+        raise NotImplementedError
 
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        """Append complete lines in one write."""
+        with hold_interrupt():
+            entries = [entry | {"settings": self.settings} for entry in entries]
+            self.file.write(b"".join(map(json_bytes, entries)))
+            self.file.flush()
+            self.entries += entries
+
+
+@dataclass
+class DecodeRun(Run):
+    """Decodes lines, `size` rows together. rows: by line number."""
+
+    work: Work
+    rows: dict[int, Prompts]
+    size: int
+
+    def __post_init__(self) -> None:
+        self.answers = show.Answers(is_single=False, tokenizer=self.work.model.tokenizer)
+
+    def _decode(self, lines: list[Line]) -> None:
         if not lines:
             return
+        assert self.answers is not None
         copies = self.work.answers
         prompts = _concatenate([self.rows[line.number] for line in lines])
         self.bar.among(len(self.entries), len(lines), self.total)
@@ -238,14 +265,6 @@ class Run:
         self._write(finished)
         if interrupted:
             raise KeyboardInterrupt
-
-    def _write(self, entries: list[dict[str, Any]]) -> None:
-        """Append complete lines in one write."""
-        with hold_interrupt():
-            entries = [entry | {"settings": self.settings} for entry in entries]
-            self.file.write(b"".join(map(json_bytes, entries)))
-            self.file.flush()
-            self.entries += entries
 
 
 def _one_line(error: Exception) -> str:
