@@ -138,6 +138,7 @@ class ProteinMPNNModel(Opaque):
 
     module: ProteinMPNN
     reads_order = any_order = pads = True
+    default_sampler = "jacobi"
     first_position = 1  # after the structure's own token
 
     def __init__(
@@ -234,20 +235,55 @@ class ProteinMPNNModel(Opaque):
                 )
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
-            raise ValueError(
-                f"fixed, redesign, chains and the backbone of {self.names[target_index]} leave no residue to design"
-            )
+            has_ties = len(row) <= len(target)
+            hint = "; a kept residue keeps the others of its tie: redesign all of a tie" if has_ties else ""
+            name = self.names[target_index]
+            raise ValueError(f"fixed, redesign, chains and the backbone of {name} leave no residue to design{hint}")
         return row
 
-    def score(self, prompt: Sequence[int], designs: Tensor, orders: Sequence[Sequence[int]]) -> Tensor:
+    def score(
+        self,
+        prompt: Sequence[int],
+        designs: Tensor | str | Sequence[str],
+        orders: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """[R] float64: the mean log-probability of the residues that a prompt leaves open, each given those before it
         in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
-        prompt: a row with masks. Its residues come first, in the order of the chain, as in a decode.
-        designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`.
-        orders: a permutation of the L residues (columns, where residues are tied) for each row."""
+        prompt: a row with masks. Its residues come first, in the order of the chain, with the letters of the design.
+        designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`; or one or several sequences as texts
+            of all residues, with or without colons between chains.
+        orders: a permutation of the L residues (columns, where residues are tied) for each row; None is the order of
+            the chain.
+        Raises ValueError or TypeError for an argument of another form, or tied residues with several letters."""
+        is_row = (
+            isinstance(prompt, list | tuple) and MASK_ID in prompt and all(isinstance(token, int) for token in prompt)
+        )
+        target_index, size = (prompt[0] - FIRST_STRUCTURE if is_row else -1), len(prompt) - 1 if is_row else 0
+        if not 0 <= target_index < len(self.columns) or size != len(self.columns[target_index]):
+            raise ValueError(f"prompt={shown(prompt)} must be a row with masks, as model.prompt() makes it")
         masked = torch.tensor(prompt[1:]) == MASK_ID
-        letters, target_index = designs[:, 1:].to(self.device), prompt[0] - FIRST_STRUCTURE
+        if not isinstance(designs, Tensor):
+            texts = [designs] if isinstance(designs, str) else designs
+            check_type("designs", texts, Sequence, ": rows as in Output.sequences, or sequences as texts")
+            designs = torch.tensor([[prompt[0], *self._read_letters(target_index, text)] for text in texts])
+        rows, most = designs.cpu(), torch.where(masked, RESIDUES - 1, MASK_ID - 1)
+        has_size = rows.dim() == 2 and rows.shape[1] == 1 + size and len(rows) > 0
+        if not has_size or (rows[:, 0] != prompt[0]).any() or not ((rows[:, 1:] >= 0) & (rows[:, 1:] <= most)).all():
+            raise ValueError(
+                f"designs of shape {tuple(rows.shape)} must be [R, {1 + size}] int64: rows of the prompt's structure "
+                "without masks, and without X where the prompt has masks"
+            )
+        letters, orders = rows[:, 1:].to(self.device), [range(size)] * len(rows) if orders is None else orders
+        check_type("orders", orders, Sequence, ": a permutation for each row")
+        for order in orders:
+            check_type("an entry of orders", order, Sequence, ": a permutation of the row's columns, from 0")
+            for place in order:
+                check_int("orders", place, low=0, high=size - 1)
+            if len(order) != size or len({*order}) != size:
+                raise ValueError(f"orders: {shown(order)} must list each of {size} columns once, from 0")
+        if len(orders) != len(rows):
+            raise ValueError(f"orders has {len(orders)} entries for {len(rows)} designs; give one for each")
         columns, column_of = self.columns[target_index], self.columns[target_index].by_residue.to(self.device)
         positions = torch.arange(len(masked))
         rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), positions)
@@ -259,6 +295,24 @@ class ProteinMPNNModel(Opaque):
         log_probs = logits.log_softmax(-1)
         is_designed = masked.to(self.device)
         return log_probs[:, is_designed].gather(2, letters[:, is_designed].unsqueeze(2)).squeeze(2).mean(1).cpu()
+
+    def _read_letters(self, target_index: int, text: str) -> list[int]:
+        """Ids of the columns of a sequence. Raises ValueError for another length or letter, or tied letters that
+        differ."""
+        name, columns = self.names[target_index], self.columns[target_index]
+        letters = text.replace(":", "").upper() if isinstance(text, str) else ""
+        if len(letters) != len(columns.by_residue) or {*letters} - {*LETTERS}:
+            raise ValueError(
+                f"designs={shown(text)} has {len(letters)} letters, and must be a text of {len(columns.by_residue)} "
+                f"letters of {LETTERS}, one for each residue of {name}"
+            )
+        for residues in columns.residues:
+            if len(tied := {letters[residue] for residue in residues}) > 1:
+                raise ValueError(
+                    f"designs={shown(text)}: residues {', '.join(map(str, residues))} of {name} are tied, and have "
+                    f"several letters: {', '.join(sorted(tied))}"
+                )
+        return [LETTERS.index(letters[residues[0]]) for residues in columns.residues]
 
     def letters(self, rows: Tensor) -> list[str]:
         """The letters of all residues of each row, for `Structure.by_chain`; ties are written out.
@@ -362,14 +416,14 @@ def load_protein_mpnn(
     proteinmpnn_v_48_*, solublempnn_v_48_*, ligandmpnn_v_32_*, and per_residue_label_ and global_label_membrane_mpnn_*.
 
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
-    >>> out = paradec.generate(model, model.prompt(), sampler="margin", steps=16, temperature=0.1)
+    >>> out = paradec.generate(model, model.prompt(), temperature=0.1)  # sampler="jacobi", one residue per step exactly
 
     LigandMPNN also reads a structure's atoms outside the protein, membrane models its labels (`Structure.membrane`).
     The side-chain model (ligandmpnn_sc_*) designs nothing, and is refused.
 
     Args:
         source: the file of weights; it is read with `weights_only=True`.
-        structures: a `paradec.models.proteins.structure.Structure`, a file in PDB format, or a list of these.
+        structures: a `paradec.models.proteins.structure.Structure`, a file in PDB or mmCIF format, or a list of these.
         rules: `paradec.models.proteins.rules.DesignRules` of all structures, or of each: bias, excluded letters, ties.
         dtype: of the network; float32 by default. Distances are float32 at least. device: the CPU by default.
 

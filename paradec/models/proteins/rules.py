@@ -56,6 +56,9 @@ class DesignRules:
         ties = tuple(tuple(tie) for tie in self.ties)
         residues = [residue for tie in ties for residue in tie]
         for residue in residues:
+            if isinstance(residue, str):
+                places = f"structure.find_residues({residue!r})"
+                raise ValueError(f"ties={shown(residue)} must be a place from 0; {places} returns it")
             check_int("ties", residue, low=0)
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
             raise ValueError(f"ties={shown(ties)} name residue {repeated[0]} more than once")

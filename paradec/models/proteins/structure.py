@@ -168,6 +168,8 @@ class Structure:
             last = first if match[5] is None else (int(match[5]), match[6].upper() or LAST_CODE)
             if not chain and len(chains) > 1:
                 raise ValueError(f"{argument} {part!r} names no chain, and {self.name} has {', '.join(sorted(chains))}")
+            if first > last:
+                raise ValueError(f"{argument} {part!r} is a reversed range: write the lower number first")
             several = [
                 i for i, (of, *label) in enumerate(labels) if chain in ("", of) and first <= tuple(label) <= last
             ]
@@ -203,7 +205,8 @@ class Structure:
     def by_chain(self, text: str) -> dict[str, str]:
         """The parts of a text of L letters, by chain. Raises ValueError for another length."""
         if len(text) != len(self):
-            raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues")
+            letters = "with ties, model.letters(out.sequences) has the letters of all"
+            raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues ({letters})")
         texts: dict[str, str] = {}
         for chain, letter in zip(self.chains or (), text, strict=True):
             texts[chain] = texts.get(chain, "") + letter

@@ -356,3 +356,66 @@ def test_mmcif_files_that_are_cut_off(tmp_path: Path) -> None:
         refuses(lambda: read_structure(packed), "1ubi.pdb.gz")
     packed.write_bytes(b"no gzip")
     refuses(lambda: read_structure(packed), "1ubi.pdb.gz is not a gzip file")
+
+
+def test_scores_of_sequences_as_text() -> None:
+    """Texts score as their rows do; ties are one column; the default order is that of the chain."""
+    structure = piece(0, 12, "short")
+    model = load_protein_mpnn(WEIGHTS, structure)
+    row, size = model.prompt(redesign=range(8)), len(structure)
+    out = paradec.generate(model, [row, row], seed=[1, 2], temperature=1.0)
+    expected = model.score(row, out.sequences, [range(size)] * 2)
+    texts = model.letters(out.sequences)
+    assert torch.equal(model.score(row, texts), expected)
+    assert torch.equal(model.score(row, f"{texts[0][:5]}:{texts[0][5:].lower()}"), expected[:1])
+    tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
+    both = tied.letters(paradec.generate(tied, tied.prompt(), seed=1, temperature=1.0).sequences)[0]
+    assert both[0] == both[3] and tied.score(tied.prompt(), both).shape == (1,)
+    assert "several letters: A, W" in message(tied.score, tied.prompt(), "AAAW" + both[4:])
+
+
+def message(function: Any, *arguments: Any, **keywords: Any) -> str:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        function(*arguments, **keywords)
+    return str(caught.value)
+
+
+def test_arguments_of_score_are_named() -> None:
+    structure = piece(0, 12, "short")
+    model = load_protein_mpnn(WEIGHTS, structure)
+    row, size = model.prompt(), len(structure)
+    rows = torch.tensor([[row[0], *[0] * size]])
+    order = [*range(size)]
+    for arguments, words in (
+        (("MKT", rows), "prompt='MKT' must be a row with masks"),
+        ((rows[0].tolist(), rows), "prompt="),
+        ((row[:-1], rows), "prompt="),
+        ((row, rows[:, :-1]), "designs of shape"),
+        ((row, rows[0]), "designs of shape"),
+        ((row, torch.tensor([row])), "designs of shape"),
+        ((row, rows + 1), "designs of shape"),
+        ((row, rows.tolist()), "designs=[22, 0"),
+        ((row, 3), "designs must be a Sequence"),
+        ((row, "MKT"), f"has 3 letters, and must be a text of {size} letters"),
+        ((row, rows, order), "an entry of orders must be a Sequence, not int"),
+        ((row, rows, 3), "orders must be a Sequence"),
+        ((row, rows, [[0]]), f"must list each of {size} columns once"),
+        ((row, rows, [[size, *order[1:]]]), f"orders={size} must be an integer"),
+        ((row, rows, [order] * 2), "orders has 2 entries for 1 designs"),
+    ):
+        assert words in message(model.score, *arguments), arguments
+
+
+def test_default_sampler_and_errors_of_rows() -> None:
+    structure = piece(0, 12, "short")
+    model = load_protein_mpnn(WEIGHTS, structure)
+    row = model.prompt(redesign=range(8))
+    out = paradec.generate(model, row, seed=3, temperature=1.0)
+    assert torch.equal(out.sequences, paradec.generate(model, row, sampler="jacobi", seed=3, temperature=1.0).sequences)
+    assert "reversed range" in message(structure.find_residues, "A9-A5")
+    assert "find_residues('A1')" in message(paradec.DesignRules, ties=[("A1", "A3")])
+    tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
+    assert "redesign all of a tie" in message(tied.prompt, redesign="A1")
+    assert "model.letters(out.sequences)" in message(structure.by_chain, "M" * (len(structure) - 1))
+    assert "decide takes text models" in message(paradec.decide, model, "x", {"q": paradec.YesNo("?")})
+    assert "jacobi" in paradec.load_protein_mpnn.__doc__ and "mmCIF" in paradec.load_protein_mpnn.__doc__
