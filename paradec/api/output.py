@@ -48,7 +48,8 @@ class Output:
     tokens: list[int]
     """Number of tokens filled in each row, including its end token and without the padding after it."""
     finished: list[bool]
-    """Whether each row ended with an end token or a stop string."""
+    """Whether each row ended with an end token or a stop string. False for a text that fills `max_new_tokens` exactly,
+    although the text of a `constraint` is complete there."""
     seconds: float
     """Wall time of the decoding loop."""
     fills: list[str] | list[list[str]] | None = None

@@ -316,8 +316,8 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
         return JsonSchema(value)
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={shown(value)} must be a paradec.Choice, paradec.Regex, paradec.JsonSchema or paradec.Grammar, a "
-            "pydantic class or a JSON schema with a type; for holes a list of these and None"
+            f"{name}={shown(value)} must be paradec.Choice([...]), paradec.Regex, paradec.JsonSchema, paradec.Grammar, "
+            "a pydantic class or a JSON schema with a type; for holes a list of these and None"
         )
     classes = {"regex": Regex, "choice": Choice, "json_schema": JsonSchema, "grammar": Grammar}
     kind = next((key for key in classes if key in value), None)

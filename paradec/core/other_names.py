@@ -85,6 +85,8 @@ CONSTRAINTS = {
     "regex": 'paradec.Regex("[0-9]+")',
     "grammar": "paradec.Grammar(text)",
     "response_format": "paradec.JsonSchema(schema), or a class of pydantic",
+    "after": 'paradec.Choice(["yes", "no"], after=...): a constraint has the marker',
+    "thinking_budget": 'paradec.Choice(["yes", "no"], after=..., thinking_budget=...)',
 }
 """Constraint arguments of other libraries, and the replacement here."""
 LOAD_ARGUMENTS = {

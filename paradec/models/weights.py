@@ -57,7 +57,9 @@ def read_weights(
         raise CheckpointError(f"{str(path)!r} holds a {type(content).__name__}, not weights by name")
     weights = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     if not weights:
-        raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {sorted(map(str, content))[:5]}")
+        keys = f"{sorted(map(str, content))[:5]}"
+        hint = "; read ProteinMPNN with paradec.load_protein_mpnn(file, structures)" if "num_edges" in content else ""
+        raise CheckpointError(f"{str(path)!r} holds no weights by name; its keys are {keys}{hint}")
     check_dtypes(
         str(path), {name: tensor.dtype for name, tensor in weights.items() if not re.search(unused, str(name))}
     )

@@ -429,7 +429,10 @@ def test_models_that_cannot_be_asked() -> None:
     refuses(lambda: paradec.decide("model", "x", ONE), "decide takes", TypeError)
     model = chat_model("bidirectional")
     model.tokenizer = None
-    refuses(lambda: paradec.decide(model, "x", ONE), "no tokenizer")
+    refuses(
+        lambda: paradec.decide(model, "x", ONE),
+        "no tokenizer to write questions with: put the files of a tokenizer into its folder, or set model.tokenizer",
+    )
     model = chat_model("bidirectional", eos_token_id=())
     assert paradec.decide(model, "x", {"q": Span(texts=["a", "b"])})["q"].value in ("a", "b")
     refuses(lambda: paradec.decide(model, "x", FEW), "no end token")

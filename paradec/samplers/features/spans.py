@@ -9,7 +9,7 @@ import numpy as np
 
 from paradec.constraints import passes
 from paradec.constraints.automaton import MAX_TABLE_BYTES, ConstraintSizeError, TokenAutomaton
-from paradec.constraints.values import Choice, Constraint, token_automaton
+from paradec.constraints.values import Choice, Constraint, Regex, token_automaton
 from paradec.core.checks import shown
 from paradec.core.packaged import vocabulary_hint
 
@@ -181,6 +181,10 @@ def automaton_of(
     automaton = token_automaton(value, tokenizer, size, end_ids, tuple(sorted({*suppressed, *used_ids} - {*end_ids})))
     if not automaton.states:
         suffix = f" without {name_used()}" if used_ids and texts.states else ""
+        if value.after is not None:
+            has_marker = token_automaton(Regex(" ?", after=value.after), tokenizer, size, (), ()).states
+            reason = "its texts may have to begin with a space" if has_marker else "that marker cannot be written"
+            suffix += f" after={value.after!r}: {reason}"
         suffix += vocabulary_hint((), tokenizer)
         raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{suffix}")
     return automaton

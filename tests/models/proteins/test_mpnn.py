@@ -419,3 +419,4 @@ def test_default_sampler_and_errors_of_rows() -> None:
     assert "model.letters(out.sequences)" in message(structure.by_chain, "M" * (len(structure) - 1))
     assert "decide takes text models" in message(paradec.decide, model, "x", {"q": paradec.YesNo("?")})
     assert "jacobi" in paradec.load_protein_mpnn.__doc__ and "mmCIF" in paradec.load_protein_mpnn.__doc__
+    assert "paradec.load_protein_mpnn(file, structures)" in message(paradec.load, WEIGHTS)
