@@ -104,6 +104,7 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
     `--block-length=0`. Settings of a sampler keep their names."""
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
+    text = text.replace("load(..., tokenizer=...)", "tokenizer=...")
     options = [param for param in command.params if param.opts[0].startswith("--")]
     names: dict[str, str] = {param.name: param.opts[0] for param in options}
     return re.sub(r"(?<!\S)(?<!set )(\w+)(?==)", lambda match: names.get(match[1], match[1]), text)

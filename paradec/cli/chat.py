@@ -31,7 +31,7 @@ FAILED = 1
 
 @options.include(
     "model sampler set_ preset suffix block_length steps max_new_tokens temperature top_p top_k min_p "
-    "repetition_penalty presence_penalty frequency_penalty seed dtype quantization device"
+    "repetition_penalty presence_penalty frequency_penalty seed tokenizer dtype quantization device"
 )
 def chat(
     context: typer.Context,
@@ -71,6 +71,8 @@ class Talk:
     """The latest output."""
 
     def __post_init__(self) -> None:
+        if self.work.model.tokenizer is None:
+            raise ValueError(f"{self.work.model.facts.name} has no tokenizer; give --tokenizer FOLDER")
         if not getattr(self.work.model.tokenizer, "chat_template", None):
             raise ValueError(f"{self.work.model.facts.name} has no chat template for turns; use paradec generate")
         self.reset()

@@ -26,7 +26,7 @@ Output = tuple[Path | None, Path | None, bool, str | None, bool]
 
 @options.include(
     "model tasks limit suffix attention attention_set choice regex json_schema after thinking_budget batch "
-    "max_new_tokens block_length dtype quantization device out plot resume format_ as_json"
+    "max_new_tokens block_length tokenizer dtype quantization device out plot resume format_ as_json"
 )
 def compare(
     prompts: Annotated[Path | None, PROMPTS] = None,
@@ -63,7 +63,7 @@ bench = typer.Typer(help="Measure samplers.", callback=lambda: None, rich_markup
 
 @bench.command()
 @options.include(
-    "model tasks limit cache suffix batch max_new_tokens block_length dtype quantization device out plot "
+    "model tasks limit cache suffix batch max_new_tokens block_length tokenizer dtype quantization device out plot "
     "resume format_ as_json"
 )
 def parallel(

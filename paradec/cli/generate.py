@@ -34,7 +34,7 @@ EQUAL = "all answers are equal: temperature 0 takes the likeliest token every ti
     "model sampler set_ preset cache suffix attention attention_set block_length steps max_new_tokens temperature "
     "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty min_new_tokens ignore_eos guidance_scale "
     "logprobs choice regex json_schema after thinking_budget seed num_return_sequences eos_early_stop "
-    "dtype quantization device trace live drafter as_json"
+    "tokenizer dtype quantization device trace live drafter as_json"
 )
 def generate(
     context: typer.Context,
@@ -169,7 +169,7 @@ HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Regex for the N-th mask
 
 @options.include(
     "model sampler set_ preset cache suffix attention attention_set steps holes_eos_inf temperature top_p top_k min_p "
-    "guidance_scale logprobs seed num_return_sequences dtype quantization device trace live as_json"
+    "guidance_scale logprobs seed num_return_sequences tokenizer dtype quantization device trace live as_json"
 )
 def infill(
     context: typer.Context,

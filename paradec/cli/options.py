@@ -54,6 +54,7 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     "dtype": (str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's."), None),
     "quantization": (str | None, typer.Option(help="int8: weights of text models in 8 bits."), None),
     "device": (str | None, typer.Option(help="cpu, cuda, cuda:1, ..."), None),
+    "tokenizer": (str | None, typer.Option(help="A folder or a hub id, if --model has no tokenizer."), None),
     "trace": (Path | None, typer.Option(metavar="FILE", help=TRACE), None),
     "live": (bool, typer.Option("--live", help="Show tokens on the terminal as they are decided."), False),
     "choice": (Names, typer.Option(metavar="TEXT", help="Answer with one of these texts; repeated."), None),
@@ -77,7 +78,7 @@ for _name, _field in FIELDS.items():
         _declared = typer.Option(*_names, metavar=_option.get("metavar"), help=_option["help"], **_bounds)
         SHARED[_name] = (_option["option"], _declared, _option.get("option_default", _field.default))
 SECTIONS = {
-    "Model": "model dtype quantization device",
+    "Model": "model tokenizer dtype quantization device",
     "Sampler": "sampler set_ preset drafter cache suffix attention attention_set steps samplers draft",
     "Blocks": "block_length blocks block_add block_full",
     "Answer": "max_new_tokens min_new_tokens ignore_eos eos_early_stop holes_eos_inf stop num_return_sequences raw "
@@ -131,9 +132,10 @@ def include(names: str, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def load(shared: dict[str, Any]) -> Any:
-    """Load the model of `--model`, `--dtype`, `--quantization` and `--device`, and remove these from `shared`."""
+    """Load the model of `--model`, `--tokenizer`, `--dtype`, `--quantization` and `--device`; removes them from
+    `shared`."""
     show.quiet_loading()
-    settings = {name: shared.pop(name, None) for name in ("dtype", "quantization", "device")}
+    settings = {name: shared.pop(name, None) for name in ("tokenizer", "dtype", "quantization", "device")}
     return paradec.load(shared.pop("model"), **settings)
 
 

@@ -20,7 +20,9 @@ KEY_FILE = options.existing_file("File with the API key that clients must send; 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-@options.include("model sampler set_ preset cache suffix max_new_tokens temperature drafter dtype quantization device")
+@options.include(
+    "model sampler set_ preset cache suffix max_new_tokens temperature drafter tokenizer dtype quantization device"
+)
 def serve(
     context: typer.Context,
     host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only this machine."),

@@ -112,6 +112,7 @@ def prepare(
     dtype: str | None,
     device: str | None,
     quantization: str | None = None,
+    tokenizer: str | None = None,
     attention: str | None = None,
     attention_set: list[str] | None = None,
     drafter: str | None = None,
@@ -123,7 +124,7 @@ def prepare(
 
     prompt: None if it is not known yet. given: options on the command line. use_defaults: use the defaults of
     `paradec.api.defaults` for an open cache and block length. on_settings: called before the model is loaded with
-    "model", "dtype", "quantization", "drafter" and "request" as data; returns the seed.
+    "model", "dtype", "quantization", "tokenizer", "drafter" and "request" as data; returns the seed.
     """
     # printed at once, since the imports take seconds
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
@@ -166,14 +167,15 @@ def prepare(
             sampler_data = {} if uses_default_sampler else {"sampler": method.to_dict() | draft_settings}
             changes = fields.to_dict() | sampler_data
             facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
-            facts |= {"quantization": quantization, "drafter": drafter, "request": changes}
+            facts |= {"quantization": quantization, "tokenizer": tokenizer, "drafter": drafter, "request": changes}
             request["seed"] = on_settings({name: value for name, value in facts.items() if value is not None})
         show.quiet_loading()
         is_parallel = options.num_processes() > 1
         if is_parallel and device is not None:
             raise ValueError(f"--device {device} is for one process; with torchrun each has a GPU, or all the CPU")
         plan = "auto" if is_parallel else None
-        loaded = paradec.load(model, dtype=dtype, device=device, quantization=quantization, tp_plan=plan)
+        placement: dict[str, Any] = {"device": device, "quantization": quantization, "tp_plan": plan}
+        loaded = paradec.load(model, dtype=dtype, tokenizer=tokenizer, **placement)
         from paradec.api.defaults import find_defaults, model_defaults
         from paradec.api.generate import KINDS, make_sampler
 

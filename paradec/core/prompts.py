@@ -204,5 +204,5 @@ def tokenize(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 
 def _tokenizer(model: Any) -> Any:
     if model.tokenizer is None:
-        raise ValueError(f"{model.facts.name} has no tokenizer; give input ids, or wrap it with tokenizer=...")
+        raise ValueError(f"{model.facts.name} has no tokenizer; give input ids, or load(..., tokenizer=...)")
     return model.tokenizer

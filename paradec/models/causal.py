@@ -46,6 +46,7 @@ def load_causal(
     *,
     gguf: GgufFile | None = None,
     dtype: torch.dtype | str = "auto",
+    tokenizer: Any = None,
     **options: Any,
 ) -> Model:
     """Load a causal language model, as `load` does. Raises CheckpointError for files that are missing, wrong, or of
@@ -53,6 +54,7 @@ def load_causal(
 
     config: config.json; {} for a GGUF file, which contains one.
     gguf: the GGUF file in `source`.
+    tokenizer: instead of the checkpoint's.
     options: for `from_pretrained`."""
     import transformers
 
@@ -99,8 +101,7 @@ def load_causal(
             module.config.__dict__.pop("quantization_config", None)
     if device is not None:
         module = module.to(device)
-    tokenizer = None
-    if gguf is not None or any(fetch(source, name, revision) for name in TOKENIZER_FILES):
+    if tokenizer is None and (gguf is not None or any(fetch(source, name, revision) for name in TOKENIZER_FILES)):
         # the tokenizers library raises bare Exception for a corrupt file
         with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)

@@ -19,6 +19,7 @@ from paradec.core.other_names import LOAD_ARGUMENTS
 from paradec.models import causal, gguf, lora
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
+from paradec.models.family import read_tokenizer
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
 from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
 from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
@@ -54,6 +55,7 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     gguf_file: str | None = None,
+    tokenizer: Any = None,
     **image_options: Any,
 ) -> Model:
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
@@ -97,6 +99,7 @@ def load(
         adapter: a folder or hub repository with a LoRA adapter in peft's format, merged into the weights of LLaDA's,
             Dream's and similar formats. Models that draft for themselves apply it only to their drafts.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
+        tokenizer: a tokenizer of transformers, or a folder or hub id that has one, instead of the checkpoint's.
         image_options: further arguments of image models, such as `vq=`, the VQ autoencoder's file (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and the other loaders.
 
@@ -118,6 +121,7 @@ def load(
         "rope_theta": rope_theta,
         "adapter": adapter,
         "offload_folder": offload_folder,
+        "tokenizer": tokenizer,
     }
     if source is None:
         if gguf_file is not None:
@@ -127,6 +131,7 @@ def load(
         with importlib.resources.as_file(packaged) as folder:
             return load(folder, **common, **text_options, **image_options)
     _check_arguments(source, revision, text_options)
+    text_options["tokenizer"] = _parse_tokenizer(tokenizer)
     text_options["adapter"] = None if adapter is None else os.fspath(adapter)
     dtype, device = _parse_dtype(dtype), _parse_device(device)
     if device is not None and (device_map is not None or tp_plan is not None):
@@ -242,6 +247,19 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
             )
             raise ValueError(f"quantization='int8' does not go with {name}={shown(options[name])}; {hint}")
     return replace(value) if isinstance(value, Int8Config) else Int8Config()
+
+
+def _parse_tokenizer(value: Any) -> Any:
+    """The tokenizer of `tokenizer`, read if it is a folder or hub id. Raises ValueError for another value."""
+    if isinstance(value, (str, os.PathLike)):
+        check_path("tokenizer", value)
+        tokenizer = read_tokenizer(os.fspath(value), FAMILIES["Dream"], None)  # which may have only vocab.json
+        if tokenizer is None:
+            raise CheckpointError(f"tokenizer={shown(value)} has no tokenizer.json")
+        return tokenizer
+    if value is not None and not (callable(value) and hasattr(value, "decode")):
+        raise ValueError(f"tokenizer={shown(value)} must be a tokenizer of transformers, a folder or a hub id")
+    return value
 
 
 def _refuse_image_options(options: Mapping[str, Any]) -> None:

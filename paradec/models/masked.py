@@ -84,11 +84,12 @@ def load_masked(
     adapter: str | LoRA | None,
     rope_theta: float | None = None,
     gguf: GgufFile | None = None,
+    tokenizer: Any = None,
     **options: Any,
 ) -> Decoder:
     """Load a masked language model, as `load` does; `options` are for `from_pretrained`.
 
-    gguf: the file at `source`, which replaces all files of a folder."""
+    gguf: the file at `source`, which replaces all files of a folder. tokenizer: instead of the checkpoint's."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
         config = {**config, sdar.ARGUMENT_BLOCK: block_length}
     family = _find_family(source, config)
@@ -121,7 +122,8 @@ def load_masked(
     if adapter is not None and not family.modes:
         layers = adapter.layers(source, headers)
     generation = read_json(source, "generation_config.json", revision) if gguf is None else {}
-    tokenizer = read_tokenizer(source, family, revision) if gguf is None else gguf.build_tokenizer()
+    if tokenizer is None:
+        tokenizer = read_tokenizer(source, family, revision) if gguf is None else gguf.build_tokenizer()
     block = None if family.topology == "causal" else block_length
     ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
     facts, drafts = read_facts(*ids, has_new_base=rope_theta is not None), None

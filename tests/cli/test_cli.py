@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import typer
 from commands import interrupts, refused, run, start
+from places import GOLDEN
+from tokenized_models import tokenizer_of
 
 import paradec
 from paradec.cli import show, work
@@ -442,3 +444,28 @@ def test_help_has_the_model_first_and_an_example(command: str) -> None:
     if command != "design":
         options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
         assert options[0] == "--model"
+
+
+def test_a_tokenizer_for_a_checkpoint_without_one(tmp_path: Path) -> None:
+    checkpoint = GOLDEN / "llada-tiny"
+    words = json.loads((checkpoint / "tokenizer_table.json").read_text())["table"]
+    tokenizer = tokenizer_of(words)
+    tokenizer.save_pretrained(tmp_path / "words")
+    expected = paradec.generate(paradec.load(checkpoint), [5], max_new_tokens=8)
+    for value in (tokenizer, tmp_path / "words", str(tmp_path / "words")):
+        model = paradec.load(checkpoint, tokenizer=value)
+        output = paradec.generate(model, words[5], max_new_tokens=8)
+        assert output.new_tokens.tolist() == expected.new_tokens.tolist() and output.text
+    options = ("--model", checkpoint, "--tokenizer", tmp_path / "words")
+    data = report(words[5], *options, "--max-new-tokens", 8)
+    assert data["new_tokens"] == expected.new_tokens[0, : expected.tokens[0]].tolist()
+    assert "has no chat template" in refused("chat", *options)
+    assert "has no tokenizer; give --tokenizer" in refused("chat", "--model", checkpoint)
+    assert "or --tokenizer=..." in refused("generate", words[5], "--model", checkpoint)
+    with pytest.raises(ValueError, match=r"has no tokenizer; give input ids, or load\(..., tokenizer=...\)"):
+        paradec.generate(paradec.load(checkpoint), words[5])
+    for wrong, message in ((3, "tokenizer=3 must be"), (str(tmp_path), "no tokenizer.json"), ("", "tokenizer='' must")):
+        with pytest.raises(ValueError, match=message):
+            paradec.load(checkpoint, tokenizer=wrong)
+    with pytest.raises(ValueError, match="is not for image models"):
+        paradec.load("digits-ar", tokenizer=tokenizer)

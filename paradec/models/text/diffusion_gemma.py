@@ -292,10 +292,12 @@ def load_diffusion_gemma(
     dtype: Any,
     device: torch.device | None,
     attn_implementation: str,
+    tokenizer: Any = None,
     **options: Any,
 ) -> DiffusionGemmaModel:
-    """Load a checkpoint in transformers' format. options: for `from_pretrained`, but not those that are None.
-    Raises CheckpointError for files that cannot be read, wrong weights or values."""
+    """Load a checkpoint in transformers' format. tokenizer: instead of the checkpoint's.
+    options: for `from_pretrained`, but not those that are None. Raises CheckpointError for files that cannot be read,
+    wrong weights or values."""
     import transformers
 
     cls = getattr(transformers, CLASS, None)
@@ -318,7 +320,8 @@ def load_diffusion_gemma(
     if device is not None:
         module = module.to(device)
     processor = _read_processor(transformers.AutoProcessor, source, revision)
-    tokenizer = getattr(processor, "tokenizer", processor)
+    if tokenizer is None:
+        tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is None:
         tokenizer = _read_processor(transformers.AutoTokenizer, source, revision)
     name = os.path.basename(source.rstrip("/")) or source
