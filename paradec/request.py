@@ -252,7 +252,7 @@ class Request:
     @classmethod
     def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
         """Merge unchecked arguments over a preset; return values by field. Raises as `from_arguments`."""
-        check_names(arguments)
+        check_names(arguments, sampler=arguments.get("sampler"))
         if preset is None:
             return dict(arguments)
         if isinstance(preset, Request):
@@ -397,8 +397,8 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
         )
 
 
-def check_names(names: Collection[str], allowed: Collection[str] = FIELDS) -> None:
-    """Raise TypeError for an unknown argument, with the closest name."""
+def check_names(names: Collection[str], allowed: Collection[str] = FIELDS, sampler: Any = None) -> None:
+    """Raise TypeError for an unknown argument, with the closest name. sampler: the request's, for its settings."""
     for name in names:
         if name not in allowed:
-            raise unknown_argument_error(name, allowed)
+            raise unknown_argument_error(name, allowed, sampler)

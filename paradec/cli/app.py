@@ -32,6 +32,8 @@ from paradec.cli.serve import serve
 from paradec.cli.trace import trace
 from paradec.cli.tune import tune
 from paradec.core.interrupts import EXIT_CODE, is_debugging
+from paradec.core.other_names import LOAD_ARGUMENTS
+from paradec.core.request_fields import argument_hint
 
 # errors that paradec and its libraries raise for wrong input
 _INPUT_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
@@ -110,10 +112,30 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
     return re.sub(r"(?<!\S)(?<!set )(\w+)(?==)", lambda match: names.get(match[1], match[1]), text)
 
 
+def _option_hint(error: Any, words: Sequence[str]) -> str | None:
+    """What to write for an unknown option that is an argument of another library or of a sampler; None for others."""
+    options = {param.name: param.opts[0] for param in error.ctx.command.params}
+    name, hint = error.option_name.lstrip("-").replace("-", "_"), None
+    if options.keys() & {"sampler", "samplers"}:
+        sampler = re.search(r"--sampler[= ](\S+)", " ".join(words))
+        hint = argument_hint(name, options, None if sampler is None else sampler[1])
+    if hint is None and "model" in options:
+        hint = LOAD_ARGUMENTS.get(name)
+    if hint is None:
+        return None
+    option = "sampler" if "sampler" in options else "samplers"
+    hint = re.sub(r"sampler=paradec.samplers.create\('(\S+)', (.*)\)", rf'{option}="\1(\2)"', hint)
+    hint = re.sub(r"called '(\w+)'", lambda match: f"called {options[match[1]]}", hint)
+    return re.sub(r'="(\w+)"', r"=\1", hint).replace("trace=True", "trace=FILE")
+
+
 def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
     # some releases of typer use click's exceptions, others a copy of them: test for the method, not for the class
     if hasattr(error, "format_message"):
         text = error.format_message()
+        is_unknown_option = {"option_name", "possibilities"} <= vars(error).keys()
+        if is_unknown_option and (hint := _option_hint(error, words)) is not None:
+            text = _name_options(f"No such option: {error.option_name}; {hint}", group, words)
     elif isinstance(error, _INPUT_ERRORS):
         text = _name_options(str(error), group, words) or type(error).__name__
     else:

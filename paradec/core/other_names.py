@@ -16,6 +16,7 @@ COMPONENTS: Mapping[str, Mapping[str, str]] = {
         "creditdecoding": "credit",
         "fastdllm": "threshold",
         "confidence": "low_confidence",
+        "confidencethreshold": "threshold",
         "dparallel": "entropy_threshold",
         "ebsampler": "entropy_bound",
         "coradiff": "persistence",
@@ -78,6 +79,19 @@ REQUEST_FIELDS = {
     "num_return_sequences": ("num_samples", "n"),
 }
 """Other names of a request's fields, by field."""
+REQUEST_HINTS = {
+    "do_sample": "temperature=0 takes the likeliest token, above 0 it draws",
+    "use_cache": 'write cache="prefix"',
+    "dual_cache": 'write cache="dual"',
+    "if_cache_position": 'write cache="dual"',
+    "mask_id": "the mask id is the checkpoint's; in Python, load(..., mask_token_id=...) sets it",
+    "inputs": "write input_ids= or prompt=",
+    "output_history": "write trace=True; output.trace.replay(n) returns the tokens after n steps",
+    "return_dict_in_generate": "leave it out; generate always returns an Output with sequences and text",
+    "generation_tokens_hook_func": "callback= is called after each step; a custom sampler (docs/write_a_sampler.md) "
+    "changes tokens",
+}
+"""What to write instead of arguments of other libraries."""
 CONSTRAINTS = {
     "json_schema": "paradec.JsonSchema(schema)",
     "choice": 'paradec.Choice(["yes", "no"])',

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from paradec.core.checks import check_int, check_number, shown, unknown_name
-from paradec.core.other_names import CONSTRAINTS, REQUEST_FIELDS
+from paradec.core.other_names import CONSTRAINTS, REQUEST_FIELDS, REQUEST_HINTS
 from paradec.core.registry import Registry, import_lazily, to_data
 
 
@@ -99,22 +99,31 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     return data
 
 
-def unknown_argument_error(name: str, allowed: Collection[str]) -> TypeError:
-    """Make the error for a name that is not in `allowed`, with the likely one."""
+def unknown_argument_error(name: str, allowed: Collection[str], sampler: Any = None) -> TypeError:
+    """Make the error for a name that is not in `allowed`. sampler: the request's, as a text or an object."""
+    if (hint := argument_hint(name, allowed, sampler)) is not None:
+        return TypeError(f"unknown argument: {name!r}; {hint}")
+    return TypeError(unknown_name("argument", name, allowed))
+
+
+def argument_hint(name: str, allowed: Collection[str], sampler: Any = None) -> str | None:
+    """What to write for an argument of another library or of a sampler; None for other names."""
     for field, other_names in REQUEST_FIELDS.items():
         if name in other_names and field in allowed:
             # the public code of text models defines cfg_scale as s - 1; that of image models varies
             conversion = f", and {field} = {name} + 1" if "cfg" in name and "max_new_tokens" in allowed else ""
-            return TypeError(f"unknown argument: {name!r}; it is called {field!r} here{conversion}")
+            return f"it is called {field!r} here{conversion}"
     if name in CONSTRAINTS and "constraint" in allowed:
-        return TypeError(f"unknown argument: {name!r}; write constraint={CONSTRAINTS[name]}")
-    if name == "do_sample":
-        return TypeError("unknown argument: 'do_sample'; temperature=0 takes the likeliest token, above 0 it draws")
-    samplers = Registry.by_kind["sampler"]
-    for sampler in [name, *samplers.names()]:  # a sampler of this name first
-        if sampler in samplers and name in samplers.get(sampler).settings():
-            return TypeError(
-                f"unknown argument: {name!r}; it is a setting of a sampler: "
-                f"sampler=paradec.samplers.create({sampler!r}, {name}=...)"
-            )
-    return TypeError(unknown_name("argument", name, allowed))
+        return f"write constraint={CONSTRAINTS[name]}"
+    if name in REQUEST_HINTS and (name == "do_sample" or "max_new_tokens" in allowed):
+        return REQUEST_HINTS[name]
+    registry = Registry.by_kind["sampler"]
+    having = [key for key in registry.names() if name in registry.get(key).settings()]
+    method = sampler.partition("(")[0].strip() if isinstance(sampler, str) else getattr(sampler, "name", None)
+    if method in registry and having and method not in having:
+        settings = ", ".join(registry.get(method).settings()) or "none"
+        return f"settings of sampler {method!r}: {settings}; {name!r} is a setting of {', '.join(having)}"
+    for key in (method, name, *having):  # without a request's sampler, one of this name first
+        if key in having:
+            return f"it is a setting of a sampler: sampler=paradec.samplers.create({key!r}, {name}=...)"
+    return None

@@ -17,6 +17,7 @@ from paradec.tools.evaluation.likelihood import log_likelihoods
 
 PROMPT = "Sort: pear fig apple"
 CODES = "digits-ar"
+ENTROPY = paradec.samplers.create("entropy")
 
 
 def _generate(**request: Any) -> Callable[[Any], Any]:
@@ -41,6 +42,21 @@ def model() -> Any:
         pytest.param(_generate(cache="TeaCache"), "accelerate(pipeline, 'teacache')", id="TeaCache as a cache"),
         pytest.param(_generate(cache="Dual"), "'dual'", id="case of a cache"),
         pytest.param(_generate(block_size=4), "'block_length'", id="block_size"),
+        pytest.param(_generate(sampler="confidence_threshold"), "did you mean 'threshold'", id="Dream's threshold"),
+        pytest.param(_generate(sampler="entropy", alg_temp=1), "create('entropy', alg_temp=", id="alg_temp"),
+        pytest.param(_generate(sampler="credit(decay=0.5)", threshold=1), "create('credit', thr", id="of a sampler"),
+        pytest.param(_generate(sampler="entropy", threshold=1), "'entropy': alg_temp, eps; 'threshold' is a", id="no"),
+        pytest.param(
+            _generate(sampler=ENTROPY, threshold=1), "'entropy': alg_temp, eps; 'threshold' is a", id="object"
+        ),
+        pytest.param(_generate(use_cache=True), 'cache="prefix"', id="use_cache"),
+        pytest.param(_generate(dual_cache=True), 'cache="dual"', id="dual_cache"),
+        pytest.param(_generate(if_cache_position=True), 'cache="dual"', id="if_cache_position"),
+        pytest.param(_generate(mask_id=3), "load(..., mask_token_id=", id="mask_id"),
+        pytest.param(_generate(output_history=True), "trace=True", id="output_history"),
+        pytest.param(_generate(generation_tokens_hook_func=print), "callback=", id="generation_tokens_hook_func"),
+        pytest.param(_generate(return_dict_in_generate=True), "leave it out", id="return_dict_in_generate"),
+        pytest.param(_generate(inputs=[3]), "input_ids=", id="inputs"),
         pytest.param(_generate(max_new_tokens_=4), "'max_new_tokens'", id="near field"),
         pytest.param(_generate(steps=0), "from 1", id="steps"),
         pytest.param(lambda _: paradec.TaylorSeer(cache_interval=3), "'interval'", id="cache_interval"),

@@ -469,3 +469,23 @@ def test_a_tokenizer_for_a_checkpoint_without_one(tmp_path: Path) -> None:
             paradec.load(checkpoint, tokenizer=wrong)
     with pytest.raises(ValueError, match="is not for image models"):
         paradec.load("digits-ar", tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("generate --gen-length 8", "it is called --max-new-tokens here"),
+        ("chat --alg entropy", "it is called --sampler here"),
+        ("infill --remasking random", "it is called --sampler here"),
+        ("generate --threshold 0.9", '--sampler="threshold(threshold=...)"'),
+        ("compare --threshold 0.9", '--samplers="threshold(threshold=...)"'),
+        ("generate --sampler entropy --threshold 0.9", "settings of sampler 'entropy': alg_temp, eps; 'threshold' is"),
+        ("generate --mask-id 3", "the mask id is the checkpoint's"),
+        ("serve --load-in-8bit", "write --quantization=int8"),
+        ("generate --use-cache", "write --cache=prefix"),
+        ("generate --output-history", "write --trace=FILE;"),
+        ("generate --temprature 1", "(Possible options: --temperature"),
+    ],
+)
+def test_options_of_other_commands_are_named_as_here(command: str, hint: str) -> None:
+    assert hint in refused(*command.split())
