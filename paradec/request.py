@@ -65,6 +65,8 @@ def _component(name: str, value: Any) -> Any:
     if isinstance(value, Mapping) and name in value:
         return registry.from_dict(value)
     hint = f"; call it: {value.__name__}()" if isinstance(value, type) else ""
+    if name != "attention" and not hasattr(value, "kind") and (callable(value) or hasattr(value, "select")):
+        hint = f"; docs/write_a_{name}.md shows how to write one"
     if isinstance(value, str) and name == "attention":
         check_choice(name, value, ["dense", *registry.names()])
     elif isinstance(value, str):

@@ -107,6 +107,8 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     text = text.replace("load(..., tokenizer=...)", "tokenizer=...")
+    text = re.sub(r"paradec\.(samplers|caches)\.names\(\) lists all", r"`paradec \1` lists all", text)
+    text = re.sub(r"a custom (sampler|cache) is given as an instance", r"a custom \1 is given as FILE.py:CLASS", text)
     options = [param for param in command.params if param.opts[0].startswith("--")]
     names: dict[str, str] = {param.name: param.opts[0] for param in options}
     return re.sub(r"(?<!\S)(?<!set )(\w+)(?==)", lambda match: names.get(match[1], match[1]), text)
@@ -129,6 +131,17 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
     return re.sub(r'="(\w+)"', r"=\1", hint).replace("trace=True", "trace=FILE")
 
 
+def _line_of_custom_class(error: Exception) -> str | None:
+    """The innermost "FILE.py:LINE" of an error that is in a class of the user's file; None without one."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in frames
+        if str(frame.f_globals.get("__name__")).startswith(options.FILE_MODULE)
+    ]
+    return f"{os.path.relpath(lines[-1][0])}:{lines[-1][1]}" if lines else None
+
+
 def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
     # some releases of typer use click's exceptions, others a copy of them: test for the method, not for the class
     if hasattr(error, "format_message"):
@@ -136,6 +149,8 @@ def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
         is_unknown_option = {"option_name", "possibilities"} <= vars(error).keys()
         if is_unknown_option and (hint := _option_hint(error, words)) is not None:
             text = _name_options(f"No such option: {error.option_name}; {hint}", group, words)
+    elif not isinstance(error, ValueError) and (line := _line_of_custom_class(error)) is not None:
+        text = f"{line}: {type(error).__name__}: {error}"
     elif isinstance(error, _INPUT_ERRORS):
         text = _name_options(str(error), group, words) or type(error).__name__
     else:

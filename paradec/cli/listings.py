@@ -71,7 +71,9 @@ def caches(
     name: str | None = typer.Argument(
         None, help="A cache to describe, or FILE.py:CLASS: its effect, settings and paper."
     ),
-    sampler: str | None = typer.Option(None, help="Show whether each cache works with this sampler or combination."),
+    sampler: str | None = typer.Option(
+        None, help="Show whether each cache works with this sampler, combination or FILE.py:CLASS."
+    ),
     model: Annotated[str | None, MODEL] = None,
     as_json: options.AsList = False,
 ) -> None:
@@ -84,6 +86,7 @@ def caches(
         tables.print_component("cache", name, paradec.caches.get(name), as_json, {})
         return
     if sampler is not None:
+        sampler = options.import_classes("--sampler", sampler, "sampler")
         paradec.samplers.registry.check(sampler)
     entries: list[dict[str, Any]]
     with show.waiting("reading the caches"):

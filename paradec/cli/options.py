@@ -222,9 +222,13 @@ def import_object(option: str, text: str) -> Any:
     return value
 
 
+FILE_MODULE = "file "
+"""First letters of the names of modules that `_import_file` makes."""
+
+
 def _import_file(path: str) -> Any:
     """Import a file as a module, once."""
-    name = f"file {os.path.realpath(path)}"
+    name = f"{FILE_MODULE}{os.path.realpath(path)}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

@@ -105,9 +105,10 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class or a text "module:Class". Raises ValueError for a taken name or a text of another form, TypeError
-        as `check_class`."""
-        if name in self:
+        """Add a class or a text "module:Class". A class replaces one of the same module and qualified name, as when a
+        notebook's cell runs again. Raises ValueError for a name that another class has or a text of another form,
+        TypeError as `check_class`."""
+        if name in self and not _is_redefined(self._targets[name], target):
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
@@ -151,7 +152,7 @@ class Registry:
 
     def check(self, name: str) -> None:
         """Raise ValueError unless `create` accepts the name and the settings in it."""
-        if is_composed(name) and name not in self:
+        if is_composed(name) and name not in self and ".py:" not in name:
             self.create(name)
         elif name not in self:
             raise self._unknown_name_error(name)
@@ -161,14 +162,16 @@ class Registry:
             call = f"paradec.accelerate(pipeline, {method!r})"
             return ValueError(f"unknown {self.kind}: {shown(name)}; it is for pipelines of diffusers: {call}")
         listing = f"paradec.{self._module}.names()"
-        return ValueError(unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {})))
+        message = unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {}))
+        hint = f"; a custom {self.kind} is given as an instance" if self.kind in COMPONENTS else ""
+        return ValueError(message + hint)
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make a component by name. Settings override the preset, which overrides the defaults. The name may contain
         settings, "dkv_decode(refresh_interval=4)", and join samplers by "+" into a `union`:
         "credit(threshold=0.95)+localleap". Raises ValueError for an unknown name, preset or setting, a setting given
         twice or out of its range, or names that cannot be joined."""
-        if is_composed(name) and name not in self:
+        if is_composed(name) and name not in self and ".py:" not in name:
             from paradec.core.component_text import create_composed
 
             return create_composed(self, name, settings if preset is None else settings | {"preset": preset})
@@ -190,6 +193,11 @@ class Registry:
             keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"data has no key {self.kind!r}; give a mapping as to_dict makes it, not {keys}")
         return self.create(data[self.kind], **{key: value for key, value in data.items() if key != self.kind})
+
+
+def _is_redefined(old: str | type, new: str | type) -> bool:
+    keys = [(cls.__module__, cls.__qualname__) for cls in (old, new) if isinstance(cls, type)]
+    return len(keys) == 2 and keys[0] == keys[1]
 
 
 def is_composed(name: object) -> bool:

@@ -294,7 +294,7 @@ def test_classes_that_lack_a_name_or_are_no_dataclass(monkeypatch: pytest.Monkey
         for make in (plain, lambda: plain(share=2.0), lambda: registry.register("own", plain)):  # noqa: B023
             refuses(make, said, TypeError)
         assert bare().name == "own"  # without settings there is nothing to set
-    with pytest.raises(NotImplementedError, match="sampler class Own has no select"):
+    with pytest.raises(TypeError, match="sampler class Own has no select"):
         bare = type("Own", (MaskedSampler,), {"name": "own"})
         paradec.generate(paradec.load(), "Sort: fig", sampler=bare(), max_new_tokens=4)
 

@@ -20,6 +20,13 @@ CODES = "digits-ar"
 ENTROPY = paradec.samplers.create("entropy")
 
 
+class Plain:
+    """A rule without the base class."""
+
+    def select(self, view: Any) -> Any:
+        return view.candidates
+
+
 def _generate(**request: Any) -> Callable[[Any], Any]:
     return lambda model: paradec.generate(model, PROMPT, max_new_tokens=8, **request)
 
@@ -71,6 +78,9 @@ def model() -> Any:
         pytest.param(lambda _: paradec.load("digits_ar"), "'digits-ar'", id="digits_ar"),
         pytest.param(lambda _: paradec.load("digits-dit"), "PixelDiTPipeline.digits()", id="digits-dit"),
         pytest.param(_generate(cache=paradec.caches.get("dual")), "call it: Dual", id="class of a cache"),
+        pytest.param(_generate(sampler=print), "docs/write_a_sampler.md", id="function"),
+        pytest.param(_generate(sampler=Plain), "docs/write_a_sampler.md", id="class without a base"),
+        pytest.param(_generate(sampler=Plain()), "docs/write_a_sampler.md", id="object without a base"),
         pytest.param(
             lambda _: paradec.generate_images(paradec.load(CODES), class_labels=1, sampler=paradec.samplers.get("sjd")),
             "call it: SJD()",
@@ -170,3 +180,27 @@ def test_a_prompt_without_masks_needs_new_tokens(number: Any, model: Any) -> Non
 def test_equal_answers_of_one_prompt_are_a_warning(model: Any) -> None:
     with pytest.warns(UserWarning, match="temperature=0 .* num_return_sequences=2"):
         _generate(num_return_sequences=2)(model)
+
+
+def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = paradec.samplers.registry
+    monkeypatch.setattr(registry, "_targets", dict(registry._targets))
+
+    def cell(share: float) -> type:
+        """Code of a notebook's cell."""
+
+        @dataclasses.dataclass(frozen=True)
+        class Again(paradec.samplers.get("threshold")):  # type: ignore[misc]
+            name = "again"
+            share_of_cell = share
+
+        return Again
+
+    for share in (0.5, 0.7):
+        cls = cell(share)
+        for _ in range(2):
+            registry.register("again", cls)
+        assert paradec.samplers.create("again").share_of_cell == share
+    for name in ("again", "threshold"):
+        with pytest.raises(ValueError, match="is taken by"):
+            registry.register(name, type("Other", (cls,), {"name": name}))

@@ -77,6 +77,11 @@ class Mine(Threshold):
 @dataclass(frozen=True)
 class Kept(PrefixCache):
     name = "kept_of_a_file"
+
+class Wrong(Threshold):
+    name = "wrong_of_a_file"
+    def select(self, view):
+        return view.scoress
 """
 
 
@@ -91,8 +96,17 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     joined = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
     assert [rule["sampler"] for rule in joined["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
     assert ok("chat", stdin=f"/sampler {file}:Mine\n").startswith("mine_of_a_file(threshold=0.9, ")
-    with pytest.raises(ValueError, match="unknown sampler"):
-        paradec.generate(paradec.load(), PROMPT, sampler=f"{file}:Mine")
+    verdicts = {row["cache"]: row["why"] for row in json.loads(ok("caches", "--sampler", f"{file}:Mine", "--json"))}
+    assert verdicts == {
+        row["cache"]: row["why"] for row in json.loads(ok("caches", "--sampler", "threshold", "--json"))
+    }
+    for command in ("generate", "chat"):
+        error = run(command, *([PROMPT] if command == "generate" else []), "--sampler", f"{file}:Wrong", stdin=PROMPT)
+        assert error.exit_code == 2 and error.stderr.count("\n") == 1
+        assert re.search(r"own.py:\d+: AttributeError: .*scoress", error.stderr)
+    assert "a custom sampler is given as FILE.py:CLASS" in refused("generate", PROMPT, "--sampler", "nonsense")
+    with pytest.raises(ValueError, match="unknown sampler.*a custom sampler is given as an instance"):
+        paradec.generate(paradec.load(), PROMPT, sampler=f"{file}:Mine(threshold=0.5)")
 
 
 def test_json_holds_what_the_output_holds() -> None:

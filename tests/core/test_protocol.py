@@ -76,7 +76,7 @@ def test_registry_presets_and_names() -> None:
         for refuse in (registry.create, registry.check):
             assert len(refuses(partial(refuse, text), message)) < 300
     refuses(lambda: registry.create("thing(size=1)", size=1), "thing 'thing': 'size' is given twice")
-    refuses(lambda: registry.register("thing", Thing), "is taken")
+    refuses(lambda: registry.register("thing", type("Thing", (), {})), "is taken")
     refuses(lambda: registry.register("other", "no.colon"), "module:Class")
 
 

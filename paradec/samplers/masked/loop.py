@@ -134,7 +134,7 @@ class MaskedSampler(Sampler):
 
     def select(self, view: View) -> Tensor:
         """Choose the candidates that become final: [R, W] bool. A pure function of the view."""
-        raise NotImplementedError(f"sampler class {type(self).__name__} has no select")
+        raise NotImplementedError
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
         """Compute `view.quota` of `rows` [R] at this step."""
@@ -188,6 +188,8 @@ class MaskedSampler(Sampler):
     ) -> MaskedState:
         """Make the state of one request: a `paradec.Request`, or its fields by name. Raises ValueError or TypeError for
         an argument out of its range; the message names it."""
+        if type(self).select is MaskedSampler.select and type(self).commit is MaskedSampler.commit:
+            raise TypeError(f"sampler class {type(self).__name__} has no select; docs/write_a_sampler.md shows one")
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
