@@ -120,7 +120,7 @@ def argument_hint(name: str, allowed: Collection[str], sampler: Any = None) -> s
     registry = Registry.by_kind["sampler"]
     having = [key for key in registry.names() if name in registry.get(key).settings()]
     method = sampler.partition("(")[0].strip() if isinstance(sampler, str) else getattr(sampler, "name", None)
-    if method in registry and having and method not in having:
+    if isinstance(method, str) and method in registry and having and method not in having:
         settings = ", ".join(registry.get(method).settings()) or "none"
         return f"settings of sampler {method!r}: {settings}; {name!r} is a setting of {', '.join(having)}"
     for key in (method, name, *having):  # without a request's sampler, one of this name first
