@@ -54,7 +54,10 @@ class Adapter:
         module = self.__dict__.get("module")
         if module is None:  # during __init__
             return object.__repr__(self)
+        from paradec.kernels.int8 import Int8Module
+
         facts, dtype = self.__dict__.get("facts"), str(self.dtype).removeprefix("torch.")
+        dtype = f"int8 and {dtype}" if any(isinstance(part, Int8Module) for part in module.modules()) else dtype
         parts = [f"makes {getattr(self, 'makes', 'nothing')}"]
         if isinstance(facts, ModelFacts):
             blocks = f" in blocks of {facts.block_length}" if facts.block_length else ""

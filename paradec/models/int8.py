@@ -95,7 +95,10 @@ class Int8Quantizer(HfQuantizer):
                     setattr(copy, key, nn.Parameter(weight.to(model.dtype), requires_grad=False))
             model.set_submodule(name, copy)
         if not names:
-            raise CheckpointError(f"quantization='int8': no layer has {settings.min_weights:,} weights or more")
+            raise CheckpointError(
+                f"quantization='int8': no layer has {settings.min_weights:,} weights or more; for small models give "
+                "paradec.models.int8.Int8Config(min_weights=...)"
+            )
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
