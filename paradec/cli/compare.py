@@ -17,7 +17,7 @@ from paradec.cli import options, show, tables
 from paradec.core.checks import check_choice, check_int
 
 PROMPTS = options.existing_file(
-    'Your prompts, a line {"prompt": ..., "answer": ...}, or "regex" for "answer"; optionally "task" and "constraint".'
+    'Your prompts, a line {"prompt": ..., "answer" or "regex": ...} or {"input_ids": ..., "answer_ids": ...}.'
 )
 SWEPT = typer.Option(help="Samplers, separated by commas; by default six rules for confidence and their baselines.")
 Output = tuple[Path | None, Path | None, bool, str | None, bool]

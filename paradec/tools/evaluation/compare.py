@@ -67,7 +67,8 @@ class Result:
     padding_forwards: int = 0
     """Part of `row_calls`: forwards that decided only padding after the answer."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per prompt, in the order of `Comparison.prompts`: "text", "right", "nfe" and "tokens"."""
+    """One entry per prompt, in the order of `Comparison.prompts`: "text" (without a tokenizer ids), "right", "nfe" and
+    "tokens"."""
     source: str | None = None
     """Digest of a custom sampler's file; None for paradec's samplers."""
 
@@ -109,7 +110,7 @@ class Comparison:
     """The baseline first."""
     complete: bool = False
     """Whether every configuration was measured."""
-    prompts: list[dict[str, str]] = field(default_factory=list)
+    prompts: list[dict[str, Any]] = field(default_factory=list)
     """"task" and "prompt" of each question."""
     num_answered: int = 0
     """Number of answers so far, over all configurations."""
@@ -280,9 +281,12 @@ def compare(
     questions = packaged_questions() if questions is None else list(questions)
     if not questions:
         raise ValueError("questions is empty; give at least one")
-    if unjudged := [question.prompt for question in questions if question.right is None]:
+    if unjudged := [question.prompt for question in questions if not question.judged]:
         raise ValueError(f"questions: {shown(unjudged[0])} has no judge of its answers; give right")
     model = load() if model is None else model
+    if model.tokenizer is None and any(question.right is not None for question in questions):
+        reason = "has no tokenizer; give input_ids and answer_ids, or load(..., tokenizer=...)"
+        raise ValueError(f"{model.facts.name} {reason}")
     find_attention(Request(attention=attention), Configuration(BASELINE).make(), model)
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     request: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
@@ -349,7 +353,8 @@ def _measure(
     method = configuration.make()
     policy = choose_policy(method, model, None, request["block_length"])
     right: dict[str, list[bool]] = {}
-    groups = [list(group) for _, group in itertools.groupby(questions, lambda question: question.constraint)]
+    runs = itertools.groupby(questions, lambda question: (question.constraint, type(question.prompt)))
+    groups = [list(group) for _, group in runs]
     for rows in (group[first : first + batch] for group in groups for first in range(0, len(group), batch)):
         prompts = [question.prompt for question in rows]
         counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
@@ -361,8 +366,11 @@ def _measure(
             generate(model, prompts, sampler=method, **arguments)
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **arguments)
-        for row, (question, text) in enumerate(zip(rows, output.text or (), strict=True)):
-            judged = bool(question.right and question.right(text))
+        for row, question in enumerate(rows):
+            filled = output.sequences[row, output.filled[row]].tolist()[: output.tokens[row]]
+            ids = [*itertools.takewhile(lambda token: token not in model.facts.eos_token_ids, filled)]
+            text = ids if output.text is None else output.text[row]
+            judged = tuple(ids) == question.truth if question.right is None else question.right(str(text))
             right.setdefault(question.task, []).append(judged)
             counts_of = {"nfe": output.row_nfe[row], "tokens": output.tokens[row]}
             result.answers.append({"text": text, "right": judged, **counts_of})
@@ -375,7 +383,7 @@ def _measure(
     result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
 
 
-def _is_supported(configuration: Configuration, model: Model, prompt: str, arguments: dict[str, Any]) -> bool:
+def _is_supported(configuration: Configuration, model: Model, prompt: Any, arguments: dict[str, Any]) -> bool:
     """Whether a sampler that was not named by the caller supports the model and the request; warns if not."""
     if configuration.sampler == BASELINE:
         return True  # its failure is an error of the request itself

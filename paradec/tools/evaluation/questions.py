@@ -13,7 +13,7 @@ from paradec.core.checks import check_int, check_names, check_text, shown, unkno
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 
-FIELDS = ("prompt", "answer", "regex", "task", "constraint")
+FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "constraint")
 """Fields of a line of a file of prompts."""
 
 
@@ -22,7 +22,7 @@ class Question:
     """A prompt, and how to judge its answer.
 
     Attributes:
-        prompt: a text; for tuning also a chat, or ids (with the mask id at positions to fill).
+        prompt: a text, or ids (with the mask id at positions to fill); for tuning also a chat.
         key: prompt and answer as text; a comparison or study can only be continued with equal keys.
         right: judges a text (without special tokens): whether it is a right answer; None: unknown.
         truth: the right ids of the filled positions, in order; None: unknown.
@@ -69,10 +69,12 @@ def read_questions(
         {"prompt": "Name a prime.", "answer": ["2", "3", "5", "7"], "task": "primes"}
         {"prompt": "Say hello.", "regex": "(?i)hello|hi"}
         {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
+        {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
     `answer` (a text, or a list of accepted texts) must be the whole answer, except for spaces around words and empty
     lines at either end. `regex` (Python's) must match somewhere in the answer. `task` is "prompts" by default.
-    `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`.
+    `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`. `answer_ids` are all filled ids before
+    the end token.
 
     file: path of the file, UTF-8. tasks: names of tasks; None is all.
     limit: number of prompts of each task, evenly spaced in the file; None is all.
@@ -93,11 +95,25 @@ def read_questions(
 
 
 def _question(line: str) -> Question:
-    fields = read_fields(line, FIELDS)
-    right, has_many = judge(fields)
+    fields = read_fields(line, FIELDS, ids=True)
+    truth = read_ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
+    if truth is not None and ("answer" in fields or "regex" in fields):
+        raise ValueError("give answer_ids, or answer or regex, not both")
+    right, has_many = judge(fields) if truth is None else (None, None)
+    prompt = fields["prompt"] if "prompt" in fields else list(read_ids("input_ids", fields["input_ids"]))
     constraint = one_constraint("constraint", fields.get("constraint"))
     task = fields.get("task", "prompts")
-    return Question(fields["prompt"], line.strip(), right, task=task, many=has_many, constraint=constraint)
+    return Question(prompt, line.strip(), right, truth, task=task, many=has_many, constraint=constraint)
+
+
+def read_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Check a row of token ids. Raises ValueError for another value; the message has the name."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
+        raise ValueError(f"{name}={shown(value)} must be a row of token ids")
+    for entry in value:
+        check_int(f"id in {name}", entry, low=-1)
+    return tuple(value)
 
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:

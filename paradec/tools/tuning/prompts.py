@@ -13,7 +13,7 @@ from typing import Any
 
 from paradec.core.checks import check_int, shown
 from paradec.core.text_files import read_lines
-from paradec.tools.evaluation.questions import Question, judge, read_fields
+from paradec.tools.evaluation.questions import Question, judge, read_fields, read_ids
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "group")
 """Allowed fields of a line."""
@@ -46,10 +46,10 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
 def _of_line(line: str) -> Question:
     fields = read_fields(line, FIELDS, ids=True)
     right = judge(fields)[0] if "answer" in fields or "regex" in fields else None
-    truth = _ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
+    truth = read_ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
     if right is not None and truth is not None:
         raise ValueError("give answer_ids, or answer or regex, not both")
-    prompt = fields["prompt"] if "prompt" in fields else list(_ids("input_ids", fields["input_ids"]))
+    prompt = fields["prompt"] if "prompt" in fields else list(read_ids("input_ids", fields["input_ids"]))
     task, group = fields.get("task", "prompts"), fields.get("group", "")
     return Question(prompt, json.dumps(fields, sort_keys=True), right, truth, task, group or _identity(prompt))
 
@@ -85,23 +85,14 @@ def _of_entry(index: int, prompt: Any, answer: Any) -> Question:
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(turn, dict) for turn in prompt):
         plain = list(prompt)
     else:
-        plain = list(_ids(f"prompt {index}", prompt))
+        plain = list(read_ids(f"prompt {index}", prompt))
     right, truth = None, None
     if isinstance(answer, str) or isinstance(answer, (list, tuple)) and answer and isinstance(answer[0], str):
         right = judge({"answer": answer if isinstance(answer, str) else list(answer)})[0]
     elif answer is not None:
-        truth = _ids(f"answer {index}", answer)
+        truth = read_ids(f"answer {index}", answer)
         answer = list(truth)
     return Question(plain, json.dumps([plain, answer]), right, truth, "prompts", _identity(plain))
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"{name}={shown(value)} must be a row of token ids")
-    for entry in value:
-        check_int(f"id in {name}", entry, low=-1)
-    return tuple(value)
 
 
 def _identity(prompt: Any) -> str:
