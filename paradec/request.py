@@ -55,7 +55,7 @@ def argument(default: Any, check: Any = None, option: Any = None, help: str = ""
     check: called with the name and any value other than the default; raises ValueError or TypeError, and may return a
         converted value to store. None: the sampler checks the field.
     option, help: type and help text of the command-line option, if any.
-    metadata: the option's `short`, `metavar` and `option_default`; `is_live`: an object that cannot be saved."""
+    metadata: the option's `short`, `metavar`, `option_default`, `show_default`; `is_live`: cannot be saved."""
     return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
 
 
@@ -161,6 +161,7 @@ class Request:
         str,
         "A name that `paradec samplers` lists, with settings in parentheses, or a combination: 'credit+localleap' "
         "commits what either would.",
+        show_default="the model's, or threshold",
     )
     cache: str | Cache | None = argument(
         None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec import caches
-from paradec.caches.table import REFUSED, verdict
+from paradec.caches.table import APPROXIMATE, REFUSED, verdict
 
 
 @dataclass(frozen=True)
@@ -48,3 +48,23 @@ def choose_cache(model: Any, sampler: Any) -> Any:
         return None
     cache = caches.create(name)
     return None if verdict(sampler, cache, model.facts, model.supports_store).status == REFUSED else cache
+
+
+def describe_settings(batch: Any, max_answer: int) -> dict[str, Any]:
+    """Settings of a `Batch` for prompts that set none, as data: sampler, cache and whether it is approximate, block
+    length (None: the whole answer), dtype, default and maximum answer length, positions of the model (None: any)."""
+    model, request, sampler = batch.model, batch.request, batch.sampler
+    is_masked = sampler.family == "masked"
+    cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
+    status = None if cache is None else verdict(sampler, cache, model.facts, model.supports_store).status
+    block_length = request.block_length or model.facts.block_length or model.default_block_length
+    return {
+        "sampler": sampler.name,
+        "cache": cache.name if cache is not None else "none" if is_masked else "the sampler's",
+        "is_approximate": status == APPROXIMATE,
+        "block_length": block_length if is_masked else None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_new_tokens": min(max_answer, request.max_new_tokens or model.default_max_new_tokens),
+        "max_answer": max_answer,
+        "max_length": model.facts.max_length,
+    }

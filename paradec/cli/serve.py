@@ -17,11 +17,15 @@ MEMORY = typer.Option(metavar="BYTES", help="Limit for keys and values (2GB, 512
 KEPT = "Limit for keys and values of answered requests, for equal beginnings; by default a quarter of the rows'."
 PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: {"preset": "NAME"} in a body selects NAME.json.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
+CACHE = (
+    "As in `generate`; with --model by default dual (approximate) on bidirectional models and block (exact) on others."
+)
+ANSWER = "Maximum number of tokens in an answer; a body without max_tokens gets the model's default."
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @options.include(
-    "model sampler set_ preset cache suffix max_new_tokens temperature drafter tokenizer dtype quantization device"
+    "model sampler set_ preset suffix max_new_tokens temperature drafter tokenizer dtype quantization device"
 )
 def serve(
     context: typer.Context,
@@ -33,12 +37,13 @@ def serve(
     prefix_memory: str | None = typer.Option(None, metavar="BYTES", help=KEPT),
     presets: Annotated[Path | None, PRESETS] = None,
     api_key_file: Annotated[Path | None, KEY_FILE] = None,
-    max_answer: int = typer.Option(4096, min=1, help="Maximum number of tokens in an answer."),
+    max_answer: int = typer.Option(4096, min=1, help=ANSWER),
     max_body: int = typer.Option(2**20, min=1, help="Maximum number of bytes in a request."),
     max_requests: int = typer.Option(512, min=1, help="Requests answered or waiting at once; more get 429."),
     max_work: int = typer.Option(2**20, min=1, help="Tokens of prompts and answers at once; more get 429."),
     timeout: float = typer.Option(60.0, help="Seconds for a client to send a body or take a piece of an answer."),
     cors: bool = typer.Option(False, "--cors", help="Let pages of any origin call the server from a browser."),
+    cache: str | None = typer.Option(None, help=CACHE),
     **shared: Any,
 ) -> None:
     """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""
@@ -58,10 +63,12 @@ def serve(
     from paradec.integrations.server.request_body import read_presets
 
     saved_requests = read_presets(presets) if presets else {}
+    shared["cache"] = cache or "none"
     work = prepare("generate", None, options.given_names(context), use_defaults=shared["model"] is not None, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
+        from paradec.api.defaults import describe_settings
         from paradec.integrations.server.engine import Engine
 
         check_served(work.model, max_memory, sampler=work.method, **request)
@@ -74,11 +81,27 @@ def serve(
         server_app = app.build_app(engine, name=model_name, presets=saved_requests, api_key=key, **limits)
         displayed_host = f"[{host}]" if ":" in host else host
         typer.echo(f"{model_name}: http://{displayed_host}:{listen_socket.getsockname()[1]}/v1")
+        typer.echo(in_words(describe_settings(engine.batch, max_answer)))
         sys.stdout.flush()
         with listen_socket:
             app.serve(server_app, listen_socket)
     finally:
         engine.close()
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    """Write the settings of `describe_settings` as one line."""
+    parts = [
+        f"sampler {settings['sampler']}",
+        f"cache {settings['cache']}{' (approximate)' * settings['is_approximate']}",
+    ]
+    if settings["block_length"]:
+        parts.append(f"blocks of {settings['block_length']}")
+    longest = f"at most {settings['max_answer']} tokens"
+    if settings["max_length"]:
+        longest += f" (with the prompt {settings['max_length']})"
+    answers = f"answers of {settings['max_new_tokens']} tokens by default, {longest}"
+    return ", ".join((*parts, settings["dtype"], answers))
 
 
 def check_served(model: Any, max_memory: int | str | None, **request: Any) -> None:

@@ -13,11 +13,12 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from paradec.api.defaults import describe_settings
 from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.answers import Decisions, Service
 from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import CALL, Limits
-from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody
+from paradec.integrations.server.request_body import OWN, ChatBody, DecisionBody, TextBody
 
 
 def build_app(
@@ -54,6 +55,7 @@ def build_app(
         raise ValueError(f"{name_of_model} has no fast tokenizer, which streaming needs; load(..., tokenizer=...)")
     service, decisions = Service(engine, name, presets or {}, max_answer), Decisions(engine)
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
+    entry[OWN] = describe_settings(engine.batch, max_answer)
 
     async def reraise(_: Request, error: Exception) -> NoReturn:
         raise error  # `Limits` makes the response

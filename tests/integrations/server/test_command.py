@@ -1,5 +1,6 @@
 """`paradec serve` as a person types it."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -39,6 +41,41 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130 and errors == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ([], "sampler threshold, cache none, blocks of 32, float32, answers of 64 tokens by default, at most 4096"),
+        (["--model", "folder"], "cache dual (approximate), blocks of 32, float32, answers of 64 tokens"),
+        (
+            ["--model", "folder", "--cache", "none", "--max-answer", "9"],
+            "cache none, blocks of 32, float32, answers of 9 ",
+        ),
+        (["--max-new-tokens", "12", "--dtype", "float64"], "cache none, blocks of 32, float64, answers of 12 tokens"),
+    ],
+)
+def test_it_prints_the_settings_in_effect(
+    options: list[str], settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paradec.load().save_pretrained("folder")
+    listed: list[Any] = []
+
+    def ask(server_app: Any, _: Any) -> None:
+        routes = {route.path: route.endpoint for route in server_app.routes}
+        listed.append(asyncio.run(routes["/v1/models"]())["data"][0]["paradec"])
+
+    monkeypatch.setattr("paradec.integrations.server.app.serve", ask)
+    done = CliRunner().invoke(app, ["serve", "--port", "0", *options])
+    assert done.exit_code == 0 and settings in done.stdout.splitlines()[1] and "(with the prompt 512)" in done.stdout
+    assert listed[0]["cache"] in settings and listed[0]["is_approximate"] == ("approximate" in settings)
+
+
+def test_help_names_the_defaults_by_model() -> None:
+    text = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "100"}).stdout.split())
+    assert "by default dual (approximate) on bidirectional models" in text and "the model's, or threshold" in text
+    assert "a body without max_tokens gets the model's default" in text
 
 
 @pytest.mark.parametrize(

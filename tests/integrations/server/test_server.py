@@ -191,6 +191,8 @@ def test_the_benchmark_measures_a_running_server(
 
 def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
     assert [found.id for found in client.models.list().data] == [NAME]
+    settings: Any = client.models.retrieve(NAME).model_extra
+    assert settings["paradec"]["sampler"] == "threshold" and settings["paradec"]["dtype"] == "float64"
 
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
