@@ -116,8 +116,8 @@ def test_tokens_that_the_drafter_lacks_may_be_all_that_is_allowed(name: str, bas
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
     own = set(drafter.tokens.tolist())
     lacked = [token for token in range(64) if token not in own][:6]
-    assert pair_p_value(drafter, base, 1500, kept=lacked) > 0.001
-    assert pair_p_value(drafter, base, 1500, kept=sorted([*lacked[:4], *[*own][:2]])) > 0.001
+    assert pair_p_value(drafter, base, 1500, allowed_ids=lacked) > 0.001
+    assert pair_p_value(drafter, base, 1500, allowed_ids=sorted([*lacked[:4], *[*own][:2]])) > 0.001
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [

@@ -1,4 +1,4 @@
-"""Causal language models: decoding by plain loops over the module, and SJD-PAC's step in plain Python."""
+"""Plain loops that decode with a causal module, and SJD-PAC's step in plain Python."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from paradec.models.images.grid import Grid
 def greedy(
     module: Any, prompts: list[list[int]], new: int, scale: float = 1.0, negative: list[list[int]] | None = None
 ) -> list[list[int]]:
-    """The likeliest token after each text, `new` times, under guidance of `scale` against a negative prompt."""
+    """Greedy decoding of `new` tokens. scale: guidance scale, against `negative` prompts (default: empty guidance)."""
     answers = []
     for prompt, other in zip(prompts, prompts if negative is None else negative, strict=True):
         ids: list[int] = []
@@ -30,11 +30,13 @@ def greedy(
 
 
 def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, window: int) -> tuple[list[int], int]:
-    """Greedy ZipAR with a forward for every token, over what is known at its step; and the number of steps. For one
-    layer, whose keys and values follow from the token alone."""
+    """Greedy ZipAR with one forward per token; returns tokens and number of steps.
+
+    Each forward sees the tokens known at its step. Exact for one layer: its keys and values depend only on the token.
+    """
     layout, first = grid.layout.tolist(), len(grid.head)
-    known = dict(enumerate(layout[:first]))  # what is evaluated, by offset
-    stand_in: dict[int, int] = {}
+    known = dict(enumerate(layout[:first]))  # evaluated tokens by offset
+    proxies: dict[int, int] = {}  # tokens of the row above in place of undecided ones
     done, steps = [0] * grid.height, 0
     while done[-1] < grid.width:
         steps, before, tokens = steps + 1, list(done), {}
@@ -48,13 +50,13 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
                 if grid.row_end is not None:
                     known[at - 1] = grid.row_end
                 elif before[row - 1] < grid.width:
-                    stand_in[at - 1] = known[at - grid.width - 1 + before[row - 1]]
+                    proxies[at - 1] = known[at - grid.width - 1 + before[row - 1]]
             done[row] += 1
             tokens[at] = None
         for at in tokens:
-            seen = {offset: token_id for offset, token_id in (stand_in | known).items() if offset < at}
-            order = sorted(seen)
-            ids = torch.tensor([[*prompt, *(seen[offset] for offset in order)]])
+            visible = {offset: token_id for offset, token_id in (proxies | known).items() if offset < at}
+            order = sorted(visible)
+            ids = torch.tensor([[*prompt, *(visible[offset] for offset in order)]])
             positions = torch.tensor([[*range(len(prompt)), *(len(prompt) + offset for offset in order)]])
             with torch.inference_mode():
                 logits = module(ids, position_ids=positions).logits[0, -1]
@@ -67,7 +69,7 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
 
 
 def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, ...]) -> list[int]:
-    """A plain loop over the module, without a store."""
+    """Greedy decoding up to `new` tokens or an end token, without a store."""
     tokens = list(prompt)
     with torch.no_grad():
         while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] not in ends):
@@ -76,14 +78,14 @@ def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, .
 
 
 def blocks_of_one(model: Model, row: list[int], new: int, filters: Any = None) -> list[int]:
-    """Greedy decoding in blocks of one, without a store: a mask after the text, which is causal."""
+    """Greedy decoding in blocks of one, without a store; an unshifted model predicts a mask after the causal text."""
     tokens, module = list(row), model.module
     for _ in range(new):
-        shown = tokens if model.facts.prediction == "shifted" else [*tokens, model.facts.mask_id]
-        causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
+        ids = tokens if model.facts.prediction == "shifted" else [*tokens, model.facts.mask_id]
+        causal = torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool).tril()
         with torch.no_grad():
-            places = torch.arange(len(shown))[None]
-            out = module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=places, use_cache=False)
+            positions = torch.arange(len(ids))[None]
+            out = module(input_ids=torch.tensor([ids]), attention_mask=causal, position_ids=positions, use_cache=False)
         logits = out.logits[0, -1].clone()
         logits[model.facts.mask_id] = -torch.inf
         tokens.append(int(logits.argmax()))
@@ -91,28 +93,23 @@ def blocks_of_one(model: Model, row: list[int], new: int, filters: Any = None) -
 
 
 def next_token(model: Model, row: list[int], ids: list[int], temperature: float) -> np.ndarray:
-    """The distribution of the next token among `ids`, from a call without a store."""
-    shown = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
-    causal = torch.ones(1, 1, len(shown), len(shown), dtype=torch.bool).tril()
+    """The distribution of the next token among `ids`, computed without a store."""
+    tokens = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
+    causal = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
     with torch.no_grad():
-        positions = torch.arange(len(shown))[None]
-        out = model.module(input_ids=torch.tensor([shown]), attention_mask=causal, position_ids=positions)
+        positions = torch.arange(len(tokens))[None]
+        out = model.module(input_ids=torch.tensor([tokens]), attention_mask=causal, position_ids=positions)
     p: np.ndarray = (out.logits[0, -1, ids].double() / temperature).softmax(-1).numpy()
     return p
 
 
 Weights = list[float]
-
-
 Draw = Callable[[Weights, float], int]
-
-
 Coin = Callable[[float, float], bool]
 
 
 def draw(weights: Weights, number: float) -> int:
-    at = int((np.cumsum(weights) > number * sum(weights)).argmax())
-    return at
+    return int((np.cumsum(weights) > number * sum(weights)).argmax())
 
 
 def normalized(weights: Weights) -> Weights:
@@ -120,56 +117,57 @@ def normalized(weights: Weights) -> Weights:
 
 
 def without(p: Weights, q: Weights) -> Weights:
-    left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-    return left if sum(left) > 0 else p
+    """The residual max(p - q, 0), or p if that is zero."""
+    residual = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+    return residual if sum(residual) > 0 else p
 
 
 def sjd_pac_step(
     case: dict[str, Any], law: Callable[[tuple[int, ...]], Weights], draw: Draw, coin: Coin, last: bool
 ) -> Any:
-    """A step in plain Python: the tokens that become final, and the first drafts and q that are left.
+    """One step of SJD-PAC: the tokens that become final, and (first draft, q) of each remaining slot.
 
     Args:
-        case: "drafts" [W - 1][K or 1], "q" [W - 1][V], "branching", and numbers "u" [W][K], "v" [W]; "end" is
-            the chain's in its last slot, where that is another one.
-        law: p after a path of child numbers. coin: whether something of this chance happens, by a number.
-        last: whether what the last slot says is a draft of the next window.
+        case: "drafts" [W - 1][K or 1], "q" [W - 1][V], "branching", and uniform numbers "u" [W][K], "v" [W]. "end"
+            replaces "v" in the chain's last slot, if present.
+        law: p after a path of child indices. coin: whether an event of this probability happens, given a number.
+        last: whether a token drawn from the last slot is a draft of the next window.
     """
-    width, branching, path, made = len(case["drafts"]) + 1, case["branching"], [], []
+    width, branching, path, final = len(case["drafts"]) + 1, case["branching"], [], []
     end = case.get("end", case["v"][width - 1])
     for slot in range(width):
         p, chosen = law(tuple(path)), -1
-        there = slot < width - 1 and (slot < branching or not any(path))
-        q = case["q"][slot] if there else []
-        for child, x in enumerate(case["drafts"][slot] if there else []):
+        has_drafts = slot < width - 1 and (slot < branching or not any(path))
+        q = case["q"][slot] if has_drafts else []
+        for child, x in enumerate(case["drafts"][slot] if has_drafts else []):
             if x < 0:
                 break
             if coin(min(1.0, p[x] / q[x]), case["u"][slot][child]):
                 chosen = child
                 break
             p = normalized(without(p, q))
-            rest = [0.0 if token == x else weight for token, weight in enumerate(q)]
-            q = normalized(rest) if sum(rest) > 0 else q
+            others = [0.0 if token == x else weight for token, weight in enumerate(q)]
+            q = normalized(others) if sum(others) > 0 else q
         if chosen < 0:
             chain = slot >= branching and not any(path)
-            made.append(draw(p, end if slot == width - 1 and chain else case["v"][slot]))
+            final.append(draw(p, end if slot == width - 1 and chain else case["v"][slot]))
             break
-        made.append(case["drafts"][slot][chosen])
+        final.append(case["drafts"][slot][chosen])
         path.append(chosen)
-    left = []
-    for slot in range(len(made), width if last else width - 1):
+    next_drafts = []
+    for slot in range(len(final), width if last else width - 1):
         p = law(tuple((path + [0] * slot)[:slot]) if slot < branching else (0,) * slot)
         if slot == width - 1:
-            left.append((draw(p, end), p))
+            next_drafts.append((draw(p, end), p))
             continue
         x, q = case["drafts"][slot][0], case["q"][slot]
         accepted = coin(min(1.0, p[x] / q[x]), case["u"][slot][0])
-        left.append((x if accepted else draw(without(p, q), case["v"][slot]), p))
-    return made, left
+        next_drafts.append((x if accepted else draw(without(p, q), case["v"][slot]), p))
+    return final, next_drafts
 
 
 def siblings_of(q: Weights, first: int, draw: Draw, numbers: Weights) -> list[int]:
-    """A slot's drafts: the first, and others drawn without replacement."""
+    """A slot's drafts: the first, and siblings drawn without replacement; -1 if q has no tokens left."""
     drafts, q = [first], [*q]
     for number in numbers:
         q[drafts[-1]] = 0.0
@@ -184,17 +182,17 @@ def by_number(chance: float, number: float) -> bool:
 
 
 def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
-    """Every result of a function that draws, and its probability."""
+    """All (probability, result) pairs of a function that draws random choices."""
     results, waiting = [], [((), 1.0)]
     while waiting:
         choices, chance = waiting.pop()
-        taken, branches = iter(choices), []
+        fixed_choices, branches = iter(choices), []
 
-        def choose(weights: Weights, taken: Any = taken, branches: Weights = branches) -> int:
+        def choose(weights: Weights, fixed_choices: Any = fixed_choices, branches: Weights = branches) -> int:
             if branches:
                 return 0
-            if (known := next(taken, None)) is not None:
-                return known
+            if (choice := next(fixed_choices, None)) is not None:
+                return choice
             branches.extend(weights)
             return 0
 
@@ -204,5 +202,5 @@ def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
         )
         if not branches:
             results.append((chance, result))
-        waiting += [((*choices, at), chance * weight) for at, weight in enumerate(branches) if weight > 0]
+        waiting += [((*choices, index), chance * weight) for index, weight in enumerate(branches) if weight > 0]
     return results

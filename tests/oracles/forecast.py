@@ -1,4 +1,4 @@
-"""Diffusers' denoising loop, every step evaluated, and TaylorSeer's over the output."""
+"""The denoising loop of diffusers, and the same loop with TaylorSeer forecasts of the model's output."""
 
 import copy
 from math import factorial
@@ -40,7 +40,7 @@ def forecast_loop(
     order: int,
     first_enhance: int,
 ) -> tuple[Tensor, list[str]]:
-    """The latent, and which steps were evaluated. Derivatives are differences of evaluations."""
+    """The final latent, and "full" or "forecast" for each step. Derivatives are finite differences of evaluations."""
     counter, derivatives, last, kinds = 0, list[Tensor](), 0, list[str]()
     scheduler.set_timesteps(steps)
     classes = torch.tensor(labels)

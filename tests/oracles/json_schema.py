@@ -1,4 +1,4 @@
-"""A plain validator of JSON schemas, keyword by keyword, to compare automata with."""
+"""A plain JSON Schema validator, keyword by keyword, to compare automata with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def has_kind(value: Any, kind: str) -> bool:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """JSON's equality: 1 is 1.0 and not true."""
+    """JSON's equality: 1 equals 1.0 and differs from true."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
     if isinstance(first, list) and isinstance(second, list):
@@ -41,12 +41,12 @@ def is_format(value: str, name: str) -> bool:
 
 
 def is_valid(value: Any, schema: Any, root: Any) -> bool:
-    """Whether a value is valid, with all keywords next to `$ref`."""
+    """Whether a value is valid. Keywords next to `$ref` also count. root: the schema that references start from."""
     if isinstance(schema, bool):
         return schema
 
-    def inner(part: Any, of: Any = value) -> bool:
-        return is_valid(of, part, root)
+    def inner(part: Any, item: Any = value) -> bool:
+        return is_valid(item, part, root)
 
     def follow(reference: str) -> bool:
         target = root
@@ -57,7 +57,7 @@ def is_valid(value: Any, schema: Any, root: Any) -> bool:
     general: dict[str, Callable[[Any], bool]] = {
         "$ref": follow,
         "type": lambda kinds: any(has_kind(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)),
-        "enum": lambda values: any(equal(value, each) for each in values),
+        "enum": lambda values: any(equal(value, allowed) for allowed in values),
         "const": lambda other: equal(value, other),
         "allOf": lambda parts: all(map(inner, parts)),
         "anyOf": lambda parts: any(map(inner, parts)),
@@ -99,21 +99,21 @@ def _is_valid_array(value: list[Any], schema: Any, inner: Callable[[Any, Any], b
     front, rest = (items, schema.get("additionalItems", True)) if isinstance(items, list) else (
         schema.get("prefixItems", []), items
     )  # fmt: skip
-    counted = sum(inner(schema["contains"], each) for each in value) if "contains" in schema else None
+    count = sum(inner(schema["contains"], item) for item in value) if "contains" in schema else None
     return (
         schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf)
-        and all(inner(front[i] if i < len(front) else rest, each) for i, each in enumerate(value))
-        and (counted is None or schema.get("minContains", 1) <= counted <= schema.get("maxContains", math.inf))
+        and all(inner(front[i] if i < len(front) else rest, item) for i, item in enumerate(value))
+        and (count is None or schema.get("minContains", 1) <= count <= schema.get("maxContains", math.inf))
         and not (schema.get("uniqueItems") and any(equal(a, b) for i, a in enumerate(value) for b in value[:i]))
     )
 
 
 def _is_valid_object(value: dict[str, Any], schema: Any, inner: Callable[..., bool]) -> bool:
     listed, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    for key, each in value.items():
+    for key, field in value.items():
         parts = [listed[key]] if key in listed else []
         parts += [part for pattern, part in patterns.items() if re.search(pattern, key, re.ASCII)]
-        if not all(inner(part, each) for part in parts or [schema.get("additionalProperties", True)]):
+        if not all(inner(part, field) for part in parts or [schema.get("additionalProperties", True)]):
             return False
     for key, rule in (schema.get("dependencies", {}) | schema.get("dependentRequired", {})
                       | schema.get("dependentSchemas", {})).items():  # fmt: skip

@@ -1,9 +1,10 @@
-"""LANTERN's rule for the drafts of one node of a tree, written out."""
+"""LANTERN's verification of the drafts of one tree node, in NumPy."""
 
 import numpy as np
 
 
 def near_tokens(embed: np.ndarray, x: int) -> np.ndarray:
+    """The other tokens, nearest embedding first."""
     distance = np.sqrt(((embed - embed[x]) ** 2).sum(-1))
     distance[x] = np.inf
     return np.argsort(distance, kind="stable")[:-1]
@@ -19,32 +20,36 @@ def plain_node(
     limit: float,
     drawn: bool,
 ) -> tuple[int, np.ndarray]:
-    """LANTERN's public code for one node: which child stands (-1: none), and the distribution that is left. k=0:
-    without it."""
-    tried: list[int] = []
+    """One node by LANTERN's public code: the index of the accepted child (-1: none), and the residual distribution.
+
+    token_ids: the children. numbers: their uniform numbers. k: size of the neighbourhood, 0 for exact verification.
+    limit: at most 1: bound on the added probability; above 1: `limit - 1` bounds it relative to p. drawn: whether the
+    drafts were drawn from q.
+    """
+    rejected: list[int] = []
     for i, (x, number) in enumerate(zip(token_ids, numbers, strict=True)):
-        if x < 0 or x in tried:
+        if x < 0 or x in rejected:
             continue
-        within = 0
+        num_near = 0
         mass = p[x]
         if k:
             cumulative = p[near_tokens(embed, x)[:k]].cumsum()
-            within = int((cumulative <= (limit if limit <= 1 else (limit - 1) * p[x])).sum())
-            mass += cumulative[within - 1] if within else 0
-        left = q.copy()
-        left[tried] = 0
-        tried.append(x)
-        if drawn and left[x] <= 0:
+            num_near = int((cumulative <= (limit if limit <= 1 else (limit - 1) * p[x])).sum())
+            mass += cumulative[num_near - 1] if num_near else 0
+        remaining = q.copy()
+        remaining[rejected] = 0
+        rejected.append(x)
+        if drawn and remaining[x] <= 0:
             continue
-        left = left / left.sum()
-        if number <= (mass / left[x] if drawn else mass):
+        remaining = remaining / remaining.sum()
+        if number <= (mass / remaining[x] if drawn else mass):
             return i, p
-        gone = near_tokens(embed, x)[: k + 1] if within else []
+        excluded = near_tokens(embed, x)[: k + 1] if num_near else []
         p = p.copy()
         if drawn:
-            left[gone] = 0
-            p = np.maximum(p - left, 0)
+            remaining[excluded] = 0
+            p = np.maximum(p - remaining, 0)
         else:
-            p[x], p[gone] = 0, 0
+            p[x], p[excluded] = 0, 0
         p = p / p.sum() if p.sum() > 0 else np.full_like(p, 1 / len(p))
     return -1, p

@@ -1,4 +1,4 @@
-"""LLaDA's and Dream's networks, written out."""
+"""Plain implementation of LLaDA's and Dream's networks."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 
 class Net:
-    """LLaDA and Dream over any subset of positions, keys and values of the others read from a store, in float64."""
+    """LLaDA or Dream in float64, for any subset of positions; keys and values of other positions come from a store."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]):
         self.weights = {name: value.double() for name, value in weights.items()}
@@ -27,7 +27,7 @@ class Net:
         self.embedding, self.last = weights[f"{first}.weight"], weights[f"{last}.weight"]
         self.head = self.embedding if tied else weights[f"{head}.weight"]
         self.width, self.eps = self.embedding.shape[1] // self.heads, config.get("rms_norm_eps", 1e-5)
-        # angles in float32, as everywhere: their last bits are part of the model
+        # angles in float32, as in all implementations: rounding is part of the model
         frequencies = 1.0 / config["rope_theta"] ** (torch.arange(0, self.width, 2).float() / self.width)
         angles = torch.outer(torch.arange(200).float(), frequencies).repeat(1, 2)
         self.cos, self.sin = angles.cos().double(), angles.sin().double()
@@ -35,12 +35,12 @@ class Net:
     def __call__(
         self, ids: Tensor, at: Tensor | None = None, store: dict | None = None, seen: Tensor | None = None
     ) -> Tensor:
-        """Logits of ids [n] at positions `at`; they see themselves and, of the store, the positions `seen`."""
+        """Logits of ids [n] at positions `at`, which see each other and the stored positions marked in `seen`."""
         at = torch.arange(len(ids)) if at is None else at
         x, w = self.embedding[ids], self.weights
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
-            x = x.float()  # the one place where the modeling files insist on float32
+            x = x.float()  # the modeling files compute only the norm in float32
             return (x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).double() * weight
 
         def rotate(x: Tensor) -> Tensor:
@@ -51,8 +51,7 @@ class Net:
             name = self.layer.format(index)
 
             def linear(x: Tensor, part: str, name: str = name) -> Tensor:
-                found = x @ w[f"{name}{self.parts[part]}.weight"].T
-                return found + w.get(f"{name}{self.parts[part]}.bias", 0)
+                return x @ w[f"{name}{self.parts[part]}.weight"].T + w.get(f"{name}{self.parts[part]}.bias", 0)
 
             h = norm(x, w[f"{name}{self.parts['attn_norm']}.weight"])
             q, k, v = (

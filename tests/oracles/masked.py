@@ -1,4 +1,4 @@
-"""Rules of masked models, and decoding with them, as plain loops over one row: no batch, no store."""
+"""Samplers of masked models as plain loops over one row, without batch or store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paradec.samplers.masked.loop import LAST
 
 
 def most_confident(row: list[float]) -> int:
-    """The first of the largest numbers."""
+    """Index of the largest number; ties: the first."""
     return max(range(len(row)), key=lambda i: (row[i], -i))
 
 
@@ -62,7 +62,8 @@ def entropy_threshold(row: list[float], threshold: float) -> set[int]:
 
 
 def factor_profile(row: list[float], margin: float) -> set[int]:
-    """Ranks from the most confident on, until the doubts so far and the last one once more leave too little."""
+    """Choose positions by falling confidence, while all their doubts 1 - p plus the last doubt again are below
+    1 - margin."""
     order = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
     chosen, total = {order[0]}, 1 - row[order[0]]
     for i in order[1:]:
@@ -73,7 +74,7 @@ def factor_profile(row: list[float], margin: float) -> set[int]:
     return chosen
 
 
-HOLE = 8  # the mask id of the models of these rules
+HOLE = 8  # mask id of the models in the next three loops
 
 
 def wino(model: Any, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
@@ -167,6 +168,9 @@ def top(scores: dict[int, float], n: int) -> set[int]:
 
 
 class Loop:
+    """A sampler's rule in plain Python. `open` begins a block; `step` maps logits by position and a quota to the
+    committed tokens by position."""
+
     def __init__(self, **settings: object):
         self.__dict__ |= samplers.create(self.name).to_dict() | settings
 
@@ -213,7 +217,7 @@ class KLASSLoop(Loop):
             for i in z
             if confidence[i] > self.confidence_threshold
             and len(self.divergences[i]) >= self.history
-            and all(d < self.kl_threshold for d in self.divergences[i][-self.history :])
+            and all(divergence < self.kl_threshold for divergence in self.divergences[i][-self.history :])
         }
         return {i: most_confident(p[i]) for i in ready or top(confidence, n)}
 
@@ -287,20 +291,20 @@ class CCDAgreeLoop(Loop):
 
 
 class CarryLoop(Loop):
-    """What a step grants and does not commit is granted to the next one, however often it was refused before."""
+    """Threshold rule in which the unused part of a step's quota is added to the next step's."""
 
     name = "threshold"
     planned = 2
 
     def open(self, positions: list[int]) -> None:
-        self.at, self.left, self.masks = 0, 0, len(positions)
+        self.at, self.unused, self.masks = 0, 0, len(positions)
 
     def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
         p = {i: softmax(z[i]) for i in z}
-        granted = self.left + (self.masks // self.planned if self.at < self.planned else 0)
-        order = sorted(z, key=lambda i: (-max(p[i]), i))[: max(granted, 1)]
+        quota = self.unused + (self.masks // self.planned if self.at < self.planned else 0)
+        order = sorted(z, key=lambda i: (-max(p[i]), i))[: max(quota, 1)]
         chosen = order[:1] + [i for i in order[1:] if max(p[i]) >= self.threshold]
-        self.left = max(granted, 1) - len(chosen)
+        self.unused = max(quota, 1) - len(chosen)
         self.at += 1
         return {i: most_confident(p[i]) for i in chosen}
 
@@ -310,7 +314,7 @@ class SlowCarryLoop(CarryLoop):
 
 
 def scores_of(p: Tensor, name: str) -> float:
-    """What one rule ranks a position by, from its probabilities [V]."""
+    """A rule's score of a position, from its probabilities [V]."""
     ordered = sorted(p.tolist(), reverse=True)
     if name == "margin":
         return ordered[0] - ordered[1]
@@ -320,7 +324,7 @@ def scores_of(p: Tensor, name: str) -> float:
 
 
 def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
-    """The positions that one rule commits. masks: of the block, as it was opened."""
+    """The positions that one rule commits. masks: number of masks in the block when it was opened."""
     order = sorted(scores, key=lambda i: (-scores[i], i))
     if name == "threshold":
         return {i for i in order if scores[i] >= settings["threshold"]} | {order[0]}
@@ -336,7 +340,7 @@ def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, step
 def combined(
     model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
 ) -> list[set[tuple[int, int, float]]]:
-    """What each step commits, as (position, token, the first rule's score), in one block."""
+    """The (position, token, first rule's score) that each step of a combination commits, in one block."""
     canvas, commits = prompt + [MASK] * new, []
     while MASK in canvas:
         with torch.inference_mode():
@@ -357,15 +361,15 @@ def combined(
 
 
 def adaptive_length(
-    tokens: list[int], confidence: list[float], new: int, left: int, policy: AdaptiveBlocks, available: list[bool]
+    tokens: list[int], confidence: list[float], new: int, remaining: int, policy: AdaptiveBlocks, available: list[bool]
 ) -> int:
-    """Length of a block by the paper's formula, in plain Python."""
+    """Length of a block by AdaBlock's formula."""
     best = None
-    for i in range(min(int(policy.window * new), left)):
+    for i in range(min(int(policy.window * new), remaining)):
         if available[i] and tokens[i] in policy.delimiters and (best is None or confidence[i] > confidence[best]):
             best = i
     is_sure = best is not None and confidence[best] >= policy.delimiter_threshold
-    return min(max(best + 1 if is_sure else policy.length, policy.min_length), left)
+    return min(max(best + 1 if is_sure else policy.length, policy.min_length), remaining)
 
 
 def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
@@ -378,7 +382,9 @@ def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
 
 
 def prophet(model: Model, prompt: list[int], gaps: tuple, answer: range | None, new: int) -> tuple[list[int], int]:
-    """The answer and the number of forwards of one token a step in blocks of 4, with Prophet's rule around it."""
+    """Prophet over decoding of one token per step in blocks of 4: the answer and the number of forwards.
+
+    gaps: thresholds of the early, middle and late phase. answer: span of the answer's tokens, None for all masks."""
     mask = model.facts.mask_token_id
     canvas, start = prompt + [mask] * new, len(prompt)
     for step in range(new):
@@ -388,11 +394,11 @@ def prophet(model: Model, prompt: list[int], gaps: tuple, answer: range | None, 
         block = (masked[0] - start) // 4
         if answer is None:
             span = masked
-        else:  # positions of finished blocks count as sure
+        else:  # positions of finished blocks are ignored
             span = [i for i in (start + a for a in answer) if i >= start + 4 * block]
         percent = 100 * step / new
-        bar = gaps[0] if percent < 33 else gaps[1] if percent < 67 else gaps[2]
-        if not span or float((best[span, 0] - best[span, 1]).mean()) >= bar:
+        min_gap = gaps[0] if percent < 33 else gaps[1] if percent < 67 else gaps[2]
+        if not span or float((best[span, 0] - best[span, 1]).mean()) >= min_gap:
             for i in masked:
                 canvas[i] = int(logits[i].argmax())
             return canvas[start:], step + 1
@@ -403,7 +409,7 @@ def prophet(model: Model, prompt: list[int], gaps: tuple, answer: range | None, 
 
 
 class Stale:
-    """A module whose keys and values are only renewed at some positions: what a cache's step sees."""
+    """A module whose keys and values are recomputed only at the positions `fresh`, as with a cache."""
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.stored, self.fresh = module, {}, slice(None)
@@ -413,15 +419,15 @@ class Stale:
             if name.endswith(("k_proj", "v_proj"))
         ]
 
-    def exchange(self, name: str, part: Any, inputs: Any, made: Tensor) -> Tensor:
+    def exchange(self, name: str, part: Any, inputs: Any, output: Tensor) -> Tensor:
         if self.fresh != slice(None):
-            made, made_now = self.stored[name].clone(), made
-            made[:, self.fresh] = made_now[:, self.fresh]
-        self.stored[name] = made
-        return made
+            output, computed = self.stored[name].clone(), output
+            output[:, self.fresh] = computed[:, self.fresh]
+        self.stored[name] = output
+        return output
 
     def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
-        """Confidence and best token of every position that is predicted from a fresh one."""
+        """Confidence and best token of every position; valid only if predicted from a fresh position."""
         self.fresh = fresh
         logits = self.module(torch.tensor([row]), everything(len(row)), use_cache=False).logits[0, :, :MASK]
         logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
@@ -437,7 +443,7 @@ class Stale:
 
 
 def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, steps: int | None) -> list[int]:
-    """The positions that a rule commits, from the confidences of the undecided ones."""
+    """The positions that a rule commits, from the confidences `p` of the undecided positions."""
     order = sorted(p, key=lambda i: (-p[i], i))
     if sampler == "threshold":
         return order[:1] + [i for i in order[1:] if p[i] >= 0.3]
@@ -453,6 +459,7 @@ def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, ste
 def decoded_by_hand(
     model: Model, prompt: list[int], sampler: str, cache: str, new: int, size: int, steps: int | None
 ) -> dict[str, Any]:
+    """The final row and counts of a decoding in blocks of `size` with cache "none", "prefix" or "dual"."""
     row, length, shift = prompt + [MASK] * new, len(prompt) + new, model.facts.shift
     counts = {"row_step": 0, "decided": 0, "evaluated": 0, "whole": 0, "end": length, "stopped": False}
     with Stale(model.module) as module, torch.inference_mode():
@@ -463,12 +470,12 @@ def decoded_by_hand(
                 if cache != "none" and step:
                     fresh = slice(start - shift, length if cache == "prefix" else block[-1] + 1)
                 confidence, best = module.read(row, fresh, shift)
-                picked = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
-                for i in picked:
+                chosen = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
+                for i in chosen:
                     row[i] = best[i]
                 step += 1
                 counts["row_step"] += 1
-                counts["decided"] += len(picked)
+                counts["decided"] += len(chosen)
                 counts["evaluated"] += len(range(length)[fresh])
                 counts["whole"] += fresh == slice(None)
                 first = next((i for i in block if row[i] == MASK or row[i] in model.facts.eos_token_ids), None)
@@ -480,7 +487,8 @@ def decoded_by_hand(
 def learn2pd_records(
     model: Model, prompt: list[int], new: int, length: int
 ) -> list[tuple[Tensor, list[bool], list[bool]]]:
-    """Confidences, which candidates are final and which are undecided, step by step, for one row without a cache."""
+    """Confidences, candidates equal to the final tokens, and undecided positions of each step, for one row without a
+    cache."""
     mask = model.facts.mask_token_id
 
     def forward(canvas: list[int]) -> tuple[Tensor, Tensor]:
@@ -517,43 +525,44 @@ def learn2pd_records(
 
 
 def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: PipelinedBlocks) -> list[list[tuple]]:
-    """KLASS and persistence over several open blocks in plain Python: what each forward commits."""
+    """KLASS or persistence with several open blocks: the (position, token) pairs that each forward commits."""
     ids, new = [*prompt, *[MASK] * 12], range(len(prompt), len(prompt) + 12)
     before: dict[int, Any] = {}
     run: dict[int, int] = {}
     opened, calls, size = 1, [], policy.length
 
-    def left(block: int) -> list[int]:
+    def masks_of(block: int) -> list[int]:
         return [i for i in new if (i - len(prompt)) // size == block and ids[i] == MASK]
 
     while MASK in ids:
         logits = module(torch.tensor([ids]))[0]
         logits[:, MASK] = -torch.inf
-        banned = logits.softmax(-1)
-        open_ = [i for block in range(opened) for i in left(block)]
+        p = logits.softmax(-1)
+        open_ = [i for block in range(opened) for i in masks_of(block)]
         for i in open_:
             if rule.name == "klass":
-                now = banned[i].float()
+                now = p[i].float()
                 last = before.get(i, torch.zeros(VOCAB))
                 divergence = float((now * ((now + 1e-12) / (last + 1e-12)).log()).sum())
                 run[i] = run.get(i, 0) + 1 if divergence < rule.kl_threshold else 0
             else:
-                now = int(banned[i].argmax())
+                now = int(p[i].argmax())
                 run[i] = run.get(i, 0) + 1 if before.get(i) == now else 1
             before[i] = now
-        sure = {i: float(banned[i].max()) for i in open_}
+        sure = {i: float(p[i].max()) for i in open_}
         if rule.name == "klass":
             chosen = {i for i in open_ if sure[i] > rule.confidence_threshold and run[i] >= rule.history}
         else:
             chosen = {i for i in open_ if sure[i] >= rule.threshold and run[i] >= rule.persist}
-        masks = next(left(block) for block in range(opened) if left(block))
+        masks = next(masks_of(block) for block in range(opened) if masks_of(block))
         best = max(masks, key=lambda i: (sure[i], -i))
         if rule.name == "persistence" or not chosen & set(masks):
             chosen.add(best)
-        calls.append(sorted((i, int(banned[i].argmax())) for i in chosen))
+        calls.append(sorted((i, int(p[i].argmax())) for i in chosen))
         for i, token in calls[-1]:
             ids[i] = token
-        if not any(left(block) for block in range(opened)) or size - len(left(opened - 1)) >= policy.add * size:
+        is_full = not any(masks_of(block) for block in range(opened))
+        if is_full or size - len(masks_of(opened - 1)) >= policy.add * size:
             opened = min(opened + 1, -(-len(new) // size))
     return calls
 
@@ -561,15 +570,17 @@ def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: Pi
 def delayed_positions(
     prompt: int, length: int, size: int, cache: DelayedCache, waiting: str, commits: list[set[int]]
 ) -> list[int]:
-    """How many positions each step of one row evaluates, in plain Python: every block has the step since which it
-    waits. `commits`: which positions the steps fill."""
-    left = set(range(prompt, length))
+    """Number of positions that each step of one row evaluates under a delayed cache.
+
+    A block is stored `cache_delay_iter` steps after it is full. waiting: "first" if blocks start to wait one by one.
+    commits: the positions that each step fills."""
+    undecided = set(range(prompt, length))
     blocks = [range(prompt), *(range(at, min(at + size, length)) for at in range(prompt, length, size))]
     since, num_stored, sizes = {0: -1}, 0, []
     for step, filled in enumerate(commits):
         waits, stored = False, num_stored
         for number in range(num_stored, len(blocks)):
-            if left & set(blocks[number]):
+            if undecided & set(blocks[number]):
                 break
             since.setdefault(number, step)
             if step - since[number] >= cache.cache_delay_iter:
@@ -580,13 +591,13 @@ def delayed_positions(
                 break
         whole = stored == num_stored and (not num_stored or waits or (step + 1) % cache.refresh_interval == 0)
         sizes.append(length - (blocks[num_stored].start if num_stored < len(blocks) and not whole else 0))
-        num_stored, left = stored, left - filled
+        num_stored, undecided = stored, undecided - filled
     return sizes
 
 
 @dataclass
 class FreeDaveLoop:
-    """FreeDave over the threshold rule, for one row, from the paper: what each forward commits, and what is counted."""
+    """FreeDave over the threshold rule, for one row, after the paper. `decode` returns commits and counts."""
 
     module: nn.Module
     threshold: float
@@ -609,20 +620,20 @@ class FreeDaveLoop:
         return [confidence_and_best[1][i] if i in chosen else token_id for i, token_id in enumerate(row)]
 
     def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
-        """What stands: rows one step after the other, each with the number of the draft whose logits made it."""
+        """The accepted rows in order, each with the index of the draft whose logits it comes from."""
         path, at = [], 0
         while True:
             later = range(at + 1, len(drafts)) if self.subset else range(at + 1, min(at + 2, len(drafts)))
-            fits = [
+            matches = [
                 i
                 for i in later
                 if drafts[i] == after[at]
                 or (self.subset and all(d in (self.mask, a) for d, a in zip(drafts[i], after[at], strict=True)))
             ]
-            if not fits:
+            if not matches:
                 return [*path, (after[at], at)]
-            path += [(drafts[i], at) for i in range(at + 1, fits[-1] + 1)]
-            at = fits[-1]
+            path += [(drafts[i], at) for i in range(at + 1, matches[-1] + 1)]
+            at = matches[-1]
 
     def decode(self, prompt: list[int], new: int, size: int) -> dict[str, Any]:
         row, length = prompt + [self.mask] * new, len(prompt) + new
@@ -643,7 +654,7 @@ class FreeDaveLoop:
                     row, steps, carried = after, steps + 1, reads[number]
                     first = next((i for i in block if row[i] in (self.mask, self.end)), None)
                     if first is not None and row[first] == self.end:
-                        beyond = len(path) - number - 1  # steps that would stand, had the text not ended
+                        beyond = len(path) - number - 1  # accepted steps after the end token
                         return self.ended(commits, steps, row, first + 1, True) | {"beyond": beyond}
                     if all(row[i] != self.mask for i in block):
                         break
@@ -662,7 +673,7 @@ class FreeDaveLoop:
 
 
 def decided_share(decided: list[bool], at: int, sigma: float) -> float:
-    """The share of a kernel around `at` that has been decided; beyond the row, as its ends say."""
+    """Gaussian-weighted share of decided positions around `at`; past the end, the last position repeats."""
     reach, share, total = math.ceil(6 * sigma), 0.0, 0.0
     for j in range(at - reach, at + reach + 1):
         weight = math.exp(-((j - at) ** 2) / (2 * sigma**2))
@@ -674,7 +685,7 @@ def decided_share(decided: list[bool], at: int, sigma: float) -> float:
 def d2_positions(
     state: Any, row: int, sure: dict[int, float], last: set[int], k: int, sigma: float, w: int
 ) -> set[int]:
-    """What a step after the first evaluates of a row, from the paper's rule."""
+    """The positions of a row that a later step evaluates, by D2Cache's rule."""
     canvas, length = state.canvas[row].tolist(), int(state.length[row])
     canvas, start, end = canvas[:length], int(state.block_start[row]), int(state.block_end[row])
     masks = [p for p in range(length) if canvas[p] == MASK]

@@ -1,4 +1,4 @@
-"""Samplers of pictures, one picture and one token or position at a time."""
+"""Image samplers that handle one image, and one token or position at a time."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from paradec.samplers.distributions import filtered_distribution
 def distilled_stage(
     model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Tensor, num_kept: int, split: int
 ) -> Tensor:
-    """One call of a student for one picture, token by token: x, noise [N, C] -> [N, C]."""
+    """One call of a distilled student for one image, token by token: x, noise [N, C] -> [N, C]."""
     inputs = torch.cat((x[:num_kept], noise[num_kept:])).unsqueeze(0)
     continuous, logits = (vectors[0] for vectors in model.module(torch.tensor([label]), inputs, num_kept))
     codes, vectors = model.codes(), []
@@ -31,10 +31,11 @@ def distilled_stage(
 
 
 def groups_of_one(model: LPDModel, label: int, codes: Tensor, order: Tensor, scale: float, grows: bool) -> Tensor:
-    """[S, V] guided logits of each rank, given the codes of lower ranks: groups of one in a call, as in training."""
+    """Guided logits [S, V] of each rank given the codes of lower ranks, in one call with groups of one, as in
+    training. grows: whether the guidance scale grows linearly from 1."""
     size, none = order.shape[0], model.module.config.num_classes
     conditional, unconditional = (
-        model.module(codes[None], torch.tensor([of]), order[None], (1,) * size)[0] for of in (label, none)
+        model.module(codes[None], torch.tensor([c]), order[None], (1,) * size)[0] for c in (label, none)
     )
     scales = (
         1 + (scale - 1) * torch.arange(size, dtype=conditional.dtype) / size if grows else torch.full((size,), scale)
@@ -45,7 +46,7 @@ def groups_of_one(model: LPDModel, label: int, codes: Tensor, order: Tensor, sca
 def one_position_a_call(
     model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool
 ) -> Tensor:
-    """One position a step, each with the noise of its place."""
+    """Sample one position per step, with the noise of its cell."""
     codes, count = torch.zeros(len(order), dtype=torch.int64), model.facts.vocab_size
     for rank, cell in enumerate(order.tolist()):
         logits = groups_of_one(model, label, codes, order, request.guidance_scale, grows)[rank]
@@ -65,7 +66,7 @@ def density(y: list[float], mean: Tensor, std: Tensor) -> float:
 def cspd_token(
     token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
 ) -> tuple[list[float], bool]:
-    """One token of the mended rule, by its formulas: its value, and whether the draft was accepted."""
+    """One token of the corrected CSPD rule: its value, and whether the draft was accepted."""
     x, (mq, sq), (mp, sp) = (
         draft.mean[token].tolist(),
         *((distribution.mean[token], distribution.std[token]) for distribution in (draft, target)),
@@ -75,9 +76,9 @@ def cspd_token(
     if ratio > u:
         return x, True
     for number in range(rounds):
-        noise, again = redraw(number, torch.tensor([token]))
+        noise, uniform = redraw(number, torch.tensor([token]))
         y = (mp + sp * noise[0]).tolist()
         p, q = density(y, mp, sp), density(y, mq, sq)
-        if again.item() < max(p - q / sigma, 0) / p:
+        if uniform.item() < max(p - q / sigma, 0) / p:
             return y, False
     return mp.tolist(), False

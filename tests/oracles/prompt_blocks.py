@@ -1,4 +1,4 @@
-"""Prompts that are evaluated in blocks, by a plain loop."""
+"""Block-causal decoding after a bidirectional prompt, as a plain loop."""
 
 from typing import Any
 
@@ -11,19 +11,21 @@ BLOCK = 4
 
 
 def plain_logits(model: Model, ids: list[int], prompt: int) -> Tensor:
-    """[L, V]: row i is of token i. The prompt sees itself, a block what is before it and itself."""
+    """Logits [L, V]; row i predicts token i. The prompt sees the prompt; a block sees itself and everything before."""
     size = len(ids)
     block = [-1 if i < prompt else (i - prompt) // BLOCK for i in range(size)]
     mask = torch.tensor([[block[q] >= block[k] for k in range(size)] for q in range(size)])[None, None]
     with torch.no_grad():
-        # the module's own attention is causal unless a mask of four dimensions says otherwise
+        # the module's attention is causal without a four-dimensional mask
         logits = model.module(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
     return torch.cat((logits[:1], logits[:-1])) if model.facts.shift else logits
 
 
 def plain_loop(model: Model, prompt: list[int], new: int, threshold: float, add: float) -> list[list[tuple[int, int]]]:
-    """D2F's loop of one row: what each forward commits. Blocks open one by one; every open one commits what passes, and
-    the first one its best where nothing does."""
+    """D2F's loop for one row: the (position, token) pairs that each forward commits.
+
+    Every open block commits positions above the threshold; the first unfinished block commits at least its best
+    position. The next block opens when the share `add` of the last one is decided."""
     mask = model.facts.mask_id
     ids = [*prompt, *[mask] * (-(-new // BLOCK) * BLOCK)]
     first, opened, calls = len(prompt), 1, []
@@ -36,9 +38,9 @@ def plain_loop(model: Model, prompt: list[int], new: int, threshold: float, add:
         p[:, mask] = -torch.inf
         sure, token = p.softmax(-1).max(-1)
         chosen = {i for block in range(opened) for i in cells(block) if sure[i] >= threshold}
-        own = next(cells(block) for block in range(opened) if cells(block))
-        if not chosen & set(own):
-            chosen.add(max(own, key=lambda i: (float(sure[i]), -i)))
+        first_masks = next(cells(block) for block in range(opened) if cells(block))
+        if not chosen & set(first_masks):
+            chosen.add(max(first_masks, key=lambda i: (float(sure[i]), -i)))
         calls.append([(i, int(token[i])) for i in sorted(chosen)])
         for i in chosen:
             ids[i] = int(token[i])
@@ -49,5 +51,6 @@ def plain_loop(model: Model, prompt: list[int], new: int, threshold: float, add:
 
 
 def commits(out: Any, row: int) -> list[list[tuple[int, int]]]:
-    found = [sorted(entry[1:3] for entry in step.commits if entry[0] == row) for step in out.trace.steps]
-    return [entries for entries in found if entries]
+    """The sorted (position, token) pairs of each step of a row's trace, without idle steps."""
+    steps = [sorted(entry[1:3] for entry in step.commits if entry[0] == row) for step in out.trace.steps]
+    return [entries for entries in steps if entries]

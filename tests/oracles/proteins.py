@@ -1,4 +1,4 @@
-"""Proteins, one residue a call in a row's order."""
+"""Protein design with one residue per call, in a fixed order."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from paradec.samplers.distributions import token_distribution
 
 
 def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], place: int) -> Tensor:
-    """[V]: what the model says of a residue, given those decided, in this order."""
+    """Logits [V] of the residue at `place`, conditioned on the residues `decided`, in this order."""
     structure, letters = row[0] - len(LETTERS) - 1, torch.tensor(row[1:])
     rank = torch.full_like(letters, len(row))
     rank[decided] = torch.arange(len(decided))
@@ -23,7 +23,7 @@ def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], pla
 
 
 def sequential(model: Any, row: list[int], order: list[int], key: Tensor, request: Request) -> tuple[list[int], float]:
-    """One residue a step, each with the noise of its position; and the design's log-probability."""
+    """Sample one residue per step with its position's noise; return the row and its log-probability."""
     row, total = list(row), 0.0
     decided = [place for place, token in enumerate(row[1:]) if token != MASK_ID]
     for place in (place for place in order if row[1 + place] == MASK_ID):

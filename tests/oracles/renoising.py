@@ -1,5 +1,6 @@
-"""A row on canvases of noise, decoded by a plain loop over transformers' own module: no store, no batch, all logits fed
-back. Draws are those of `paradec.core.rng` under the streams that the sampler documents."""
+"""Uniform diffusion of one row as a plain loop over the module of transformers, without store or batch.
+
+All logits are fed back. Random numbers come from `paradec.core.rng`, with the streams that the sampler documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +29,10 @@ def entropy_bound(bound: float) -> Keep:
     return keep
 
 
-def threshold(least: float) -> Keep:
+def threshold(min_confidence: float) -> Keep:
     def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
         best = distribution.amax(-1).masked_fill(~free, -1)
-        kept = best >= least
+        kept = best >= min_confidence
         kept[best.argmax()] = True
         return kept & free
 
@@ -65,22 +66,25 @@ def row(
     ends: tuple[int, ...] = (),
     cut: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> tuple[list[int], list[int]]:
-    """What stands after and in the holes (-1) of a prompt, prompt included, up to `new` tokens after it; and the
-    steps of each canvas. `cut` excludes tokens from tempered logits [C, V]."""
+    """Decode one row: fill the holes (-1) of a prompt and add up to `new` tokens.
+
+    keep: selects the positions that a step keeps; the others are noised again. cut: excludes tokens from tempered
+    logits [C, V]. Returns prompt and answer, and the number of steps of each canvas.
+    """
     size, vocab = module.config.canvas_length, module.config.text_config.vocab_size
     keys = torch.as_tensor(row_keys([seed], [prompt]))
     end = len(prompt) + new
     tokens = [*prompt, *[-1] * (new + size)]
-    given = torch.tensor(tokens) >= 0
-    taken, counts = 0, []
+    is_prompt = torch.tensor(tokens) >= 0
+    total_steps, counts = 0, []
 
     def number(at: Tensor, stream: int) -> Tensor:
-        return rng.uniform(keys, torch.tensor([taken]), at.unsqueeze(0), 1, stream)[0, :, 0]
+        return rng.uniform(keys, torch.tensor([total_steps]), at.unsqueeze(0), 1, stream)[0, :, 0]
 
     while -1 in tokens[:end]:
         start = tokens.index(-1)
         at = torch.arange(start, start + size)
-        pinned, fixed = given[at], torch.tensor(tokens)[at]
+        pinned, fixed = is_prompt[at], torch.tensor(tokens)[at]
         cached = cache_keyword(module, DynamicCache(config=module.config.text_config))
         context = torch.tensor([tokens[:start]])
         noisy = torch.where(pinned, fixed, (number(at, 4) * vocab).long())
@@ -88,8 +92,8 @@ def row(
         for step in range(1, steps + 1):
             if step == 1:
                 module.model.encoder(input_ids=context, attention_mask=causal(module, start), **cached)
-            # of what was given nothing is fed back
-            fed = module.model.decoder.self_conditioning.register_forward_pre_hook(
+            # no logits are fed back at prompt positions
+            hook = module.model.decoder.self_conditioning.register_forward_pre_hook(
                 lambda part, args, free=~pinned: (args[0], args[1] * free.unsqueeze(-1))
             )
             out = module(
@@ -99,7 +103,7 @@ def row(
                 self_conditioning_mask=None,
                 decoder_position_ids=at.unsqueeze(0),
             ).logits[0]
-            fed.remove()
+            hook.remove()
             heat = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
             tempered = cut(out / heat)
             distribution = tempered.double().softmax(-1)
@@ -110,7 +114,7 @@ def row(
             noise = (number(at, 5) * vocab).long()
             noisy = torch.where(pinned, fixed, torch.where(kept, drawn, noise))
             same = same + 1 if before is not None and torch.equal(best, before) else 0
-            before, logits, taken = best, tempered.to(module.dtype).unsqueeze(0), taken + 1
+            before, logits, total_steps = best, tempered.to(module.dtype).unsqueeze(0), total_steps + 1
             mean = torch.special.entr(distribution).sum(-1)[~pinned].mean()
             if stability is not None and same >= stability and mean < confidence:
                 break
@@ -123,7 +127,7 @@ def row(
 
 
 def causal(module: Any, length: int) -> dict[str, Tensor]:
-    """What the encoder's two kinds of layer see of a whole prompt."""
+    """Attention masks over the prompt for the encoder's two layer types."""
     q, k = torch.arange(length).unsqueeze(1), torch.arange(length)
     window = module.config.text_config.sliding_window
     full = (k <= q)[None, None]

@@ -1,4 +1,4 @@
-"""Log-probabilities of rollouts, each row and state by itself through the module."""
+"""Log-probabilities of rollouts, with one module call per row and state."""
 
 import math
 
@@ -11,39 +11,41 @@ from paradec.models.adapter import Model
 
 
 def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: float = 1.0) -> Tensor:
-    """Every step of every row by itself, through the module, with a mask of its own."""
+    """Log-probabilities of a masked rollout, with one module call and attention mask per row and step.
+
+    shrink: number of consecutive steps of a block that are replayed in one call."""
     facts, scale = model.facts, rollout.settings.get("guidance_scale", 1.0)
     logp = torch.full(rollout.tokens.shape, math.nan, dtype=torch.float64)
     for row, length in enumerate(rollout.length.tolist()):
         steps, tokens = rollout.step_map[row, :length].tolist(), rollout.tokens[row, :length]
-        blocks = [place // facts.block_length if facts.block_length else 0 for place in range(length)]
+        blocks = [position // facts.block_length if facts.block_length else 0 for position in range(length)]
         first = list(steps)
         for block in set(blocks):
-            block_steps = sorted({step for step, of in zip(steps, blocks, strict=True) if of == block and step >= 0})
+            block_steps = sorted({step for step, b in zip(steps, blocks, strict=True) if b == block and step >= 0})
             first = [
-                block_steps[block_steps.index(step) // shrink * shrink] if of == block and step >= 0 else was
-                for step, of, was in zip(steps, blocks, first, strict=True)
+                block_steps[block_steps.index(step) // shrink * shrink] if b == block and step >= 0 else unchanged
+                for step, b, unchanged in zip(steps, blocks, first, strict=True)
             ]
         sees = torch.tensor(blocks)[:, None] >= torch.tensor(blocks) if facts.block_length else everything(length)
         for step in {step for step in first if step >= 0}:
-            there = torch.tensor([-1 <= other < step for other in first])
+            decided = torch.tensor([-1 <= other < step for other in first])
             branches = []
-            for is_shown in (there, there & (torch.tensor(steps) >= 0)):
-                ids = torch.where(is_shown, tokens, facts.mask_id)[None]
+            for is_visible in (decided, decided & (torch.tensor(steps) >= 0)):  # guidance hides the prompt
+                ids = torch.where(is_visible, tokens, facts.mask_id)[None]
                 with torch.no_grad():
                     branches.append(
                         model.module(ids, attention_mask=sees.view(1, 1, length, length)).logits[0].double()
                     )
             logits = branches[0] if scale == 1 else branches[1] + scale * (branches[0] - branches[1])
             logits[:, rollout.suppressed[row]] = -math.inf
-            for place in (place for place in range(length) if first[place] == step):
-                at = max(place - facts.shift, 0)
-                logp[row, place] = (logits[at] / temperature).log_softmax(-1)[tokens[place]]
+            for position in (position for position in range(length) if first[position] == step):
+                at = max(position - facts.shift, 0)
+                logp[row, position] = (logits[at] / temperature).log_softmax(-1)[tokens[position]]
     return logp
 
 
 def writes_logp(model: Model, rollout: Rollout, joined: bool) -> Tensor:
-    """Every write in the canvas of its step, or of the first that writes, through the module."""
+    """Log-probability of every write, given the canvas before its step; with `joined`, before the first write."""
     logp, facts = torch.full((len(rollout.writes),), math.nan, dtype=torch.float64), model.facts
     for row, length in enumerate(rollout.length.tolist()):
         canvas = rollout.tokens[row, :length].masked_fill(rollout.step_map[row, :length] != -1, facts.mask_id)
@@ -56,15 +58,15 @@ def writes_logp(model: Model, rollout: Rollout, joined: bool) -> Tensor:
                     logits = model.module(canvas[None], attention_mask=sees.view(1, 1, length, length)).logits[0]
                 logits[:, rollout.suppressed[row]] = -math.inf
             for number in writes[rollout.writes[writes, 1] == step].tolist():
-                place, token = rollout.writes[number, 2:].tolist()
+                position, token = rollout.writes[number, 2:].tolist()
                 if not rollout.writes_logp[number].isnan():
-                    logp[number] = logits[place].log_softmax(-1)[token]
-                canvas[place] = token
+                    logp[number] = logits[position].log_softmax(-1)[token]
+                canvas[position] = token
     return logp
 
 
 def causal_logp(model: Model, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
-    """Each row by itself, through the module."""
+    """Log-probabilities of a causal rollout, with one module call per row and guidance branch."""
     logp, scale = torch.full_like(rollout.logp, torch.nan), rollout.settings.get("guidance_scale", 1.0)
     for row, begin in enumerate(rollout.prompt_length.tolist()):
         tokens = rollout.tokens[row, : begin + int(rollout.decided[row].sum())]

@@ -15,7 +15,7 @@ from torch import Tensor
 import paradec
 from paradec.models.adapter import Model
 
-# part of a block -> its name in the file
+# part of a transformer block -> its name in the file
 LLADA_PARTS = {
     "attn_norm": "attn_norm", "mlp_norm": "ff_norm", "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "attn_out",
     "gate": "ff_proj", "up": "up_proj", "down": "ff_out",
@@ -84,12 +84,12 @@ def write_checkpoint(folder: Path, config: Any, weights: dict[str, Tensor] | Non
 
 
 def changed(config: dict[str, Any], /, **fields: Any) -> dict[str, Any]:
-    """The config with other values; `...` takes a field out."""
+    """The config with changed fields. The value `...` removes a field."""
     return {name: value for name, value in (config | fields).items() if value is not ...}
 
 
 def logits(model: Any, ids: list[int]) -> Tensor:
-    """[L, V] logits of one row, as the module that was loaded computes them."""
+    """Logits [L, V] of one row, computed by the loaded module itself."""
     with torch.inference_mode():
         return model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
@@ -98,6 +98,7 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 19]
 
 
 def shard(folder: Path, to: Path) -> dict[str, str]:
+    """Copy a checkpoint with its weights in two files; return the map from weight to file."""
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns("model.safetensors"))
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
@@ -117,7 +118,7 @@ def write_index(folder: Path, weight_map: Any) -> None:
 
 FAMILY_BLOCK = 4
 FAMILY_WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "mask", *(f"w{index}" for index in range(28))]
-"""A vocabulary of 32; the family's name of the mask stands at 3."""
+"""A vocabulary of 32; entry 3 becomes the family's mask token."""
 FAMILY_SIZES = {
     "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "max_position_embeddings": 64, "rope_theta": 1000000, "rope_scaling": None,
@@ -125,7 +126,7 @@ FAMILY_SIZES = {
     "max_window_layers": 28, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": False,
     "torch_dtype": "float32",
 }  # fmt: skip
-# config.json of JetLM/SDAR-1.7B-Chat but for the sizes
+# config.json of JetLM/SDAR-1.7B-Chat with smaller sizes
 SDAR = FAMILY_SIZES | {
     "model_type": "sdar",
     "architectures": ["SDARForCausalLM"],
@@ -191,7 +192,7 @@ def family_weights(family: str, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
-    """tokenizer.json and tokenizer_config.json as a checkpoint ships them, with a chat template beside them."""
+    """Write a checkpoint's tokenizer.json, tokenizer_config.json and chat template. mask: text of the mask token."""
     words = [mask if word == "mask" else word for word in FAMILY_WORDS]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     table = {
@@ -214,7 +215,7 @@ def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
 
 
 def write_family(folder: Path, family: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
-    """A checkpoint folder in the published format, with remote code that must not run."""
+    """Write a checkpoint folder in the published format, with remote code that must not run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(changed(CONFIGS[family], **fields)))
     save_file(family_weights(family, CONFIGS[family]) if weights is None else weights, folder / "model.safetensors")
@@ -235,7 +236,7 @@ def moe_forwards(name: str | Path) -> dict[str, Any]:
 
 
 def moe_format(name: str | Path) -> str:
-    """Which format a checkpoint is in, by the name of tests/golden's."""
+    """The format of a checkpoint: the name of the packaged checkpoint (`MOE_NAMES`) in the same format."""
     kind = read_head(MOE / name / "config.json")["model_type"]
     return {"llada2_moe": "llada2-tiny", "llada": "llada-moe-tiny", "sdar_moe": "sdar-moe-tiny"}[kind]
 
@@ -249,16 +250,16 @@ def moe_facts(name: str | Path) -> dict[str, Any]:
 def golden_moe(
     name: str | Path, dtype: str = "float32", block_length: int | None = None, mask_token_id: int | None = None
 ) -> Model:
-    """A model that tests share. block_length, mask_token_id: other ones than `forwards.json` states."""
+    """A shared model. block_length, mask_token_id: replace the values in `forwards.json`."""
     return _load_moe(MOE / name, dtype, block_length, mask_token_id)
 
 
 @functools.cache
 def _load_moe(folder: Path, dtype: str, block_length: int | None, mask_token_id: int | None) -> Model:
-    stated = {"block_length": block_length, "mask_token_id": mask_token_id}
+    replaced = {"block_length": block_length, "mask_token_id": mask_token_id}
     facts = moe_facts(folder) if (folder / "forwards.json").exists() else {}
     return paradec.load(
-        folder, dtype=dtype, **facts | {name: value for name, value in stated.items() if value is not None}
+        folder, dtype=dtype, **facts | {name: value for name, value in replaced.items() if value is not None}
     )
 
 
@@ -318,9 +319,9 @@ def small_weights(name: str, config: dict[str, Any]) -> dict[str, Tensor]:
             shapes |= {f"{place}mlp.{part}{half}_proj.weight": (rows, hidden) for half in ("gate", "up")}
             shapes[f"{place}mlp.{part}down_proj.weight"] = (hidden, rows)
     generator = torch.Generator().manual_seed(0)
-    found = {
+    weights = {
         key: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64) + ("norm" in key)
         for key, shape in shapes.items()
     }
-    # transformers keeps these in float32 whatever the others are in
-    return {key: value.float() if key.endswith("expert_bias") else value for key, value in found.items()}
+    # transformers keeps expert biases in float32 whatever the model's dtype
+    return {key: value.float() if key.endswith("expert_bias") else value for key, value in weights.items()}

@@ -16,23 +16,25 @@ from paradec import cli
 
 
 def run(*arguments: object, stdin: str | bytes | None = None) -> Any:
+    """Run the command and return its result: exit code, stdout and stderr."""
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], input=stdin)
 
 
 def ok(*arguments: object, stdin: str | bytes | None = None) -> str:
+    """Run the command, assert that it succeeds without warnings, and return its output."""
     result = run(*arguments, stdin=stdin)
     assert (result.exit_code, result.stderr) == (0, ""), result.output
     return result.stdout
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """The command as a process. A shell's background job ignores interrupts; it does not."""
+    """Start the command as a process that SIGINT interrupts, even if this process ignores SIGINT."""
     root = Path(paradec.__file__).parent.parent
     options.setdefault("args", [sys.executable, "-m", "paradec", *map(str, arguments)])
-    there = os.environ | {"PYTHONPATH": str(root)} | options.pop("env", {})
+    environment = os.environ | {"PYTHONPATH": str(root)} | options.pop("env", {})
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        **options, **streams, env=there, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        **options, **streams, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     )
 
 
@@ -47,6 +49,7 @@ def interrupts() -> Iterator[None]:
 
 
 def refused(*arguments: object) -> str:
+    """Run the command, assert that it fails with a usage error of one line, and return the error."""
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Combinations of parameters, samplers that fit a model, batches stepped by hand, threads, and refusals."""
+"""Helpers of decoding tests: combinations of parameters, supported requests, batches, threads and errors."""
 
 import itertools
 import math
@@ -25,14 +25,14 @@ from paradec.samplers.masked.view import Needs
 from paradec.samplers.statistics import top_by_rank
 
 UNREADY = {"learn2pd"}
-"""They need something that was trained for the model."""
+"""Samplers that need a component trained for the model."""
 MASKED = [
     name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked" and name not in UNREADY
 ]
 
 
 def covering(*parameters: Iterable[Any]) -> list[Any]:
-    """The product of the values of several parameters, marked `further` but for a few that hold every value."""
+    """All combinations of several parameters' values. All except a few that cover every value are marked `further`."""
     columns = [list(values) for values in parameters]
     default = {tuple(row % len(column) for column in columns) for row in range(max(map(len, columns)))}
     return [
@@ -45,7 +45,7 @@ def covering(*parameters: Iterable[Any]) -> list[Any]:
 
 
 def fits(name: str, model: Model) -> bool:
-    """Whether the model can give what the sampler needs: calls with `mask_probes`, or a topology."""
+    """Whether the model supports the sampler: its topology, mask probes, deletions."""
     needs = getattr(paradec.samplers.get(name), "needs", Needs())
     if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False
@@ -53,13 +53,13 @@ def fits(name: str, model: Model) -> bool:
 
 
 def topology_of(name: str) -> str:
-    """The topology of models that a sampler is tested with: bidirectional, where it takes these."""
+    """The topology that a sampler is tested with: bidirectional if the sampler supports it, else its first."""
     topologies = paradec.samplers.get(name).needs.topologies
     return "bidirectional" if not topologies or "bidirectional" in topologies else topologies[0]
 
 
 def facts_of(name: str, block_length: int) -> dict[str, object]:
-    """The facts of a model of that topology, beside its defaults."""
+    """Arguments of `paradec.wrap` for a model that the sampler supports."""
     topology = topology_of(name)
     if topology == "bidirectional":
         return {}
@@ -67,7 +67,7 @@ def facts_of(name: str, block_length: int) -> dict[str, object]:
 
 
 def supported(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """What of a request the sampler, or the one of that name, takes: some are for temperature 0."""
+    """The request without the fields that the sampler (an object or a name) does not support."""
     method = paradec.samplers.create(sampler) if isinstance(sampler, str) else sampler
     return {key: value for key, value in request.items() if key not in method.unsupported}
 
@@ -76,9 +76,10 @@ INF = math.inf
 
 
 def view_of(scores: Tensor) -> View:
-    """A view of scores [R, W] whose candidates are those above -inf."""
+    """A view of scores [R, W]; positions above -inf are the candidates. Fields for memory, schedule and draws are
+    None."""
     rows, width = scores.shape
-    seen = {
+    used_fields = {
         "scores": scores,
         "candidates": scores > -INF,
         "tokens": torch.zeros(rows, width, dtype=torch.int64),
@@ -86,21 +87,20 @@ def view_of(scores: Tensor) -> View:
         "quantities": {"confidence": scores},
         "top": top_by_rank,
     }
-    # of the rest a rule without memory, schedule and draws has no use
-    return View(**{field.name: None for field in fields(View)} | seen)
+    return View(**{field.name: None for field in fields(View)} | used_fields)
 
 
 def by_trace(output: Any, mask: int = MASK) -> list[dict[int, tuple[int, int]]]:
-    """Of each row, token and step by position: what the trace says was written last, and not taken back."""
-    found: list[dict[int, tuple[int, int]]] = [{} for _ in output.trace.canvas]
-    steps = [0] * len(found)
+    """By row: position -> (token, step) of the last write in the trace, without positions that were remasked."""
+    last_writes: list[dict[int, tuple[int, int]]] = [{} for _ in output.trace.canvas]
+    steps = [0] * len(last_writes)
     for step in output.trace.steps:
         for row, position, token, _ in step.commits:
-            found[row][position] = (token, steps[row])
+            last_writes[row][position] = (token, steps[row])
             if token == mask:
-                del found[row][position]
+                del last_writes[row][position]
         steps = [count + (evaluated > 0) for count, evaluated in zip(steps, step.forwarded, strict=True)]
-    return found
+    return last_writes
 
 
 def assert_same(a: Rollout, b: Rollout) -> None:
@@ -112,7 +112,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 
 
 def assert_replayed(model: Model, rollout: Rollout, atol: float = 1e-10, **how: Any) -> None:
-    """What `paradec.replay` finds is what was recorded."""
+    """Assert that `paradec.replay` computes the recorded log-probabilities."""
     with torch.no_grad():
         replayed = paradec.replay(model, rollout, **how).double()
     torch.testing.assert_close(replayed, rollout.logp, equal_nan=True, rtol=0, atol=atol)
@@ -123,6 +123,7 @@ REQUEST: dict[str, Any] = {"max_new_tokens": 6, "block_length": 3, "temperature"
 
 
 def drain(batch: Batch) -> list[Ticket]:
+    """Step a batch until it is empty; return the tickets of its requests in the order in which they ended."""
     ended = []
     while batch.occupied or batch.waiting:
         ended += batch.step()
@@ -135,6 +136,8 @@ def ticket_ids(ticket: Ticket) -> list[int]:
 
 
 class Recorder:
+    """A streamer that records the ids of one row."""
+
     def __init__(self) -> None:
         self.pieces: list[list[int]] = []
         self.drafts: list[list[int]] = []
@@ -152,6 +155,8 @@ class Recorder:
 
 
 class TensorRecorder:
+    """A streamer that records every tensor."""
+
     def __init__(self) -> None:
         self.puts: list[Tensor] = []
         self.ends = 0
@@ -165,33 +170,31 @@ class TensorRecorder:
 
 
 class Failing:
-    """A model that raises `error`, or returns NaN, for rows with a token or after some calls."""
+    """A model that returns NaN for rows with `token`. With `error`, such a row, or the call after `calls`, raises."""
 
     def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
-        self.model, self.token, self.left, self.error = model, token, calls, error
+        self.model, self.token, self.calls_left, self.error = model, token, calls, error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)
 
     def __call__(self, query: Any, *store: Any) -> Tensor:
-        self.left -= 1
-        if self.left == -1 and self.error is not None:
+        self.calls_left -= 1
+        if self.calls_left == -1 and self.error is not None:
             raise self.error
         poisoned = (query.tokens == self.token).any(1)
         if poisoned.any() and self.error is not None:
             raise self.error
-        if store and poisoned.any():  # what it writes is no better
-            found = self.model(query, *store)
+        logits = self.model(query, *store)
+        if store and poisoned.any():
             for layers in (store[0].layer_keys, store[0].layer_values):
                 for tensor in layers.values():
                     tensor[query.store_rows[poisoned]] = torch.nan
-        else:
-            found = self.model(query, *store)
-        return found.masked_fill(poisoned.view(-1, 1, 1), torch.nan)
+        return logits.masked_fill(poisoned.view(-1, 1, 1), torch.nan)
 
 
 def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Every list, array and tensor below a state, by path."""
+    """Yield every list, array and tensor in a nested value, with its path."""
     if isinstance(value, (list, np.ndarray, Tensor)):
         yield path, value
     if isinstance(value, dict):
@@ -208,14 +211,14 @@ def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def state_values(state: Any) -> dict[str, Any]:
-    """All that may change in a state but its stores, whose entries calls write, and what it derives and caches."""
+    """The mutable fields of a state, except stores (calls write into them) and cached properties."""
     fixed = {"request", "facts", "store", "after"}
     fixed |= {name for name in vars(state) if isinstance(getattr(type(state), name, None), cached_property)}
     return {name: value for name, value in vars(state).items() if name not in fixed}
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two values are equal, with all tensors, arrays and generators below them."""
+    """Whether two values are equal, nested tensors, arrays and generators included."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, np.ndarray):
@@ -232,16 +235,16 @@ def same_values(a: Any, b: Any) -> bool:
 
 
 def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions give that begin at once, each in a thread of its own: results, or exceptions."""
-    found: list[Any] = [None] * len(functions)
+    """Run functions at the same time, each in its own thread; return their results or exceptions."""
+    results: list[Any] = [None] * len(functions)
     barrier = threading.Barrier(len(functions))
 
     def start(i: int) -> None:
         barrier.wait()
         try:
-            found[i] = functions[i]()
+            results[i] = functions[i]()
         except BaseException as error:
-            found[i] = error
+            results[i] = error
 
     threads = [threading.Thread(target=start, args=(i,)) for i in range(len(functions))]
     for thread in threads:
@@ -249,11 +252,11 @@ def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive(), "a thread hangs"
-    return found
+    return results
 
 
 def refuses(call: Callable[[], Any], message: str, error: Any = ValueError) -> str:
-    """The text of the error that the call raises, in which `message` is found."""
+    """Assert that the call raises `error` with a text that matches `message`; return the text."""
     with pytest.raises(error, match=message) as raised:
         call()
     return str(raised.value)

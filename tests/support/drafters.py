@@ -1,4 +1,4 @@
-"""Drafters in the format of EAGLE, models whose distributions are known, and the loop that they are held against."""
+"""Drafters in EAGLE's format, models with known distributions, and tests of the sampled distributions."""
 
 import itertools
 import json
@@ -71,6 +71,7 @@ def write_eagle(
 
 
 def answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
+    """The new tokens of each row, and the final state."""
     state = sampler.start(model, prompt, **request)
     decode(sampler, model, state)
     spans = zip(state.canvas.tolist(), state.prompt_length, state.end, strict=True)
@@ -81,26 +82,26 @@ ROWS, NEW = 2000, 3
 
 
 def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
-    """Two prompts of different lengths side by side, each against the enumeration of all answers."""
+    """P-values of the answers to two prompts in one batch, against the probabilities of all possible answers."""
     guided = request.get("guidance_scale", 1) != 1
     rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
     if guided:
         request["negative_prompt"] = Prompts([NEGATIVE[:2][i % 2] for i in range(2 * ROWS)], False, [0] * len(rows))
     state = sampler.start(base, Prompts(rows, False, [0] * len(rows)), seed=len(request), max_new_tokens=NEW, **request)
     decode(sampler, base, state)
-    found = state.canvas.gather(1, torch.as_tensor(state.prompt_length)[:, None] + torch.arange(NEW))
-    every = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW)))
+    answer_ids = state.canvas.gather(1, torch.as_tensor(state.prompt_length)[:, None] + torch.arange(NEW))
+    possible = torch.tensor(list(itertools.product(range(VOCAB), repeat=NEW)))
     values = []
     for first in range(2):
         logits = []
         for prompt in (PROMPTS[first], NEGATIVE[first]):
-            ids = torch.cat((torch.tensor(prompt).expand(len(every), -1), every), 1)
+            ids = torch.cat((torch.tensor(prompt).expand(len(possible), -1), possible), 1)
             logits.append(base.module(ids).logits[:, len(prompt) - 1 : -1])
         mixed = logits[1] + request["guidance_scale"] * (logits[0] - logits[1]) if guided else logits[0]
         settings = {name: value for name, value in request.items() if name != "negative_prompt"}
-        distribution = probability(token_distribution(mixed, Request(**{"temperature": 1.0} | settings)), every).prod(1)
-        counts = exactness.counted(found[first::2], every, VOCAB)
-        values.append(exactness.p_value(counts, distribution.detach().numpy()))
+        tokens = token_distribution(mixed, Request(**{"temperature": 1.0} | settings))
+        counts = exactness.counted(answer_ids[first::2], possible, VOCAB)
+        values.append(exactness.p_value(counts, probability(tokens, possible).prod(1).detach().numpy()))
     return values
 
 
@@ -109,7 +110,7 @@ GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
 
 
 class Recording:
-    """Passes everything on to a table model and notes the drafts that are evaluated."""
+    """A table model that records the drafts it evaluates."""
 
     def __init__(self) -> None:
         self.model, self.calls = TableModel.random(10, seed=4), []
@@ -125,14 +126,14 @@ class Recording:
 def drafts_after(
     drafter: Any, base: Model, ids: Tensor, case: dict[str, Any], window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Drafts [n] and their q [n, V] after the token at `anchor`. window: of drafters that draft token by token."""
+    """Drafts [n] and their q [n, V] after the token at `anchor`. window: set for drafters that draft token by token."""
     settings = {} if window is None else {"window": window}
     anchor, sampler = case["anchor"], paradec.samplers.create("speculative", drafter=drafter, **settings)
     width = window or drafter.slots
     state = sampler.start(base, ids[None, :anchor], Request(max_new_tokens=width + 1, temperature=case["temperature"]))
     queries = sampler.query(state)
     outputs = [base(query, state.store) for query in queries]
-    certain = [torch.full_like(each, -1e4).index_fill(-1, ids[anchor : anchor + 1], 0.0) for each in outputs]
+    certain = [torch.full_like(logits, -1e4).index_fill(-1, ids[anchor : anchor + 1], 0.0) for logits in outputs]
     proposal = sampler.propose(state, certain, queries)
     numbers = iter(case["uniform"])
 
@@ -145,19 +146,19 @@ def drafts_after(
 
 
 def pair_p_value(
-    drafter: Any, base: Model, rows: int, kept: Sequence[int] = (1, 7, 20, 33, 45, 60), **request: Any
+    drafter: Any, base: Model, rows: int, allowed_ids: Sequence[int] = (1, 7, 20, 33, 45, 60), **request: Any
 ) -> float:
-    """Of two tokens after one prompt against the model's own distribution, with all tokens but six suppressed."""
+    """P-value of tokens 2 and 3 of the answers, against the model's distribution over the six allowed tokens."""
     prompt = [3, 14, 15]
-    request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in kept]}
+    request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in allowed_ids]}
     sampler = paradec.samplers.create("speculative", drafter=drafter)
     out = paradec.generate(base, [prompt] * rows, sampler=sampler, max_new_tokens=3, seed=5, **request)
-    found = torch.stack([row[1:] for row in out.new_tokens])
-    pairs = torch.cartesian_prod(*[torch.tensor([*kept])] * 3)
+    answer_pairs = torch.stack([row[1:] for row in out.new_tokens])
+    triples = torch.cartesian_prod(*[torch.tensor([*allowed_ids])] * 3)
     with torch.no_grad():
-        logits = base.module(torch.cat((torch.tensor(prompt).expand(len(pairs), -1), pairs), 1)).logits[:, 2:-1]
-    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor([*kept]), True)
-    p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), pairs).prod(1)
-    p = p.reshape(6, 36).sum(0)
-    pairs = torch.cartesian_prod(*[torch.tensor([*kept])] * 2)
-    return float(exactness.p_value(exactness.counted(found, pairs, 64), p.double().numpy()))
+        logits = base.module(torch.cat((torch.tensor(prompt).expand(len(triples), -1), triples), 1)).logits[:, 2:-1]
+    allowed = torch.zeros(64, dtype=torch.bool).index_fill(0, torch.tensor([*allowed_ids]), True)
+    p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), triples).prod(1)
+    p = p.reshape(6, 36).sum(0)  # over the first token
+    pairs = torch.cartesian_prod(*[torch.tensor([*allowed_ids])] * 2)
+    return float(exactness.p_value(exactness.counted(answer_pairs, pairs, 64), p.double().numpy()))

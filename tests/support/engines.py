@@ -1,4 +1,4 @@
-"""Engines that decode blocks with our algorithms: one of ten lines, and the loop of SGLang."""
+"""Inference engines that decode blocks with our algorithms: a minimal engine, and SGLang's loop."""
 
 import random
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from paradec.models.adapter import Model
 
 
 def block_logits(model: Model, ids: list[int], start: int) -> Tensor:
-    """[W, V]: what the model says of the tokens from `start` on, where nothing stands after `ids`."""
+    """Logits [W, V] that predict the tokens of `ids` from index `start` on."""
     tokens = torch.tensor([ids])
     logits = model(Query(rows=np.zeros(1, np.int64), tokens=tokens, positions=torch.arange(len(ids)).unsqueeze(0)))[0]
     return logits[(torch.arange(start, len(ids)) - model.facts.shift).clamp(min=0)]
 
 
 class HostEngine:
-    """Requests over a model: their final ids are the engine's own copy, and grow by whole blocks."""
+    """Requests over a model. The engine has a copy of their final ids, which grows by whole blocks."""
 
     def __init__(self, model: Model, hosted: Any):
         self.model, self.hosted = model, hosted
@@ -55,6 +55,8 @@ BLOCK = 4
 
 @dataclass(frozen=True)
 class Rule:
+    """A sampler under test. why: what the case covers. config: the engine's configuration."""
+
     why: str
     make: Callable[[], Any]
     config: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +99,7 @@ def forward_batch(
 
 
 class Requests:
-    """Rows of ids over a model, decoded in rounds of one forward, or of one block in the synchronous loop."""
+    """Requests decoded in rounds of one forward (asynchronous) or of one block (synchronous loop)."""
 
     def __init__(self, model: Model, prompts: dict[str, list[int]], blocks: int):
         self.model, self.blocks, self.prompts = model, blocks, prompts
@@ -106,46 +108,47 @@ class Requests:
         self.states: dict[str, Any] = dict.fromkeys(prompts)
         self.forwards = dict.fromkeys(prompts, 0)
         self.canvases: dict[str, list[list[int]]] = {name: [] for name in prompts}
-        """Everything up to the open block, whenever a step has changed it."""
+        """By request: the ids up to and including the open block, after each step that changed them."""
 
     def logits(self, batch: Any) -> Tensor:
-        """[B * W, V] of a batch. (It sees every forward, and so what the step before has written.)"""
-        found = []
+        """Logits [B * W, V] of a batch. Also records the canvas, which holds the last step's writes."""
+        batch_logits = []
         for name, row in zip(batch.rids, batch.input_ids.view(batch.batch_size, -1).tolist(), strict=True):
-            self.note(name, self.ids[name] + row)
+            self.record_canvas(name, self.ids[name] + row)
             self.forwards[name] += 1
-            found.append(block_logits(self.model, self.ids[name] + row, len(self.ids[name])))
-        return torch.cat(found)
+            batch_logits.append(block_logits(self.model, self.ids[name] + row, len(self.ids[name])))
+        return torch.cat(batch_logits)
 
-    def note(self, name: str, canvas: list[int]) -> None:
-        seen = self.canvases[name]
-        if len(canvas) > len(self.prompts[name]) and (not seen or seen[-1] != canvas):
-            self.canvases[name].append(canvas)
+    def record_canvas(self, name: str, canvas: list[int]) -> None:
+        recorded = self.canvases[name]
+        if len(canvas) > len(self.prompts[name]) and (not recorded or recorded[-1] != canvas):
+            recorded.append(canvas)
 
-    def decode(self, made: Any, runner: Callable[[Any], Any], draw: random.Random) -> None:
-        while going := [name for name in self.prompts if len(self.ids[name]) < self.blocks * BLOCK]:
-            names = [name for name in going if draw.random() < 0.7] or going
+    def decode(self, algorithm: Any, runner: Callable[[Any], Any], draw: random.Random) -> None:
+        while unfinished := [name for name in self.prompts if len(self.ids[name]) < self.blocks * BLOCK]:
+            names = [name for name in unfinished if draw.random() < 0.7] or unfinished
             starts = [len(self.ids[name]) for name in names]
             rows = []
             for name, begin in zip(names, starts, strict=True):
-                given = self.prompts[name][begin : begin + BLOCK]
-                rows.append(self.incomplete.pop(name, given + [MASK] * (BLOCK - len(given))))
+                prompt_part = self.prompts[name][begin : begin + BLOCK]
+                rows.append(self.incomplete.pop(name, prompt_part + [MASK] * (BLOCK - len(prompt_part))))
             batch = forward_batch(rows, names, starts)
-            _, _, accepted, states, _ = made.run(runner(self.logits), batch, [self.states[name] for name in names])
+            _, _, accepted, states, _ = algorithm.run(runner(self.logits), batch, [self.states[name] for name in names])
             for index, (name, row) in enumerate(zip(names, batch.input_ids.view(len(names), -1).tolist())):
                 if accepted is None or accepted[index]:
-                    self.note(name, self.ids[name] + row)
+                    self.record_canvas(name, self.ids[name] + row)
                     self.ids[name], self.states[name] = self.ids[name] + row, None
                 else:
                     self.incomplete[name], self.states[name] = row, states[index]
 
 
-def check_rule(name: str, made: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
-    """After every step the tokens are those of `paradec.generate`, with one more forward for a block that is stored."""
+def check_rule(name: str, algorithm: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
+    """Check the tokens after every step against `paradec.generate`. fdfo: asynchronous; then also check the number
+    of forwards, one more for each stored block."""
     rule, draw, blocks = RULES[name], random.Random(f"{name} {fdfo}"), 3
     prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in {"a": 3, "b": 6, "c": 4}.items()}
     requests = Requests(model, prompts, blocks)
-    requests.decode(made, runner, draw)
+    requests.decode(algorithm, runner, draw)
     for key, prompt in prompts.items():
         decoded = blocks - len(prompt) // BLOCK
         steps = {"steps": 2 * decoded} if "steps" in rule.config else {}
@@ -155,14 +158,14 @@ def check_rule(name: str, made: Any, runner: Callable[[Any], Any], model: Model,
         expected: list[list[int]] = []
         canvas = list(out.trace.canvas[0])
         for step in out.trace.steps:
-            places = [position for _, position, _, _ in step.commits]
-            stop = max(places, default=-1) // BLOCK * BLOCK + BLOCK
+            positions = [position for _, position, _, _ in step.commits]
+            stop = max(positions, default=-1) // BLOCK * BLOCK + BLOCK
             before = list(canvas)
             for _, position, token, _ in step.commits:
                 canvas[position] = token
-            for seen in (before[:stop], canvas[:stop]) if places else ():
-                expected += [seen] if not expected or expected[-1] != seen else []
+            for changed in (before[:stop], canvas[:stop]) if positions else ():
+                expected += [changed] if not expected or expected[-1] != changed else []
         assert requests.canvases[key] == expected
-        quiet = sum(not step.commits for step in out.trace.steps)
+        idle = sum(not step.commits for step in out.trace.steps)
         if fdfo:
-            assert requests.forwards[key] == out.nfe + (decoded - quiet) + len(prompt) // BLOCK
+            assert requests.forwards[key] == out.nfe + (decoded - idle) + len(prompt) // BLOCK

@@ -1,4 +1,4 @@
-"""One small model of every kind that paradec decodes with, and one short decoding of each."""
+"""One small model of every kind that paradec decodes, and one short decoding of each."""
 
 import copy
 import tempfile
@@ -96,29 +96,29 @@ def expected(kind: str, seed: int = 0) -> Tensor:
 
 
 def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
-    """What a short decoding ends with: tokens, or a latent."""
+    """Decode a few tokens or steps; return the tokens or the latent."""
     if kind == "dit":
         sampler = paradec.samplers.create("taylorseer", interval=2)
-        given = {"scheduler": DDIMScheduler(), "num_inference_steps": 6, "guidance_scale": 2.0}
-        state = sampler.start(model, noise(2, torch.float64) + seed, class_labels=[1, 2], **given, **request)
+        arguments = {"scheduler": DDIMScheduler(), "num_inference_steps": 6, "guidance_scale": 2.0}
+        state = sampler.start(model, noise(2, torch.float64) + seed, class_labels=[1, 2], **arguments, **request)
         return decode(sampler, model, state).latent
     if kind in PICTURES:
-        given = PICTURES[kind] | {"output_type": "latent", "seed": seed}
-        return paradec.generate_images(model, **(given | request)).images
+        arguments = PICTURES[kind] | {"output_type": "latent", "seed": seed}
+        return paradec.generate_images(model, **(arguments | request)).images
     if kind == CANVAS:
-        given = {"sampler": short_canvases(), "max_new_tokens": 8, "seed": seed}
-        return paradec.generate(model, ROWS, **(given | request)).new_tokens
+        arguments = {"sampler": short_canvases(), "max_new_tokens": 8, "seed": seed}
+        return paradec.generate(model, ROWS, **(arguments | request)).new_tokens
     if kind in (PROTEIN, IN_ORDER):
-        given = {"sampler": "jacobi", "temperature": 0.7, "seed": seed}
+        arguments = {"sampler": "jacobi", "temperature": 0.7, "seed": seed}
         if kind == PROTEIN:
-            given |= {"sampler": "random", "steps": 4}
-        return paradec.generate(model, designs(model), **(given | request)).sequences
-    given = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
+            arguments |= {"sampler": "random", "steps": 4}
+        return paradec.generate(model, designs(model), **(arguments | request)).sequences
+    arguments = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
     if model.facts.topology == "causal":
-        given |= {"sampler": paradec.samplers.create("sjd", window=4)}
+        arguments |= {"sampler": paradec.samplers.create("sjd", window=4)}
     elif model.supports_store:
-        given |= {"cache": "block" if kind in NEMOTRON else "dual", "block_length": 4}
-    return paradec.generate(model, ROWS, **(given | request)).new_tokens
+        arguments |= {"cache": "block" if kind in NEMOTRON else "dual", "block_length": 4}
+    return paradec.generate(model, ROWS, **(arguments | request)).new_tokens
 
 
 def designs(model: Any) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them: its fields, names, kinds and order of rows."""
+"""GGUF files with the fields, names, quantization types and row order of llama.cpp's converter."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 INTERLEAVED = ("llada", "llama")
-"""Architectures whose rows of queries and keys the converter reorders."""
+"""Architectures for which the converter reorders the rows of the query and key projections."""
 CONFIG_FIELDS = {
     "add_block_count": ("n_layers", "num_hidden_layers"),
     "add_context_length": ("max_sequence_length", "max_position_embeddings"),
@@ -35,7 +35,7 @@ CONFIG_FIELDS = {
     "add_pad_token_id": ("pad_token_id",),
     "add_bos_token_id": ("bos_token_id",),
 }
-"""Methods of the writer -> the fields of config.json, of which a checkpoint has one."""
+"""Method of the writer -> alternative names of the field in config.json."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -54,7 +54,7 @@ def separate(weight: Tensor, heads: int) -> Tensor:
 
 
 def pack(weight: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
-    """The groups of a matrix; of the kinds that the package cannot write, groups of small random numbers."""
+    """Quantize a matrix; for types that the package cannot write, return groups of small random numbers."""
     try:
         return quantize(weight.numpy(), kind)
     except NotImplementedError:
@@ -69,7 +69,7 @@ def pack(weight: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Any, size: int, pre: str) -> None:
-    """size: of the vocabulary, with unused entries."""
+    """Write the tokenizer's fields. size: entries of the vocabulary, unused ones included."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {entry["id"]: entry for entry in content["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -93,10 +93,10 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Write the checkpoint of a folder. Returns its weights as the file's numbers, under the folder's names.
+    """Write the checkpoint of a folder as GGUF. Returns the dequantized weights under the checkpoint's names.
 
-    kind: of all matrices but routers. extra: further fields of the header; tensors are added as such.
-    changes: of config.json."""
+    kind: type of all matrices except routers. extra: further header fields (arrays: further tensors).
+    changes: changed fields of config.json."""
     config = json.loads((folder / "config.json").read_text()) | changes
     rope = config.get("rope_parameters") or {}
     config |= {"rope_theta": config.get("rope_theta", rope.get("rope_theta"))}
@@ -122,7 +122,7 @@ def write_gguf(
     stacks: dict[str, list[Any]] = {}
 
     def add(names: list[str], weight: Tensor, rows: int = 0) -> None:
-        """One tensor; of several names: stacked experts. rows: heads to interleave."""
+        """Add one tensor. names: several for stacked experts. rows: number of heads to interleave, 0 for none."""
         general = re.sub(r"experts\.\d+", "experts", names[0])
         name = name_map.get_name(general, (".weight", ".bias"))
         assert name is not None, general

@@ -1,4 +1,4 @@
-"""Small models of every family of images."""
+"""Small models of every image family."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -48,7 +48,7 @@ CAPTIONED = {"caption_dim": 16, "caption_length": 6}
 
 
 def randomize(module: nn.Module, std: float, vectors: bool = True) -> Any:
-    """The module in float64, with random weights; those with one dimension only with `vectors`."""
+    """Fill the module, in float64, with random weights. vectors: also fill weights with one dimension."""
     for parameter in module.double().parameters():
         if vectors or parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)
@@ -98,7 +98,7 @@ def tiny_emu3() -> Emu3Model:
 def tiny_chameleon(layout: ChameleonLayout, vq: bool = True) -> ChameleonModel:
     letters = {str(digit): chr(ord("A") + digit) for digit in range(10)}
     vocabulary = {"<image>": 3}
-    # codes and ids in another order: the map decides
+    # codes and ids are ordered differently, so that the map matters
     vocabulary |= {
         f"IMGIMG{''.join(letters[d] for d in str(code))}Z": 4 + (code * 5 + 3) % CODES for code in range(CODES)
     }
@@ -141,7 +141,7 @@ def tiny_uvit() -> UViTModel:
 
 
 def random_uvit(depth: int = 2, seed: int = 0) -> UViTModel:
-    """4 x 4 cells of 12 codes, five classes; far from even."""
+    """4 x 4 cells of 12 codes, five classes. Its distributions are far from uniform."""
     torch.manual_seed(seed)
     module = UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2).double()
     for parameter in module.parameters():
@@ -164,7 +164,7 @@ def tiny_mar() -> MARModel:
 
 
 def random_mar(seed: int = 0, noise: float = 0.0, **sizes: int) -> MARModel:
-    """A MAR without a decoder whose head stays near the noise that it is given; `noise` is added to its weights."""
+    """A MAR without a decoder, whose head changes its input little. noise: standard deviation added to weights."""
     torch.manual_seed(seed)
     module = MAR(**MAR_SIZES | {"depth": 1, "head_depth": 1, "head_width": 16} | sizes).double()
     for parameter in module.parameters():
@@ -190,7 +190,7 @@ def tiny_var(
     shared_adaln: bool = False,
     l2_norm: bool = True,
 ) -> VARModel:
-    """Pictures of 8 x 8 pixels out of 32 codes."""
+    """A VAR for images of 8 x 8 pixels, with 32 codes."""
     if vq is None:
         torch.manual_seed(vq_seed)
         sizes = VQ_SIZES | {"attention": False, "codebook_size": 32, "codebook_embed_dim": 4, "z_channels": 4}
@@ -220,7 +220,7 @@ def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> Distille
 def tiny_glm_image() -> GlmImageModel:
     source = GOLDEN / "images-autumn" / "glm_image" / "model"
     module = GlmImageForConditionalGeneration.from_pretrained(source, dtype=torch.float64)
-    module.config.text_config.max_position_embeddings = 2048  # for the size of a request that names none
+    module.config.text_config.max_position_embeddings = 2048  # room for the default image size
     return GlmImageModel(module)
 
 
@@ -242,38 +242,38 @@ FAMILIES = {
     "glm_image": tiny_glm_image, "uvit": tiny_uvit, "masked image": tiny_masked_image, "mar": tiny_mar, "var": tiny_var,
     "lpd": tiny_lpd, "distilled var": tiny_var_student, "diffusion": tiny_diffusion,
 }  # fmt: skip
-"""Every adapter of a model that makes pictures."""
+"""Every adapter of an image model."""
 
 
 def greedy(request: ImageRequest, grid: Grid, scale: float) -> Tensor:
-    """Token by token, row by row, every forward from nothing: [B, grid.length] int64."""
+    """Decode greedily token by token, without a cache: [B, grid.length] int64. scale: guidance scale."""
     model, answers = request.model, []
     allowed = grid.allowed(model.facts.vocab_size)
     for row, prompts in enumerate(zip(request.prompts.rows, request.unconditional.rows, strict=True)):
         answer: list[int] = []
-        for forced in grid.layout.tolist():
-            if forced < 0:
+        for token in grid.layout.tolist():
+            if token < 0:
                 logits = [last_logits(model, row, prompt + answer, branch) for branch, prompt in enumerate(prompts)]
-                forced = int((logits[1] + scale * (logits[0] - logits[1])).masked_fill(~allowed, -torch.inf).argmax())
-            answer.append(forced)
+                token = int((logits[1] + scale * (logits[0] - logits[1])).masked_fill(~allowed, -torch.inf).argmax())
+            answer.append(token)
         answers.append(answer)
     return torch.tensor(answers)
 
 
 def last_logits(model: object, row: int, tokens: list[int], branch: int = 0) -> Tensor:
-    """[V]: what follows the tokens, in a branch of a request's row."""
+    """Logits [V] of the next token in one guidance branch of a request's row."""
     ids = torch.tensor([tokens])
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     if branch == 0:
         return model(Query(rows=np.array([row]), tokens=ids, positions=positions))[0, -1]
-    # the guidance branch is the second half of a call; the first is not looked at
+    # the guidance branch is the second half of a call; the first half is ignored
     query = Query(rows=np.array([row]), tokens=ids.repeat(2, 1), positions=positions.repeat(2, 1), branches=2)
     return model(query)[1, -1]
 
 
 ANOLE = ChameleonLayout(start=40, end=41, side=3)
 LUMINA = ChameleonLayout(start=40, end=41, side=2, row_end=42, end_of_text=2, first_size=50)
-"""As Lumina-mGPT's, sizes included: 32 pixels are 4 tokens of the tiny model."""
+"""Lumina-mGPT's layout, with size tokens: 32 pixels are 4 tokens of the tiny model."""
 CAPTIONS = [torch.linspace(-1, 1, length * 16).view(length, 16) for length in (5, 2)]
 EMU3 = {"prompts": [[1, 12, 13, 9], [1, 11, 9]], "negative_prompt": [[1, 9]], "height": 24, "width": 32}
 SIZED = {"prompts": [[1, 45, 2, 40, 51, 52], [1, 2, 40, 51, 52]], "height": 32, "width": 64}

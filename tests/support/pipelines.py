@@ -32,7 +32,7 @@ FACTS = json.loads((TRACES / "golden_latents.json").read_text())
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Everything that hangs on a module and those inside it, but for buffers of values."""
+    """The identity of every attribute of a module and its submodules, to detect changes."""
     return {name: {key: id(value) for key, value in vars(child).items()} for name, child in module.named_modules()}
 
 
@@ -157,7 +157,7 @@ def _qwen_image() -> tuple[nn.Module, dict[str, Any]]:
     )  # fmt: skip
     return module, {
         "hidden_states": torch.randn(1, 16, 16),
-        "encoder_hidden_states": torch.randn(1, 16, 16),  # as many as the image's: shapes do not tell the streams apart
+        "encoder_hidden_states": torch.randn(1, 16, 16),  # as long as the image: shapes do not tell the streams apart
         "encoder_hidden_states_mask": torch.ones(1, 16, dtype=torch.long),
         "img_shapes": [(1, 4, 4)],
     }
@@ -171,7 +171,7 @@ def _dit() -> tuple[nn.Module, dict[str, Tensor]]:
 def _flux() -> tuple[nn.Module, dict[str, Tensor]]:
     return FluxTransformer2DModel(**FACTS["flux"]["transformer"]), {
         "hidden_states": torch.randn(1, 16, 4),
-        "encoder_hidden_states": torch.randn(1, 16, 32),  # as many as the image's
+        "encoder_hidden_states": torch.randn(1, 16, 32),  # as long as the image
         "pooled_projections": torch.randn(1, 32),
         "img_ids": torch.zeros(16, 3),
         "txt_ids": torch.zeros(16, 3),
@@ -185,7 +185,7 @@ TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """A transformer with random weights, none of them zero, and the inputs of one call but for the timestep."""
+    """A transformer with random nonzero weights, and the inputs of one call without the timestep."""
     torch.manual_seed(seed)
     module, inputs = TRANSFORMERS[name]()
     for parameter in module.parameters():
@@ -195,7 +195,7 @@ def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any
 
 
 def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: int = 1) -> Tensor:
-    """Euler steps through a bare transformer; `calls` of a step differ in their text. The final latent."""
+    """Denoise with Euler steps; return the final latent. calls: calls per step; all after the first negate the text."""
     latent = inputs["hidden_states"].clone()
     with torch.no_grad():
         for i in range(steps):
@@ -203,10 +203,10 @@ def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: i
             time = time.long() if isinstance(module, DiTTransformer2DModel) else time
             total = torch.zeros_like(latent)
             for call in range(calls):
-                given = inputs | {"hidden_states": latent, "timestep": time}
+                arguments = inputs | {"hidden_states": latent, "timestep": time}
                 if call:
-                    given["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
-                output = module(**given, return_dict=False)[0]
+                    arguments["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
+                output = module(**arguments, return_dict=False)[0]
                 if output.shape != latent.shape:  # a learned variance
                     output = output[:, : latent.shape[1]]
                 total = total + output / calls
@@ -215,7 +215,7 @@ def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: i
 
 
 def check_bound(pipe: Any, sampler: paradec.Forecast, size: int, run: Callable[[], Any]) -> None:
-    """A `max_memory` of this size serves a run, and one byte less does not."""
+    """Assert that `max_memory=size` is enough for a run, and one byte less raises an error."""
     with paradec.accelerate(pipe, dataclasses.replace(sampler, max_memory=size)) as session:
         run()
         assert session.report().bytes == size
@@ -247,7 +247,7 @@ def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
 
 
 def glm_image_pipeline(folder: Path) -> Any:
-    """A GlmImagePipeline on the recorded prior and DiT of this folder, with a processor of a few words."""
+    """A GlmImagePipeline with the recorded prior and DiT of this folder, and a tokenizer of a few words."""
     from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
@@ -280,7 +280,7 @@ def glm_image_pipeline(folder: Path) -> Any:
     pictures = GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
     processor = GlmImageProcessor(pictures, tokenizer, chat_template=template)
 
-    def sizes(height: int, width: int) -> tuple[int, int, int, int]:  # the preview of some 16 cells instead of 256
+    def sizes(height: int, width: int) -> tuple[int, int, int, int]:  # about 16 cells in the preview instead of 256
         rows, columns = height // 32, width // 32
         return rows, columns, int((rows / columns) ** 0.5 * 4), int((columns / rows) ** 0.5 * 4)
 
@@ -307,7 +307,7 @@ def glm_image_pipeline(folder: Path) -> Any:
 
 
 class LoopPipeline(DiffusionPipeline):
-    """Any of the transformers with a flow-matching scheduler: Euler steps, callbacks, guidance in two calls."""
+    """A pipeline for any of the transformers: flow-matching Euler steps, callbacks, several calls per step."""
 
     def __init__(self, transformer: Any, scheduler: Any):
         super().__init__()
@@ -324,10 +324,10 @@ class LoopPipeline(DiffusionPipeline):
             time = time.long() if isinstance(self.transformer, DiTTransformer2DModel) else time.to(latent.dtype)
             total = torch.zeros_like(latent)
             for call in range(calls):
-                given = inputs | {"hidden_states": latent, "timestep": time}
+                arguments = inputs | {"hidden_states": latent, "timestep": time}
                 if call:
-                    given["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
-                total = total + self.transformer(**given, return_dict=False)[0][:, : latent.shape[1]] / calls
+                    arguments["encoder_hidden_states"] = -inputs["encoder_hidden_states"]
+                total = total + self.transformer(**arguments, return_dict=False)[0][:, : latent.shape[1]] / calls
             latent = self.scheduler.step(total, t, latent, return_dict=False)[0]
             if callback_on_step_end is not None:
                 callback_on_step_end(self, i, t, {"latents": latent})
@@ -348,7 +348,7 @@ BLOCK = 4
 
 
 class BlockCausal(BlockCausalModule):
-    """A Llama that sees whole blocks up to its own, as LLaDA2's model does, and counts its calls."""
+    """A block-causal Llama, with LLaDA2's interface, that counts its calls."""
 
     calls = 0
 

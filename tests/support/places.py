@@ -1,4 +1,4 @@
-"""Where the files of the tests and of the repository are."""
+"""Paths of the repository, its tests and the recorded data."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from types import ModuleType
 
 TESTS = Path(__file__).resolve().parents[1]
 SUPPORT = TESTS / "support"
-"""The modules that several tests share."""
+"""Modules that several tests share."""
 ROOT = TESTS.parent
 
 
@@ -33,9 +33,9 @@ def make_temporary_folder() -> Path:
 
 
 def unpack_golden() -> Path:
-    """The families of tests/golden, ZIP files and plain folders, as folders next to each other.
+    """Unpack the families of tests/golden, ZIP files and plain folders, into one folder.
 
-    They are unpacked once. Processes that this one starts, pytest's workers for example, read the same folder.
+    They are unpacked once. Child processes, such as pytest's workers, read the same folder.
 
     Raises:
         FileExistsError: a family is both a ZIP file and a folder.
@@ -61,7 +61,7 @@ GOLDEN = unpack_golden()
 
 
 def load_script(file: str) -> ModuleType:
-    """The module of a file such as "benchmarks/antibody.py", whose folder comes last on the import path."""
+    """Import a file such as "benchmarks/antibody.py"; its folder is appended to the import path."""
     path = ROOT / file
     name = f"{path.parent.name}_{path.stem}"
     if name in sys.modules:
@@ -69,7 +69,7 @@ def load_script(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec.loader.exec_module(module)

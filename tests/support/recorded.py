@@ -1,7 +1,7 @@
-"""Recorded cases of the reference implementations: the files, the fields that are read, the outcome of each replay.
+"""Read recorded cases of the reference implementations; record which fields are read and how each replay ends.
 
-Tests read the packaged cases in tests/golden. `tests/replays.py` sets `SELECTION`, and then the same tests read the
-cases of another folder, and only these. All files of cases are read here.
+Tests read the packaged cases in tests/golden. If `tests/replays.py` sets `SELECTION`, the same tests read only the
+cases of the selected folder.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 NEAR_TIE = 1e-7
-"""Scores whose difference is below this are a tie: rounding decides."""
+"""Scores that differ by less are a tie: rounding decides."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The folder whose cases are replayed, and the families that it holds."""
+    """The folder of the cases to replay, and the families in it."""
 
     folder: Path
     families: tuple[str, ...]
 
 
 SELECTION: Selection | None = None
-"""None: the packaged cases of every family."""
+"""None selects the packaged cases of every family."""
 
 
 def golden(family: str) -> Path:
@@ -46,35 +46,35 @@ def golden(family: str) -> Path:
 
 
 def is_packaged(family: str) -> bool:
-    """Whether the packaged cases of a family are replayed; they must show something, another set need not."""
+    """Whether the packaged cases of a family are replayed. Only these are required to cover every behaviour."""
     return golden(family) == GOLDEN / family
 
 
 def find_checkpoint(name: str, family: str) -> Path:
-    """The folder of a checkpoint that a case names: in the cases' folder, else beside it, else packaged."""
+    """Find the folder of a checkpoint that a case names: in the cases' folder, else next to it, else packaged."""
     folder = golden(family)
     for base in (folder, folder.parent, GOLDEN):
         for pattern in ("", "*/", "*/*/"):
             for config in sorted(base.glob(f"{pattern}{Path(name).name}/config.json")):
                 return config.parent
-    raise FileNotFoundError(f"no folder {name} with a config.json in {folder}, beside it or in tests/golden")
+    raise FileNotFoundError(f"no folder {name} with a config.json in {folder}, next to it or in tests/golden")
 
 
 def find_weights(name: str, family: str) -> Path:
-    """A file of weights that a case names, in the cases' folder, else beside it, else packaged."""
+    """Find a weights file that a case names: in the cases' folder, else next to it, else packaged."""
     folder = golden(family)
     for base in (folder, *(path for path in sorted(folder.parent.glob("*")) if path.is_dir()), GOLDEN / family):
         if (base / name).exists():
             return base / name
-    raise FileNotFoundError(f"no file {name} in {folder}, beside it or in tests/golden/{family}")
+    raise FileNotFoundError(f"no file {name} in {folder}, next to it or in tests/golden/{family}")
 
 
 READ: dict[Path, dict[tuple[str, ...], set[str]]] = {}
-"""For every file that was opened: the fields read, by the place of the object that has them."""
+"""File -> path of an object in the file -> names of the object's fields that were read."""
 
 
 class Fields(dict[str, Any]):
-    """An object of a file, which records the fields that are read."""
+    """A JSON object that records which of its fields are read."""
 
     def __init__(self, fields: dict[str, Any], read: set[str]):
         super().__init__(fields)
@@ -87,7 +87,7 @@ class Fields(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default
 
-    def __iter__(self) -> Iterator[str]:  # without it `|` and `**` would copy the fields unseen
+    def __iter__(self) -> Iterator[str]:  # without this method `|` and `**` would copy fields without recording
         return super().__iter__()
 
     def items(self) -> Any:
@@ -108,7 +108,7 @@ class Fields(dict[str, Any]):
 
 
 def plain(value: Any, read: bool = False) -> Any:
-    """A copy without records. read: whether the copied fields count as read."""
+    """Copy a value into plain dicts and lists. read: whether the copied fields count as read."""
     if isinstance(value, Fields):
         if read:
             value.read.update(value)
@@ -126,7 +126,7 @@ def _record(value: Any, places: dict[tuple[str, ...], set[str]], place: tuple[st
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file (or of one with an object per line)."""
+    """The contents of a JSON or JSON Lines file; fields that are read are recorded."""
     return _record(_parse(path), READ.setdefault(path, {}), ())
 
 
@@ -147,44 +147,45 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def read_head(path: Path) -> Any:
-    """The contents of a JSON file, of which nothing counts as read: to choose what is replayed."""
+    """The contents of a JSON file, without recording reads: to choose cases to replay."""
     return _parse(path)
 
 
 def unread_fields(folder: Path) -> Counter[tuple[str, str]]:
-    """Fields of the files opened in a folder that no replay read: how often each occurs, by (folder, field)."""
-    found: Counter[tuple[str, str]] = Counter()
+    """Count the fields of opened files that no replay read, by (folder, field)."""
+    unread_counts: Counter[tuple[str, str]] = Counter()
     for path, places in READ.items():
         if not path.is_relative_to(folder):
             continue
         group = str(path.parent.relative_to(folder))
         if path.suffix in (".npz", ".safetensors"):
             unread = [name for name in _load(path) if name not in places[()]]
-            found.update((group, "".join("#" if c.isdigit() else c for c in name.split("/")[-1])) for name in unread)
+            numbered = ("".join("#" if c.isdigit() else c for c in name.split("/")[-1]) for name in unread)
+            unread_counts.update((group, name) for name in numbered)
         else:
-            _count_unread(_parse(path), places, (), "", found, group)
-    return found
+            _count_unread(_parse(path), places, (), "", unread_counts, group)
+    return unread_counts
 
 
 def _count_unread(
-    value: Any, places: Any, place: tuple[str, ...], field: str, found: Counter[tuple[str, str]], group: str
+    value: Any, places: Any, place: tuple[str, ...], field: str, counts: Counter[tuple[str, str]], group: str
 ) -> None:
     if isinstance(value, list):
         for at, entry in enumerate(value):
             if isinstance(entry, (dict, list)):
-                _count_unread(entry, places, (*place, str(at)), field, found, group)
+                _count_unread(entry, places, (*place, str(at)), field, counts, group)
     elif isinstance(value, dict):
         is_table = len(value) > 1 and all(isinstance(entry, dict) for entry in value.values())
         for name, entry in value.items():
             inner = field if is_table else f"{field}.{name}".removeprefix(".")
             if name in places.get(place, ()):
-                _count_unread(entry, places, (*place, name), inner, found, group)
+                _count_unread(entry, places, (*place, name), inner, counts, group)
             else:
-                found[group, inner] += 1
+                counts[group, inner] += 1
 
 
 RANKS = ("replayed", "refused", "near tie", "wrong")
-"""Outcomes of a case; where several tests replay one, the last of these counts."""
+"""Outcomes of a case, from best to worst. If several tests replay a case, the worst outcome counts."""
 
 
 @dataclass
@@ -194,15 +195,15 @@ class Outcome:
 
 
 OUTCOMES: dict[str, Outcome] = {}
-"""By the name of the case."""
+"""Name of a case -> its outcome."""
 
 
 class NearTie(Exception):
-    """A case goes another way at scores that differ by less than `NEAR_TIE`."""
+    """A case departs from the recording at scores that differ by less than `NEAR_TIE`."""
 
 
 class Refused(Exception):
-    """A case that is not replayed, with the reason."""
+    """A case cannot be replayed; the message is the reason."""
 
 
 def record_outcome(name: str, rank: str, reason: str = "") -> None:
@@ -218,7 +219,7 @@ def refuse(name: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def replay(name: str) -> Iterator[None]:
-    """Record the outcome of one case. With another folder selected, the cases after a wrong one are replayed too."""
+    """Record the outcome of one case. With a selected folder, a wrong case raises no error."""
     try:
         yield
     except NearTie as tie:
@@ -237,7 +238,8 @@ def replay(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replay_in_float64(name: str, case: Any) -> Iterator[None]:
-    """As `replay`; a difference is a near tie by the stated `margin`, or refused where `fp64_same` is false."""
+    """`replay`, where a difference is a near tie if the case's `margin` is small, and refused if `fp64_same` is
+    false."""
     with replay(name):
         try:
             yield
@@ -251,7 +253,7 @@ def replay_in_float64(name: str, case: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tied_below(gap: Callable[[], float]) -> Iterator[None]:
-    """Make a difference a near tie if scores that decide are this close. gap: called where something differs."""
+    """Report a failed assertion as a near tie if `gap()`, the distance of the deciding scores, is below `NEAR_TIE`."""
     try:
         yield
     except AssertionError as error:
@@ -262,7 +264,7 @@ def tied_below(gap: Callable[[], float]) -> Iterator[None]:
 
 
 def distance_to_bounds(weights: Any, uniform: Any) -> float:
-    """The least distance of numbers [...] to a bound of the cumulative weights [..., V] that they draw from."""
+    """Least distance of uniform numbers [...] to the bounds of the cumulative weights [..., V]."""
     total = np.cumsum(np.asarray(weights, np.float64), -1)
     return float(np.abs(total / total[..., -1:] - np.asarray(uniform, np.float64)[..., None]).min(initial=np.inf))
 
@@ -271,7 +273,8 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
-    """Make each call of a test the replay of one case, which this argument of the test names within its group."""
+    """Decorate a test: each call replays one case. argument: the test's argument that is or names the case.
+    group: prefix of the case's name."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -285,7 +288,7 @@ def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
 
 
 def name_of(case: Any) -> str:
-    """The name of a case: of its file, or the one that it states."""
+    """The name of a case: its "name" or "id", or its file's name."""
     if isinstance(case, Path):
         return f"{case.parent.name}/{case.stem}"
     if isinstance(case, dict):
@@ -293,26 +296,26 @@ def name_of(case: Any) -> str:
     return str(case)
 
 
-def image_cases(system: str, holds: str) -> list[str]:
-    """Names of a system's cases of the kind that has this field, or this array."""
-    found = {path.stem: read_head(path) for path in (golden("next-image") / system).glob("*.json")}
-    return sorted(name for name, said in found.items() if "id" in said and holds in {*said, *said.get("tensors", ())})
+def image_cases(system: str, field: str) -> list[str]:
+    """Names of a system's cases that have this field or array."""
+    cases = {path.stem: read_head(path) for path in (golden("next-image") / system).glob("*.json")}
+    return sorted(name for name, case in cases.items() if "id" in case and field in {*case, *case.get("tensors", ())})
 
 
 def image_file(system: str, name: str) -> Path:
-    """A file of a system, "model-a.safetensors"; of the folder itself where `system` is empty."""
+    """Find a file such as "model-a.safetensors" of a system, or of the family's folder if `system` is empty."""
     return find_weights(str(Path(system, name)), "next-image")
 
 
 def image_case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A case, or a model's configuration ("vae.config"), and the arrays beside it."""
+    """A case, or a model's configuration ("vae.config"), and its arrays."""
     path = image_file(system, f"{name}.json")
     arrays = path.with_name(f"{path.stem.removesuffix('.config')}.safetensors")
     if name.endswith(".config"):
         return dict(read_head(path)), load_file(arrays) if arrays.exists() else {}
-    record, found = read_json(path), read_arrays(arrays) if arrays.exists() else {}
-    assert record.get("tensors", {}) == {key: list(tensor.shape) for key, tensor in dict.items(found)}
-    return record, found
+    record, tensors = read_json(path), read_arrays(arrays) if arrays.exists() else {}
+    assert record.get("tensors", {}) == {key: list(tensor.shape) for key, tensor in dict.items(tensors)}
+    return record, tensors
 
 
 def checksum(tensor: Tensor) -> list[float]:
@@ -323,8 +326,8 @@ def checksum(tensor: Tensor) -> list[float]:
 
 
 def assert_checksum(tensor: Tensor, expected: list[float], tolerance: float = 2e-5) -> None:
-    """Within `tolerance` of max(1, |value|)."""
-    found = checksum(tensor)
-    assert found[0] == expected[0]
-    for ours, theirs in zip(found[1:], expected[1:], strict=True):
-        assert abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)), (found, expected)
+    """Assert that a tensor's checksum is `expected`, up to `tolerance` times max(1, |value|)."""
+    computed = checksum(tensor)
+    assert computed[0] == expected[0]
+    for ours, theirs in zip(computed[1:], expected[1:], strict=True):
+        assert abs(ours - theirs) <= tolerance * max(1.0, abs(theirs)), (computed, expected)

