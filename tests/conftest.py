@@ -96,9 +96,9 @@ def checkpoint(name: str, dtype: str) -> Any:
 
     @pytest.fixture(scope="session")
     def model() -> Model:
-        from traces import loaded
+        from traces import load_model
 
-        return loaded(GOLDEN / name, dtype)
+        return load_model(GOLDEN / name, dtype)
 
     return model
 

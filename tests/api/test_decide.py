@@ -17,13 +17,13 @@ from decoding import refuses
 from oracles.renoising import causal
 from recorded import replays
 from small_models import CANVAS, tiny_gemma
-from structured import CASES, named
+from structured import CASES, case_names
 from tokenized_models import (
     CHAT_END,
     CHAT_MASK,
     CHAT_TOKENIZER,
     CHAT_VOCAB,
-    Constant,
+    ConstantLogits,
     chat_ids,
     chat_model,
     chat_network,
@@ -229,7 +229,7 @@ def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> No
 
 
 def test_models_that_take_no_padding() -> None:
-    model = chat_model("bidirectional", module=Constant({token: token / 50 for token in range(CHAT_VOCAB)}))
+    model = chat_model("bidirectional", module=ConstantLogits({token: token / 50 for token in range(CHAT_VOCAB)}))
     assert not model.pads
     yes, no = paradec.decide(model, "only level", FEW | QUESTIONS)["spam"].log_scores
     assert yes - no == pytest.approx((chat_ids("Yes")[0] - chat_ids("No")[0]) / 50)
@@ -269,7 +269,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     for _ in range(60):
         logits = {chat_ids(letter)[0]: draw.gauss(0, 3) for letter in "ABC"}
         model = chat_model(
-            "causal", module=Constant(logits | {chat_ids("Yes")[0]: draw.gauss(0, 2), chat_ids("No")[0]: 0.0})
+            "causal", module=ConstantLogits(logits | {chat_ids("Yes")[0]: draw.gauss(0, 2), chat_ids("No")[0]: 0.0})
         )
         asked = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
         found = paradec.decide(model, "s", asked)
@@ -299,7 +299,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     refuses(lambda: paradec.fit_temperature(decided, [{}]), "60 results")
 
 
-@pytest.mark.parametrize("name", named("decide"))
+@pytest.mark.parametrize("name", case_names("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
     case = CASES[name]
@@ -315,7 +315,7 @@ def test_recorded_answers(name: str) -> None:
             assert type(question)(told, criteria).labels == labels  # without being told
         ids = [chat_ids(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
-            model = chat_model(topology, module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
+            model = chat_model(topology, module=ConstantLogits(dict(zip(ids, case["logits"][key], strict=True))))
             found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
             check_answers(found, {key: case["expected"]["answers"][key]}, 1e-9)
             assert found[key].mass == pytest.approx(1)
@@ -372,7 +372,7 @@ def test_values_are_copied_saved_and_compared() -> None:
     assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]
 
 
-class Untouched(Constant):
+class Untouched(ConstantLogits):
     def forward(self, ids: Tensor) -> Tensor:
         raise AssertionError("work was done")
 
@@ -450,14 +450,14 @@ def test_answers_that_no_canvas_holds() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("topology", ["bidirectional", "causal"])
 def test_logits_that_are_no_numbers(value: float, topology: str) -> None:
-    module = Constant({token: value for token in chat_ids("Yes")} | {5: 1.0})
+    module = ConstantLogits({token: value for token in chat_ids("Yes")} | {5: 1.0})
     refuses(lambda: paradec.decide(chat_model(topology, module=module), "x", ONE), "NaN", FloatingPointError)
 
 
 def test_labels_without_any_probability() -> None:
     with pytest.raises(FloatingPointError, match="no label of question 'q'"):
-        paradec.decide(chat_model("causal", module=Constant({5: 1.0})), "x", ONE)
-    half = chat_model("causal", module=Constant({chat_ids("Yes")[0]: 1.0}))
+        paradec.decide(chat_model("causal", module=ConstantLogits({5: 1.0})), "x", ONE)
+    half = chat_model("causal", module=ConstantLogits({chat_ids("Yes")[0]: 1.0}))
     assert paradec.decide(half, "x", ONE)["q"].probabilities == {True: 1.0, False: 0.0}
     refuses(lambda: paradec.decide(half, "x", ONE, prior="empty"), "about an empty state", FloatingPointError)
 

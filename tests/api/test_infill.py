@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from decoding import MASKED, fits, refuses, supported, topology_of
+from decoding import MASKED, fits, refuses, supported_fields, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import tiny
-from tokenized_models import TOKENIZER, ids_of, reciting
+from tokenized_models import TOKENIZER, encode, reciting_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
@@ -176,7 +176,7 @@ def with_ends(model: Model) -> Model:
 def check_no_ends_inside(model: Model, **request: Any) -> None:
     ending, rows = with_ends(model), [masked(model, row) for row in INSIDE]
     ends = torch.tensor(ending.facts.eos_token_ids)
-    request = supported(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
+    request = supported_fields(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
     out = paradec.infill(ending, rows, **request)
     expected = paradec.infill(model, rows, suppress_tokens=ends, **request)
     assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe
@@ -291,9 +291,9 @@ def test_placeholders(packaged: Model) -> None:
 
 def test_a_space_before_a_hole_belongs_to_it() -> None:
     """Byte-level vocabularies have the space in the token: a stray space token would keep the model from it."""
-    one, two, three = (ids_of(text) for text in ("one", " two", " three"))
+    one, two, three = (encode(text) for text in ("one", " two", " three"))
     for text in ("one <mask> three", "one<mask> three"):
-        out = paradec.infill(reciting([*three], [*two]), text, logits_eos_inf=True)
+        out = paradec.infill(reciting_model([*three], [*two]), text, logits_eos_inf=True)
         ids, mask = out.sequences[0].tolist(), TOKENIZER.mask_token_id
         assert [mask if hole else i for i, hole in zip(ids, out.filled[0].tolist(), strict=True)] == [
             *one,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import MASKED as MASKED_MASK
-from decoding import fits, supported, topology_of
+from decoding import fits, supported_fields, topology_of
 from engines import HostEngine
 from images import tiny_llamagen
 from small_models import END, MASK, VOCAB, tiny, tiny_gemma, tiny_llama
@@ -90,7 +90,7 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
     settings = {"drafter": model} if name == "speculative" else {}
     out = paradec.generate(
         model, PROMPTS, sampler=samplers.create(name, **settings), max_new_tokens=4, seed=2, trace=True,
-        eos_early_stop=False, **supported(name, request),
+        eos_early_stop=False, **supported_fields(name, request),
     )  # fmt: skip
     scores = [[round(entry[3], 9) for entry in step.commits] for step in out.trace.steps]
     return out.new_tokens.tolist(), out.row_nfe, scores
@@ -287,7 +287,7 @@ def masked_pairs() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "kind"), masked_pairs())
 def test_masked_samplers(name: str, kind: str) -> None:
     for request in REQUESTS:
-        assert_never_written(model_of(kind), name, max_new_tokens=6, **supported(name, request))
+        assert_never_written(model_of(kind), name, max_new_tokens=6, **supported_fields(name, request))
     if "rng" not in samplers.get(name).unsupported and not samplers.get(name).needs.multi_step:
         assert_never_written(model_of(kind), name, [[1, 3], [7, 9]], max_new_tokens=6, rng="reference")
 
@@ -298,7 +298,7 @@ def test_samplers_of_causal_models(name: str) -> None:
     model = model_of("causal")
     sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
     for request in REQUESTS:
-        assert_never_written(model, sampler, max_new_tokens=6, **supported(sampler, request))
+        assert_never_written(model, sampler, max_new_tokens=6, **supported_fields(sampler, request))
 
 
 @pytest.mark.thinned

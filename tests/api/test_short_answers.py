@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import supported
-from drafters import answers, eagle_weights, exactness, tiny_base, write_eagle
+from decoding import supported_fields
+from drafters import decode_answers, eagle_weights, exactness, tiny_base, write_eagle
 from small_models import tiny
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def test_temperature_0_is_greedy_decoding(
         expected = [ids[:new] for ids in plain[drafter, scale]]
         for rows in ([PROMPTS, PROMPTS[:1]][new % 2], [*PROMPTS, LONG]):
             request = guided(scale, len(rows)) | {"max_new_tokens": new, "temperature": 0, "seed": 0}
-            found, state = answers(sampler, model, rows, **request)
+            found, state = decode_answers(sampler, model, rows, **request)
             assert found == expected[: len(rows)], (new, len(rows))
             assert np.sum(state.accepted, 0).tolist() == [new] * len(rows)
 
@@ -158,7 +158,7 @@ def test_drafted_rows_do_not_depend_on_their_neighbours(
         for rows in (PROMPTS[:1], PROMPTS * 6, [*PROMPTS * 6, LONG]):
             if scale != 1:
                 request["negative_prompt"] = [[2, 1]] * len(rows)
-            found.append(answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
+            found.append(decode_answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
         alone, short, beside = found
         assert alone == short[:1] and short == beside[:-1], new
 
@@ -195,7 +195,9 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
                 ids.append(forced if forced >= 0 else int(logits.masked_fill(~allowed, -torch.inf).argmax()))
             expected.append(ids)
         for rows in (PROMPTS[:1], [PROMPTS[0], LONG]):
-            found, _ = answers(sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows)))
+            found, _ = decode_answers(
+                sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows))
+            )
             assert found == expected[: len(rows)], (sampler, grid)
 
 
@@ -248,7 +250,7 @@ def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tupl
         kinds = fitting[cache]
         turn += 1
         model, request = masked_models[kinds[turn % len(kinds)]], REQUESTS[turn % len(REQUESTS)]
-        request = supported(name, request | {"cache": cache})
+        request = supported_fields(name, request | {"cache": cache})
         state = sampler.start(model, rows, seed=[1, 2, 3], **request)
         given = ~state.undecided
         before = state.canvas.clone()

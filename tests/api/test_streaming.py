@@ -11,8 +11,8 @@ from decoding import MASKED, TensorRecorder, fits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import tiny
-from structured import lettered
-from tokenized_models import TEXT, TOKENIZER, VOCAB, Recites, byte_level_tokenizer, ids_of, reciting
+from structured import tiny_with_texts
+from tokenized_models import TEXT, TOKENIZER, VOCAB, RecitingModule, byte_level_tokenizer, encode, reciting_model
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
@@ -242,7 +242,7 @@ TOKENIZERS = {
     "llama": tokenizer_of(LLAMA, decoders.Sequence(LLAMA_PARTS), unk_token="<unk>"),
     "wordpiece": tokenizer_of(WORDPIECE, decoders.WordPiece(), unk_token="[UNK]", clean_up_tokenization_spaces=True),
     "metaspace": tokenizer_of(METASPACE, decoders.Metaspace(), unk_token="<unk>"),
-    "letters": lettered().tokenizer,
+    "letters": tiny_with_texts().tokenizer,
     "packaged": paradec.load().tokenizer,
 }
 
@@ -286,7 +286,7 @@ TOKENS = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=20)
 
 
 @settings(max_examples=35, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(ids=st.one_of(st.sampled_from([ids_of(TEXT), ids_of(TEXT[30:])]), TOKENS), data=st.data())
+@given(ids=st.one_of(st.sampled_from([encode(TEXT), encode(TEXT[30:])]), TOKENS), data=st.data())
 def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> None:
     text = TOKENIZER.decode(ids)
     cuts = st.integers(0, len(text) - 1).flatmap(
@@ -297,7 +297,7 @@ def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> No
     expected = length_by_transformers(ids, stops)
     block = data.draw(st.sampled_from([None, 4]))
     request = {"sampler": "low_confidence", "block_length": block, "stop_strings": stops}
-    out = paradec.generate(reciting(ids), [10, 10], max_new_tokens=len(ids), **request)
+    out = paradec.generate(reciting_model(ids), [10, 10], max_new_tokens=len(ids), **request)
     assert out.tokens == [expected]
     assert out.new_tokens[0, :expected].tolist() == ids[:expected]
     assert (out.new_tokens[0, expected:] == TOKENIZER.eos_token_id).all()
@@ -308,8 +308,8 @@ def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> No
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_stops(name: str) -> None:
-    first, second = ids_of(TEXT), ids_of(TEXT[3:])
-    model, stop = reciting(first, second), ". th"
+    first, second = encode(TEXT), encode(TEXT[3:])
+    model, stop = reciting_model(first, second), ". th"
     if not fits(name, model):
         pytest.skip("refused by name")
     arguments = {"sampler": name, "max_new_tokens": 20, "stop_strings": stop, "seed": 1}
@@ -329,30 +329,30 @@ def test_every_sampler_stops(name: str) -> None:
 
 
 def test_the_earliest_of_all_rules_ends_a_row() -> None:
-    ids = ids_of("one two") + [TOKENIZER.eos_token_id] + ids_of(". three")
-    model = reciting(ids)
+    ids = encode("one two") + [TOKENIZER.eos_token_id] + encode(". three")
+    model = reciting_model(ids)
     arguments = {"max_new_tokens": len(ids), "sampler": "threshold"}
-    kept = len(ids_of("one two"))
+    kept = len(encode("one two"))
     assert paradec.generate(model, [10, 10], stop_strings="three", **arguments).tokens == [kept + 1]
     assert paradec.generate(model, [10, 10], stop_strings=["three", "ne"], **arguments).text == "one"
     assert paradec.generate(model, [10, 10], stop_strings=["ne", "three"], **arguments).text == "one"
 
 
 def test_a_special_token_is_a_stop_string() -> None:
-    ids = ids_of("one two") + [TOKENIZER.convert_tokens_to_ids("<|turn|>")] + ids_of(" three")
-    out = paradec.generate(reciting(ids), [10, 10], max_new_tokens=len(ids), stop_strings="<|turn|>")
-    assert out.tokens == [len(ids_of("one two")) + 1]
+    ids = encode("one two") + [TOKENIZER.convert_tokens_to_ids("<|turn|>")] + encode(" three")
+    out = paradec.generate(reciting_model(ids), [10, 10], max_new_tokens=len(ids), stop_strings="<|turn|>")
+    assert out.tokens == [len(encode("one two")) + 1]
     assert out.text == "one two" and out.finished == [True]
 
 
 def test_the_prompt_is_no_part_of_a_match() -> None:
-    class Prompted(Recites):
+    class Prompted(RecitingModule):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(torch.full_like(ids, 10))
 
-    ids = ids_of("\n one two")
-    model = reciting(ids)
+    ids = encode("\n one two")
+    model = reciting_model(ids)
     model.module.__class__ = Prompted
-    newline = ids_of("\n")[0]
+    newline = encode("\n")[0]
     out = paradec.generate(model, [newline, newline], max_new_tokens=len(ids), stop_strings="\n\n")
     assert out.text == "\n one two"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import Failing, drain, refuses
-from every_model import shared
+from every_model import shared_model
 from images import IMAGE_MODELS, tiny_llamagen, tiny_masked_image
 from small_models import tiny
 from torch import Tensor
@@ -408,7 +408,9 @@ def test_max_memory_says_how_many_rows_are_decoded(llamagen: LlamaGenModel) -> N
 
 @pytest.mark.parametrize("kind", ["var", "lpd", "nar", "mar", "distilled", "distilled var"])
 def test_rows_in_lock_step_are_refused_by_name(kind: str) -> None:
-    refuses(lambda: generate_many(shared(kind), [1]), "end together.*: give it to paradec.generate_images", TypeError)
+    refuses(
+        lambda: generate_many(shared_model(kind), [1]), "end together.*: give it to paradec.generate_images", TypeError
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import drain, refuses, supported, values_below
-from every_model import CANVAS, IMAGES, TEXT, shared
+from decoding import drain, refuses, supported_fields, values_below
+from every_model import CANVAS, IMAGES, TEXT, shared_model
 from images import IMAGE_MODELS
 from places import GOLDEN
 from small_models import END, VOCAB, tiny
-from structured import KINDS, lettered
+from structured import KINDS, tiny_with_texts
 
 import paradec
 from paradec import caches, samplers
@@ -156,7 +156,7 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
         "seed": draw.randrange(2**31),
         "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
     }
-    request = supported(name, request)
+    request = supported_fields(name, request)
     assert_rows_are_said(model, rows, **request)
     tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
     assert_same(model, rows, lengths, tickets, **request)
@@ -201,7 +201,7 @@ def test_causal_rows(models: dict[str, Model], name: str, temperature: float, gu
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return lettered()
+    return tiny_with_texts()
 
 
 def test_answers_are_those_of_generate(model: Model) -> None:
@@ -235,7 +235,7 @@ OFTEN = ("llada", "Opaque", "Bert", "Qwen2 block_causal", "Llama causal", "llada
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.full) for k in TEXT])
 def test_rows_are_those_of_generate(kind: str) -> None:
-    model = shared(kind)
+    model = shared_model(kind)
     request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "seed": 3, "eos_early_stop": False}
     if model.facts.topology == "causal":
         request |= {"sampler": paradec.samplers.create("sjd", window=4)}
@@ -254,7 +254,7 @@ def test_rows_are_those_of_generate(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [CANVAS, *(kind for kind in IMAGES if kind not in ("digits-maskgit", *IMAGE_MODELS))])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
-    model = shared(kind)
+    model = shared_model(kind)
     refuses(lambda: paradec.generate_many(model, [ROWS]), "^generate_many takes .*: give it to ", TypeError)
     refuses(lambda: Batch(model), "^Batch takes .*: give it to ", TypeError)
 
@@ -266,7 +266,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 MODELS = {
     "block_causal": tiny(2, "block_causal"),
     "causal": paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END),
-    "causal, which also fills masks": shared("nemotron causal"),
+    "causal, which also fills masks": shared_model("nemotron causal"),
 }
 
 

@@ -29,27 +29,27 @@ from traces import (
     assert_calls,
     assert_confidences,
     assert_replayed,
-    by_case,
     cache_of,
-    cache_without_left,
+    cache_without_left_position,
     decode,
-    forced_first,
-    head_of,
+    decode_forwards,
+    force_first_position,
+    group_by_case,
+    insert_idle_calls,
     load_trace,
+    mark_others_full,
     model_of,
-    of_the_likeliest,
-    others_are_full,
-    our_feeds,
     precisions,
+    recorded_forwards,
     replay_case,
     replay_rows,
     request_of,
-    some_cases,
+    restrict_to_top_k,
+    select_cases,
+    some_or_all,
     text_of,
-    their_feeds,
+    trace_head,
     trace_names,
-    which,
-    with_idle_calls,
 )
 
 from paradec import Suffix, caches, samplers
@@ -58,23 +58,23 @@ from paradec.samplers.masked.state import MaskedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
-BLOCKS = [n for n in trace_names("fastdllm", "fastdllm-jun25", "adablock") if cache_of(head_of(n)) != "none"]
-FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of(head_of(n)) != "none"]
+BLOCKS = [n for n in trace_names("fastdllm", "fastdllm-jun25", "adablock") if cache_of(trace_head(n)) != "none"]
+FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of(trace_head(n)) != "none"]
 DKV = trace_names("dkv", "dkv-dream")
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
-@pytest.mark.parametrize("name", others_are_full(BLOCKS, together=1))
+@pytest.mark.parametrize("name", mark_others_full(BLOCKS, together=1))
 def test_block_caches(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
     sampler, arguments = request_of(trace)
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if trace["method"] == "fastdllm-jun25" and by_threshold:
-        for together in by_case(rows):
+        for together in group_by_case(rows):
             with replay_rows(together):
                 for row in together:
-                    calls = with_idle_calls(row, arguments["block_length"], arguments["cache"] == "dual")
+                    calls = insert_idle_calls(row, arguments["block_length"], arguments["cache"] == "dual")
                     assert row.tokens == row.final and len(calls) == len(row.theirs), row.where
                     if exact:
                         assert_calls(calls, row.theirs, row.where)
@@ -85,17 +85,19 @@ def test_block_caches(name: str, precision: str, numbers: tuple[int, ...] | None
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
-@pytest.mark.parametrize("name", others_are_full(FORCED, together=1))
+@pytest.mark.parametrize("name", mark_others_full(FORCED, together=1))
 def test_forced_first_token(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = request_of(trace)
-    arguments["cache"] = cache_without_left(arguments["cache"] == "dual")
+    arguments["cache"] = cache_without_left_position(arguments["cache"] == "dual")
     model = model_of(trace, precision)
-    assert_replayed(decode(model, trace, forced_first(sampler), alone=not exact, numbers=numbers, **arguments), exact)
+    assert_replayed(
+        decode(model, trace, force_first_position(sampler), alone=not exact, numbers=numbers, **arguments), exact
+    )
 
 
-@pytest.mark.parametrize("name", others_are_full(FORCED, together=1))
+@pytest.mark.parametrize("name", mark_others_full(FORCED, together=1))
 def test_forced_first_token_by_answers(name: str) -> None:
     """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
     trace = load_trace(name)
@@ -150,14 +152,14 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
-@pytest.mark.parametrize("name", others_are_full(DKV, together=1))
+@pytest.mark.parametrize("name", mark_others_full(DKV, together=1))
 def test_dkv(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = (dkv if trace["method"] == "dkv" else dkv_dream)(trace["settings"])
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if trace["settings"].get("shift_type") == "right" and trace["settings"]["use_cache"]:
-        for together in by_case(rows):
+        for together in group_by_case(rows):
             with replay_rows(together):
                 assert [row.nfe for row in together] == [len(row.theirs) for row in together]
         return
@@ -187,7 +189,7 @@ def suffix_of(settings: dict) -> Suffix:
     return Suffix(settings["window"], "uniform", count=settings["preserved_tokens"])
 
 
-@pytest.mark.parametrize("numbers", which(7))
+@pytest.mark.parametrize("numbers", some_or_all(7))
 @pytest.mark.parametrize("name", NAMES)
 def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
@@ -199,16 +201,16 @@ def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
     asked: dict[str, Any] = {"suffix": suffix_of(settings), "block_length": settings["block_length"]}
     model = model_of(trace)
     if model.facts.shift:
-        sampler, others = of_the_likeliest(sampler)
+        sampler, others = restrict_to_top_k(sampler)
         asked |= others
     if model.facts.shift and cache != "none":
-        sampler, cache = forced_first(sampler), cache_without_left(cache == "dual")
+        sampler, cache = force_first_position(sampler), cache_without_left_position(cache == "dual")
     stops = settings["early_termination"]
-    for name, case in some_cases(trace, numbers):
+    for name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
-            theirs = their_feeds(case, settings["block_length"] if stops else None)
-            ours, tokens = our_feeds(model, sampler, case, cache=cache, eos_early_stop=stops, **asked)
+            theirs = recorded_forwards(case, settings["block_length"] if stops else None)
+            ours, tokens = decode_forwards(model, sampler, case, cache=cache, eos_early_stop=stops, **asked)
             pairs += zip(ours, theirs, strict=False)
             assert ours == theirs[: len(ours)]
             final, prompt = case["final_ids"][0], len(case["prompt_ids"][0])
@@ -226,4 +228,4 @@ def test_most_calls_leave_something_out() -> None:
     for name in NAMES:
         trace = load_trace(name)
         lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]
-        assert all([any(len(fed.positions) < size for fed in their_feeds(case)) for size, case in lengths])
+        assert all([any(len(fed.positions) < size for fed in recorded_forwards(case)) for size, case in lengths])

@@ -16,18 +16,18 @@ import torch
 from oracles.masked import d2_positions
 from small_models import MASK, tiny
 from traces import (
-    Fed,
+    Forward,
     assert_confidences,
-    head_of,
+    decode_forwards,
     load_trace,
+    mark_others_full,
     model_of,
-    others_are_full,
-    our_feeds,
+    recorded_forwards,
     replay_case,
-    some_cases,
-    their_feeds,
+    select_cases,
+    some_or_all,
+    trace_head,
     trace_names,
-    which,
 )
 
 import paradec
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW = 20
 ASKED = {"max_new_tokens": NEW, "block_length": 5, "eos_early_stop": False, "seed": 3}
-PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in head_of(name)["settings"]]
+PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in trace_head(name)["settings"]]
 NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 
@@ -104,7 +104,7 @@ def test_a_schedule_takes_more_steps_where_it_wants_more_than_is_evaluated() -> 
 class AsRecorded(D2Cache):
     """Evaluates what a trace says. Its own sets, with the public code's oversights, are kept in `chosen`."""
 
-    feeds: tuple[Fed, ...] = ()
+    feeds: tuple[Forward, ...] = ()
     chosen: Any = None
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
@@ -130,8 +130,8 @@ class AsRecorded(D2Cache):
         return found
 
 
-@pytest.mark.parametrize("numbers", which(2))
-@pytest.mark.parametrize("name", others_are_full(NAMES))
+@pytest.mark.parametrize("numbers", some_or_all(2))
+@pytest.mark.parametrize("name", mark_others_full(NAMES))
 def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]
@@ -139,14 +139,14 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     if settings["threshold"] is not None:
         sampler = samplers.create("threshold", threshold=settings["threshold"])
     model = model_of(trace)
-    for label, case in some_cases(trace, numbers):
+    for label, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, label, case, pairs):
-            theirs = their_feeds(case)
+            theirs = recorded_forwards(case)
             ours_of: list[set[int]] = []
             names = ("current_k", "sigma", "inflate_w")
             cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(theirs), chosen=ours_of)
-            ours, tokens = our_feeds(model, sampler, case, cache=cache, block_length=settings["block_length"])
+            ours, tokens = decode_forwards(model, sampler, case, cache=cache, block_length=settings["block_length"])
             pairs += zip(ours, theirs, strict=False)
             assert ours == theirs and tokens == case["final_ids"][0]
             for fed, chosen in zip(theirs[1:], ours_of, strict=True):
@@ -167,16 +167,16 @@ class ByDensity(LowConfidence):
         )
 
 
-@pytest.mark.parametrize("numbers", which(2, 3))
+@pytest.mark.parametrize("numbers", some_or_all(2, 3))
 @pytest.mark.parametrize("name", PRIORS)
 def test_density_as_a_prior(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]
     model, sampler = model_of(trace), ByDensity(sigma=settings["prior_sigma"])
-    for label, case in some_cases(trace, numbers):
+    for label, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, label, case, pairs):
-            theirs = their_feeds(case)
-            ours, tokens = our_feeds(model, sampler, case, block_length=settings["block_length"])
+            theirs = recorded_forwards(case)
+            ours, tokens = decode_forwards(model, sampler, case, block_length=settings["block_length"])
             pairs += zip(ours, theirs, strict=False)
             assert ours == theirs and tokens == case["final_ids"][0]

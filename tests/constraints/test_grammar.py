@@ -10,7 +10,7 @@ import pytest
 import torch
 from decoding import refuses
 from small_models import tiny_llama, wrap_causal
-from structured import VOCAB, assert_drawn, lettered
+from structured import VOCAB, assert_frequencies, tiny_with_texts
 from tokenized_models import TOKENIZER
 
 import paradec
@@ -48,7 +48,7 @@ def whole(text: str) -> bool:
 @pytest.fixture(scope="module")
 def causal() -> Model:
     module = wrap_causal(tiny_llama(vocab=VOCAB).double()).module
-    tokenizer = lettered().tokenizer
+    tokenizer = tiny_with_texts().tokenizer
     return paradec.wrap(module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tokenizer)
 
 
@@ -102,7 +102,7 @@ def test_draws_have_the_distribution_of_masked_decoding(way: str, causal: Model)
         max_new_tokens=4,
         eos_early_stop=False,
     )
-    assert_drawn(torch.stack(list(out.new_tokens)), expected)
+    assert_frequencies(torch.stack(list(out.new_tokens)), expected)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,10 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
     for text, part in (('start: "a', "lexer error"), ("start: foo", 'unknown name: "foo"'), ("", "Empty"), (3, "text")):
         with pytest.raises(ValueError, match=f"grammar=.*{part}"):
             paradec.Grammar(text)  # type: ignore[arg-type]
-    refuses(lambda: paradec.generate(lettered(), [[1, 2]], constraint=NESTED, max_new_tokens=6), "is for causal models")
+    refuses(
+        lambda: paradec.generate(tiny_with_texts(), [[1, 2]], constraint=NESTED, max_new_tokens=6),
+        "is for causal models",
+    )
     refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "tokens read differently")
     refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "needs an end token")
 
@@ -153,7 +156,7 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
     constraint, texts = read(causal, structured_outputs={"grammar": NESTED.grammar})
     assert constraint == NESTED and isinstance(texts, GrammarTexts)
     with pytest.raises(ApiError, match="guided_grammar: .* is for causal models"):
-        read(lettered(), guided_grammar=NESTED.grammar)
+        read(tiny_with_texts(), guided_grammar=NESTED.grammar)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     refuses(lambda: paradec.Grammar("start: /a/"), "paradec.Grammar needs llguidance.*'grammar'", ModuleNotFoundError)
     refuses(lambda: read(causal, guided_grammar="start: /a/"), "needs llguidance", ApiError)

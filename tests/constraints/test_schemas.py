@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from oracles.json_schema import is_valid
 from test_values import matches, some_text
-from tokenized_models import TOKENIZER, ids_of
+from tokenized_models import TOKENIZER, encode
 
 import paradec
 from paradec.constraints import spelling
@@ -368,9 +368,9 @@ def test_literals_have_the_tokenizer_s_spelling() -> None:
     texts = [TOKENIZER.decode(ids) for ids in found]
     value = paradec.JsonSchema(schema)
     assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
-    assert found == [ids_of(text) for text in texts]
+    assert found == [encode(text) for text in texts]
     for ids in found:
-        letters = [token for sign in TOKENIZER.decode(ids) for token in ids_of(sign)]
+        letters = [token for sign in TOKENIZER.decode(ids) for token in encode(sign)]
         assert accepted(free, ids) and accepted(free, letters)
         assert not accepted(own, letters) or letters == ids
 
@@ -381,10 +381,10 @@ def test_free_text_has_any_spelling_between_literals() -> None:
     own, free = spelled(schema), spelled(schema, "any")
     for text in ("one", "t", "twoo", "three", ""):
         for ids in all_spellings(text):
-            assert accepted(own, [*ids_of('{"one": "'), *ids, *ids_of('"}')]) == (1 <= len(text) <= 4)
+            assert accepted(own, [*encode('{"one": "'), *ids, *encode('"}')]) == (1 <= len(text) <= 4)
     for head in all_spellings('{"one":"'):
-        assert accepted(free, [*head, *ids_of("t"), *ids_of('"}')])
-        assert accepted(own, [*head, *ids_of("t"), *ids_of('"}')]) == (head == ids_of('{"one":"'))
+        assert accepted(free, [*head, *encode("t"), *encode('"}')])
+        assert accepted(own, [*head, *encode("t"), *encode('"}')]) == (head == encode('{"one":"'))
 
 
 def all_spellings(text: str) -> list[list[int]]:
@@ -400,7 +400,7 @@ def test_strings_are_shorter_where_tokens_need_more(monkeypatch: pytest.MonkeyPa
     edges = len(spelled({"type": "string", "maxLength": 300}).edges)
     monkeypatch.setattr(spelling, "MAX_EDGES", edges)
     automaton = spelled(schema)
-    assert accepted(automaton, ids_of(json.dumps("x" * 256))) and len(automaton.edges) <= edges
+    assert accepted(automaton, encode(json.dumps("x" * 256))) and len(automaton.edges) <= edges
     monkeypatch.setattr(spelling, "MAX_EDGES", 100)
     with pytest.raises(ValueError, match="more than 100 edges"):
         spelled(schema)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from recorded import replays
-from structured import CASES, SETTINGS, automaton_of, distribution, named
+from structured import CASES, SETTINGS, automaton_of, case_names, distribution
 
 from paradec.constraints import passes
 from paradec.constraints.automaton import STRETCH, TokenAutomaton
@@ -50,7 +50,7 @@ def table_of(case: dict[str, Any]) -> torch.Tensor:
     return torch.tensor(case["p"], dtype=torch.float64)[[token is None for token in case["canvas"]]].log()
 
 
-@pytest.mark.parametrize("name", named("marginals"))
+@pytest.mark.parametrize("name", case_names("marginals"))
 @replays("name")
 def test_marginals(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
@@ -83,7 +83,7 @@ def test_marginals(name: str) -> None:
             assert expected["marginals"][at][token] == pytest.approx(whole, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("name", named("refused"))
+@pytest.mark.parametrize("name", case_names("refused"))
 @replays("name")
 def test_lengths(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
@@ -95,7 +95,7 @@ def test_lengths(name: str) -> None:
     assert np.flatnonzero(passes.lengths(whole, 7)).tolist() == expected["lengths"]
 
 
-@pytest.mark.parametrize("name", named("marginals"))
+@pytest.mark.parametrize("name", case_names("marginals"))
 def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
     ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
     logits[0, ours.runs.tokens[0]] = -torch.inf

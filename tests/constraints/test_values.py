@@ -19,7 +19,7 @@ from decoding import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structured import nested_arrays, nested_objects
-from tokenized_models import TOKENIZER, VOCAB, ids_of
+from tokenized_models import TOKENIZER, VOCAB, encode
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -330,7 +330,7 @@ def test_tokens_are_accepted_where_what_they_read_matches(data: st.DataObject) -
     pattern = data.draw(st.sampled_from([r"(one|two|three)( (one|two))*\.?", r"\w+ ?\w*", "é*.?x?", r"[^\d]{0,4}"]))
     automaton = lifted(paradec.Regex(pattern))
     ids = data.draw(st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=3))
-    ids = data.draw(st.sampled_from([ids, ids_of("one two"), ids_of("éx"), [*ids_of("one"), *ids]]))
+    ids = data.draw(st.sampled_from([ids, encode("one two"), encode("éx"), [*encode("one"), *ids]]))
     spelt = spelling_of(TOKENIZER)
     assert spelt is not None
     raw = spelt.read(ids) or b""
@@ -346,8 +346,8 @@ def test_tokens_are_accepted_where_what_they_read_matches(data: st.DataObject) -
 
 def test_choices_have_one_spelling() -> None:
     automaton = lifted(paradec.Choice(["one two", "three"]))
-    assert accepts(automaton, ids_of("one two")) and accepts(automaton, ids_of("three"))
-    letters = [token for sign in "three" for token in ids_of(sign)]
+    assert accepts(automaton, encode("one two")) and accepts(automaton, encode("three"))
+    letters = [token for sign in "three" for token in encode(sign)]
     assert TOKENIZER.decode(letters) == "three" and not accepts(automaton, letters)
     assert accepts(lifted(paradec.Regex("three")), letters)
 
@@ -368,7 +368,7 @@ def test_a_tokenizer_that_joins_otherwise() -> None:
             return TOKENIZER.decode(list(ids)[::-1])
 
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": ids_of(text)[::-1]}
+            return {"input_ids": encode(text)[::-1]}
 
     tokenizer = Reversed()
     with pytest.raises(ValueError, match="it is unknown which texts the tokenizer"):
@@ -450,14 +450,14 @@ def test_literals_behind_a_marker() -> None:
     schema = {"type": "object", "properties": {"one": {"enum": ["two", "three"]}}, "required": ["one"]}
     plain, marked = lifted(paradec.JsonSchema(schema)), lifted(paradec.JsonSchema(schema, after="then"))
     free = [
-        ids_of("one then"),
-        [*ids_of("<"), 2, *ids_of("th"), *ids_of("en")],
-        [token for s in "then" for token in ids_of(s)],
+        encode("one then"),
+        [*encode("<"), 2, *encode("th"), *encode("en")],
+        [token for s in "then" for token in encode(s)],
     ]
     answers = [
-        ids_of('{"one":"two"}'),
-        ids_of('{"one": "three"}'),
-        [token for s in '{"one":"two"}' for token in ids_of(s)],
+        encode('{"one":"two"}'),
+        encode('{"one": "three"}'),
+        [token for s in '{"one":"two"}' for token in encode(s)],
     ]
     for answer in answers:
         for begin in free:
@@ -466,9 +466,9 @@ def test_literals_behind_a_marker() -> None:
         assert not accepts(marked, answer)
     assert [accepts(plain, answer) for answer in answers] == [True, True, False]
     twice = lifted(paradec.Regex("( ?one| then)*", after="then"))
-    assert accepts(twice, ids_of("two then then one then one")) and not accepts(twice, ids_of("two then two then one"))
+    assert accepts(twice, encode("two then then one then one")) and not accepts(twice, encode("two then two then one"))
     value = paradec.Choice(["one", "one two"], after="then")
-    assert accepts(lifted(value), ids_of("then") + ids_of("one two")) and value.accepts("a thenone two")
+    assert accepts(lifted(value), encode("then") + encode("one two")) and value.accepts("a thenone two")
     assert not value.accepts("one two") and not value.accepts("then one two") and not value.accepts("thenone thenone")
 
 

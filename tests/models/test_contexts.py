@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import supported, topology_of
-from every_model import EVERY, decoded, expected, make, shared
+from decoding import supported_fields, topology_of
+from every_model import EVERY, build_model, decode_briefly, expected, shared_model
 from images import IMAGE_MODELS
 from small_models import ROWS, tiny
 from torch import Tensor, nn
@@ -24,15 +24,15 @@ from paradec.core.protocol import decode
 def test_inference_mode_changes_nothing(kind: str) -> None:
     assert not expected(kind).requires_grad
     with torch.inference_mode():
-        assert torch.equal(decoded(shared(kind), kind), expected(kind))
+        assert torch.equal(decode_briefly(shared_model(kind), kind), expected(kind))
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
     topology, sampler = topology_of(name), samplers.create(name)
-    model = shared("llada") if topology == "bidirectional" else tiny(2, topology)
-    request = supported(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
+    model = shared_model("llada") if topology == "bidirectional" else tiny(2, topology)
+    request = supported_fields(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
     prompts = paradec.core.prompts.encode(model, ROWS[:2], None, None)
     whole = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
     with torch.inference_mode():
@@ -49,7 +49,7 @@ def half() -> torch.autocast:
 
 @lru_cache
 def single(kind: str) -> Any:
-    model = tiny(2, kind) if kind == "block_causal" else make(kind)
+    model = tiny(2, kind) if kind == "block_causal" else build_model(kind)
     for part in vars(model).values():
         if isinstance(part, nn.Module):
             part.float()
@@ -74,8 +74,8 @@ def cast_alone(model: Any) -> Any:
 def test_autocast_is_for_the_model_alone(kind: str) -> None:
     model = single(kind)
     with half():
-        found = decoded(model, kind)
-    assert torch.equal(found, decoded(cast_alone(model), kind))
+        found = decode_briefly(model, kind)
+    assert torch.equal(found, decode_briefly(cast_alone(model), kind))
 
 
 AUTOCAST: dict[str, str] = {
@@ -101,7 +101,7 @@ def test_autocast_changes_no_method(name: str) -> None:
             request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent", "sampler": sampler}
             return paradec.generate_images(model, **request).tokens
         request = {"max_new_tokens": 8, "temperature": 0.7, "seed": 1, "sampler": sampler}
-        request = supported(name, request | {"block_length": 4}) if sampler.family == "masked" else request
+        request = supported_fields(name, request | {"block_length": 4}) if sampler.family == "masked" else request
         return paradec.generate(model, ROWS, **request).new_tokens
 
     with half():
@@ -120,6 +120,6 @@ def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
 def test_a_forked_process_decodes(kind: str) -> None:
-    model, whole = shared(kind), expected(kind)
-    assert in_child(lambda: decoded(model, kind).tolist()) == whole.tolist()
-    assert torch.equal(decoded(model, kind), whole)
+    model, whole = shared_model(kind), expected(kind)
+    assert in_child(lambda: decode_briefly(model, kind).tolist()) == whole.tolist()
+    assert torch.equal(decode_briefly(model, kind), whole)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import fits, refuses, supported, topology_of
-from every_model import EVERY, TEXT, decoded, expected, shared
+from decoding import fits, refuses, supported_fields, topology_of
+from every_model import EVERY, TEXT, decode_briefly, expected, shared_model
 from images import tiny_llamagen, tiny_lpd, tiny_nar
 from small_models import ROWS, WRAP_IDS, decoder, tiny
 
@@ -37,7 +37,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": pi
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
-    model = shared(kind)
+    model = shared_model(kind)
     tokens = expected(kind)
     copies = [model]
     for way in WAYS.values():
@@ -51,19 +51,19 @@ def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
             for parameter in copied.module.parameters():
                 parameter.zero_()
     for left in (copies[-1], model):
-        assert torch.equal(decoded(left, kind), tokens)
+        assert torch.equal(decode_briefly(left, kind), tokens)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_original_may_be_unwrapped_first(way: str) -> None:
     module = decoder().eval()
     model = paradec.wrap(module, prediction="same", topology="bidirectional", **WRAP_IDS)
-    tokens = decoded(model, "Llama")
+    tokens = decode_briefly(model, "Llama")
     copied = WAYS[way](model)
     assert model.unwrap() is module
-    assert torch.equal(decoded(copied, "Llama"), tokens)
+    assert torch.equal(decode_briefly(copied, "Llama"), tokens)
     late = WAYS[way](model)
-    refuses(lambda: decoded(late, "Llama"), "LlamaForCausalLM was unwrapped", RuntimeError)
+    refuses(lambda: decode_briefly(late, "Llama"), "LlamaForCausalLM was unwrapped", RuntimeError)
 
 
 def test_a_drafter_is_copied_with_its_base() -> None:
@@ -99,7 +99,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama causal", "llamagen-c2i", "digits-maskgit", "mar"])
 def test_outputs_hold_the_same(kind: str, way: str) -> None:
-    model = shared(kind)
+    model = shared_model(kind)
     if kind in TEXT:
         given: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 0}
         given |= {"cache": "dual", "block_length": 4, "keep_prefix": True} if kind == "llada" else {}
@@ -135,11 +135,11 @@ def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Te
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_copies_of_a_masked_state_go_on(name: str) -> None:
-    model, sampler = shared("llada"), samplers.create(name)
+    model, sampler = shared_model("llada"), samplers.create(name)
     model = model if fits(name, model) else tiny(2, topology_of(name))
     cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}
-    request = supported(name, request)
+    request = supported_fields(name, request)
     state = sampler.start(model, encode(model, ROWS[:2], None, None), **request)
     going_on(model, sampler, state, lambda state: state.canvas)
 

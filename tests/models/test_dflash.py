@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from decoding import refuses
-from drafters import NEGATIVE, PROMPTS, VOCAB, answers, p_values, tiny_base
+from drafters import NEGATIVE, PROMPTS, VOCAB, decode_answers, p_values, tiny_base
 from images import CODES, tiny_llamagen
 from oracles.causal import greedy
 from safetensors.torch import save_file
-from structured import assert_masked, reading_letters
+from structured import add_letter_tokenizer, assert_masked_decoding
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -121,8 +121,8 @@ def test_drafts_tokens_and_forwards_are_those_of_transformers(loaded: Any, tmp_p
 
 
 def test_answers_under_a_constraint(loaded: Any) -> None:
-    base = reading_letters(tiny_base(layers=4), 2)
-    assert max(assert_masked(speculative(loaded(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
+    base = add_letter_tokenizer(tiny_base(layers=4), 2)
+    assert max(assert_masked_decoding(speculative(loaded(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
 
 
 def plain_block(
@@ -213,15 +213,17 @@ def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transform
 def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
     base = tiny_base(layers=4)
     method = speculative(loaded(base))
-    found, state = answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
+    found, state = decode_answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
     assert found == greedy(base.module, PROMPTS, 20)
     assert (state.accepted[0] == 1).all() and len(set(state.nfe.tolist())) > 1 and (state.nfe < 20).all()
     assert (state.draft_nfe <= state.nfe).all() and (state.draft_nfe > 0).all()
-    assert answers(
+    assert decode_answers(
         method, base, PROMPTS, max_new_tokens=8, temperature=0, **{"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
     )[0] == greedy(base.module, PROMPTS, 8, 2.0, NEGATIVE)
     for new in (1, 2, 3):  # shorter than the block
-        assert answers(method, base, PROMPTS, max_new_tokens=new, temperature=0)[0] == greedy(base.module, PROMPTS, new)
+        assert decode_answers(method, base, PROMPTS, max_new_tokens=new, temperature=0)[0] == greedy(
+            base.module, PROMPTS, new
+        )
 
 
 @pytest.mark.parametrize("request_", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}])

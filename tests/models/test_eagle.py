@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 from decoding import refuses
-from drafters import NEGATIVE, PROMPTS, VOCAB, answers, eagle_weights, exactness, p_values, tiny_base, write_eagle
+from drafters import (
+    NEGATIVE,
+    PROMPTS,
+    VOCAB,
+    decode_answers,
+    eagle_weights,
+    exactness,
+    p_values,
+    tiny_base,
+    write_eagle,
+)
 from images import CODES, tiny_llamagen
 from oracles.causal import greedy
 from oracles.lantern import plain_node
@@ -256,13 +266,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
     base = tiny_base()
     sampler = paradec.samplers.create("speculative", drafter=loaded(base), **SETTINGS[name])
-    tokens, state = answers(sampler, base, PROMPTS, max_new_tokens=10, temperature=0, seed=0)
+    tokens, state = decode_answers(sampler, base, PROMPTS, max_new_tokens=10, temperature=0, seed=0)
     assert tokens == greedy(base.module, PROMPTS, 10)
     assert np.sum(state.accepted, 0).tolist() == [10] * 4 and (state.accepted[0] == 1).all()
     assert (state.draft_nfe > 0).all() == (name != "token by token")
     if name in ("long chain", "published tree"):
         return
-    assert answers(
+    assert decode_answers(
         sampler, base, PROMPTS, max_new_tokens=8, temperature=0, **{"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
     )[0] == greedy(base.module, PROMPTS, 8, 2.0, NEGATIVE)
 

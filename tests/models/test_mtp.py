@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import covering
-from drafters import NEGATIVE, answers, pair_p_value
+from drafters import NEGATIVE, decode_answers, pair_p_value
 from oracles.causal import greedy
 from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
@@ -151,7 +151,7 @@ def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple
     guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     for new in (2, 12):
         expected = greedy(base.module, PROMPTS, new, scale, NEGATIVE)
-        assert answers(sampler, base, PROMPTS, max_new_tokens=new, temperature=0, **guidance)[0] == expected
+        assert decode_answers(sampler, base, PROMPTS, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
 @pytest.mark.parametrize(("rows", "temperature"), SAMPLES)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import covering, refuses, run_in_threads
-from every_model import EVERY, decoded, expected, shared
+from every_model import EVERY, decode_briefly, expected, shared_model
 from places import GOLDEN
 from small_models import ROWS, WRAP_IDS, Opaque, decoder, encoder, random_ids
 from torch import Tensor, nn
@@ -99,10 +99,10 @@ def test_what_runs_past_the_attention_is_an_error() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
 def test_two_threads_on_one_model(kind: str) -> None:
-    model, interval = shared(kind), sys.getswitchinterval()
+    model, interval = shared_model(kind), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        outputs = run_in_threads(lambda: decoded(model, kind, 0), lambda: decoded(model, kind, 1))
+        outputs = run_in_threads(lambda: decode_briefly(model, kind, 0), lambda: decode_briefly(model, kind, 1))
     finally:
         sys.setswitchinterval(interval)
     assert all(map(torch.equal, outputs, (expected(kind), expected(kind, seed=1)))), outputs

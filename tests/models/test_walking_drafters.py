@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import covering
-from drafters import NEGATIVE, answers, drafts_after, pair_p_value
+from drafters import NEGATIVE, decode_answers, drafts_after, pair_p_value
 from oracles.causal import greedy
 from places import GOLDEN
 from recorded import golden, read_arrays, read_json, replay
@@ -97,7 +97,7 @@ def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model)
     sampler = paradec.samplers.create("speculative", drafter=drafter)
     for new in (2, 12):
         expected = greedy(base.module, prompts, new, scale, NEGATIVE)
-        assert answers(sampler, base, prompts, max_new_tokens=new, temperature=0, **guidance)[0] == expected
+        assert decode_answers(sampler, base, prompts, max_new_tokens=new, temperature=0, **guidance)[0] == expected
 
 
 QUICK = [(next(n for n in NAMES if n.startswith(kind)), 1500, 1.0) for kind in ("dflash2", "dspark")]
@@ -222,5 +222,5 @@ def test_windows_causality_and_the_first_row(
     prompts = [[3, 1], [5, 9, 2, 40, 7]]
     sampler = paradec.samplers.create("speculative", drafter=drafter)
     expected = greedy(base.module, prompts, 6)
-    assert answers(sampler, base, prompts, max_new_tokens=6, temperature=0)[0] == expected
+    assert decode_answers(sampler, base, prompts, max_new_tokens=6, temperature=0)[0] == expected
     assert {(True, False), (True, True)} <= set(seen)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from decoding import fits, refuses, supported
+from decoding import fits, refuses, supported_fields
 from places import GOLDEN, TESTS
 from small_models import (
     ENCODERS,
@@ -150,7 +150,7 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(
     wrapped_remote: Model, remote: Any, llada64: Model, name: str
 ) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 5}
-    request = supported(name, request)
+    request = supported_fields(name, request)
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
     if not fits(name, wrapped_remote):  # some ask for masks of attention, which no opaque module takes
         refuses(lambda: paradec.generate(wrapped_remote, prompts, **request), f"sampler {name!r}.* LLaDAModelLM is ")

@@ -13,7 +13,7 @@ from pipelines import tiny_dit
 from places import GOLDEN
 from small_models import CANVAS, MASK, piece, tiny, tiny_gemma, tiny_llama, wrap_kind
 from small_models import wrap_causal as causal
-from structured import VOCAB, lettered
+from structured import VOCAB, tiny_with_texts
 
 import paradec
 from paradec import AdaptiveBlocks, PipelinedBlocks, Regex, samplers
@@ -39,11 +39,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "causal": causal,
     "without a store": lambda: causal(eager(tiny_llama())),
     "same causal": lambda: paradec.wrap(tiny_llama(), topology="causal", prediction="same"),
-    "letters": lettered,
-    "causal letters": lambda: causal(tiny_llama(vocab=VOCAB), tokenizer=lettered().tokenizer, eos_token_id=39),
+    "letters": tiny_with_texts,
+    "causal letters": lambda: causal(tiny_llama(vocab=VOCAB), tokenizer=tiny_with_texts().tokenizer, eos_token_id=39),
     "canvases": lambda: paradec.wrap(tiny_gemma()),
     "canvases of letters": lambda: paradec.wrap(
-        tiny_gemma(dtype=torch.float64, vocab=VOCAB, canvas=4), tokenizer=lettered().tokenizer, eos_token_id=39
+        tiny_gemma(dtype=torch.float64, vocab=VOCAB, canvas=4), tokenizer=tiny_with_texts().tokenizer, eos_token_id=39
     ),
     "proteins": lambda: paradec.load_protein_mpnn(
         GOLDEN / "proteins" / "small.pt", [piece(0, 11, "plain")], dtype=torch.float64

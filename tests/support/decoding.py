@@ -66,7 +66,7 @@ def facts_of(name: str, block_length: int) -> dict[str, object]:
     return {"topology": topology, "block_length": block_length, "delete_token_id": 5, "split_token_id": 7}
 
 
-def supported(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
+def supported_fields(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
     """The request without the fields that the sampler (an object or a name) does not support."""
     method = paradec.samplers.create(sampler) if isinstance(sampler, str) else sampler
     return {key: value for key, value in request.items() if key not in method.unsupported}
@@ -75,7 +75,7 @@ def supported(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
 INF = math.inf
 
 
-def view_of(scores: Tensor) -> View:
+def view_from_scores(scores: Tensor) -> View:
     """A view of scores [R, W]; positions above -inf are the candidates. Fields for memory, schedule and draws are
     None."""
     rows, width = scores.shape
@@ -90,7 +90,7 @@ def view_of(scores: Tensor) -> View:
     return View(**{field.name: None for field in fields(View)} | used_fields)
 
 
-def by_trace(output: Any, mask: int = MASK) -> list[dict[int, tuple[int, int]]]:
+def read_last_writes(output: Any, mask: int = MASK) -> list[dict[int, tuple[int, int]]]:
     """By row: position -> (token, step) of the last write in the trace, without positions that were remasked."""
     last_writes: list[dict[int, tuple[int, int]]] = [{} for _ in output.trace.canvas]
     steps = [0] * len(last_writes)

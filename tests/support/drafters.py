@@ -70,7 +70,7 @@ def write_eagle(
     return folder
 
 
-def answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
+def decode_answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
     """The new tokens of each row, and the final state."""
     state = sampler.start(model, prompt, **request)
     decode(sampler, model, state)
@@ -109,7 +109,7 @@ TableModel = exactness.TableModel
 GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
 
 
-class Recording:
+class RecordingModel:
     """A table model that records the drafts it evaluates."""
 
     def __init__(self) -> None:

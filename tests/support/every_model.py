@@ -74,7 +74,7 @@ PICTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(kind: str) -> Any:
+def build_model(kind: str) -> Any:
     if kind in CONFIGS:
         with tempfile.TemporaryDirectory() as folder:
             return paradec.load(write_family(Path(folder) / kind, kind), dtype="float64")
@@ -86,16 +86,16 @@ def make(kind: str) -> Any:
 
 
 @lru_cache
-def shared(kind: str) -> Any:
-    return make(kind)
+def shared_model(kind: str) -> Any:
+    return build_model(kind)
 
 
 @lru_cache
 def expected(kind: str, seed: int = 0) -> Tensor:
-    return decoded(shared(kind), kind, seed)
+    return decode_briefly(shared_model(kind), kind, seed)
 
 
-def decoded(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
+def decode_briefly(model: Any, kind: str, seed: int = 0, **request: Any) -> Tensor:
     """Decode a few tokens or steps; return the tokens or the latent."""
     if kind == "dit":
         sampler = paradec.samplers.create("taylorseer", interval=2)

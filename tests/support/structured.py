@@ -42,7 +42,7 @@ def nested_arrays(depth: int, **limits: int) -> dict[str, Any]:
     return schema
 
 
-def named(*kinds: str) -> list[str]:
+def case_names(*kinds: str) -> list[str]:
     """Names of the cases of these kinds."""
     return [name for name, case in SETTINGS.items() if case["kind"] in kinds]
 
@@ -198,7 +198,7 @@ def masked_distribution(
     return masses
 
 
-def assert_drawn(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
+def assert_frequencies(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
     """Assert that texts [N, n] occur with the expected probabilities (4.5 standard deviations)."""
     counts, rows = collections.Counter(map(tuple, texts.tolist())), len(texts)
     assert counts.keys() <= expected.keys()
@@ -207,7 +207,7 @@ def assert_drawn(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
         assert abs(counts[text] - rows * mass) < 4.5 * deviation + 1, (text, mass, counts[text])
 
 
-def reading_letters(model: Model, end: int) -> Model:
+def add_letter_tokenizer(model: Model, end: int) -> Model:
     """Give the model a tokenizer: every token is a different letter, except the last two. end: the end token."""
     letters = [chr(97 + token) if token < 26 else chr(256 + token) for token in range(model.facts.vocab_size - 2)]
     model.tokenizer = tokenizer_of(letters, end)
@@ -215,7 +215,7 @@ def reading_letters(model: Model, end: int) -> Model:
     return model
 
 
-def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
+def assert_masked_decoding(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
     """Check a causal model's answers under a regex against token-by-token decoding; return the output."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
@@ -227,7 +227,7 @@ def assert_masked(sampler: Any, model: Model, pattern: str, slots: int, rows: in
     automaton = token_automaton(value, model.tokenizer, size, ends, ())
     fields: dict[str, Any] = {"sampler": sampler, "constraint": value, "max_new_tokens": slots, "eos_early_stop": False}
     out = paradec.generate(model, input_ids=[prompt] * rows, temperature=1.0, seed=[*range(rows)], **fields | request)
-    assert_drawn(torch.stack(list(out.new_tokens)), masked_distribution(automaton, p_after, slots))
+    assert_frequencies(torch.stack(list(out.new_tokens)), masked_distribution(automaton, p_after, slots))
     greedy = [
         paradec.generate(model, input_ids=[prompt], **fields | {"sampler": method}).new_tokens.tolist()
         for method in (sampler, paradec.samplers.create("sjd", window=1))
@@ -255,7 +255,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 """A constraint of each kind, and a function that says whether a text satisfies it."""
 
 
-def lettered(topology: str = "bidirectional") -> Model:
+def tiny_with_texts(topology: str = "bidirectional") -> Model:
     """`small_models.tiny` with a tokenizer whose first tokens have the texts `TEXTS`."""
     model = tiny(2, topology)
     names = {39: "<end>", 40: "<mask>"}

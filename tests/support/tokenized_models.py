@@ -44,7 +44,7 @@ VOCAB = len(TOKENIZER)
 PROMPT = 2
 
 
-class Recites(nn.Module):
+class RecitingModule(nn.Module):
     """Predict the text that belongs to a prompt's first token, with a fixed random confidence for each position."""
 
     def __init__(self, texts: dict[int, list[int]]):
@@ -62,14 +62,14 @@ class Recites(nn.Module):
         return logits
 
 
-def reciting(*texts: list[int], tokenizer: Any = TOKENIZER) -> Model:
+def reciting_model(*texts: list[int], tokenizer: Any = TOKENIZER) -> Model:
     """A model that answers the prompt [10 + i, 10 + i] with text number i."""
-    module = Recites({10 + number: ids for number, ids in enumerate(texts)})
+    module = RecitingModule({10 + number: ids for number, ids in enumerate(texts)})
     ids = {"mask_token_id": TOKENIZER.mask_token_id, "eos_token_id": TOKENIZER.eos_token_id}
     return paradec.wrap(module, **ids, prediction="same", topology="bidirectional", tokenizer=tokenizer)
 
 
-def ids_of(text: str) -> list[int]:
+def encode(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
@@ -107,7 +107,7 @@ def chat_model(topology: str, prediction: str = "same", module: nn.Module | None
     )
 
 
-class Constant(nn.Module):
+class ConstantLogits(nn.Module):
     """The same logits at every position: those of `logits`, -inf for all other tokens."""
 
     def __init__(self, logits: Mapping[int, float], vocab: int = CHAT_VOCAB):

@@ -46,7 +46,7 @@ def load_trace(name: str) -> Any:
     return trace
 
 
-def head_of(name: str) -> Any:
+def trace_head(name: str) -> Any:
     return read_head(TRACES / f"{name}.json")
 
 
@@ -60,7 +60,7 @@ def checkpoint(name: str) -> Path:
 
 
 @functools.cache
-def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token_id: int | None = None) -> Model:
+def load_model(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token_id: int | None = None) -> Model:
     """A shared model. mask_token_id, eos_token_id: as in the recording."""
     model = paradec.load(folder, dtype=dtype, mask_token_id=mask_token_id)
     if eos_token_id is not None and eos_token_id not in model.facts.eos_token_ids:
@@ -68,7 +68,7 @@ def loaded(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token
     return model
 
 
-def which(*numbers: int) -> list[Any]:
+def some_or_all(*numbers: int) -> list[Any]:
     """Parameters of a test: indices of the cases to replay, modulo their count; and, marked `full`, None for all."""
     return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
 
@@ -82,7 +82,7 @@ def precisions(*numbers: int) -> list[Any]:
     return [pytest.param("float64", numbers, id="some"), *every]
 
 
-def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
+def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
     """Cases of a trace with their names. numbers: indices modulo the count, among cases with `fp64_same`; None: all."""
     cases = [(f"{trace['file']}, case {number}", case) for number, case in enumerate(trace["cases"])]
     if numbers is None:
@@ -91,7 +91,9 @@ def some_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, di
     return [cases[at] for at in sorted({number % len(cases) for number in numbers})] if cases else []
 
 
-def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[str]:
+def select_covering_traces(
+    names: Iterable[str], together: int = 2, load: Callable[[str], dict] = trace_head
+) -> list[str]:
     """Select a few traces that together cover all combinations of `together` setting values that occur in `names`.
 
     Model, batch size and method count as settings. The choice is greedy, by new combinations per forward.
@@ -112,15 +114,15 @@ def often(names: Iterable[str], together: int = 2, load: Callable[[str], dict] =
     return sorted(selected)
 
 
-def others_are_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = head_of) -> list[Any]:
-    """Parameters of a test: all names; those that `often` does not select are marked `full`."""
+def mark_others_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = trace_head) -> list[Any]:
+    """Parameters of a test: all names; those that `select_covering_traces` does not select are marked `full`."""
     names = list(names)
-    default = often(names, together, load)
+    default = select_covering_traces(names, together, load)
     return [name if name in default else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def model_of(trace: dict, precision: str = "float64") -> Model:
-    return loaded(checkpoint(trace["model"]), precision, trace["mask_id"], trace["eos_id"])
+    return load_model(checkpoint(trace["model"]), precision, trace["mask_id"], trace["eos_id"])
 
 
 def table_of(trace: dict) -> list[str] | None:
@@ -297,14 +299,14 @@ def replay_case(trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, A
             raise
 
 
-def by_case(rows: list[Row]) -> list[list[Row]]:
+def group_by_case(rows: list[Row]) -> list[list[Row]]:
     cases: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         cases[row.name].append(row)
     return list(cases.values())
 
 
-def draws(settings: dict) -> bool:
+def is_random(settings: dict) -> bool:
     """Whether the reference drew random numbers for tokens or positions."""
     by_chance = settings.get("remasking") == "random" or settings.get("alg") == "origin"
     return bool(by_chance or settings.get("temperature") or settings.get("alg_temp"))
@@ -323,13 +325,13 @@ def decode(
     numbers: indices of the cases, None for all. alone: each case has its own batch, like in the reference. Otherwise
     rows of one length that draw no random numbers share a batch: in float64 a row does not depend on the others.
     """
-    selected = some_cases(trace, numbers)
+    selected = select_cases(trace, numbers)
     names, cases = [name for name, _ in selected], [case for _, case in selected]
     settings = trace["settings"]
     batches: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     for number, case in enumerate(cases):
         for row, prompt in enumerate(case["prompt_ids"]):
-            key = number if alone or draws(trace["settings"]) else len(prompt)
+            key = number if alone or is_random(trace["settings"]) else len(prompt)
             batches[key].append((number, row))
     options: dict[str, Any] = {"rng": "reference", "eos_early_stop": False, "trace": True} | request
     rows = []
@@ -430,7 +432,7 @@ def _their_call(step: dict, row: int, batch: int) -> Call:
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
     """Assert that final tokens and number of calls equal the reference's; with `exact`, also each call's evaluated
     count and commits."""
-    for together in by_case(rows):
+    for together in group_by_case(rows):
         with replay_rows(together):
             for row in together:
                 if exact:
@@ -448,7 +450,7 @@ def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
 
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
     """`assert_replayed` for references in which all rows of a batch open their next block together."""
-    for together in by_case(rows):
+    for together in group_by_case(rows):
         with replay_rows(together):
             for row in together:
                 if exact:
@@ -458,7 +460,7 @@ def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool
             assert sum(map(max, zip(*lengths, strict=True))) == together[0].case["nfe"], together[0].where
 
 
-def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
+def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
     """Our calls, with an idle call after each call that fills a whole block, as in some public code."""
     calls = []
     for block in row.blocks(block_length):
@@ -469,7 +471,7 @@ def with_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
     return calls
 
 
-def forced_first(sampler: MaskedSampler) -> MaskedSampler:
+def force_first_position(sampler: MaskedSampler) -> MaskedSampler:
     """A copy of `sampler` whose first step in a block commits only the first position, like public cached decoders."""
 
     class Forced(type(sampler)):  # type: ignore[misc]
@@ -485,7 +487,7 @@ def forced_first(sampler: MaskedSampler) -> MaskedSampler:
     return Forced(**{field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)})
 
 
-def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
+def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
     """A copy of `sampler` that computes confidence among the 50 most likely tokens, and the request's `top_k`."""
 
     class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
@@ -495,7 +497,7 @@ def of_the_likeliest(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, i
     return OfTheLikeliest(**settings), {"top_k": 50}
 
 
-class WithoutLeft(PrefixCache):
+class PrefixWithoutLeftPosition(PrefixCache):
     """The prefix cache without evaluation of the position left of the block, which shifted models usually need."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
@@ -503,16 +505,16 @@ class WithoutLeft(PrefixCache):
         return range_parts(state, chosen, start, stop, "window", most, self.shape_multiple)
 
 
-class WithoutLeftDual(WithoutLeft, DualCache):
+class DualWithoutLeftPosition(PrefixWithoutLeftPosition, DualCache):
     """The dual cache without evaluation of the position left of the block."""
 
 
-def cache_without_left(dual: bool) -> PrefixCache:
-    return WithoutLeftDual() if dual else WithoutLeft()
+def cache_without_left_position(dual: bool) -> PrefixCache:
+    return DualWithoutLeftPosition() if dual else PrefixWithoutLeftPosition()
 
 
 @dataclass(frozen=True)
-class Fed:
+class Forward:
     """One forward of a case of one row: evaluated positions and commits."""
 
     positions: frozenset[int]
@@ -521,7 +523,7 @@ class Fed:
     """Position -> score: of all candidates in our calls, of committed positions in the reference's."""
 
 
-def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
+def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
     """The reference's forwards, from a trace with the field `fed`.
 
     block: block length; if set, drop commits after the current block, which fill the row after an end token.
@@ -535,11 +537,11 @@ def their_feeds(case: dict, block: int | None = None) -> list[Fed]:
             last = prompt + ((min(commits)[0] - prompt) // block + 1) * block
             commits = {(at, token) for at, token in commits if at < last}
         scores = dict(zip((at for _, at, _ in step["commit"]), step.get("conf", ()), strict=False))
-        forwards.append(Fed(frozenset(fed), frozenset(commits), scores))
+        forwards.append(Forward(frozenset(fed), frozenset(commits), scores))
     return forwards
 
 
-def assert_confidences(ours: list[Fed], theirs: list[Fed]) -> None:
+def assert_confidences(ours: list[Forward], theirs: list[Forward]) -> None:
     """Assert that our scores of committed tokens equal the reference's, which come from float32 logits."""
     for one, other in zip(ours, theirs):
         for at, _ in one.commits:
@@ -547,7 +549,7 @@ def assert_confidences(ours: list[Fed], theirs: list[Fed]) -> None:
                 assert abs(one.scores[at] - other.scores[at]) < 1e-4, f"position {at}"
 
 
-def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Fed], list[int]]:
+def decode_forwards(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Forward], list[int]]:
     """Decode a case of one row; return our forwards and the final row."""
     (prompt,) = case["prompt_ids"]
     new = len(case["final_ids"][0]) - len(prompt)
@@ -561,7 +563,7 @@ def our_feeds(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[l
             chosen = commit.selected[0]
             written = zip(commit.positions[0, chosen].tolist(), commit.values[0, chosen].tolist(), strict=True)
             scores = scores_of(commit)[0]
-            forwards.append(Fed(frozenset(query.positions[0].tolist()), frozenset(written), scores))
+            forwards.append(Forward(frozenset(query.positions[0].tolist()), frozenset(written), scores))
     return forwards, state.canvas[0].tolist()
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from recorded import plain, replays
 from serving import NAME, Running, chat, running, wait
-from structured import CASES, named
-from tokenized_models import CHAT_MASK, Constant, chat_ids, chat_model, chat_network, chat_tokenizer
+from structured import CASES, case_names
+from tokenized_models import CHAT_MASK, ConstantLogits, chat_ids, chat_model, chat_network, chat_tokenizer
 from torch import Tensor
 
 import paradec
@@ -78,7 +78,7 @@ def test_many_at_once_beside_chats(server: Running) -> None:
         assert all(pool.map(one, range(24)))
 
 
-@pytest.mark.parametrize("name", named("decide"))
+@pytest.mark.parametrize("name", case_names("decide"))
 @replays("name")
 def test_recorded_answers(name: str) -> None:
     from transformers.decision import DecisionConfig, parse_questions
@@ -90,7 +90,7 @@ def test_recorded_answers(name: str) -> None:
         key, question, expected = parsed.name, build_question(parsed), case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [chat_ids(label)[0] for label in question.labels]
-        model = chat_model("bidirectional", module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
+        model = chat_model("bidirectional", module=ConstantLogits(dict(zip(ids, case["logits"][key], strict=True))))
         found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
         assert close(parsed.answer([*found[key].probabilities.values()]), expected["answers"][key], 1e-9)
 
@@ -98,7 +98,7 @@ def test_recorded_answers(name: str) -> None:
 def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
     seen: list[Tensor] = []
 
-    class Looks(Constant):
+    class Looks(ConstantLogits):
         def forward(self, ids: Tensor) -> Tensor:
             seen.append(ids)
             return super().forward(ids)
@@ -174,7 +174,7 @@ def test_work_is_counted_and_given_back(model: Any) -> None:
 def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, go = [], threading.Event()
 
-    class Waits(Constant):
+    class Waits(ConstantLogits):
         def forward(self, ids: Tensor) -> Tensor:
             calls.append(len(ids))
             if len(calls) == first + 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import MASKED, fits, refuses, supported
+from decoding import MASKED, fits, refuses, supported_fields
 from places import GOLDEN, ROOT
 from small_models import UBIQUITIN, piece
 from torch import Tensor
@@ -136,7 +136,7 @@ QUICK = ("threshold", "random", "editing", "ccd", "wino")
 def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, name: str) -> None:
     prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
     sampler = paradec.samplers.create(name, **({"branches": 0} if name == "lopa" else {}))
-    given = supported(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
+    given = supported_fields(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
     if not fits(name, model):
         with pytest.raises(ValueError, match=f"sampler {name!r} (evaluates masks|does not work here)"):
             paradec.generate(model, prompts, **given)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import CONFIGS, FAMILY_BLOCK, FAMILY_SIZES, MASK_NAMES, SDAR, write_family, write_tokenizer
-from decoding import fits, refuses, supported, topology_of
+from decoding import fits, refuses, supported_fields, topology_of
 from places import load_script
 from safetensors.torch import load_file
 from small_models import tiny
@@ -301,7 +301,7 @@ def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: st
     families = [found for found in loaded.values() if fits(name, found)] or [tiny(2, topology_of(name))]
     model = families[MASKED.index(name) % len(families)]  # the families take turns
     request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
-    request = supported(name, request)
+    request = supported_fields(name, request)
     width = max(map(len, PROMPTS))
     ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
     for row, prompt in enumerate(PROMPTS):

@@ -11,13 +11,13 @@ from structured import (
     CASES,
     KINDS,
     VOCAB,
-    assert_drawn,
+    assert_frequencies,
     automaton_of,
+    case_names,
     causal_model_of,
-    lettered,
     masked_distribution,
-    named,
     texts_behind_a_marker,
+    tiny_with_texts,
 )
 
 import paradec
@@ -45,7 +45,7 @@ def sampler_of(name: str, drafter: Model) -> Any:
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("name", named("causal"))
+@pytest.mark.parametrize("name", case_names("causal"))
 @replays("name")
 def test_recorded_greedy_runs(name: str, chain: str) -> None:
     case, size = CASES[name], len(CASES[name]["vocab"])
@@ -91,7 +91,7 @@ ROWS = 2000
     "chain", [pytest.param(name, marks=() if name in ("sjd", "drafter") else pytest.mark.full) for name in CHAINS]
 )
 def test_draws_have_the_distribution_of_masked_decoding(chain: str) -> None:
-    case = CASES[next(name for name in named("law") if CASES[name]["ends"])]
+    case = CASES[next(name for name in case_names("law") if CASES[name]["ends"])]
     expected, size = masked_of(case), len(case["vocab"])
     out = paradec.generate(
         causal_model_of(case),
@@ -103,11 +103,11 @@ def test_draws_have_the_distribution_of_masked_decoding(chain: str) -> None:
         max_new_tokens=case["slots"],
         eos_early_stop=False,
     )
-    assert_drawn(out.sequences[:, 1:], expected)
+    assert_frequencies(out.sequences[:, 1:], expected)
 
 
 def test_the_recorded_masked_distribution() -> None:
-    for name in named("law"):
+    for name in case_names("law"):
         if CASES[name]["settings"]["order"] == "left":
             with replay(name):
                 recorded = {tuple(text): mass for text, mass in CASES[name]["expected"]["masked"]}
@@ -147,7 +147,7 @@ def test_free_text_a_marker_and_an_answer(chain: str, after: str, budget: int | 
         out = paradec.generate(model, prompts, temperature=temperature, seed=[*range(ROWS)], **asked)
         assert all(value.accepts(free + after + text) for free, text in zip(out.reasoning, out.text, strict=True))
         expected = enumerated(case, temperature)
-        assert_drawn(out.new_tokens, expected)
+        assert_frequencies(out.new_tokens, expected)
         scores = out.logprobs.chosen[:, 1:].nan_to_num(0).sum(1).exp()
         for text, score in dict(zip(map(tuple, out.new_tokens.tolist()), scores.tolist(), strict=True)).items():
             assert score == pytest.approx(expected[text], rel=1e-9)
@@ -163,9 +163,9 @@ def test_free_text_a_marker_and_an_answer(chain: str, after: str, budget: int | 
 @pytest.fixture(scope="module")
 def causal() -> Model:
     model = wrap_causal(tiny_llama(vocab=VOCAB).double())
-    model.tokenizer = lettered().tokenizer
+    model.tokenizer = tiny_with_texts().tokenizer
     return paradec.wrap(
-        model.module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=lettered().tokenizer
+        model.module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tiny_with_texts().tokenizer
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import answers
+from drafters import decode_answers
 from oracles.causal import greedy
 from small_models import END, MASK, close_model, tiny, tiny_llama
 from small_models import wrap_causal as causal
@@ -88,7 +88,7 @@ def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
     request = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     expected = greedy(model.module, PROMPTS, 11, scale, NEGATIVE)
     for new in (1, 2, 11):
-        tokens, state = answers(sampler, model, PROMPTS, max_new_tokens=new, temperature=0, seed=0, **request)
+        tokens, state = decode_answers(sampler, model, PROMPTS, max_new_tokens=new, temperature=0, seed=0, **request)
         assert tokens == [answer[:new] for answer in expected]
     assert (state.nfe <= (23 if sampler.name == "jacobi" else 11)).all()
     assert (state.row_forwards == state.nfe * (1 if scale == 1 else 2)).all()

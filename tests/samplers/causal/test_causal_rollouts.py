@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import assert_replayed, assert_same, by_trace
+from decoding import assert_replayed, assert_same, read_last_writes
 from oracles.rollouts import causal_logp
 from places import GOLDEN
 from small_models import END, MASK, tiny
-from structured import CASES, causal_model_of, named
+from structured import CASES, case_names, causal_model_of
 
 import paradec
 from paradec.core.rollouts import Rollout
@@ -90,7 +90,7 @@ def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
                 steps = rollout.step_map[row].tolist()
                 assert steps[:begin] == [-1] * begin and steps[begin + count : begin + 8] == [-2] * (8 - count)
                 if given.get("trace"):
-                    own = by_trace(output, mask=-1)[row]
+                    own = read_last_writes(output, mask=-1)[row]
                     assert own == {at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)}
 
 
@@ -98,7 +98,7 @@ def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPat
     model, shapes = causal(1), list[tuple[int, ...]]()
     rollout = paradec.generate(model, ROWS, **DRAWN).rollout
     hook = model.module.register_forward_pre_hook(
-        lambda module, args, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     found = paradec.replay(model, rollout)
     hook.remove()
@@ -144,7 +144,7 @@ def test_older_weights_and_rows_that_fail() -> None:
 
 
 def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
-    case = CASES[named("causal")[0]]
+    case = CASES[case_names("causal")[0]]
     size, model = len(case["vocab"]), causal_model_of(case)
     given = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"], "rollout": True}
     rollout = paradec.generate(

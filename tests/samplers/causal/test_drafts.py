@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import NEGATIVE, VOCAB, TableModel, answers, exactness, tiny_base
+from drafters import NEGATIVE, VOCAB, TableModel, decode_answers, exactness, tiny_base
 from drafters import PROMPTS as TEXTS
 from images import tiny_llamagen
 from places import GOLDEN
@@ -136,8 +136,8 @@ def test_the_longest_branch_by_a_walk() -> None:
 def test_tokens_are_those_of_the_window_alone(settings: dict[str, Any], request_: dict[str, Any]) -> None:
     base = tiny_base()
     given = {"max_new_tokens": 24, "seed": 3} | request_
-    expected, alone = answers(Jacobi(window=6), base, TEXTS, **given)
-    found, state = answers(Jacobi(window=6, **settings), base, TEXTS, **given)
+    expected, alone = decode_answers(Jacobi(window=6), base, TEXTS, **given)
+    found, state = decode_answers(Jacobi(window=6, **settings), base, TEXTS, **given)
     assert found == expected and state.nfe.sum() < alone.nfe.sum()
     if state.logprobs is not None:
         for name in ("chosen", "best"):
@@ -304,9 +304,9 @@ def test_drafters_of_hidden_states(name: str) -> None:
     base = paradec.load(RECORDED / "base", dtype=torch.float64)
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     given = {"max_new_tokens": 12, "temperature": 0, "seed": 1}
-    expected, _ = answers(SJD(window=1), base, TEXTS, **given)
-    whole = answers(Speculative(drafter=drafter), base, TEXTS, **given)[1]
-    found, state = answers(Speculative(drafter=drafter, stop=low_tokens), base, TEXTS, **given)
+    expected, _ = decode_answers(SJD(window=1), base, TEXTS, **given)
+    whole = decode_answers(Speculative(drafter=drafter), base, TEXTS, **given)[1]
+    found, state = decode_answers(Speculative(drafter=drafter, stop=low_tokens), base, TEXTS, **given)
     assert found == expected and state.forwarded_tokens.sum() < whole.forwarded_tokens.sum()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import GRID, Recording, TableModel, exactness
+from drafters import GRID, RecordingModel, TableModel, exactness
 from recorded import distance_to_bounds, golden, read_head, read_json, replays, tied_below
 from torch import Tensor
 
@@ -363,7 +363,7 @@ def test_the_grid_s_layout() -> None:
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("window", [3, 6])
 def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window: int) -> None:
-    model, sampler = Recording(), SJD(window=window, init=init)
+    model, sampler = RecordingModel(), SJD(window=window, init=init)
     state = sampler.start(model, [[3, 1], [2], [7, 7, 7]], grid=GRID, seed=0)
     start = torch.tensor([[2], [1], [3]])
     copied = 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import recorded
 import torch
-from drafters import GRID, Recording, exactness
+from drafters import GRID, RecordingModel, exactness
 from oracles.causal import token_by_token
 from recorded import plain, replays
 from small_models import tiny
@@ -246,7 +246,7 @@ def test_answers_have_the_model_s_distribution() -> None:
 
 
 def test_images_have_their_structure() -> None:
-    model = Recording()
+    model = RecordingModel()
     prompts = [[3, 1], [2], [7, 7, 7]]
     for temperature in (0.0, 1.0):
         expected = Jacobi(window=1).start(model, prompts, grid=GRID, temperature=temperature, seed=1)

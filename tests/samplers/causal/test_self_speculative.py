@@ -13,7 +13,7 @@ from oracles.causal import blocks_of_one, next_token
 from places import GOLDEN
 from recorded import find_checkpoint, golden, is_packaged, read_head, read_json, replay_in_float64
 from small_models import END, MASK, VOCAB, tiny
-from structured import assert_masked, reading_letters
+from structured import add_letter_tokenizer, assert_masked_decoding
 from torch import Tensor
 
 import paradec
@@ -249,6 +249,6 @@ def test_the_adapter_changes_drafts_alone() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}])
 def test_answers_under_a_constraint(settings: dict[str, Any]) -> None:
-    model = reading_letters(causal(42), 20)
+    model = add_letter_tokenizer(causal(42), 20)
     sampler = paradec.samplers.create("self_speculative", window=4, **settings)
-    assert max(assert_masked(sampler, model, "(a|bx)yz[cd](efg)?", 9, 400).row_nfe) < 9
+    assert max(assert_masked_decoding(sampler, model, "(a|bx)yz[cd](efg)?", 9, 400).row_nfe) < 9

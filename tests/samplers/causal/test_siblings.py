@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import NEGATIVE, PROMPTS, TableModel, answers, exactness, tiny_base
+from drafters import NEGATIVE, PROMPTS, TableModel, decode_answers, exactness, tiny_base
 from oracles.causal import Coin, Draw, Weights, by_number, draw, outcomes, siblings_of, sjd_pac_step
 from recorded import golden, read_json, replays
 
@@ -208,8 +208,8 @@ def test_with_noise_the_tokens_are_those_of_jacobi(siblings: int, branching: int
     """argmax(log p + g) after the same text, whatever was drafted."""
     base, given = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
     given |= {"negative_prompt": NEGATIVE} if "guidance_scale" in request_ else {}
-    expected, alone = answers(Jacobi(window=6), base, PROMPTS, **given)
-    found, state = answers(SCD(window=6, siblings=siblings, branching=branching), base, PROMPTS, **given)
+    expected, alone = decode_answers(Jacobi(window=6), base, PROMPTS, **given)
+    found, state = decode_answers(SCD(window=6, siblings=siblings, branching=branching), base, PROMPTS, **given)
     assert found == expected and state.nfe.sum() < alone.nfe.sum()
     if state.logprobs is not None:
         for name in ("chosen", "best"):

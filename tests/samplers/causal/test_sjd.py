@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import answers
+from drafters import decode_answers
 from oracles.causal import greedy, zipar_by_hand
 from small_models import LLAMA_VOCAB, PROMPTS, close_model, tiny_llama, wrap_causal
 from torch import Tensor
@@ -35,7 +35,7 @@ def test_drafters_stop_one_token_before_the_end(name: str) -> None:
     model, sampler, new = wrap_causal(), made(name), 11
     depth = {"speculative": sampler.window - 1, "speculative, tree": 3, "speculative, greedy tree": 2}[name]
     for prompt in PROMPTS:
-        _, state = answers(sampler, model, [prompt], max_new_tokens=new, temperature=0, seed=0)
+        _, state = decode_answers(sampler, model, [prompt], max_new_tokens=new, temperature=0, seed=0)
         left, calls = new, 0
         for made_ in np.concatenate(state.accepted).tolist():
             calls += min(depth, left - 1)
@@ -53,7 +53,7 @@ def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
     for name, settings in lossy:
         sampler = paradec.samplers.create(name, window=4, **settings)
         for certain in ({"temperature": 0}, {"temperature": 1e-6}, {"temperature": 0.7, "top_k": 1}):
-            assert answers(sampler, model, PROMPTS, max_new_tokens=9, seed=3, **certain)[0] == expected, settings
+            assert decode_answers(sampler, model, PROMPTS, max_new_tokens=9, seed=3, **certain)[0] == expected, settings
 
 
 def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
@@ -67,12 +67,12 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
     for module in modules:
         model = wrap_causal(module)
         assert not model.supports_store and not model.pads
-        found, _ = answers(made("sjd"), model, PROMPTS, max_new_tokens=7, temperature=0)
+        found, _ = decode_answers(made("sjd"), model, PROMPTS, max_new_tokens=7, temperature=0)
         assert found == greedy(module, PROMPTS, 7)
 
 
 def test_steps_over_the_store_evaluate_the_window_alone() -> None:
-    _, state = answers(made("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
+    _, state = decode_answers(made("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
     prompt = np.array(list(map(len, PROMPTS)))
     assert (state.full_forwards == 1).all()
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
@@ -89,7 +89,7 @@ def test_modules_that_take_no_padding_are_called_by_length() -> None:
 
     module = tiny_llama()
     found = [
-        answers(made(name), model, PROMPTS, max_new_tokens=9, seed=5)[0]
+        decode_answers(made(name), model, PROMPTS, max_new_tokens=9, seed=5)[0]
         for model in (wrap_causal(Plain(module)), wrap_causal(module))
         for name in ("sjd", "speculative")
     ]
@@ -105,11 +105,11 @@ def test_zipar_is_what_its_steps_say(window: int, row_end: int | None) -> None:
     grid = Grid(4, 4, cells=range(2, 8), row_end=row_end, head=(0,), tail=(9, 1))
     module = tiny_llama(layers=1)
     model, sampler = wrap_causal(module), paradec.samplers.create("zipar", window=window)
-    found, state = answers(sampler, model, PROMPTS, grid=grid, temperature=0)
+    found, state = decode_answers(sampler, model, PROMPTS, grid=grid, temperature=0)
     for row, prompt in enumerate(PROMPTS):
         assert (found[row], int(state.nfe[row])) == zipar_by_hand(module, prompt, grid, window)
     assert (state.nfe == 4 + 3 * min(window, 4)).all()
-    token_by_token, _ = answers(made("sjd, token by token"), model, PROMPTS, grid=grid, temperature=0)
+    token_by_token, _ = decode_answers(made("sjd, token by token"), model, PROMPTS, grid=grid, temperature=0)
     assert (found == token_by_token) == (window == 9)
 
 
@@ -117,5 +117,5 @@ def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token()
     grid, model = Grid(3, 4, cells=range(2, 8), row_end=8), wrap_causal()
     request: dict[str, Any] = {"grid": grid, "temperature": 0, "guidance_scale": 2.0, "negative_prompt": [[1, 2, 3]]}
     sampler = paradec.samplers.create("zipar", window=4)
-    expected, _ = answers(made("sjd, token by token"), model, PROMPTS, **request)
-    assert answers(sampler, model, PROMPTS, **request)[0] == expected
+    expected, _ = decode_answers(made("sjd, token by token"), model, PROMPTS, **request)
+    assert decode_answers(sampler, model, PROMPTS, **request)[0] == expected

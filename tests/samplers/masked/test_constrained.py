@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from decoding import MASKED, supported, topology_of
+from decoding import MASKED, supported_fields, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.constraints import masked_law, surest
@@ -21,12 +21,12 @@ from structured import (
     Canvas,
     accepts,
     automaton_of,
+    case_names,
     distribution,
-    lettered,
     model_of,
-    named,
     softmax,
     texts_behind_a_marker,
+    tiny_with_texts,
 )
 
 import paradec
@@ -175,7 +175,7 @@ def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None
             assert found[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12)
 
 
-OURS = [name for name in named("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "path"]
+OURS = [name for name in case_names("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "path"]
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -196,7 +196,9 @@ def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_reads(case)
 
 
-THEIRS = [name for name in named("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "marginal"]
+THEIRS = [
+    name for name in case_names("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "marginal"
+]
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -335,7 +337,7 @@ def all_runs(
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", named("law"))
+@pytest.mark.parametrize("name", case_names("law"))
 @replays("name")
 def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
@@ -481,12 +483,12 @@ def product() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def bidirectional() -> Model:
-    return lettered()
+    return tiny_with_texts()
 
 
 @pytest.fixture(scope="module")
 def block_causal() -> Model:
-    return lettered("block_causal")
+    return tiny_with_texts("block_causal")
 
 
 @pytest.mark.filterwarnings("ignore:cache=", "ignore:.*delimiter", "ignore:.*no effect")
@@ -500,7 +502,7 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
         cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
         for used in dict.fromkeys((cache, "none")):
             asked = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
-            asked = supported(name, asked | {"max_new_tokens": 12})
+            asked = supported_fields(name, asked | {"max_new_tokens": 12})
             try:
                 out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **asked)
             except ValueError as error:

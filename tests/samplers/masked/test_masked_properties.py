@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import fits, supported, topology_of
+from decoding import fits, supported_fields, topology_of
 from small_models import MASK, everything, tiny
 
 import paradec
@@ -84,7 +84,7 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
         if name == "adablock":  # whose own delimiters need a tokenizer
             policy = AdaptiveBlocks(6, delimiters=tuple(range(0, 64, 3)), window=0.5, delimiter_threshold=0.2)
             request |= {"blocks": policy, "block_length": None}
-        found.append((rows, supported(name, request)))
+        found.append((rows, supported_fields(name, request)))
     if pipelines(name) and (cache, model) != ("none", "dream64"):
         rows, request = found[draw.randrange(2)]
         policy = PipelinedBlocks(

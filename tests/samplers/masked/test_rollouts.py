@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import assert_replayed, assert_same, by_trace
+from decoding import assert_replayed, assert_same, read_last_writes
 from small_models import MASK, tiny
-from structured import KINDS, TEXTS, lettered
+from structured import KINDS, TEXTS, tiny_with_texts
 
 import paradec
 from paradec import samplers
@@ -51,7 +51,7 @@ def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Mo
     found = output.rollout
     assert True in back or name != "saber" or own is blocks
     assert found.tokens.shape[1] == (20 if own is blocks else 17)  # the last block is there as a whole
-    for row, decided in enumerate(by_trace(output)):
+    for row, decided in enumerate(read_last_writes(output)):
         begin, end = len(ROWS[row]), int(found.length[row])
         assert end == (-(-(begin + 10) // 4) * 4 if own is blocks else begin + 10)
         assert found.tokens[row, :begin].tolist() == ROWS[row]
@@ -80,7 +80,7 @@ def test_what_is_after_an_end_is_kept() -> None:
     output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **GIVEN)
     found, row = output.rollout, output.finished.index(True)
     kept, shown = found.decided[row], output.logprobs.step[row] >= 0
-    decided = by_trace(output)[row]
+    decided = read_last_writes(output)[row]
     assert {place: (int(found.tokens[row, place]), int(found.step_map[row, place])) for place in decided} == decided
     assert kept.sum() > shown.sum()
     assert (found.logp[row][kept] < 0).all() and not found.logp[row][kept].isnan().any()
@@ -161,7 +161,7 @@ CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template"
 @pytest.mark.parametrize("name", ["threshold", "random", "origin"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, topology: str) -> None:
-    model, forced = lettered(topology), False
+    model, forced = tiny_with_texts(topology), False
     asked: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
     asked |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}
     more = [{"temperature": 0.0}, {"temperature": 0.0, "guidance_scale": 1.5}, {}]
@@ -183,7 +183,7 @@ def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, 
 
 
 def test_holes_with_constraints_are_replayed() -> None:
-    model = lettered()
+    model = tiny_with_texts()
     prompt, value = [[3, MASK, MASK, 4, MASK, MASK, MASK, 5]], paradec.Regex("x[0-9]")
     asked: dict[str, Any] = {"constraint": [value, paradec.Regex("[0-9]{3}")], "holes_eos_inf": False}
     found = paradec.infill(model, prompt, rollout=True, **asked).rollout

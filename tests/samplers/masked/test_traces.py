@@ -30,19 +30,19 @@ from traces import (
     assert_batches_move_together,
     assert_calls,
     assert_replayed,
-    by_case,
     cache_of,
     checkpoint,
     decode,
-    head_of,
+    group_by_case,
+    load_model,
     load_trace,
-    loaded,
+    mark_others_full,
     model_of,
-    others_are_full,
     precisions,
     replay_rows,
     request_of,
-    some_cases,
+    select_cases,
+    trace_head,
     trace_names,
 )
 
@@ -50,7 +50,7 @@ from paradec import samplers
 from paradec.core.protocol import Sampler
 
 METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
-NAMES = [name for name in trace_names(*METHODS) if cache_of(head_of(name)) == "none"]
+NAMES = [name for name in trace_names(*METHODS) if cache_of(trace_head(name)) == "none"]
 ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Replayed by the other files of this kind."""
@@ -70,20 +70,20 @@ def models_of_methods() -> dict[str, set[str]]:
 def test_no_method_without_a_replay() -> None:
     """Refuse cases of a kind that no replay knows; the packaged ones are all of known kinds."""
     for name in trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE):
-        for case, _ in some_cases(head_of(name) | {"file": name}, None):
+        for case, _ in select_cases(trace_head(name) | {"file": name}, None):
             assert not is_packaged("traces"), case
             refuse(case, "of a kind that paradec does not have (docs/fidelity.md)")
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
-@pytest.mark.parametrize("name", others_are_full(NAMES, together=1))
+@pytest.mark.parametrize("name", mark_others_full(NAMES, together=1))
 def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, exact = trace["settings"], precision == "float64"
     sampler, arguments = request_of(trace)
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if settings.get("alg") == "origin":
-        for together in by_case(rows):
+        for together in group_by_case(rows):
             with replay_rows(together):
                 assert not any(call.commits for row in together for call in row.theirs[len(row.ours) :])
             for row in together:
@@ -125,7 +125,7 @@ def test_factor_quirk() -> None:
 def test_logits(name: str, part: str) -> None:
     """Within 1e-5 of the reference's logits, relative to their largest one: dream-tiny amplifies float32 rounding, so
     that the reference itself is 2e-4 from its float64 value."""
-    model, file = loaded(checkpoint(name), "float32"), checkpoint(name) / "logits_check.safetensors"
+    model, file = load_model(checkpoint(name), "float32"), checkpoint(name) / "logits_check.safetensors"
     if not file.exists():
         pytest.skip("no logits were recorded")
     check = read_arrays(file)
@@ -143,7 +143,7 @@ CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "de
 
 
 def is_credit(name: str) -> bool:
-    return head_of(name)["setting"].startswith("credit")  # at its defaults nothing else says so
+    return trace_head(name)["setting"].startswith("credit")  # at its defaults nothing else says so
 
 
 def sampler_of(trace: dict, storage: str) -> Sampler:
@@ -187,13 +187,13 @@ def test_dinfer(name: str, storage: str, precision: str, numbers: tuple[int, ...
     settings, sampler = trace["settings"], sampler_of(trace, storage)
     model = model_of(trace, precision)
     arguments = {"block_length": settings["block_length"], "alone": precision == "float32", "numbers": numbers}
-    for rows in by_case(decode(model, trace, sampler, **arguments)):
+    for rows in group_by_case(decode(model, trace, sampler, **arguments)):
         with replay_rows(rows):
             for row, calls in zip(rows, unrolled(rows, settings, trace["eos_id"]), strict=True):
                 assert_calls(calls, row.theirs, row.where)
                 decided = [at for at, token in enumerate(row.final) if token != trace["mask_id"]]
                 assert [row.tokens[at] for at in decided] == [row.final[at] for at in decided]
-    for rows in by_case(decode(model, trace, sampler, eos_early_stop=True, **arguments)):
+    for rows in group_by_case(decode(model, trace, sampler, eos_early_stop=True, **arguments)):
         with replay_rows(rows):
             for row in rows:
                 assert row.nfe <= len(row.theirs), row.where
@@ -202,7 +202,7 @@ def test_dinfer(name: str, storage: str, precision: str, numbers: tuple[int, ...
                 assert answer[:length] == row.final[row.prompt : row.prompt + length], row.where
 
 
-NAMES_ADABLOCK = [name for name in trace_names("adablock", "adablock-dream") if cache_of(head_of(name)) == "none"]
+NAMES_ADABLOCK = [name for name in trace_names("adablock", "adablock-dream") if cache_of(trace_head(name)) == "none"]
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
@@ -218,6 +218,6 @@ def test_adablock(name: str, precision: str, numbers: tuple[int, ...] | None) ->
 
 def test_traces_have_adaptive_blocks() -> None:
     """The replays above are not all of fixed blocks."""
-    lengths = [case["extra"]["block_history"] for name in NAMES_ADABLOCK for case in head_of(name)["cases"]]
+    lengths = [case["extra"]["block_history"] for name in NAMES_ADABLOCK for case in trace_head(name)["cases"]]
     assert sum(len(set(history)) > 1 for history in lengths) >= 20
     assert any(max(history) > 16 or 1 in history for history in lengths)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from checkpoints import MOE_RECORDED, golden_moe
 from recorded import find_checkpoint, is_packaged, read_head, read_json, replay_in_float64
-from traces import often
+from traces import select_covering_traces
 
 import paradec
 from paradec import samplers
@@ -40,7 +40,7 @@ def names(method: str) -> list[str]:
 
 def some(found: list[str], among: str = "") -> list[Any]:
     """One case of each of some files that have every setting (`replay.often`); with `-m full` all others too."""
-    first = often([name for name in found if among in name], together=1, load=head_of)
+    first = select_covering_traces([name for name in found if among in name], together=1, load=head_of)
     others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in found]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
 

@@ -24,18 +24,18 @@ import torch
 from recorded import Refused
 from torch import Tensor, nn
 from traces import (
-    Fed,
+    Forward,
     assert_confidences,
-    head_of,
     load_trace,
+    mark_others_full,
     model_of,
-    others_are_full,
+    recorded_forwards,
     replay_case,
     scores_of,
-    some_cases,
-    their_feeds,
+    select_cases,
+    some_or_all,
+    trace_head,
     trace_names,
-    which,
 )
 from transformers import DynamicCache
 
@@ -103,7 +103,7 @@ def is_looped(settings: dict) -> bool:
     return "block_add_threshold" in settings and not apart
 
 
-LOOPED = [name for name in D3LLM if is_looped(head_of(name)["settings"])]
+LOOPED = [name for name in D3LLM if is_looped(trace_head(name)["settings"])]
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def their_calls(case: dict) -> list[tuple[int, list[tuple[int, int]]]]:
     return [(step["input_shape"][1], sorted(tuple(entry[1:]) for entry in step["commit"])) for step in case["steps"]]
 
 
-def decode(model: Model, case: dict, **request: Any) -> tuple[Any, list[Fed]]:
+def decode(model: Model, case: dict, **request: Any) -> tuple[Any, list[Forward]]:
     """The output, and what each call committed, with the scores of what it might have committed."""
     (prompt,) = case["prompt_ids"]
     new = len(case["final_ids"][0]) - len(prompt)
@@ -191,22 +191,22 @@ def decode(model: Model, case: dict, **request: Any) -> tuple[Any, list[Fed]]:
         model, [prompt], max_new_tokens=new, callback=lambda state, commit: commits.append(commit), **asked
     )
     written = [frozenset((at, token) for _, at, token, _ in commit.to_list()) for commit in commits]
-    return out, [Fed(frozenset(), one, scores_of(c)[0]) for one, c in zip(written, commits, strict=True)]
+    return out, [Forward(frozenset(), one, scores_of(c)[0]) for one, c in zip(written, commits, strict=True)]
 
 
-@pytest.mark.parametrize("numbers", which(2))
-@pytest.mark.parametrize("name", others_are_full(D3LLM))
+@pytest.mark.parametrize("numbers", some_or_all(2))
+@pytest.mark.parametrize("name", mark_others_full(D3LLM))
 def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
     trace, model = load_trace(name), model_of(load_trace(name))
     llada = model.facts.prediction == "same"
     sampler = d3llm_sampler(trace, llada)
-    for name, case in some_cases(trace, numbers):
+    for name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
             if case["extra"].get("duplicated_keys") and not llada:
                 raise Refused("the reference attends to some positions twice (extra.duplicated_keys)")
             out, fed = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace, llada))
-            pairs += zip(fed, their_feeds(case), strict=False)
+            pairs += zip(fed, recorded_forwards(case), strict=False)
             ours, theirs = calls_of(out), their_calls(case)
             if trace["settings"].get("early_stop"):
                 final, ends = case["final_ids"][0], trace["eos_id"]
@@ -220,14 +220,14 @@ def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
             assert out.sequences[0].tolist() == case["final_ids"][0]
 
 
-@pytest.mark.parametrize("numbers", which(2))
-@pytest.mark.parametrize("name", others_are_full(D2F))
+@pytest.mark.parametrize("numbers", some_or_all(2))
+@pytest.mark.parametrize("name", mark_others_full(D2F))
 def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, inner = trace["settings"], model_of(trace)
     strategy = {"margin_confidence": "margin"}.get(settings.get("sampling_strategy"), "confidence")
     model = d2f_model(trace, inner)
-    for name, case in some_cases(trace, numbers):
+    for name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
             out, found = decode(
@@ -238,7 +238,7 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
                 cache="block",
                 eos_early_stop=not settings.get("ignore_eos", False),
             )
-            pairs += zip(found, their_feeds(case), strict=False)
+            pairs += zip(found, recorded_forwards(case), strict=False)
             opened = case["extra"]["returned_length"]
             theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
             assert [commits for _, commits in calls_of(out)] == theirs
@@ -248,7 +248,7 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
             ]
             assert [size for size, _ in calls_of(out)] == sizes
             assert out.sequences[0].tolist() == case["final_ids"][0]
-            assert_confidences(found, their_feeds(case))
+            assert_confidences(found, recorded_forwards(case))
 
 
 def pipelined_loop(
@@ -304,7 +304,7 @@ def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
         trace = load_trace(name)
         settings, model = trace["settings"], model_of(trace)
         llada = model.facts.prediction == "same"
-        for _, case in some_cases(trace, None):
+        for _, case in select_cases(trace, None):
             if not case.get("fp64_same", True):
                 continue
             theirs = [commits for _, commits in their_calls(case)]
@@ -409,8 +409,8 @@ class WithMask(D2FRule):
         return True
 
 
-@pytest.mark.parametrize("numbers", which(2))
-@pytest.mark.parametrize("name", others_are_full(NAMES))
+@pytest.mark.parametrize("numbers", some_or_all(2))
+@pytest.mark.parametrize("name", mark_others_full(NAMES))
 def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, inner = trace["settings"], model_of(trace)
@@ -426,7 +426,7 @@ def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
         tail=settings["branch_topp"],
         confidence=strategy,
     )
-    for name, case in some_cases(trace, numbers):
+    for name, case in select_cases(trace, numbers):
         with replay_case(trace, name, case):
             (prompt,) = case["prompt_ids"]
             model = d2f_model(trace, inner)

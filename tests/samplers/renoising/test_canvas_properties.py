@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import replays
 from small_models import CANVAS, GEMMA_VOCAB, tiny_gemma
-from structured import CASES, KINDS, automaton_of, lettered, named, tokenizer_of
+from structured import CASES, KINDS, automaton_of, case_names, tiny_with_texts, tokenizer_of
 from structured import VOCAB as VOCAB_CONSTRAINTS
 from tokenized_models import byte_level_tokenizer
 
@@ -388,7 +388,7 @@ def test_traces_show_drafts_and_what_became_final() -> None:
     assert "<script" in out.trace.to_html()
 
 
-@pytest.mark.parametrize("name", named("canvas"))
+@pytest.mark.parametrize("name", case_names("canvas"))
 @replays("name")
 def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
@@ -441,7 +441,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def canvases() -> Model:
-    own = lettered()
+    own = tiny_with_texts()
     return paradec.wrap(
         tiny_gemma(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4), tokenizer=own.tokenizer, eos_token_id=39
     )

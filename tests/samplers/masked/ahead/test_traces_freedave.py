@@ -5,7 +5,7 @@ it, ours commits its first step at once: after every forward ours stands one ste
 (`assert_one_step_ahead`). Forwards are equal in number, and evaluate what the reference's do less the draft that fills
 the block. What differs:
 - With a threshold, the public code also calls the model on full blocks, at most once a block; ours does not.
-- Its cached decoder for Dream commits a block's first token without logits (`replay.forced_first`).
+- Its cached decoder for Dream commits a block's first token without logits (`traces.force_first_position`).
 - Of its eager mode, which drafts into the next block, the final tokens are compared.
 
 `test_by_answers` compares ours without any of this. By default two cases of traces with every pair of settings are
@@ -19,19 +19,19 @@ from traces import (
     Call,
     Row,
     assert_calls,
-    by_case,
-    cache_without_left,
+    cache_without_left_position,
     decode,
-    forced_first,
-    head_of,
+    force_first_position,
+    group_by_case,
+    insert_idle_calls,
     load_trace,
+    mark_others_full,
     model_of,
-    others_are_full,
     precisions,
     replay_rows,
     text_of,
+    trace_head,
     trace_names,
-    with_idle_calls,
 )
 
 from paradec import samplers
@@ -41,7 +41,7 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.masked.rules.threshold import Threshold
 
 NAMES = trace_names("freedave", "freedave-dream")
-STATIC = [name for name in NAMES if head_of(name)["settings"]["method"] == "static"]
+STATIC = [name for name in NAMES if trace_head(name)["settings"]["method"] == "static"]
 
 
 class WeighsMask:
@@ -82,7 +82,7 @@ def request_of(settings: dict) -> dict:
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
-@pytest.mark.parametrize("name", others_are_full(NAMES))
+@pytest.mark.parametrize("name", mark_others_full(NAMES))
 def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, model = trace["settings"], model_of(trace, precision)
@@ -90,10 +90,10 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
     base: Any = WeighingLowConfidence() if threshold is None else WeighingThreshold(threshold=threshold)
     arguments = request_of(settings)
     if model.facts.prediction == "shifted":
-        base = forced_first(base)
-        arguments["cache"] = cache_without_left(settings["dual_cache"])
+        base = force_first_position(base)
+        arguments["cache"] = cache_without_left_position(settings["dual_cache"])
     rows = decode(model, trace, freedave(settings, base), alone=precision == "float32", numbers=numbers, **arguments)
-    for together in by_case(rows):
+    for together in group_by_case(rows):
         with replay_rows(together):
             for row in together:
                 assert row.tokens == row.final, row.where
@@ -101,7 +101,9 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
                     continue
                 if static:
                     idle = threshold is not None
-                    calls = with_idle_calls(row, settings["block_length"], settings["dual_cache"]) if idle else row.ours
+                    calls = (
+                        insert_idle_calls(row, settings["block_length"], settings["dual_cache"]) if idle else row.ours
+                    )
                     assert_calls(calls, row.theirs, row.where)
                 elif not settings.get("eager_acceptance_mode"):
                     assert_one_step_ahead(row, settings, model.facts.prediction == "shifted")
@@ -139,7 +141,7 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
     assert next(ours, None) is None and mine == other, row.where
 
 
-@pytest.mark.parametrize("name", others_are_full(STATIC, together=1))
+@pytest.mark.parametrize("name", mark_others_full(STATIC, together=1))
 def test_by_answers(name: str) -> None:
     trace = load_trace(name)
     settings = trace["settings"] | {"draft_steps": 4}

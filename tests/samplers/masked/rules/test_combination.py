@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import refuses, view_of
+from decoding import refuses, view_from_scores
 from oracles.masked import combined
 from small_models import tiny
 from torch import Tensor
@@ -84,7 +84,9 @@ def test_the_first_cut_by_hand(joined: type) -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(200, 6, dtype=torch.float64, generator=generator)
     is_end, selected = torch.rand(2, 200, 6, generator=generator) < 0.2
-    view = replace(view_of(confidence), quantities={"confidence": confidence}, quota=(None,) * 4, memory={}, updates={})
+    view = replace(
+        view_from_scores(confidence), quantities={"confidence": confidence}, quota=(None,) * 4, memory={}, updates={}
+    )
     kinds = set()
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
         for rule in range(4):

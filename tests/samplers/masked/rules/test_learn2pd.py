@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import MASKED, topology_of, view_of
+from decoding import MASKED, topology_of, view_from_scores
 from oracles.masked import learn2pd_records
 from small_models import tiny
 from typer.testing import CliRunner
@@ -216,7 +216,7 @@ def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
     selected &= candidates
     scores = torch.where(is_end & last, LAST, confidence).masked_fill(~candidates, -math.inf)
     quantities = {"confidence": confidence, "is_end": is_end}
-    view = dataclasses.replace(view_of(scores), quantities=quantities)
+    view = dataclasses.replace(view_from_scores(scores), quantities=quantities)
     found = Learn2PD(eot=eot, eot_confidence=least).trim(view, selected).tolist()
     kinds = set()
     for row in range(300):

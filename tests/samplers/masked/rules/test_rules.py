@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import INF, view_of
+from decoding import INF, view_from_scores
 from oracles.masked import entropy_bound, entropy_threshold, factor_profile, hierarchy, localleap
 from small_models import tiny
 from torch import Tensor
 from traces import (
     assert_batches_move_together,
     assert_replayed,
-    cache_without_left,
+    cache_without_left_position,
     decode,
-    forced_first,
+    force_first_position,
     load_trace,
     model_of,
-    of_the_likeliest,
+    restrict_to_top_k,
+    some_or_all,
     trace_names,
-    which,
 )
 
 import paradec
@@ -58,7 +58,7 @@ def test_rule_equals_loops(name: str, loops: Callable[..., set[int]], settings: 
     sizes = set()
     for seed in range(60):
         scores = random_scores(seed, entropies=name.startswith("entropy"))
-        selected = sampler.select(view_of(scores)) & (scores > -INF)
+        selected = sampler.select(view_from_scores(scores)) & (scores > -INF)
         for row, taken in zip(scores.tolist(), selected, strict=True):
             expected = {i for i in loops(row, **settings) if row[i] > -INF}
             assert set(taken.nonzero().flatten().tolist()) == expected
@@ -169,7 +169,7 @@ def test_factor_profile_equals_a_plain_loop(margin: float) -> None:
     for seed in range(40):
         scores = 1 - (1 - random_scores(seed)) * 0.2
         scores = scores.masked_fill(random_scores(seed) == -math.inf, -math.inf)
-        found = sampler.select(view_of(scores))
+        found = sampler.select(view_from_scores(scores))
         for row, selected in zip(scores.tolist(), found, strict=True):
             expected = factor_profile(row, margin)
             assert set(selected.nonzero()[:, 0].tolist()) == expected
@@ -179,13 +179,13 @@ def test_factor_profile_equals_a_plain_loop(margin: float) -> None:
 
 def test_the_bound_is_strict() -> None:
     """Doubts of 1/8 and 1/8, the last counted twice, sum to 3/8 = 1 - 5/8."""
-    at = view_of(torch.tensor([[0.875, 0.875]], dtype=torch.float64))
+    at = view_from_scores(torch.tensor([[0.875, 0.875]], dtype=torch.float64))
     assert samplers.create("factor", profile=True, margin=0.625).select(at).tolist() == [[True, False]]
-    below = view_of(torch.tensor([[0.875, math.nextafter(0.875, 1)]], dtype=torch.float64))
+    below = view_from_scores(torch.tensor([[0.875, math.nextafter(0.875, 1)]], dtype=torch.float64))
     assert samplers.create("factor", profile=True, margin=0.625).select(below).tolist() == [[True, True]]
 
 
-@pytest.mark.parametrize("numbers", which(2, 5))
+@pytest.mark.parametrize("numbers", some_or_all(2, 5))
 @pytest.mark.parametrize("name", NAMES)
 def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
@@ -194,8 +194,12 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     cache: Any = settings["cache"]
     asked: dict[str, Any] = {"block_length": settings["block_length"]}
     if model.facts.shift:
-        sampler, others = of_the_likeliest(sampler)
-        sampler, cache, asked = forced_first(sampler), cache_without_left(cache == "dual"), asked | others
+        sampler, others = restrict_to_top_k(sampler)
+        sampler, cache, asked = (
+            force_first_position(sampler),
+            cache_without_left_position(cache == "dual"),
+            asked | others,
+        )
     rows = decode(model, trace, sampler, numbers=numbers, cache=cache, **asked)
     if trace["batch_size"] > 1:
         assert_batches_move_together(rows, settings["block_length"])
@@ -212,7 +216,7 @@ def around(value: float) -> list[float]:
 
 def seen(scores: list[float], quota: int | None = None, **more: Any) -> View:
     """A view of one row; "tokens", "memory", "quantities", "updates" and so on as given, each [W]."""
-    view = view_of(torch.tensor([scores], dtype=torch.float64))
+    view = view_from_scores(torch.tensor([scores], dtype=torch.float64))
     given = tensors(more)
     quantities = view.quantities | given.pop("quantities", {})
     ends = torch.tensor([END])
