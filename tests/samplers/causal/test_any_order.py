@@ -1,4 +1,4 @@
-"""Models of any order in the samplers of causal models: the tokens, or the distribution, of one position a step."""
+"""Causal samplers on any-order models: same tokens or distribution as decoding one position per step."""
 
 import itertools
 import math
@@ -45,18 +45,18 @@ def model() -> ProteinMPNNModel:
 
 
 def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
-    """Prompts of unequal structures, a request, and the rows' orders."""
-    prompts, listed = [], []
+    """Draw prompts of several structures, a request, and `order`, with the listed orders of all rows."""
+    prompts, listed_orders = [], []
     for _ in range(draw.randint(1, 4)):
         number = draw.randrange(len(PIECES))
         size = len(PIECES[number])
         fixed = draw.sample(range(size), draw.randint(0, size // 2))
         chains = "B" if number == 1 and draw.random() < 0.3 else None
         prompts.append(model.prompt(number, fixed=fixed if chains is None else (), chains=chains))
-        places = list(range(size))
+        positions = list(range(size))
         if draw.random() < 0.5:
-            places = [place for place in places if prompts[-1][1 + place] == MASK_ID]
-        listed.append(draw.sample(places, len(places)))
+            positions = [place for place in positions if prompts[-1][1 + place] == MASK_ID]
+        listed_orders.append(draw.sample(positions, len(positions)))
     request = {
         "temperature": draw.choice((0.0, 0.05, 0.3, 1.0, 2.0)),
         "top_k": draw.choice((None, None, 3)),
@@ -64,7 +64,7 @@ def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int
         "seed": draw.randrange(100),
         "suppress_tokens": draw.choice(((), (1, 5, 9))),
     }
-    return prompts, request, [draw.choice(("random", "chain", listed)), listed]
+    return prompts, request, [draw.choice(("random", "chain", listed_orders)), listed_orders]
 
 
 QUICK = [0, 1, 2]
@@ -77,18 +77,18 @@ QUICK = [0, 1, 2]
 def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel, first: int) -> None:
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
-        prompts, asked, (order, listed) = setting(draw, model)
+        prompts, request, (order, listed) = setting(draw, model)
         sampler = paradec.samplers.create("jacobi", window=draw.choice((None, None, 1, 3)))
-        out = paradec.generate(model, prompts, sampler=sampler, order=order, logprobs=0, **asked)
-        keys = torch.as_tensor(row_keys([asked["seed"]] * len(prompts), prompts))
+        out = paradec.generate(model, prompts, sampler=sampler, order=order, logprobs=0, **request)
+        keys = torch.as_tensor(row_keys([request["seed"]] * len(prompts), prompts))
         for row, prompt in enumerate(prompts):
-            size, found = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
+            size, tokens = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
             named = orders.create("raster" if order == "chain" else "random").groups(
                 1, size, draws_from_keys(keys[row : row + 1])
             )
             places = listed[row] if order is listed else named.order[0].tolist()
-            wanted, _ = sequential(model, prompt, places, keys[row], Request(**asked))
-            assert found == wanted, (number, row)
+            expected, _ = sequential(model, prompt, places, keys[row], Request(**request))
+            assert tokens == expected, (number, row)
             assert out.row_nfe[row] <= prompt.count(MASK_ID)
 
 
@@ -111,17 +111,15 @@ def test_log_probabilities_add_up_to_the_score_in_the_order(
     assert out.logprobs.chosen[0, [0, 1, 8]].isnan().all()
 
 
-def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_is_known_of(
-    model: ProteinMPNNModel,
-) -> None:
+def test_calls_evaluate_undecided_positions_only(model: ProteinMPNNModel) -> None:
     prompt, request = model.prompt("gaps"), {"temperature": 0.5, "seed": 2, "trace": True}
     out = paradec.generate(model, prompt, sampler="jacobi", **request)
-    left, evaluated = 12, 15
+    remaining, evaluated = 12, 15
     for step in out.trace.steps:
         assert step.forwarded == [evaluated]
-        left -= len(step.commits)
-        evaluated = left + 1  # the last final token, which was not a draft
-    assert left == 0 and 1 < out.nfe < 12 and len(out.trace.steps[0].commits) == 1
+        remaining -= len(step.commits)
+        evaluated = remaining + 1  # plus the last final token, which was not a draft
+    assert remaining == 0 and 1 < out.nfe < 12 and len(out.trace.steps[0].commits) == 1
     first, second = out.trace.steps[:2]
     assert not first.rejected and len(second.rejected) + len(second.commits) - 1 == 10
     one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
@@ -133,41 +131,41 @@ def test_a_call_evaluates_what_is_undecided_alone_and_first_of_all_what_nothing_
 @pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [*NAMES, "maximal"])
 def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel, name: str, order: str) -> None:
-    """Every design of four residues with three letters, by enumeration."""
+    """Compare with the enumeration of all designs of four residues with three letters."""
     four, letters, temperature = model.on(piece(12, 16, "four")), (9, 12, 15), 0.5
     prompt, size = four.prompt(), 4
     others = [token for token in range(20) if token not in letters]
-    listed = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
-    expected, deaf = torch.zeros(3**size, dtype=torch.float64), torch.ones(3**size, dtype=torch.float64)
+    orders_ = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
+    expected, independent = torch.zeros(3**size, dtype=torch.float64), torch.ones(3**size, dtype=torch.float64)
     for number, design in enumerate(itertools.product(letters, repeat=size)):
         for place in range(size):
-            said = conditional(four, prompt, [], place)[list(letters)].div(temperature).softmax(-1)
-            deaf[number] *= said[letters.index(design[place])]
-        for places in listed:
+            p = conditional(four, prompt, [], place)[list(letters)].div(temperature).softmax(-1)
+            independent[number] *= p[letters.index(design[place])]
+        for places in orders_:
             chance, row = 1.0, list(prompt)
             for k, place in enumerate(places):
-                said = conditional(four, row, list(places[:k]), place)[list(letters)].div(temperature).softmax(-1)
-                chance *= float(said[letters.index(design[place])])
+                p = conditional(four, row, list(places[:k]), place)[list(letters)].div(temperature).softmax(-1)
+                chance *= float(p[letters.index(design[place])])
                 row[1 + place] = design[place]
-            expected[number] += chance / len(listed)
+            expected[number] += chance / len(orders_)
     count = 3_000 if order == "listed" else 100_000
     sampler = paradec.samplers.create("scd", refresh="maximal") if name == "maximal" else name
-    asked = {"temperature": temperature, "seed": 3, "suppress_tokens": others, "num_return_sequences": count}
-    out = paradec.generate(four, prompt, sampler=sampler, order=listed[0] if order == "listed" else None, **asked)
+    request = {"temperature": temperature, "seed": 3, "suppress_tokens": others, "num_return_sequences": count}
+    out = paradec.generate(four, prompt, sampler=sampler, order=orders_[0] if order == "listed" else None, **request)
     index = {token: number for number, token in enumerate(letters)}
     place = torch.tensor([index.get(token, 0) for token in range(20)])
     numbers = (place[out.sequences[:, 1:]] * 3 ** torch.arange(size - 1, -1, -1)).sum(1)
-    found = torch.bincount(numbers, minlength=3**size)
+    counts = torch.bincount(numbers, minlength=3**size)
     assert expected.sum() == pytest.approx(1) and (expected * count >= 5).sum() > 15
     assert (
-        exactness.p_value(found.numpy(), expected.numpy()) > 1e-3
-        and exactness.p_value(found.numpy(), deaf.numpy()) < 1e-6
+        exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
+        and exactness.p_value(counts.numpy(), independent.numpy()) < 1e-6
     )
     assert max(out.row_nfe) <= size
 
 
 class Sums(Opaque):
-    """Logits are sums over the tokens of lower rank: any order, ends, no padding, nothing kept from call to call."""
+    """An any-order model with end tokens, without padding or store: logits are sums over tokens of lower rank."""
 
     any_order = reads_order = True
 
@@ -196,7 +194,7 @@ class Sums(Opaque):
 
 
 def plain(model: Sums, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
-    """One position a step, until the text from the left has come to an end."""
+    """Decode one position per step in `order`; cut the row after its first end token from the left."""
     row = list(row)
     start = max((at + 1 for at, token in enumerate(row) if token != 6), default=0)
     decided = [at for at, token in enumerate(row) if token != 6]
@@ -222,21 +220,21 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
         order = (
             orders.create("random").groups(1, len(row), draws_from_keys(keys[number : number + 1])).order[0].tolist()
         )
-        wanted = plain(model, row, order, keys[number], 1.0)
-        assert out.sequences[number, -len(row) :].tolist() == wanted
-        ended += 4 in wanted[len(prompts[number]) :]
-        assert out.finished[number] == (5 in wanted[len(prompts[number]) :])
+        expected = plain(model, row, order, keys[number], 1.0)
+        assert out.sequences[number, -len(row) :].tolist() == expected
+        ended += 4 in expected[len(prompts[number]) :]
+        assert out.finished[number] == (5 in expected[len(prompts[number]) :])
     assert {len(query.tokens) for query in model.calls} == {1}
 
 
 def test_stop_strings_streamers_and_holes_see_the_text() -> None:
     model, sent = Sums(), []
-    asked = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
-    whole = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **asked)
+    request = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
+    whole = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **request)
     letters = "".join("abcde.?"[token] for token in whole.sequences[0].tolist())
     text = letters[3:5]
     streamer = SimpleNamespace(put=lambda ids: sent.append(ids.clone()), end=lambda: sent.append(None))
-    out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=text, streamer=streamer, **asked)
+    out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=text, streamer=streamer, **request)
     end = letters.index(text, 1) + 2
     assert out.text == letters[:end] and out.finished == [True]
     assert torch.cat(sent[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()] and sent[-1] is None
@@ -247,12 +245,12 @@ def test_stop_strings_streamers_and_holes_see_the_text() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_are_refilled_are_what_they_are_alone(model: ProteinMPNNModel, name: str) -> None:
+def test_rows_of_generate_many_do_not_depend_on_the_batch(model: ProteinMPNNModel, name: str) -> None:
     fixed = {2: (), 1: (0,), 4: (0,), 0: (3, 4), 3: ()}
     prompts = [model.prompt(number, fixed=fixed[number]) for number in (2, 1, 4, 3, 2, 0, 4, 1, 3)]
-    given = {"sampler": name, "temperature": 0.8, "seed": 7, "logprobs": 0}
-    together = paradec.generate(model, prompts, **given)
-    for out in paradec.generate_many(model, prompts, batch_size=2, **given):
+    request = {"sampler": name, "temperature": 0.8, "seed": 7, "logprobs": 0}
+    together = paradec.generate(model, prompts, **request)
+    for out in paradec.generate_many(model, prompts, batch_size=2, **request):
         assert out.error is None
         row = together.sequences[out.index, -len(prompts[out.index]) :]
         assert torch.equal(out.sequences[0, -len(row) :], row)

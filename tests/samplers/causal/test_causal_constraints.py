@@ -1,4 +1,4 @@
-"""Constraints on causal models: recorded runs, the distribution of masked token-by-token decoding, and refusals."""
+"""Constraints on causal models: recorded runs, and the distribution of masked token-by-token decoding."""
 
 from typing import Any
 
@@ -59,16 +59,16 @@ def test_recorded_greedy_runs(name: str, chain: str) -> None:
         max_new_tokens=case["slots"],
         logprobs=size,
     )
-    found = out.sequences[0, 1:].tolist()[: int(out.tokens[0])]
+    tokens = out.sequences[0, 1:].tolist()[: int(out.tokens[0])]
     expected = case["expected"]
-    assert found + [case["end"]] * (case["slots"] - len(found)) == expected["tokens"]
-    assert out.nfe <= len(found) and (chain != "one by one" or out.nfe == len(found))
+    assert tokens + [case["end"]] * (case["slots"] - len(tokens)) == expected["tokens"]
+    assert out.nfe <= len(tokens) and (chain != "one by one" or out.nfe == len(tokens))
     for slot, step in enumerate(expected["steps"]):
         assert out.logprobs is not None
         assert np.exp(float(out.logprobs.chosen[0, 1 + slot])) == pytest.approx(step["probability"], rel=1e-9)
-        shown = torch.tensor([[size + 1, *expected["tokens"][:slot]]])
-        whole = causal_model_of(case).module(shown)[0, slot].softmax(-1)
-        assert float(whole[step["allowed"]].sum()) == pytest.approx(step["mass"], rel=1e-9)
+        ids = torch.tensor([[size + 1, *expected["tokens"][:slot]]])
+        p = causal_model_of(case).module(ids)[0, slot].softmax(-1)
+        assert float(p[step["allowed"]].sum()) == pytest.approx(step["mass"], rel=1e-9)
         assert step["token"] == expected["tokens"][slot]
         likely = out.logprobs.best[0, 1 + slot] > -torch.inf
         assert set(out.logprobs.best_tokens[0, 1 + slot][likely].tolist()) == set(step["allowed"])
@@ -122,8 +122,10 @@ def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...]
         longer = {}
         for prefix, mass in masses.items():
             row = module(torch.tensor([[size + 1, *prefix]]))[0, slot, :size] / temperature
-            fits = sorted({text[slot] for text in texts if text[:slot] == prefix})
-            longer |= {(*prefix, token): mass * share for token, share in zip(fits, row[fits].softmax(-1).tolist())}
+            allowed = sorted({text[slot] for text in texts if text[:slot] == prefix})
+            longer |= {
+                (*prefix, token): mass * share for token, share in zip(allowed, row[allowed].softmax(-1).tolist())
+            }
         masses = longer
     return masses
 
@@ -133,18 +135,20 @@ def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...]
 @pytest.mark.parametrize(
     "chain", ["sjd", *(pytest.param(c, marks=pytest.mark.full) for c in ("one by one", "drafter"))]
 )
-def test_free_text_a_marker_and_an_answer(chain: str, after: str, budget: int | None) -> None:
+def test_free_text_marker_and_answer_have_the_distribution_of_masked_decoding(
+    chain: str, after: str, budget: int | None
+) -> None:
     draw = torch.Generator().manual_seed(2)
     bias, pair = torch.randn(5, 4, generator=draw), torch.randn(5, 5, 4, 4, generator=draw)
     constraint = {"regex": "[bc]?a?|ca*", "after": after, "thinking_budget": budget}
     case = {"vocab": [*"abc", "<end>"], "end": 3, "ends": True, "slots": 5, "constraint": constraint}
     case["model"] = {"bias": bias.tolist(), "pair": pair.tolist()}
     model, value = causal_model_of(case), constraint_of("constraint", constraint)
-    asked: dict[str, Any] = {"sampler": sampler_of(chain, causal_model_of(case, 1.0)), "constraint": value}
-    asked |= {"max_new_tokens": 5, "eos_early_stop": False, "logprobs": 0}
+    request: dict[str, Any] = {"sampler": sampler_of(chain, causal_model_of(case, 1.0)), "constraint": value}
+    request |= {"max_new_tokens": 5, "eos_early_stop": False, "logprobs": 0}
     for temperature in (0.7, 1.0):
         prompts = torch.full((ROWS, 1), 5)
-        out = paradec.generate(model, prompts, temperature=temperature, seed=[*range(ROWS)], **asked)
+        out = paradec.generate(model, prompts, temperature=temperature, seed=[*range(ROWS)], **request)
         assert all(value.accepts(free + after + text) for free, text in zip(out.reasoning, out.text, strict=True))
         expected = enumerated(case, temperature)
         assert_frequencies(out.new_tokens, expected)
@@ -152,11 +156,11 @@ def test_free_text_a_marker_and_an_answer(chain: str, after: str, budget: int | 
         for text, score in dict(zip(map(tuple, out.new_tokens.tolist()), scores.tolist(), strict=True)).items():
             assert score == pytest.approx(expected[text], rel=1e-9)
     greedy = tuple[int, ...]()
-    for slot in range(5):  # the likeliest token with which a text goes on
-        ways = {text[: slot + 1] for text in texts_behind_a_marker(case) if text[:slot] == greedy}
+    for slot in range(5):  # the most likely token among those that continue an allowed text
+        prefixes = {text[: slot + 1] for text in texts_behind_a_marker(case) if text[:slot] == greedy}
         row = model.module(torch.tensor([[5, *greedy]]))[0, slot]
-        greedy = max(ways, key=lambda text: float(row[text[-1]]))
-    first = paradec.generate(model, torch.tensor([[5]]), temperature=0.0, **asked)
+        greedy = max(prefixes, key=lambda text: float(row[text[-1]]))
+    first = paradec.generate(model, torch.tensor([[5]]), temperature=0.0, **request)
     assert tuple(first.new_tokens[0].tolist()) == greedy
 
 
@@ -191,16 +195,16 @@ OVER_STORES: dict[str, dict[str, Any]] = {
         for name in OVER_STORES
     ],
 )
-def test_every_answer_fits(name: str, causal: Model) -> None:
+def test_every_answer_satisfies_the_constraint(name: str, causal: Model) -> None:
     settings = {"sampler": name} | OVER_STORES[name]
     if name in ("chain", "tree", "dynamic"):
         settings["drafter"] = wrap_causal(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
     sampler = samplers.create(settings.pop("sampler"), **settings)
     for value, fits in KINDS.values():
-        asked = {"constraint": value, "max_new_tokens": 11, "guidance_scale": 1.5}
-        plain = paradec.generate(causal, [[1, 2, 3], [4]], temperature=0.0, sampler="sjd", **asked)
-        greedy = paradec.generate(causal, [[1, 2, 3], [4]], temperature=0.0, sampler=sampler, **asked)
-        drawn = paradec.generate(causal, [[1, 2, 3], [4]], temperature=1.3, seed=1, sampler=sampler, **asked)
+        request = {"constraint": value, "max_new_tokens": 11, "guidance_scale": 1.5}
+        plain = paradec.generate(causal, [[1, 2, 3], [4]], temperature=0.0, sampler="sjd", **request)
+        greedy = paradec.generate(causal, [[1, 2, 3], [4]], temperature=0.0, sampler=sampler, **request)
+        drawn = paradec.generate(causal, [[1, 2, 3], [4]], temperature=1.3, seed=1, sampler=sampler, **request)
         assert greedy.text == plain.text
         assert all(fits(text) for text in (*greedy.text, *drawn.text)), drawn.text
 

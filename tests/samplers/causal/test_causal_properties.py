@@ -1,4 +1,4 @@
-"""What holds for every way of drafting and verifying on causal language models."""
+"""Properties of every with_drafter and verification method on causal language models."""
 
 import copy
 import pickle
@@ -24,37 +24,37 @@ from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.speculative import Speculative
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
-"""Unequal, and some repeat themselves, so that there is something to look up."""
+"""Of different lengths; some contain repetitions for prompt lookup."""
 NEGATIVE = [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
-"""Shorter than the prompt, and longer than all of them."""
+"""Shorter than the prompt, and longer than every prompt."""
 
 
-def named(name: str, **settings: Any) -> Callable[[], CausalSampler]:
+def factory(name: str, **settings: Any) -> Callable[[], CausalSampler]:
     return lambda: samplers.create(name, **settings)
 
 
-def drafting(**settings: Any) -> Callable[[], CausalSampler]:
+def with_drafter(**settings: Any) -> Callable[[], CausalSampler]:
     return lambda: Speculative(drafter=close_model(), **settings)
 
 
 METHODS: dict[str, Callable[[], CausalSampler]] = {
-    "sjd": named("sjd", window=5), "sjd, wide": named("sjd", window=16), "sjd, token by token": named("sjd", window=1),
-    "sjd, repeat": named("sjd", window=5, init="repeat_horizontal"),
-    "sjd, sample": named("sjd", window=5, init="sample_horizontal"),
-    "sjd, keep": named("sjd", window=4, refresh="keep"),
-    "sjd, one-hot": named("sjd", window=4, guess_distribution="one_hot"),
-    "sjd_pac": named("sjd_pac", window=4, siblings=3, branching=2), "scd": named("scd", window=5),
-    "scd, maximal": named("scd", window=5, refresh="maximal"),
-    "scd, siblings": named("scd", window=6, refresh="maximal", siblings=3, branching=2),
-    "scd, siblings of noise": named("scd", window=6, refresh="gumbel", siblings=3, branching=2),
-    "jacobi": named("jacobi", window=5), "jacobi, pool": named("jacobi", window=6, pool=3),
-    "jacobi, blocks": named("jacobi", group=5),
-    "jacobi, blocks as published": named("jacobi", group=5, early_exit="published"), "speculative": drafting(),
-    "speculative, wide": drafting(window=9), "speculative, tree": drafting(tree=(2, 2, 1)),
-    "speculative, naive tree": drafting(tree=((0,), (1,), (0, 0), (0, 0, 0)), rule="naive"),
-    "speculative, greedy tree": drafting(tree=(3, 2), rule="greedy"),
-    "speculative, k_seq tree": drafting(tree=(3, 2), rule="k_seq"),
-    "speculative, stopped": drafting(window=6, stop=Unsure(0.2)),
+    "sjd": factory("sjd", window=5), "sjd, wide": factory("sjd", window=16), "sjd, token by token": factory("sjd", window=1),
+    "sjd, repeat": factory("sjd", window=5, init="repeat_horizontal"),
+    "sjd, sample": factory("sjd", window=5, init="sample_horizontal"),
+    "sjd, keep": factory("sjd", window=4, refresh="keep"),
+    "sjd, one-hot": factory("sjd", window=4, guess_distribution="one_hot"),
+    "sjd_pac": factory("sjd_pac", window=4, siblings=3, branching=2), "scd": factory("scd", window=5),
+    "scd, maximal": factory("scd", window=5, refresh="maximal"),
+    "scd, siblings": factory("scd", window=6, refresh="maximal", siblings=3, branching=2),
+    "scd, siblings of noise": factory("scd", window=6, refresh="gumbel", siblings=3, branching=2),
+    "jacobi": factory("jacobi", window=5), "jacobi, pool": factory("jacobi", window=6, pool=3),
+    "jacobi, blocks": factory("jacobi", group=5),
+    "jacobi, blocks as published": factory("jacobi", group=5, early_exit="published"), "speculative": with_drafter(),
+    "speculative, wide": with_drafter(window=9), "speculative, tree": with_drafter(tree=(2, 2, 1)),
+    "speculative, naive tree": with_drafter(tree=((0,), (1,), (0, 0), (0, 0, 0)), rule="naive"),
+    "speculative, greedy tree": with_drafter(tree=(3, 2), rule="greedy"),
+    "speculative, k_seq tree": with_drafter(tree=(3, 2), rule="k_seq"),
+    "speculative, stopped": with_drafter(window=6, stop=Unsure(0.2)),
     "speculative, lookup": lambda: Speculative(drafter=PromptLookup(5, 2)),
     "speculative, recycling": lambda: Speculative(drafter="token_recycling", rule="naive"),
 }  # fmt: skip
@@ -63,12 +63,12 @@ OWN = {
     "self_speculative": ("block_causal", "same"),
     "self_speculative, shifted": ("block_causal", "shifted"),
 }
-"""The model's own drafts: topology and prediction of their models."""
+"""Self-speculative methods: topology and prediction of their models."""
 EVERY = [*METHODS, *OWN]
 
 
 @cache
-def started(name: str) -> tuple[CausalSampler, Any]:
+def create_sampler_and_model(name: str) -> tuple[CausalSampler, Any]:
     if name not in OWN:
         return METHODS[name](), causal()
     topology, prediction = OWN[name]
@@ -84,7 +84,7 @@ def started(name: str) -> tuple[CausalSampler, Any]:
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("name", METHODS)
 def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
-    sampler, model = started(name)
+    sampler, model = create_sampler_and_model(name)
     request = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     expected = greedy(model.module, PROMPTS, 11, scale, NEGATIVE)
     for new in (1, 2, 11):
@@ -101,8 +101,8 @@ def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", EVERY)
-def test_a_row_is_what_it_is_alone(name: str) -> None:
-    sampler, model = started(name)
+def test_rows_do_not_depend_on_the_batch(name: str) -> None:
+    sampler, model = create_sampler_and_model(name)
     request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "logprobs": 2}
     together = paradec.generate(model, PROMPTS, sampler=sampler, seed=[5, 6, 7, 8], **request)
     prompts = [{"prompt": prompt, "seed": 5 + row} for row, prompt in enumerate(PROMPTS)]
@@ -119,24 +119,26 @@ def test_a_row_is_what_it_is_alone(name: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", EVERY)
-def test_a_step_repeated_is_the_step_and_copies_go_on(name: str) -> None:
-    sampler, model = started(name)
+def test_steps_have_no_side_effects_and_copies_decode_alike(name: str) -> None:
+    sampler, model = create_sampler_and_model(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4, temperature=0.8, eos_early_stop=False)
     with torch.inference_mode():
         while not state.done:
             before = [state.canvas.clone(), *(tensor.clone() for tensor in state.memory.tensors.values())]
-            first, again = sampler.step(model, state), sampler.step(model, state)
-            assert torch.equal(first.values, again.values) and torch.equal(first.scores, again.scores)
+            first, second = sampler.step(model, state), sampler.step(model, state)
+            assert torch.equal(first.values, second.values) and torch.equal(first.scores, second.scores)
             for quantity, value in first.quantities.items():
-                assert torch.equal(value, again.quantities[quantity]), quantity
+                assert torch.equal(value, second.quantities[quantity]), quantity
             assert all(map(torch.equal, before, [state.canvas, *state.memory.tensors.values()]))
             other, committed = pickle.loads(pickle.dumps(copy.deepcopy(state))), state.committed.copy()
-            sampler.commit(state, again)
+            sampler.commit(state, second)
             sampler.commit(other, sampler.step(model, other))
             assert torch.equal(state.canvas, other.canvas)
             assert all(torch.equal(tensor, other.memory[key]) for key, tensor in state.memory.tensors.items())
-            moved = state.committed - committed
-            assert (moved == state.accepted[-1]).all() and (moved[first.rows] >= (sampler.name != "jacobi")).all()
+            num_committed = state.committed - committed
+            assert (num_committed == state.accepted[-1]).all() and (
+                num_committed[first.rows] >= (sampler.name != "jacobi")
+            ).all()
             with pytest.raises(ValueError, match="earlier state"):
                 sampler.commit(state, first)
     assert state.progress == (40, 40)
@@ -144,7 +146,7 @@ def test_a_step_repeated_is_the_step_and_copies_go_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_trace_replays(name: str) -> None:
-    sampler, model = started(name)
+    sampler, model = create_sampler_and_model(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5, trace=True, eos_early_stop=False)
     decode(sampler, model, state)
     final = [row[:stop] for row, stop in zip(state.canvas.tolist(), state.length, strict=True)]
@@ -157,7 +159,7 @@ def test_a_trace_replays(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_that_are_not_finite_are_refused(name: str) -> None:
-    sampler, model = copy.deepcopy(started(name))
+    sampler, model = copy.deepcopy(create_sampler_and_model(name))
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
     before = state.canvas.clone()
     model.module.lm_head.weight.data[3] = torch.nan
@@ -169,7 +171,7 @@ def test_logits_that_are_not_finite_are_refused(name: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_generate_stops_at_the_end_of_text(name: str) -> None:
-    sampler, _ = started(name)
+    sampler, _ = create_sampler_and_model(name)
     module = tiny_llama()
     expected = greedy(module, PROMPTS, 11)
     end = expected[0][3]

@@ -1,4 +1,4 @@
-"""`generate(rollout=True)` and `paradec.replay` of causal models: every token with its step and log-probability."""
+"""`generate(rollout=True)` and `paradec.replay` for causal models: step and log-probability of every token."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ def causal(layers: int = 2, dtype: torch.dtype = torch.float64) -> Model:
 
 
 def method(name: str, drafter: Model) -> Any:
-    found = {
+    factories = {
         "one by one": lambda: create("sjd", window=1),
         "pool": lambda: create("jacobi", pool=3),
         "blocks": lambda: create("jacobi", group=5),
@@ -45,7 +45,7 @@ def method(name: str, drafter: Model) -> Any:
         "lookup": lambda: create("speculative", drafter="prompt_lookup"),
         "recycling": lambda: create("speculative", drafter="token_recycling", rule="naive"),
     }
-    return found.get(name, lambda: create(name))()
+    return factories.get(name, lambda: create(name))()
 
 
 METHODS = [
@@ -62,36 +62,36 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
-def test_recorded_is_replayed_and_what_the_module_says(name: str) -> None:
+def test_recorded_log_probabilities_are_replayed_and_equal_the_module_s(name: str) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = causal(2, dtype)
         sampler = method(name, causal(1, dtype))
-        for given in SETTINGS if tolerance < 1e-9 else SETTINGS[:1]:
-            temperature, output = (
-                given["temperature"],
-                paradec.generate(model, ROWS, sampler=sampler, seed=3, **GIVEN, **given),
-            )
-            rollout, told = output.rollout, {"equal_nan": True, "rtol": 0, "atol": tolerance}
+        for request in SETTINGS if tolerance < 1e-9 else SETTINGS[:1]:
+            temperature = request["temperature"]
+            output = paradec.generate(model, ROWS, sampler=sampler, seed=3, **GIVEN, **request)
+            rollout, tolerances = output.rollout, {"equal_nan": True, "rtol": 0, "atol": tolerance}
             with torch.no_grad():
-                found = paradec.replay(model, rollout).double()
-                torch.testing.assert_close(found, rollout.logp, **told)
-                assert rollout.exact and torch.equal(found.isnan(), ~rollout.decided)
+                replayed = paradec.replay(model, rollout).double()
+                torch.testing.assert_close(replayed, rollout.logp, **tolerances)
+                assert rollout.exact and torch.equal(replayed.isnan(), ~rollout.decided)
                 if temperature:
                     assert rollout.logp_drawn is not None
                     drawn = paradec.replay(model, rollout, temperature=temperature, batch_size=2).double()
-                    torch.testing.assert_close(drawn, rollout.logp_drawn, **(told | {"atol": 10 * tolerance}))
-            if tolerance < 1e-9:  # norms of transformers are float32 inside
-                torch.testing.assert_close(causal_logp(model, rollout), rollout.logp, **(told | {"atol": 1e-5}))
+                    torch.testing.assert_close(drawn, rollout.logp_drawn, **(tolerances | {"atol": 10 * tolerance}))
+            if tolerance < 1e-9:  # the norms of transformers compute in float32
+                torch.testing.assert_close(causal_logp(model, rollout), rollout.logp, **(tolerances | {"atol": 1e-5}))
             for row, begin in enumerate(map(len, ROWS)):
                 count = int(rollout.decided[row].sum())
                 assert count == output.tokens[row]
-                shown = output.sequences[row, -8 : -8 + count if count < 8 else None]
-                assert rollout.tokens[row, : begin + count].tolist() == ROWS[row] + shown.tolist()
+                new_tokens = output.sequences[row, -8 : -8 + count if count < 8 else None]
+                assert rollout.tokens[row, : begin + count].tolist() == ROWS[row] + new_tokens.tolist()
                 steps = rollout.step_map[row].tolist()
                 assert steps[:begin] == [-1] * begin and steps[begin + count : begin + 8] == [-2] * (8 - count)
-                if given.get("trace"):
-                    own = read_last_writes(output, mask=-1)[row]
-                    assert own == {at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)}
+                if request.get("trace"):
+                    writes = read_last_writes(output, mask=-1)[row]
+                    assert writes == {
+                        at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)
+                    }
 
 
 def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +100,10 @@ def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPat
     hook = model.module.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    found = paradec.replay(model, rollout)
+    replayed = paradec.replay(model, rollout)
     hook.remove()
     assert shapes == [(3, max(row.nonzero().max().item() for row in rollout.decided))]
-    found.nansum().backward()
+    replayed.nansum().backward()
     assert model.module.lm_head.weight.grad.abs().sum() > 0
     model.module.zero_grad()
 
@@ -118,7 +118,7 @@ def test_rollouts_of_several_requests_are_joined() -> None:
     assert_replayed(model, both)
 
 
-def test_older_weights_and_rows_that_fail() -> None:
+def test_rollouts_have_the_version_of_the_weights_and_failed_rows_none() -> None:
     model = causal(1)
     model = paradec.wrap(copy.deepcopy(model.unwrap()), topology="causal", prediction="shifted", eos_token_id=END)
     before = paradec.generate(model, ROWS, **DRAWN).rollout
@@ -137,7 +137,7 @@ def test_older_weights_and_rows_that_fail() -> None:
     )
     with torch.no_grad():
         model.module.model.embed_tokens.weight[20] = torch.nan
-    many = paradec.generate_many(model, ROWS, suppress_tokens=[20], **DRAWN)  # nor drafted
+    many = paradec.generate_many(model, ROWS, suppress_tokens=[20], **DRAWN)  # token 20 is only in the last prompt
     outputs = sorted(many, key=lambda output: output.index)
     assert [output.error is None for output in outputs] == [True, True, False]
     assert outputs[0].rollout.decided.sum() == outputs[0].tokens[0] and outputs[2].rollout.decided.sum() == 0
@@ -146,9 +146,13 @@ def test_older_weights_and_rows_that_fail() -> None:
 def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
     case = CASES[case_names("causal")[0]]
     size, model = len(case["vocab"]), causal_model_of(case)
-    given = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"], "rollout": True}
+    request = {
+        "constraint": paradec.Regex(case["constraint"]["regex"]),
+        "max_new_tokens": case["slots"],
+        "rollout": True,
+    }
     rollout = paradec.generate(
-        model, torch.tensor([[size + 1]]), sampler="sjd", temperature=1.0, seed=0, **given
+        model, torch.tensor([[size + 1]]), sampler="sjd", temperature=1.0, seed=0, **request
     ).rollout
     assert rollout.decided.any()
     assert_replayed(model, rollout, 1e-5)

@@ -1,4 +1,4 @@
-"""Constraints on causal models with a drafter that reads hidden states: EAGLE-3, DFlash 2, DSpark."""
+"""Constraints on causal models whose drafter reads hidden states: EAGLE-3, DFlash 2, DSpark."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ TREES: dict[str, dict[str, Any]] = {
 CASES = [(name, tree) for name in NAMES for tree in (TREES if name.startswith("eagle") else ["chain"])]
 QUICK = [("eagle3-original", "static"), ("eagle3-speculators", "chain"), ("dflash2-zlab", "chain")]
 PATTERN = "(a|bx)yz[cd](efg)?"
-"""With tokens that alone fit, and lengths that differ."""
+"""Has positions with a single allowed token, and answers of different lengths."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_answers_have_the_distribution_of_masked_decoding(name: str, tree: str, 
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     sampler = paradec.samplers.create("speculative", drafter=drafter, **TREES[tree])
     out = assert_masked_decoding(sampler, base, PATTERN, 8, 600)
-    assert max(out.row_nfe) < 8  # what alone fits is accepted
+    assert max(out.row_nfe) < 8  # single allowed tokens are accepted
 
 
 @pytest.mark.thinned

@@ -1,4 +1,4 @@
-"""Ways of drafting: look-ups, pools, recycled tokens and rules that end a chain; what all of them keep over a store."""
+"""Drafting methods: prompt lookup, n-gram pools, token recycling, and rules that stop a draft early."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.trees import tree_of
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
-"""Unequal, and some repeat themselves, so that there is something to look up."""
+"""Of different lengths; some contain repetitions for prompt lookup."""
 
 
 def sampler(count: int = 5, size: int = 2) -> Speculative:
@@ -85,25 +85,25 @@ def test_answers_have_the_model_s_distribution(request_name: str) -> None:
     model = exactness.TableModel.random(5, seed=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exactness, "PROMPTS", ([2, 0, 2, 0], [4, 1, 3, 1, 4, 1]))
-        found = exactness.test_case(sampler(3), model, 4000, seed=5, **exactness.REQUESTS[request_name])
-    assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 4
+        result = exactness.test_case(sampler(3), model, 4000, seed=5, **exactness.REQUESTS[request_name])
+    assert min(result["p_values"]) > 0.01 / 4 and result["nfe"] < 4
 
 
 def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
     base = tiny_base()
-    given = {"max_new_tokens": 12, "suppress_tokens": (1,), "temperature": 0}
-    found = paradec.generate(base, PROMPTS, sampler=sampler(), **given)
-    plain = paradec.generate(base, PROMPTS, sampler=paradec.samplers.create("sjd", window=1), **given)
-    assert found.new_tokens.tolist() == plain.new_tokens.tolist()
+    request = {"max_new_tokens": 12, "suppress_tokens": (1,), "temperature": 0}
+    out = paradec.generate(base, PROMPTS, sampler=sampler(), **request)
+    plain = paradec.generate(base, PROMPTS, sampler=paradec.samplers.create("sjd", window=1), **request)
+    assert out.new_tokens.tolist() == plain.new_tokens.tolist()
     state = sampler().start(base, [[VOCAB - 1, 0, VOCAB - 1, 0]], max_new_tokens=6)
     state.canvas[0, 0] = VOCAB + 3
     state.canvas[0, 2] = VOCAB + 3
     PromptLookup(5, 1).fill(state, np.arange(1))
-    assert state.drafted.tolist() == [0]  # what follows the last 0 is no token
+    assert state.drafted.tolist() == [0]  # the id after the matching 0 is outside the vocabulary
 
 
-def test_the_longest_branch_by_a_walk() -> None:
-    """Random drafts and draws of three tokens, against following the draws from the root."""
+def test_the_longest_path_equals_a_walk() -> None:
+    """Compare `longest_path` on random drafts and draws with a walk from the root along every branch."""
     generator, tree, width = torch.Generator().manual_seed(0), pool_layout(5, 3, 2), 5
     drafts = torch.randint(-1, 3, (300, 11), generator=generator)
     tokens = torch.randint(0, 3, (300, 11), generator=generator)
@@ -135,37 +135,37 @@ def test_the_longest_branch_by_a_walk() -> None:
 @pytest.mark.parametrize("settings", [{"pool": 1, "ngram": 2}, {"pool": 4, "ngram": 4, "pool_size": 8}])
 def test_tokens_are_those_of_the_window_alone(settings: dict[str, Any], request_: dict[str, Any]) -> None:
     base = tiny_base()
-    given = {"max_new_tokens": 24, "seed": 3} | request_
-    expected, alone = decode_answers(Jacobi(window=6), base, TEXTS, **given)
-    found, state = decode_answers(Jacobi(window=6, **settings), base, TEXTS, **given)
-    assert found == expected and state.nfe.sum() < alone.nfe.sum()
+    request = {"max_new_tokens": 24, "seed": 3} | request_
+    expected, alone = decode_answers(Jacobi(window=6), base, TEXTS, **request)
+    tokens, state = decode_answers(Jacobi(window=6, **settings), base, TEXTS, **request)
+    assert tokens == expected and state.nfe.sum() < alone.nfe.sum()
     if state.logprobs is not None:
         for name in ("chosen", "best"):
-            own, other = (getattr(each.logprobs, name) for each in (state, alone))
-            torch.testing.assert_close(own, other, rtol=0, atol=1e-9, equal_nan=True)
+            values, other = (getattr(run.logprobs, name) for run in (state, alone))
+            torch.testing.assert_close(values, other, rtol=0, atol=1e-9, equal_nan=True)
 
 
 def test_answers_with_a_pool_have_the_model_s_distribution() -> None:
     model = exactness.TableModel.random(3, seed=4, sharpness=2.0)
-    found = exactness.test_case(Jacobi(window=3, pool=2, ngram=3, pool_size=6), model, 3000, seed=1, new=6)
-    assert min(found["p_values"]) > 0.01 / 2 and found["nfe"] < 6
+    result = exactness.test_case(Jacobi(window=3, pool=2, ngram=3, pool_size=6), model, 3000, seed=1, new=6)
+    assert min(result["p_values"]) > 0.01 / 2 and result["nfe"] < 6
 
 
 @pytest.mark.full
 def test_pictures_are_the_same_in_fewer_forwards() -> None:
     model = paradec.load("digits-ar")
-    given = {"class_labels": range(10), "seed": 77, "output_type": "latent"}
-    alone = paradec.generate_images(model, sampler=Jacobi(), **given)
-    found = paradec.generate_images(model, sampler=Jacobi(pool=4), **given)
-    assert (found.tokens != alone.tokens).sum() <= 4  # float32: a near-tie may fall the other way
-    assert np.sum(found.row_nfe) < np.sum(alone.row_nfe)
+    request = {"class_labels": range(10), "seed": 77, "output_type": "latent"}
+    alone = paradec.generate_images(model, sampler=Jacobi(), **request)
+    pooled = paradec.generate_images(model, sampler=Jacobi(pool=4), **request)
+    assert (pooled.tokens != alone.tokens).sum() <= 4  # float32: rounding may decide near-ties differently
+    assert np.sum(pooled.row_nfe) < np.sum(alone.row_nfe)
 
 
 def test_over_llamagen_with_guidance() -> None:
     model = tiny_llamagen()
-    given = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}
-    found = paradec.generate_images(model, sampler=Jacobi(pool=2, ngram=3), **given)
-    assert torch.equal(found.tokens, paradec.generate_images(model, sampler=Jacobi(), **given).tokens)
+    request = {"class_labels": [3, 7], "temperature": 0.5, "guidance_scale": 2.0, "seed": 2, "output_type": "latent"}
+    out = paradec.generate_images(model, sampler=Jacobi(pool=2, ngram=3), **request)
+    assert torch.equal(out.tokens, paradec.generate_images(model, sampler=Jacobi(), **request).tokens)
 
 
 def recycling(tree: Any = (4, 2, 1), k: int = 8) -> Speculative:
@@ -187,7 +187,7 @@ def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> No
     assert (state.memory["drafts"] == -1).all() and (state.memory["recycled"] == -1).all()
     while not state.done:
         rows, before = state.rows, state.memory["drafts"].clone()
-        left = state.end - state.committed
+        remaining = state.end - state.committed
         lasts = {row: int(state.canvas[row, state.committed[row] - 1]) for row in rows.tolist()}
         above = {row: state.canvas[row, : state.committed[row]].tolist() for row in rows.tolist()}
         method.commit(state, method.step(model, state))
@@ -195,7 +195,7 @@ def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> No
             texts = {(): above[row]}
             for node, path in enumerate(((), *shape.paths)):
                 token = lasts[row] if node == 0 else int(before[row, node])
-                if token < 0 or len(path) >= left[row]:
+                if token < 0 or len(path) >= remaining[row]:
                     continue
                 if path:
                     texts[path] = [*texts[path[:-1]], token]
@@ -214,17 +214,17 @@ def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> No
 @pytest.mark.parametrize("what", ["temperature 1", pytest.param("all", marks=pytest.mark.full)])
 def test_answers_of_recycled_tokens_have_the_model_s_distribution(what: str) -> None:
     model = TableModel.random(4, seed=4, sharpness=2.0)
-    given = {"new": 6} | exactness.REQUESTS[what]
-    found = exactness.test_case(recycling((2, 2, 1), k=3), model, 2000, seed=1, **given)
-    assert min(found["p_values"]) > 0.01 / 4 and found["nfe"] < 6
+    request_ = {"new": 6} | exactness.REQUESTS[what]
+    result = exactness.test_case(recycling((2, 2, 1), k=3), model, 2000, seed=1, **request_)
+    assert min(result["p_values"]) > 0.01 / 4 and result["nfe"] < 6
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_twenty_thousand_answers_have_the_model_s_distribution(temperature: float) -> None:
     model = TableModel.random(5, seed=0)
-    found = exactness.test_case(recycling("2.2.2"), model, 20_000, seed=9, temperature=temperature)
-    assert min(found["p_values"]) > 0.01 / 4
+    result = exactness.test_case(recycling("2.2.2"), model, 20_000, seed=9, temperature=temperature)
+    assert min(result["p_values"]) > 0.01 / 4
 
 
 def test_a_vocabulary_smaller_than_k_and_prompts_with_other_ids() -> None:
@@ -246,7 +246,7 @@ RECORDED = GOLDEN / "drafters" / "drafters"
 
 
 def low_tokens(q: Tensor, drafts: Tensor) -> Tensor:
-    """Depends on the draft itself, which is verified all the same."""
+    """A stopping rule that depends on the last draft; this draft is verified as well."""
     return drafts[:, -1] >= 2
 
 
@@ -255,17 +255,17 @@ RULES = [Unsure(0.5), Unsure(0.6, product=True, least=2), low_tokens]
 
 @pytest.mark.parametrize("rule", RULES)
 def test_answers_of_stopped_drafts_have_the_model_s_distribution(rule: Any) -> None:
-    found = exactness.test_case(Speculative(drafter=DRAFTER, window=5, stop=rule), MODEL, 3000, seed=2, new=5)
-    assert min(found["p_values"]) > 0.01 / 6 and found["nfe"] < 4.5
+    result = exactness.test_case(Speculative(drafter=DRAFTER, window=5, stop=rule), MODEL, 3000, seed=2, new=5)
+    assert min(result["p_values"]) > 0.01 / 6 and result["nfe"] < 4.5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("rule", RULES)
-def test_twenty_thousand_of_stopped_drafts_have_it(rule: Any, temperature: float) -> None:
+def test_twenty_thousand_answers_of_stopped_drafts_have_the_model_s_distribution(rule: Any, temperature: float) -> None:
     sampler = Speculative(drafter=DRAFTER, window=4, stop=rule)
-    found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
-    assert min(found["p_values"]) > 0.01 / 12
+    result = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
+    assert min(result["p_values"]) > 0.01 / 12
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -303,11 +303,11 @@ def test_drafters_of_hidden_states(name: str) -> None:
     pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
     base = paradec.load(RECORDED / "base", dtype=torch.float64)
     drafter = paradec.load_drafter(RECORDED / name, base=base)
-    given = {"max_new_tokens": 12, "temperature": 0, "seed": 1}
-    expected, _ = decode_answers(SJD(window=1), base, TEXTS, **given)
-    whole = decode_answers(Speculative(drafter=drafter), base, TEXTS, **given)[1]
-    found, state = decode_answers(Speculative(drafter=drafter, stop=low_tokens), base, TEXTS, **given)
-    assert found == expected and state.forwarded_tokens.sum() < whole.forwarded_tokens.sum()
+    request = {"max_new_tokens": 12, "temperature": 0, "seed": 1}
+    expected, _ = decode_answers(SJD(window=1), base, TEXTS, **request)
+    whole = decode_answers(Speculative(drafter=drafter), base, TEXTS, **request)[1]
+    tokens, state = decode_answers(Speculative(drafter=drafter, stop=low_tokens), base, TEXTS, **request)
+    assert tokens == expected and state.forwarded_tokens.sum() < whole.forwarded_tokens.sum()
 
 
 def test_a_recorded_confidence_ends_the_window() -> None:
@@ -328,7 +328,7 @@ def test_a_recorded_confidence_ends_the_window() -> None:
             state = method.start(base, [ids[: case["anchor"]]], max_new_tokens=20, temperature=0)
             proposal = method.step(base, state)
             state.ends = state.ends[:0]
-            proposal.values[0, 0] = ids[case["anchor"]]  # the recorded token follows, whatever the model says
+            proposal.values[0, 0] = ids[case["anchor"]]  # commit the recorded token in place of the model's
             proposal.quantities["p"][0, 0] = torch.nn.functional.one_hot(proposal.values[0, 0], 64)
             method.commit(state, proposal)
             assert state.memory["drafts"][0, : len(case["drafts"])].tolist() == case["drafts"]

@@ -1,4 +1,4 @@
-"""Verification of drafts: the public codes' cases, exactness by chi-square, rules for trees, inits over image grids."""
+"""Verification of drafts: recorded cases, chi-square tests, tree rules, and draft initialization on image grids."""
 
 import itertools
 import sys
@@ -26,7 +26,7 @@ from paradec.samplers.causal.window import INITS, ONE_HOT, REFRESHES, DraftDistr
 
 
 def cases(*families: str) -> list[Any]:
-    """The recorded verifications of these methods ("scd_maximal" is one of scd's)."""
+    """The recorded verifications of these methods ("scd_maximal" belongs to scd)."""
     return [
         pytest.param(path, id=path.stem)
         for family in families
@@ -47,7 +47,8 @@ def sampler_of(case: dict[str, Any]) -> SJD:
 @pytest.mark.parametrize("path", cases("sjd", "gsd", "scd"))
 @replays("path")
 def test_reference_verification(path: Path) -> None:
-    """Every draw supplied. In a batch the public code commits the fewest of all rows; here each row commits its own."""
+    """Verify with the recorded random numbers. In the public code all rows of a batch commit the same number of
+    tokens, the minimum over rows; here each row commits its own number."""
     case = read_json(path)
     sampler, expected, settings = sampler_of(case), case["expected"], case["settings"]
     p = torch.tensor(case["p"], dtype=torch.float64)
@@ -63,22 +64,22 @@ def test_reference_verification(path: Path) -> None:
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
     window = DraftWindow(p, drafts, fresh, embed)
     chance = sampler.accept(window)
-    # one number per rejected draft, row by row; after the first only the coupling draws
+    # one number per rejected draft, row by row; after the first rejection only the coupling draws
     rejected = drafted & (u_accept >= chance)
     first = rejected & (rejected.int().cumsum(1) == 1)
     drawn = rejected if sampler.refresh == "maximal" else first
     u_residual = torch.full((rows, width), 0.5, dtype=torch.float64)
     u_residual[drawn] = torch.tensor(case["u_residual"][: int(drawn.sum())], dtype=torch.float64)
     uniform = torch.stack((u_accept, u_residual), -1)
-    found = verify(window, drafted, chance, uniform, sampler.refresh, sampler.resamples)
+    result = verify(window, drafted, chance, uniform, sampler.refresh, sampler.resamples)
     accepted = (chance - u_accept)[drafted].abs().min().item()
     with tied_below(lambda: min(accepted, distance_to_bounds(p, case["u_fresh"]))):
-        assert found.tokens.tolist() == expected["tokens"]
-        assert (found.accepted.squeeze(1) + 1).tolist() == expected["first_reject_slot"]
-        matched = int(found.accepted.min()) + 1
+        assert result.tokens.tolist() == expected["tokens"]
+        assert (result.accepted.squeeze(1) + 1).tolist() == expected["first_reject_slot"]
+        matched = int(result.accepted.min()) + 1
         assert matched == expected["matched"]
-        assert found.tokens[:, :matched].tolist() == expected["commit"]
-        assert found.tokens[:, matched:].tolist() == expected["next_drafts"]
+        assert result.tokens[:, :matched].tolist() == expected["commit"]
+        assert result.tokens[:, matched:].tolist() == expected["next_drafts"]
 
 
 @pytest.mark.parametrize("path", cases("lantern"))
@@ -92,26 +93,26 @@ def test_reference_tree_verification(path: Path) -> None:
     p, q = (torch.tensor(case[name], dtype=torch.float64)[order].unsqueeze(0) for name in ("p", "q"))
     drafts = torch.tensor([case["node_tokens"]])[:, order]
     embed = torch.tensor(case["embed"], dtype=torch.float64)
-    additive = settings["delta"] <= 1  # the public code's one argument is lambda above 1
+    additive = settings["delta"] <= 1  # in the public code a delta above 1 means lambda
     near = settings["k"] if settings["lantern"] else 0
     rule = NodeRule(embed, near, additive, settings["delta"], settings["mode"] == "static")
     numbers, used, node = case["u_accept"], 0, 0
     uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
-    for depth in range(tree.depth + 1):  # where a number goes depends on the path so far
+    for depth in range(tree.depth + 1):  # the path so far determines which draft a number belongs to
         below = [child for child in tree.children[node].tolist() if child >= 0]
         ids = drafts[0, below].tolist()
         tried = [i for i, token_id in enumerate(ids) if token_id not in ids[:i]]
         for i, number in zip(tried, numbers[used:], strict=False):
             uniform[0, depth, i] = number
-        found = walk(tree, drafts, p, q, rule, uniform, hits=False)
-        if int(found.accepted) == depth:
+        result = walk(tree, drafts, p, q, rule, uniform, hits=False)
+        if int(result.accepted) == depth:
             used += len(tried)
             break
-        node = int(found.nodes[0, depth + 1])
+        node = int(result.nodes[0, depth + 1])
         used += tried.index(below.index(node)) + 1
-    accepted = int(found.accepted)
+    accepted = int(result.accepted)
     assert used == case["n_u_used"] and accepted == expected["accept_length"]
-    assert [int(drafts[0, 0]), *found.tokens[0, :accepted].tolist()] == expected["accepted"]
+    assert [int(drafts[0, 0]), *result.tokens[0, :accepted].tolist()] == expected["accepted"]
     assert case["candidates"][expected["best_candidate"]][: accepted + 1] == expected["accepted"]
     leaves = {(0, *(1 + paths.index(node[: depth + 1]) for depth in range(len(node)))) for node in paths}
     routes = {tuple(case["node_tokens"][node] for node in route) for route in leaves}
@@ -125,8 +126,8 @@ def test_reference_tree_verification(path: Path) -> None:
             if first is None:
                 assert case["draft_cond_prob"][1 + at] == pytest.approx(drawn[at], rel=1e-5)
     distribution = torch.tensor(expected["final_law"], dtype=torch.float64)
-    torch.testing.assert_close(normalized(found.weights)[0], distribution, rtol=0, atol=1e-7)
-    assert int(found.tokens[0, accepted]) == expected["final_token"]
+    torch.testing.assert_close(normalized(result.weights)[0], distribution, rtol=0, atol=1e-7)
+    assert int(result.tokens[0, accepted]) == expected["final_token"]
 
 
 ROWS = 4000
@@ -146,9 +147,9 @@ EXACT = [
 @pytest.mark.parametrize(("name", "request_name"), EXACT)
 def test_answers_have_the_model_s_distribution(name: str, request_name: str) -> None:
     sampler, request = exactness.samplers(DRAFTER)[name], exactness.REQUESTS[request_name]
-    found = exactness.test_case(sampler, MODEL, ROWS, seed=EXACT.index((name, request_name)), **request)
-    assert min(found["p_values"]) > 0.01 / (2 * len(EXACT))
-    assert found["nfe"] < 4
+    result = exactness.test_case(sampler, MODEL, ROWS, seed=EXACT.index((name, request_name)), **request)
+    assert min(result["p_values"]) > 0.01 / (2 * len(EXACT))
+    assert result["nfe"] < 4
 
 
 LONG = TableModel.random(3, seed=4, sharpness=2.0)
@@ -159,22 +160,22 @@ LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.e
 @pytest.mark.parametrize(("refresh", "init"), LONGER)
 def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
     sampler = SJD(window=3, refresh=refresh, init=init)
-    found = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
-    assert min(found["p_values"]) > 0.01 / (2 * len(LONGER))
-    assert found["nfe"] < 7
+    result = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
+    assert min(result["p_values"]) > 0.01 / (2 * len(LONGER))
+    assert result["nfe"] < 7
 
 
 @pytest.mark.parametrize("init", INITS)
 def test_images_have_the_model_s_distribution(init: str) -> None:
     image = TableModel.random(6, seed=2)
-    found = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
-    assert min(found["p_values"]) > 0.01 / (2 * len(INITS))
-    assert found["nfe"] < 4  # of seven tokens, three are the grid's
+    result = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
+    assert min(result["p_values"]) > 0.01 / (2 * len(INITS))
+    assert result["nfe"] < 4  # of seven tokens, three are the grid's
 
 
 @dataclass(frozen=True)
 class OldDistribution(SCD):
-    """Leaves the old q with the drafts that it keeps, as the public code of the maximal coupling does."""
+    """Keep the old q for retained drafts, like the public code of the maximal coupling (wrong)."""
 
     refresh: str = "maximal"
 
@@ -198,7 +199,7 @@ class OldDistribution(SCD):
 
 @dataclass(frozen=True)
 class WrongGuessDistribution(SJD):
-    """Draws its guesses otherwise than it says."""
+    """Draw guesses from a distribution other than the reported one (wrong)."""
 
     def guess(self, *given: Any) -> tuple[Tensor, Tensor]:
         guess, source = super().guess(*given)
@@ -207,18 +208,18 @@ class WrongGuessDistribution(SJD):
 
 @dataclass(frozen=True)
 class FilteredResidual(SJD):
-    """Sharpens the residual of a rejected draft once more, as logits processors that run again do."""
+    """Sharpen the residual of a rejected draft, as if logits processors ran twice (wrong)."""
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
-            own = sys.modules["paradec.samplers.causal.sjd"].residual
-            patch.setattr("paradec.samplers.causal.sjd.residual", lambda p, q: own(p, q) ** 2)
+            residual = sys.modules["paradec.samplers.causal.sjd"].residual
+            patch.setattr("paradec.samplers.causal.sjd.residual", lambda p, q: residual(p, q) ** 2)
             return super().commit(state, proposal)
 
 
 @dataclass(frozen=True)
 class NewDistribution(SJD):
-    """Gives the drafts that it keeps this step's distribution, which they were not drawn from."""
+    """Report this step's distribution as q of retained drafts, which were drawn from an older one (wrong)."""
 
     refresh: str = "keep"
 
@@ -229,7 +230,7 @@ class NewDistribution(SJD):
 
 
 class AllOfQ(WithoutReplacement):
-    """Judges drafts that were drawn without replacement by the whole of q."""
+    """Verify drafts drawn without replacement with the unchanged q (wrong)."""
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         chance, next_p, _ = super().step(p, q, x)
@@ -252,8 +253,8 @@ def test_the_chi_square_test_has_power(sampler: SJD) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("init", ["random", "sample_horizontal"])
 def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
-    found = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
-    assert max(found["p_values"]) < 1e-10
+    result = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
+    assert max(result["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
@@ -261,21 +262,21 @@ def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
     rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
     tree, rows, p_values = Tree.of((3,)), 20_000, []
-    for size, kept in ((4, 4), (7, 7), (5, 2)):
+    for size, support in ((4, 4), (7, 7), (5, 2)):
         p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
-        q[q.topk(size - kept, largest=False).indices] = 0
+        q[q.topk(size - support, largest=False).indices] = 0
         p, q = (normalized(distribution).expand(rows, -1) for distribution in (p, q))
         noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
         uniform = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         distributions = [distribution.unsqueeze(1).expand(-1, 4, -1) for distribution in (p, q)]
-        found = walk(tree, drafts, *distributions, rule, uniform)
-        counts = np.bincount(found.tokens[:, 0].numpy(), minlength=size)
+        result = walk(tree, drafts, *distributions, rule, uniform)
+        counts = np.bincount(result.tokens[:, 0].numpy(), minlength=size)
         p_values.append(exactness.p_value(counts, p[0].numpy()))
-        # a hit goes on below the child that it equals
-        hit = found.accepted > 0
-        assert (drafts.gather(1, found.nodes[:, 1:2].clamp(min=0)).squeeze(1) == found.tokens[:, 0])[hit].all()
-        assert (found.tokens[hit, 1] >= 0).all() and (found.tokens[~hit, 1] < 0).all()
+        # an accepted draft continues below the matching child
+        hit = result.accepted > 0
+        assert (drafts.gather(1, result.nodes[:, 1:2].clamp(min=0)).squeeze(1) == result.tokens[:, 0])[hit].all()
+        assert (result.tokens[hit, 1] >= 0).all() and (result.tokens[~hit, 1] < 0).all()
         assert hit.double().mean() > 0.2
     assert (min(p_values) < 1e-5) if name == "wrong" else (min(p_values) > 1e-3)
 
@@ -287,10 +288,10 @@ def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
     for count in (1, 2, 3):
         noise, uniform, more = torch.rand(3, rows, 3, generator=generator, dtype=torch.float64)
         drafts = rule.children(q, count, noise[:, :count])
-        chosen, left = rule.verify(p, q, drafts, uniform[:, :count])
+        chosen, residual = rule.verify(p, q, drafts, uniform[:, :count])
         wide = torch.cat((drafts, torch.full((rows, 2), -1)), 1)
-        found = rule.verify(p, q, wide, torch.cat((uniform[:, :count], more[:, :2]), 1))
-        assert torch.equal(found[0], chosen) and torch.equal(found[1], left)
+        wide_result = rule.verify(p, q, wide, torch.cat((uniform[:, :count], more[:, :2]), 1))
+        assert torch.equal(wide_result[0], chosen) and torch.equal(wide_result[1], residual)
         assert (chosen >= 0).any()
 
 
@@ -301,18 +302,19 @@ def test_lossy_methods_stay_below_their_bound() -> None:
     for name, sampler, model in exactness.lossy():
         if sampler.guess_distribution == "one_hot" and not name.endswith(("width 2", "delta 0.1", "lambda 5.0")):
             continue
-        found = exactness.bias(sampler, model, 3000)
-        assert np.mean(found["total_variation"]) <= floor + 1.2 * found["total_variation_bound"]
+        result = exactness.bias(sampler, model, 3000)
+        assert np.mean(result["total_variation"]) <= floor + 1.2 * result["total_variation_bound"]
         if sampler.guess_distribution == "one_hot":
             continue
         if name.endswith(("delta 0.0", "lambda 1.0")):
-            assert found["total_variation_bound"] == 0 and found["nfe"] == noise["nfe"]
+            assert result["total_variation_bound"] == 0 and result["nfe"] == noise["nfe"]
         elif name.endswith(("delta 0.1", "lambda 5.0")):
-            assert found["nfe"] < noise["nfe"] and np.mean(found["total_variation"]) > 1.2 * floor
+            assert result["nfe"] < noise["nfe"] and np.mean(result["total_variation"]) > 1.2 * floor
 
 
 def test_drafts_and_draws_at_their_bounds() -> None:
-    """A draft stands when its number is below its chance; a draw takes the first token whose sum exceeds its number."""
+    """A draft is accepted if its number is below its probability. A draw returns the first token whose cumulative
+    probability exceeds its number."""
     distribution = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     drafts = DraftDistributions(
         torch.tensor([[0, 0]]), distribution, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])
@@ -320,8 +322,8 @@ def test_drafts_and_draws_at_their_bounds() -> None:
     for number, accepted in ((0.25, 0), (np.nextafter(0.25, 0), 1)):
         uniform = torch.tensor([[[number, 0.9], [0.9, 0.9]]], dtype=torch.float64)
         chance, drafted = torch.tensor([[0.25, 0.5]], dtype=torch.float64), torch.tensor([[True, False]])
-        found = verify(DraftWindow(distribution, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
-        assert int(found.accepted) == accepted
+        result = verify(DraftWindow(distribution, drafts, torch.tensor([[1, 1]])), drafted, chance, uniform)
+        assert int(result.accepted) == accepted
         for rule, q in (("recursive", [1.0, 0.0]), ("naive", [0.5, 0.5])):
             numbers = torch.tensor([[number]], dtype=torch.float64)
             every_q = torch.tensor([q], dtype=torch.float64)
@@ -332,7 +334,7 @@ def test_drafts_and_draws_at_their_bounds() -> None:
 
 
 def test_groups_and_neighbours_at_their_bounds() -> None:
-    """GSD: less than the thresholds, and a group for a draft with exactly `group_half_width` tokens below it."""
+    """GSD's thresholds are exclusive, and a draft with exactly `group_half_width` less likely tokens has a group."""
     distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
     drafts = DraftDistributions(
         torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0]
@@ -372,7 +374,7 @@ def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window
         positions = state.positions(np.arange(3))
         forced = state.forced(np.arange(3), positions)
         inside = positions - start < GRID.length
-        # structure is put in as it is, guesses are image tokens
+        # structure tokens are fixed; guesses are image tokens
         assert torch.equal(drafts[(forced >= 0) & inside], forced[(forced >= 0) & inside])
         assert ((drafts >= 2) & (drafts < 8))[(forced < 0) & inside].all()
         if init != "random":

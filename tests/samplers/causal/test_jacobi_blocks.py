@@ -1,4 +1,4 @@
-"""Jacobi decoding in blocks: the public code's cases, and equality with decoding token by token."""
+"""Jacobi decoding in blocks: recorded cases of the public code, and equality with token-by-token decoding."""
 
 import itertools
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
 @pytest.mark.parametrize("case", DROPS)
 @replays("case")
 def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
-    """Every iterate, what is evaluated and its logits, the early exits as published, and what is committed."""
+    """Compare every iterate, the evaluated positions and logits, published early exits, and commits."""
     settings, blocks = case["settings"], case["blocks"]
     module = module_of(case)
     model, end = paradec.wrap(module), module.config.eos_token_id
@@ -50,19 +50,19 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
         [settings["prompt"]],
         temperature=0,
         suppress_tokens=silent,
-        # the last block's answer to what would come next counts, too
+        # the last block also predicts the token after it
         max_new_tokens=len(blocks) * group + 1,
         seed=0,
     )
     sampler.commit(state, sampler.step(model, state))
     for block in blocks:
-        if state.done:  # what the block before said of this one was an end token
+        if state.done:  # the block before predicted an end token as this block's first token
             break
         start = int(state.committed[0])
         assert int(state.canvas[0, start - 1]) == block["first"]
         assert len(block["calls"]) == len(block["trajectory"]) == block["iterations"] + block["converged"]
         assert block["cached_after"] == block["calls"][-1]["positions"][1]
-        # the first iterate; the slot after it is what the block says of the next one, and fed nowhere
+        # the first iterate; the additional slot is the prediction for the next block and is not evaluated
         state.memory.write("drafts", np.arange(1), torch.tensor([[*block["random"], 0]]))
         for iterate, call in zip([*block["trajectory"], None], block["calls"], strict=False):
             assert int(state.store.valid.sum()) == call["cached_before"]
@@ -75,7 +75,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
             assert shown[0].argmax(-1).tolist() == call["argmax"]
             commit = sampler.commit(state, sampler.propose(state, [logits], [query]))
             if end in block["committed"] and int(state.committed[0]) > start:
-                break  # a row that has ended does not go on with its block
+                break  # a finished row stops inside its block
         else:
             assert int(state.row_step[0]) == 1 + sum(len(each["calls"]) for each in blocks[: blocks.index(block) + 1])
         if end not in [*block["committed"], block["next_first"]]:
@@ -96,7 +96,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", KEEPS)
 @replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
-    """The public code as it is. A plain loop that drops nothing repeats the case, so that this is what it does."""
+    """A plain loop that never drops keys and values reproduces the public code's case, which is not greedy; ours is."""
     settings, module = case["settings"], module_of(case)
     end = module.config.eos_token_id
     cache, fed = DynamicCache(config=module.config), 0
@@ -114,11 +114,11 @@ def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str,
         for block in case["blocks"]:
             tokens, changed = [first, *block["random"]], True
             while changed:
-                found = best(tokens)
+                tokens_after = best(tokens)
                 calls += 1
-                changed = tokens[1:] != found[:-1]
-                tokens = [first, *found[:-1]]
-            first = found[-1]
+                changed = tokens[1:] != tokens_after[:-1]
+                tokens = [first, *tokens_after[:-1]]
+            first = tokens_after[-1]
             generated += tokens
     assert generated == case["generated"] != case["greedy"] and calls == case["calls"]
     assert fed == case["blocks"][-1]["cached_after"]
@@ -140,20 +140,20 @@ def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str,
 
 
 def test_the_published_early_exit_is_another_text_and_the_prefix_is_not() -> None:
-    """What is kept of an early exit decides: the cases whose blocks did not converge are not greedy decoding's."""
-    found = 0
+    """In cases with unconverged blocks the published early exit differs from greedy decoding; "prefix" does not."""
+    count = 0
     for _, case in CASES:
         settings = case["settings"]
         if all(block["converged"] for block in case["blocks"]) or settings["mode"].startswith("published"):
             continue
         model = paradec.wrap(module_of(case))
-        given = {"max_new_tokens": len(case["greedy"]), "temperature": 0.0, "seed": 0}
-        given |= {"suppress_tokens": model.facts.eos_token_ids} if settings["eos"] is None else {}
+        request = {"max_new_tokens": len(case["greedy"]), "temperature": 0.0, "seed": 0}
+        request |= {"suppress_tokens": model.facts.eos_token_ids} if settings["eos"] is None else {}
         sampler = Jacobi(group=settings["block"], max_iterations=settings["max_iter"])
-        out = paradec.generate(model, input_ids=[settings["prompt"]], sampler=sampler, **given)
+        out = paradec.generate(model, input_ids=[settings["prompt"]], sampler=sampler, **request)
         assert sampler.lossless and out.new_tokens[0].tolist() == case["greedy"] != case["generated"]
-        found += 1
-    assert found
+        count += 1
+    assert count
 
 
 MODEL = tiny(2, topology="causal", prediction="shifted", ends=())
@@ -187,7 +187,7 @@ def test_the_prefix_of_an_early_exit_is_greedy_decoding(iterations: int) -> None
     assert not lossy.lossless
     other = paradec.generate(MODEL, input_ids=PROMPTS, sampler=lossy, max_new_tokens=13, seed=0)
     assert not torch.equal(other.new_tokens, out.new_tokens) and other.nfe < out.nfe
-    # prefill, and so many iterations of two blocks of six (the last token came with the second's last iteration)
+    # prefill, and `iterations` for each of two blocks of six (the second block also gives the last token)
     assert max(other.row_nfe) <= 1 + 2 * iterations
 
 
@@ -199,7 +199,7 @@ def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
     out = paradec.generate(model, input_ids=PROMPTS, sampler=Jacobi(group=16), max_new_tokens=20, seed=0)
     for row, answer in enumerate(expected):
         assert out.new_tokens[row, : len(answer)].tolist() == answer and out.tokens[row] == len(answer)
-    # the token is right after as many iterations as tokens before it, at most
+    # a token is right after at most as many iterations as there are tokens before it
     assert out.row_nfe[0] <= 1 + len(expected[0]) - 1 < max(out.row_nfe)
 
 
@@ -214,17 +214,17 @@ def test_an_end_token_that_is_not_right_closes_nothing() -> None:
     )
     assert out.new_tokens.tolist() == expected.new_tokens.tolist() == [greedy] and out.row_nfe == expected.row_nfe
     state = sampler.start(ended, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
-    made = []
+    num_committed = []
     while not state.done:
-        made.append(int(sampler.commit(state, sampler.step(ended, state)).selected.sum()))
-    assert made == [1, *[0] * (len(made) - 2), 8]
+        num_committed.append(int(sampler.commit(state, sampler.step(ended, state)).selected.sum()))
+    assert num_committed == [1, *[0] * (len(num_committed) - 2), 8]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("early_exit", ["prefix", "published"])
 def test_draws_are_those_of_token_by_token_decoding(temperature: float, early_exit: str) -> None:
-    """The noise of a position is its own, so that the fixed point is what the same noise draws one by one."""
+    """Noise belongs to a position, so the fixed point equals token-by-token decoding with the same noise."""
     request = {"max_new_tokens": 11, "temperature": temperature, "seed": (4, 5, 6), "top_k": 9, "guidance_scale": 1.3}
     one = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), **request)
     for group in (1, 4, 40):
@@ -238,11 +238,11 @@ def test_answers_have_the_model_s_distribution() -> None:
     table = exactness.TableModel.random(5, seed=0)
     settings = ({"group": 3}, {"group": 4, "early_exit": "published"}, {"group": 4, "max_iterations": 2})
     for index, setting in enumerate(settings):
-        found = exactness.test_case(Jacobi(**setting), table, 3000, seed=index, temperature=0.8, top_k=4)
-        assert min(found["p_values"]) > 0.01 / 6
+        result = exactness.test_case(Jacobi(**setting), table, 3000, seed=index, temperature=0.8, top_k=4)
+        assert min(result["p_values"]) > 0.01 / 6
     lossy = Jacobi(group=4, max_iterations=1, early_exit="published")
-    found = exactness.test_case(lossy, table, 3000, temperature=0.8, top_k=4)
-    assert max(found["p_values"]) < 1e-6  # the test has power
+    result = exactness.test_case(lossy, table, 3000, temperature=0.8, top_k=4)
+    assert max(result["p_values"]) < 1e-6  # the test has power
 
 
 def test_images_have_their_structure() -> None:

@@ -1,5 +1,5 @@
-"""Self-speculation: recorded runs of Nemotron-Labs-Diffusion's loop and of the exact greedy form on SDAR
-(`tests/golden/autumn`), and what must hold of any model: the tokens and the distribution of token by token decoding."""
+"""Self-speculation: recorded runs of Nemotron-Labs-Diffusion's loop and of greedy decoding with SDAR
+(`tests/golden/autumn`); on any model, the tokens and the distribution of token-by-token decoding."""
 
 import functools
 import random
@@ -32,7 +32,7 @@ def loaded(folder: Path, **options: Any) -> Model:
 
 @functools.cache
 def causal(seed: int = 0) -> Model:
-    """A random model with causal attention that takes token MASK for a mask."""
+    """A random causal model with a mask token."""
     torch.manual_seed(seed)
     facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
     model = paradec.wrap(tiny(2).unwrap(), **facts)
@@ -41,23 +41,23 @@ def causal(seed: int = 0) -> Model:
 
 
 class Fed:
-    """A state's uniform numbers, from a file in the order in which the reference used them."""
+    """A replacement for a state's `uniform` that returns the reference's numbers in order of use."""
 
     def __init__(self, state: Any, numbers: list[float], rule: str):
         self.state, self.numbers, self.rule, self.used = state, numbers, rule, 0
 
     def __call__(self, rows: Any, positions: Tensor, count: int, stream: int, ahead: Any = None) -> Tensor:
         width = positions.shape[1]
-        left = torch.tensor([*self.numbers[self.used :], *[0.5] * (width + 3)], dtype=torch.float64)
-        if count == 1:  # drafts: under the match rule the last final token's row draws, too
+        unused = torch.tensor([*self.numbers[self.used :], *[0.5] * (width + 3)], dtype=torch.float64)
+        if count == 1:  # drafts: under the match rule the last final token uses a number too
             skipped = int(self.rule == "match")
             self.used += width + skipped
-            return left[skipped : skipped + width].view(1, -1, 1)
-        # a fresh token, whether the draft stands, and its residual: where one is needed it is the next number
-        return torch.stack((left[:width], left[:width], left[1 : width + 1]), 1)[None]
+            return unused[skipped : skipped + width].view(1, -1, 1)
+        # fresh token, acceptance, residual: each use takes the next number
+        return torch.stack((unused[:width], unused[:width], unused[1 : width + 1]), 1)[None]
 
     def committed(self, count: int) -> None:
-        """So many tokens became final."""
+        """Advance after a step in which `count` tokens became final."""
         drafts = int(self.drafted)
         if self.rule == "match":
             self.used += drafts + 1
@@ -66,11 +66,11 @@ class Fed:
 
 
 def runs(mode: str) -> list[Any]:
-    found = []
+    parameters = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
         if read_head(path)["mode"] == mode:
-            found.append(pytest.param(path, id=path.stem))
-    return found
+            parameters.append(pytest.param(path, id=path.stem))
+    return parameters
 
 
 @pytest.mark.thinned
@@ -94,7 +94,7 @@ def test_recorded_rounds(path: Path) -> None:
                 if "uniforms" in case:
                     fed = Fed(state, case["uniforms"], rule)
                     state.uniform = fed  # type: ignore[method-assign]
-                    state.allowed = None  # the published loop leaves the mask its probability
+                    state.allowed = None  # the published loop keeps the mask's probability
                 rounds, calls = [], 0
                 while not state.done:
                     drafts = state.memory.read(state.rows)["drafts"][0, : int(state.drafted[0])].tolist()
@@ -102,7 +102,7 @@ def test_recorded_rounds(path: Path) -> None:
                     if fed is not None:
                         fed.drafted = int(state.drafted[0])
                     proposal = sampler.step(model, state)
-                    if fed is not None:  # before the next drafts draw theirs
+                    if fed is not None:  # count used numbers before the next drafts are drawn
                         draft = sampler.draft_window
 
                         def noted(state: Any, *args: Any, draft: Any = draft, fed: Fed = fed) -> None:
@@ -115,18 +115,18 @@ def test_recorded_rounds(path: Path) -> None:
                         object.__delattr__(sampler, "draft_window")
                     calls += 1
                 answer = state.canvas[0, begin : int(state.end[0])].tolist()
-                # windows that reach beyond the end use other numbers
+                # windows beyond the end use different numbers
                 same = new if fed is None else max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
                 assert answer[:same] == case["tokens"][:new][:same]
-                made = [int(step[0]) for step in state.accepted]
+                num_committed = [int(step[0]) for step in state.accepted]
                 if fed is not None:
                     rounds = [(drafts, at) for drafts, at in rounds if at <= begin + same]
-                    made = made[: len(rounds)]
+                    num_committed = num_committed[: len(rounds)]
                 for (drafts, committed), theirs in zip(rounds[1:], case["rounds"], strict=False):
                     assert committed - 1 == theirs["start"]
                     assert drafts == theirs["block"][1:] or not drafts
-                whole = [1, *(entry["accepted"] + 1 for entry in case["rounds"])]
-                assert made[:-1] == whole[: len(made) - 1] and len(made) <= len(whole)
+                recorded = [1, *(entry["accepted"] + 1 for entry in case["rounds"])]
+                assert num_committed[:-1] == recorded[: len(num_committed) - 1] and len(num_committed) <= len(recorded)
                 if fed is None and drafts:
                     assert state.draft_nfe[0] == sum(entry["drafts"] for entry in case["rounds"][: calls - 1])
                 expected = [[0, begin, 1, 1, 0]]
@@ -154,16 +154,16 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
     trace = read_json(path)
     folder = find_checkpoint(trace["model"], "autumn")
     model = loaded(folder, block_length=trace["settings"]["block_length"], mask_token_id=trace["mask_id"])
-    stops, stood = set(trace["stop_ids"]), 0
+    stops, num_accepted = set(trace["stop_ids"]), 0
     for number, case in enumerate(trace["cases"]):
         with replay_in_float64(f"{path.stem}, case {number}", case):
             request = {"temperature": 0, "max_new_tokens": case["max_new_tokens"], "eos_early_stop": False}
-            found = paradec.generate(model, [case["prompt_ids"]], sampler="self_speculative", **request)
+            out = paradec.generate(model, [case["prompt_ids"]], sampler="self_speculative", **request)
             expected = case["block1_tokens"]
-            assert found.new_tokens[0, : len(expected)].tolist() == expected
+            assert out.new_tokens[0, : len(expected)].tolist() == expected
             assert len(expected) == case["max_new_tokens"] or expected[-1] in stops
-            tokens, made = case["tokens"], [token for entry in case["rounds"] for token in entry["tokens"]]
-            assert made[: len(tokens)] == tokens and tokens[: len(expected)] == expected
+            tokens, round_tokens = case["tokens"], [token for entry in case["rounds"] for token in entry["tokens"]]
+            assert round_tokens[: len(tokens)] == tokens and tokens[: len(expected)] == expected
             assert case["calls"] == 1 + 3 * len(case["rounds"])
             starts = [entry["start"] - case["rounds"][0]["start"] for entry in case["rounds"]]
             lengths = [len(entry["tokens"]) for entry in case["rounds"]]
@@ -171,8 +171,8 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
             for entry in case["rounds"]:
                 count = entry["accepted"]
                 assert entry["tokens"][:count] == entry["drafts"][:count] and len(entry["tokens"]) <= count + 1
-            stood += case["max_new_tokens"] - found.nfe
-    assert stood or not is_packaged("autumn")
+            num_accepted += case["max_new_tokens"] - out.nfe
+    assert num_accepted or not is_packaged("autumn")
 
 
 def kinds() -> dict[str, Any]:
@@ -190,17 +190,17 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
     model, draw = kinds()[kind](), random.Random(count)
     assert model.pads and model.supports_store
     usual = [token for token in range(VOCAB) if token not in (MASK, END)]
-    stood = 0
+    num_accepted = 0
     for number in range(count):
         rows = [draw.choices(usual, k=draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]
         new, threshold = draw.randint(1, 12), draw.choice((None, 0.1, 0.5))
         rule = "match" if threshold is not None else draw.choice(("ratio", "match"))
         sampler = SelfSpeculative(draw.choice((None, 1, 2, 5)), rule=rule, threshold=threshold)
         request = {"temperature": 0, "max_new_tokens": new, "eos_early_stop": False}
-        found = paradec.generate(model, rows, sampler=sampler, **request)
-        assert found.new_tokens.tolist() == [blocks_of_one(model, row, new) for row in rows], (number, sampler)
-        stood += sum(new - nfe for nfe in found.row_nfe)
-    assert stood > 0
+        out = paradec.generate(model, rows, sampler=sampler, **request)
+        assert out.new_tokens.tolist() == [blocks_of_one(model, row, new) for row in rows], (number, sampler)
+        num_accepted += sum(new - nfe for nfe in out.row_nfe)
+    assert num_accepted > 0
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -210,12 +210,12 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
 @pytest.mark.full
 def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
     model, rows, temperature = kinds()[kind](), 6000, 0.6
-    few = [token for token in range(VOCAB) if token not in (1, 2, 3, 5)]
-    request = {"temperature": temperature, "max_new_tokens": 3, "suppress_tokens": few, "eos_early_stop": False}
-    found = paradec.generate(model, [PROMPTS[0]] * rows, sampler=SelfSpeculative(**settings), seed=1, **request)
+    suppressed = [token for token in range(VOCAB) if token not in (1, 2, 3, 5)]
+    request = {"temperature": temperature, "max_new_tokens": 3, "suppress_tokens": suppressed, "eos_early_stop": False}
+    out = paradec.generate(model, [PROMPTS[0]] * rows, sampler=SelfSpeculative(**settings), seed=1, **request)
     counts = np.zeros((4, 4))
     ids = [1, 2, 3, 5]
-    for first, second in found.new_tokens[:, :2].tolist():
+    for first, second in out.new_tokens[:, :2].tolist():
         counts[ids.index(first), ids.index(second)] += 1
     expected = np.zeros((4, 4))
     start = next_token(model, PROMPTS[0], ids, temperature)
@@ -231,16 +231,16 @@ def test_the_adapter_changes_drafts_alone() -> None:
     model = loaded(folder)
     before = {name: weight.clone() for name, weight in model.module.named_parameters()}
     usual = [token for token in range(20, 30) if token != model.facts.mask_id]
-    made, drafts = [], []
+    canvases, drafts = [], []
     for adapter in (True, False):
         state = SelfSpeculative(adapter=adapter).start(model, [usual], max_new_tokens=20, temperature=0)
-        sampler, seen = SelfSpeculative(adapter=adapter), []
+        sampler, draft_steps = SelfSpeculative(adapter=adapter), []
         while not state.done:
             sampler.commit(state, sampler.step(model, state))
-            seen.append(state.memory["drafts"].tolist())
-        made.append(state.canvas.tolist())
-        drafts.append(seen)
-    assert made[0] == made[1]
+            draft_steps.append(state.memory["drafts"].tolist())
+        canvases.append(state.canvas.tolist())
+        drafts.append(draft_steps)
+    assert canvases[0] == canvases[1]
     assert drafts[0] != drafts[1]
     assert all(torch.equal(before[name], weight) for name, weight in model.module.named_parameters())
     assert not any(part._forward_hooks for name, part in model.module.named_modules() if name.endswith("o_proj"))

@@ -1,4 +1,4 @@
-"""SJD-PAC: its recorded verifications, a plain restatement whose distribution is enumerated, and whole decodes."""
+"""SJD-PAC: recorded verifications, a plain version with an enumerated distribution, and complete decodings."""
 
 import functools
 from collections import defaultdict
@@ -27,15 +27,19 @@ RECORDED = [pytest.param(path, id=path.stem) for path in sorted(golden("drafters
 def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
     case = read_json(path)
     expected, vocab = case["expected"], case["vocab"]
-    made, left = sjd_pac_step(case, lambda at: case["laws"][",".join(map(str, at))], draw, by_number, last=False)
-    assert (made, len(left)) == (expected["committed"], expected["kept"])
-    left += [(int(case["g"][slot] * vocab), [1 / vocab] * vocab) for slot in range(len(left), case["window"] - 1)]
-    others = [case["siblings"] - 1 if slot < case["branching"] else 0 for slot in range(len(left))]
-    drafts = [siblings_of(q, x, draw, case["t"][slot][: others[slot]]) for slot, (x, q) in enumerate(left)]
+    final, next_drafts = sjd_pac_step(
+        case, lambda at: case["laws"][",".join(map(str, at))], draw, by_number, last=False
+    )
+    assert (final, len(next_drafts)) == (expected["committed"], expected["kept"])
+    next_drafts += [
+        (int(case["g"][slot] * vocab), [1 / vocab] * vocab) for slot in range(len(next_drafts), case["window"] - 1)
+    ]
+    others = [case["siblings"] - 1 if slot < case["branching"] else 0 for slot in range(len(next_drafts))]
+    drafts = [siblings_of(q, x, draw, case["t"][slot][: others[slot]]) for slot, (x, q) in enumerate(next_drafts)]
     assert drafts == expected["drafts"]
     before = [slot[0] for slot in case["drafts"][len(expected["committed"]) :]]
     assert expected["same"] == [old == slot[0] for old, slot in zip(before, drafts[: expected["kept"]], strict=False)]
-    torch.testing.assert_close(torch.tensor([q for _, q in left]), torch.tensor(expected["q"]))
+    torch.testing.assert_close(torch.tensor([q for _, q in next_drafts]), torch.tensor(expected["q"]))
 
 
 @pytest.mark.parametrize("path", RECORDED)
@@ -49,7 +53,7 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     moved = len(expected["committed"])
 
     def uniform(rows: Any, positions: torch.Tensor, size: int, stream: Any, ahead: Any = None) -> torch.Tensor:
-        found = torch.full((*positions.shape, size), 0.5, dtype=torch.float64)
+        drafts = torch.full((*positions.shape, size), 0.5, dtype=torch.float64)
         streams = torch.as_tensor(stream).expand(positions.shape[1])
         for column, (position, own) in enumerate(zip(positions[0].tolist(), streams.tolist(), strict=True)):
             slot = position - 2
@@ -59,8 +63,8 @@ def test_replays_a_recorded_verification(path: Path) -> None:
                 numbers = [case["g"][slot - moved], *case["t"][slot - moved]]
             else:
                 continue
-            found[0, column, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)[:size]
-        return found
+            drafts[0, column, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)[:size]
+        return drafts
 
     state.uniform = uniform  # type: ignore[method-assign]
     firsts = [slot[0] for slot in case["drafts"]]
@@ -79,10 +83,10 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     commit = sampler.commit(state, proposal)
     assert commit.values[commit.selected].tolist() == expected["committed"]
     kept, firsts = expected["kept"], [slot[0] for slot in expected["drafts"]]
-    found, source = state.memory["drafts"][0].tolist(), state.memory["draft_source"][0].tolist()
-    assert found[:kept] == firsts[:kept] and found[kept + 1 : width - 1] == firsts[kept + 1 :]
+    drafts, source = state.memory["drafts"][0].tolist(), state.memory["draft_source"][0].tolist()
+    assert drafts[:kept] == firsts[:kept] and drafts[kept + 1 : width - 1] == firsts[kept + 1 :]
     if moved < width:
-        assert found[kept] == draw(case["laws"][",".join("0" * (width - 1))], case["v"][-1])
+        assert drafts[kept] == draw(case["laws"][",".join("0" * (width - 1))], case["v"][-1])
     for slot in range(kept):
         torch.testing.assert_close(
             state.memory["draft_distribution"][0, source[slot]], torch.tensor(expected["q"][slot], dtype=torch.float64)
@@ -116,11 +120,11 @@ def test_the_plain_steps_have_the_model_s_distribution(
     guess = tuple([1 / vocab] * vocab)
     numbers = {"u": [[0.0] * siblings] * window, "v": [0.0] * window, "branching": branching}
 
-    def filled(left: list[Any], slots: int) -> list[tuple[float, Any]]:
-        """The next window: guesses where nothing is left, and siblings."""
+    def filled(next_drafts: list[Any], slots: int) -> list[tuple[float, Any]]:
+        """All next windows with their probabilities: remaining drafts, then guesses, each with siblings."""
 
         def act(pick: Draw, flip: Coin) -> Any:
-            whole = [*left[:slots]]
+            whole = [*next_drafts[:slots]]
             whole += [(pick(list(guess), 0.0), guess) for _ in range(slots - len(whole))]
             counts = [siblings - 1 if slot < branching else 0 for slot in range(slots)]
             return tuple(
@@ -141,12 +145,12 @@ def test_the_plain_steps_have_the_model_s_distribution(
         def of_path(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
             return after((*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))))
 
-        for chance, (made, left) in outcomes(functools.partial(sjd_pac_step, case, of_path, last=True)):
-            longer = (*text, *made)
+        for chance, (final, next_drafts) in outcomes(functools.partial(sjd_pac_step, case, of_path, last=True)):
+            longer = (*text, *final)
             if len(longer) == length + 1:
                 law[longer] += weight * chance
                 continue
-            for more, following in filled(left, min(window, length + 1 - len(longer)) - 1):
+            for more, following in filled(next_drafts, min(window, length + 1 - len(longer)) - 1):
                 states[longer, following] += weight * chance * more
     worst = 0.0
     for text, chance in law.items():
@@ -199,22 +203,22 @@ def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, w
                 for slot, (x, own) in enumerate(left[: min(branching, width - 1)]):
                     expected = siblings_of(own, x, draw, t[slot].tolist())
                     assert state.memory["siblings"][row, slot].tolist() == expected[1:]
-    assert deep  # some path left the chain
+    assert deep  # at least one accepted path leaves the chain of first drafts
 
 
 @pytest.mark.parametrize("request_", [{"temperature": 0.8, "top_k": 3}, {"guidance_scale": 1.7, "logprobs": 2}])
 @pytest.mark.parametrize(("siblings", "branching"), [(2, 1), (4, 2)])
 def test_with_noise_the_tokens_are_those_of_jacobi(siblings: int, branching: int, request_: dict[str, Any]) -> None:
-    """argmax(log p + g) after the same text, whatever was drafted."""
-    base, given = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
-    given |= {"negative_prompt": NEGATIVE} if "guidance_scale" in request_ else {}
-    expected, alone = decode_answers(Jacobi(window=6), base, PROMPTS, **given)
-    found, state = decode_answers(SCD(window=6, siblings=siblings, branching=branching), base, PROMPTS, **given)
-    assert found == expected and state.nfe.sum() < alone.nfe.sum()
+    """The token is argmax(log p + g) after the same text, whatever the drafts are."""
+    base, request = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
+    request |= {"negative_prompt": NEGATIVE} if "guidance_scale" in request_ else {}
+    expected, alone = decode_answers(Jacobi(window=6), base, PROMPTS, **request)
+    tokens, state = decode_answers(SCD(window=6, siblings=siblings, branching=branching), base, PROMPTS, **request)
+    assert tokens == expected and state.nfe.sum() < alone.nfe.sum()
     if state.logprobs is not None:
         for name in ("chosen", "best"):
-            own, other = (getattr(each.logprobs, name) for each in (state, alone))
-            torch.testing.assert_close(own, other, rtol=0, atol=1e-9, equal_nan=True)
+            values, other = (getattr(run.logprobs, name) for run in (state, alone))
+            torch.testing.assert_close(values, other, rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("refresh", ["maximal", "gumbel"])
@@ -225,14 +229,14 @@ def test_answers_have_the_model_s_distribution(refresh: str, siblings: int, bran
     sampler = SCD(window=window, refresh=refresh, siblings=siblings, branching=branching)
     long = TableModel.random(3, seed=4, sharpness=2.0)
     image = TableModel.random(6, seed=2)
-    for model, given in ((long, {"new": 7}), (image, {"grid": exactness.GRID}), (MODEL, exactness.REQUESTS["all"])):
-        found = exactness.test_case(sampler, model, 2000, seed=4, **given)
-        assert min(found["p_values"]) > 0.01 / 12 and found["nfe"] < 6
+    for model, request in ((long, {"new": 7}), (image, {"grid": exactness.GRID}), (MODEL, exactness.REQUESTS["all"])):
+        result = exactness.test_case(sampler, model, 2000, seed=4, **request)
+        assert min(result["p_values"]) > 0.01 / 12 and result["nfe"] < 6
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("sampler", [SJDPAC(window=4), SJDPAC(window=4, siblings=4, branching=3), SCD(4, siblings=4)])
 def test_twenty_thousand_answers_have_the_model_s_distribution(sampler: SCD, temperature: float) -> None:
-    found = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
-    assert min(found["p_values"]) > 0.01 / 12
+    result = exactness.test_case(sampler, MODEL, 20_000, seed=9, temperature=temperature)
+    assert min(result["p_values"]) > 0.01 / 12

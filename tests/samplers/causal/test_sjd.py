@@ -1,4 +1,4 @@
-"""The Jacobi family on causal language models: drafts, stores, models without either, ZipAR."""
+"""The Jacobi family on causal language models: drafters, stores, models without a store, ZipAR."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def made(name: str) -> CausalSampler:
+def create_sampler(name: str) -> CausalSampler:
     settings = dict(SAMPLERS[name])
     kind = name.split(",")[0]
     if kind == "speculative":
@@ -31,20 +31,20 @@ def made(name: str) -> CausalSampler:
 
 @pytest.mark.parametrize("name", ["speculative", "speculative, tree", "speculative, greedy tree"])
 def test_drafters_stop_one_token_before_the_end(name: str) -> None:
-    """A step makes one token more than stand of its drafts, so that the last one is never drafted."""
-    model, sampler, new = wrap_causal(), made(name), 11
+    """A step commits one token more than its accepted drafts, so the last token is never drafted."""
+    model, sampler, new = wrap_causal(), create_sampler(name), 11
     depth = {"speculative": sampler.window - 1, "speculative, tree": 3, "speculative, greedy tree": 2}[name]
     for prompt in PROMPTS:
         _, state = decode_answers(sampler, model, [prompt], max_new_tokens=new, temperature=0, seed=0)
-        left, calls = new, 0
-        for made_ in np.concatenate(state.accepted).tolist():
-            calls += min(depth, left - 1)
-            left -= made_
-        assert left == 0 and state.draft_nfe.tolist() == [calls]
+        remaining, calls = new, 0
+        for num_committed in np.concatenate(state.accepted).tolist():
+            calls += min(depth, remaining - 1)
+            remaining -= num_committed
+        assert remaining == 0 and state.draft_nfe.tolist() == [calls]
 
 
-def test_lossy_methods_with_nothing_to_give_are_greedy() -> None:
-    """At temperature 0 a distribution has one token: groups and neighbours of another draft add nothing but it."""
+def test_lossy_methods_without_alternatives_are_greedy() -> None:
+    """If the distribution has one token, groups and neighbours add no probability to other drafts."""
     model = wrap_causal()
     model.codebook = model.token_embeddings
     expected = greedy(model.module, PROMPTS, 9)
@@ -67,12 +67,12 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
     for module in modules:
         model = wrap_causal(module)
         assert not model.supports_store and not model.pads
-        found, _ = decode_answers(made("sjd"), model, PROMPTS, max_new_tokens=7, temperature=0)
-        assert found == greedy(module, PROMPTS, 7)
+        tokens, _ = decode_answers(create_sampler("sjd"), model, PROMPTS, max_new_tokens=7, temperature=0)
+        assert tokens == greedy(module, PROMPTS, 7)
 
 
 def test_steps_over_the_store_evaluate_the_window_alone() -> None:
-    _, state = decode_answers(made("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
+    _, state = decode_answers(create_sampler("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
     prompt = np.array(list(map(len, PROMPTS)))
     assert (state.full_forwards == 1).all()
     assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
@@ -88,34 +88,34 @@ def test_modules_that_take_no_padding_are_called_by_length() -> None:
             return self.module(input_ids).logits
 
     module = tiny_llama()
-    found = [
-        decode_answers(made(name), model, PROMPTS, max_new_tokens=9, seed=5)[0]
+    answers = [
+        decode_answers(create_sampler(name), model, PROMPTS, max_new_tokens=9, seed=5)[0]
         for model in (wrap_causal(Plain(module)), wrap_causal(module))
         for name in ("sjd", "speculative")
     ]
-    assert found[:2] == found[2:]
+    assert answers[:2] == answers[2:]
     with pytest.raises(ValueError, match="needs models that run over a store"):
-        made("speculative, tree").start(wrap_causal(Plain(module)), PROMPTS, max_new_tokens=9)
+        create_sampler("speculative, tree").start(wrap_causal(Plain(module)), PROMPTS, max_new_tokens=9)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 @pytest.mark.parametrize("row_end", [None, 8])
-def test_zipar_is_what_its_steps_say(window: int, row_end: int | None) -> None:
+def test_zipar_equals_a_loop_over_its_steps(window: int, row_end: int | None) -> None:
     grid = Grid(4, 4, cells=range(2, 8), row_end=row_end, head=(0,), tail=(9, 1))
     module = tiny_llama(layers=1)
     model, sampler = wrap_causal(module), paradec.samplers.create("zipar", window=window)
-    found, state = decode_answers(sampler, model, PROMPTS, grid=grid, temperature=0)
+    tokens, state = decode_answers(sampler, model, PROMPTS, grid=grid, temperature=0)
     for row, prompt in enumerate(PROMPTS):
-        assert (found[row], int(state.nfe[row])) == zipar_by_hand(module, prompt, grid, window)
+        assert (tokens[row], int(state.nfe[row])) == zipar_by_hand(module, prompt, grid, window)
     assert (state.nfe == 4 + 3 * min(window, 4)).all()
-    token_by_token, _ = decode_answers(made("sjd, token by token"), model, PROMPTS, grid=grid, temperature=0)
-    assert (found == token_by_token) == (window == 9)
+    token_by_token, _ = decode_answers(create_sampler("sjd, token by token"), model, PROMPTS, grid=grid, temperature=0)
+    assert (tokens == token_by_token) == (window == 9)
 
 
 def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token() -> None:
     grid, model = Grid(3, 4, cells=range(2, 8), row_end=8), wrap_causal()
     request: dict[str, Any] = {"grid": grid, "temperature": 0, "guidance_scale": 2.0, "negative_prompt": [[1, 2, 3]]}
     sampler = paradec.samplers.create("zipar", window=4)
-    expected, _ = decode_answers(made("sjd, token by token"), model, PROMPTS, **request)
+    expected, _ = decode_answers(create_sampler("sjd, token by token"), model, PROMPTS, **request)
     assert decode_answers(sampler, model, PROMPTS, **request)[0] == expected

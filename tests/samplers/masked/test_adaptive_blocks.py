@@ -1,4 +1,4 @@
-"""Block policies that read the logits: AdaBlock's rule against plain loops, and what every such policy can rely on."""
+"""Block policies that read logits: AdaBlock's rule against plain loops, and the interface of custom policies."""
 
 import math
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from paradec.samplers.features.adaptive_blocks import Opening
 LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41]]  # answered with newlines
 ROWS = [*LINES, [38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18]]
 NEWLINE, END = 45, 61
-MANY = tuple(range(0, 64, 3))  # ids that stand in many places
+MANY = tuple(range(0, 64, 3))  # a third of the vocabulary
 
 
-def test_cut_equals_loops() -> None:
+def test_cut_equals_a_plain_loop() -> None:
     generator = np.random.default_rng(0)
     lengths = set()
     for _ in range(300):
@@ -45,9 +45,9 @@ def test_cut_equals_loops() -> None:
         opening = Opening(*(torch.as_tensor(a) for a in (tokens, confidence, available)), start, prompt, length)
         sizes = policy.cut(opening).tolist()
         for r in range(5):
-            left = new - int(decided[r])
+            remaining = new - int(decided[r])
             expected = adaptive_length(
-                tokens[r].tolist(), confidence[r].tolist(), new, left, policy, available[r].tolist()
+                tokens[r].tolist(), confidence[r].tolist(), new, remaining, policy, available[r].tolist()
             )
             assert sizes[r] == expected <= read[r]
             lengths.add((expected > policy.length) - (expected < policy.length))
@@ -84,7 +84,7 @@ def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, 
 @pytest.mark.parametrize(("name", "cache"), [("threshold", "dual"), ("random", "none")])
 def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Model) -> None:
     for policy in (
-        AdaptiveBlocks(8, delimiters=(59,)),  # a token that the model never says
+        AdaptiveBlocks(8, delimiters=(59,)),  # a token that the model never predicts
         AdaptiveBlocks(8, delimiters=(NEWLINE, END), delimiter_threshold=1.0),
     ):
         arguments = {"sampler": name, "cache": cache, "max_new_tokens": 24, "seed": 3, "trace": True}
@@ -96,20 +96,30 @@ def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Mo
 
 
 def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
-    own = samplers.create("adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2)
+    sampler_with_blocks = samplers.create(
+        "adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2
+    )
     arguments = {"max_new_tokens": 24, "trace": True}
 
     def run(sampler: object, **more: object) -> list:
         return paradec.generate(llada64, ROWS, sampler=sampler, **arguments, **more).trace.steps
 
-    assert run(own) == run("threshold", blocks=own.blocks(None))
-    assert run(own, block_length=8) == run("threshold", blocks=own.blocks(8)) != run(own)
-    assert run(own, blocks=FixedBlocks(8)) == run("threshold", block_length=8) != run(own, block_length=8)
+    assert run(sampler_with_blocks) == run("threshold", blocks=sampler_with_blocks.blocks(None))
+    assert (
+        run(sampler_with_blocks, block_length=8)
+        == run("threshold", blocks=sampler_with_blocks.blocks(8))
+        != run(sampler_with_blocks)
+    )
+    assert (
+        run(sampler_with_blocks, blocks=FixedBlocks(8))
+        == run("threshold", block_length=8)
+        != run(sampler_with_blocks, block_length=8)
+    )
 
 
 @dataclass
 class Named:
-    """What a policy looks at in a model."""
+    """A model with the attributes that a policy reads."""
 
     facts: paradec.core.facts.ModelFacts
     tokenizer: object
@@ -176,7 +186,7 @@ class FirstDoubt:
         return sure.int().cumprod(1).sum(1).clamp(min=1) + self.off
 
 
-def test_a_policy_of_ones_own(llada64: Model) -> None:
+def test_a_custom_policy(llada64: Model) -> None:
     everything = samplers.create("threshold", threshold=0.0)
     out = paradec.generate(
         llada64, ROWS, sampler=everything, blocks=FirstDoubt(), max_new_tokens=24, eos_early_stop=False, trace=True
@@ -190,7 +200,7 @@ def test_a_policy_of_ones_own(llada64: Model) -> None:
     assert ends == [len(row) + 24 for row in ROWS] and 1 < out.nfe < 24
 
 
-def test_a_wrong_policy_is_named(llada64: Model) -> None:
+def test_an_error_names_a_wrong_policy(llada64: Model) -> None:
     policy = FirstDoubt()
     policy.off = 24
     with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.* cut a block that is longer than the range"):

@@ -1,4 +1,4 @@
-"""Samplers against arithmetic."""
+"""Masked samplers on a model with exact conditional distributions, against closed-form probabilities."""
 
 import itertools
 import math
@@ -22,13 +22,13 @@ ERROR, COPIES = 1e-9, 500
 N = 4
 TOKENS = range(6)
 HOLE = 6
-FIRST_TASK = 7  # prompts are one token, which names the task
+FIRST_TASK = 7  # a prompt is one token, the id of its task
 
 GIVEN = (0, 1, 2, 3, 4)  # the tokens of a list; 5 is the new one
 
 
 def tasks() -> dict[str, list[tuple[int, ...]]]:
-    """The right answers of each task, all equally likely; lists are cut so that every answer has N tokens."""
+    """The right answers of each task, all equally likely and N tokens long."""
     four, three = GIVEN[:4], GIVEN[:3]
     return {
         "copy": [four],
@@ -45,7 +45,7 @@ PROMPTS = [[FIRST_TASK + index] for index in range(len(TASKS)) for _ in range(CO
 
 
 class Denoiser:
-    """The exact conditional distributions of `TASKS`."""
+    """A model that predicts the exact conditional distributions of `TASKS`."""
 
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = N, None
@@ -62,20 +62,20 @@ class Denoiser:
         if query.visible is not None:
             seen = query.visible.gather(1, query.wanted.unsqueeze(2).expand(rows, count, query.visible.shape[2]))
             known = known.masked_fill(~seen[:, :, 1 : N + 1], HOLE)
-        place = query.positions.gather(1, query.wanted) - 1
+        slot = query.positions.gather(1, query.wanted) - 1
         for index, answers in enumerate(TASKS.values()):
             of_task = query.tokens[:, 0] == FIRST_TASK + index
             support = torch.tensor(answers)  # [S, N]
             agree = ((known[of_task].unsqueeze(2) == support) | (known[of_task].unsqueeze(2) == HOLE)).all(-1)
             agree |= ~agree.any(-1, keepdim=True)
-            token_ids = support.T[place[of_task]]  # [R, W, S]
+            token_ids = support.T[slot[of_task]]  # [R, W, S]
             counts = torch.zeros_like(logits[of_task]).scatter_add(2, token_ids, agree.double())
             logits[of_task] = (counts / counts.sum(-1, keepdim=True)).log()
         return logits
 
 
 def at_once(answers: Sequence[tuple[int, ...]]) -> float:
-    """The probability of a right answer when every position is drawn from its marginal, by itself."""
+    """The probability of a right answer if every position is drawn independently from its marginal."""
     marginal = [
         {token_id: sum(a[i] == token_id for a in answers) / len(answers) for token_id in TOKENS} for i in range(N)
     ]
@@ -83,13 +83,13 @@ def at_once(answers: Sequence[tuple[int, ...]]) -> float:
 
 
 def right(task: str, answers: Tensor) -> Tensor:
-    """[R] bool: which answers [R, N] count. A shuffle of the list as it was does not, which "permutation" may draw."""
+    """Which answers [R, N] are right, [R] bool. "permutation" may draw the unchanged list; it counts as wrong."""
     support = torch.tensor(TASKS["shuffle" if task == "permutation" else task])
     return (answers.unsqueeze(1) == support).all(-1).any(1)
 
 
 def assert_probability(hits: int, trials: int, p: float, comparisons: int = 1) -> None:
-    """Chernoff: with q = hits / trials, KL(q, p) >= x has at most the probability 2 exp(-trials x)."""
+    """Assert `hits` of `trials` by the Chernoff bound: with q = hits / trials, P(KL(q, p) >= x) <= 2 exp(-trials x)."""
     if p in (0.0, 1.0):
         assert hits == p * trials
         return
@@ -109,19 +109,19 @@ ONE_STEP: dict[str, dict] = {
     "union": {"rules": ({"sampler": "threshold", "threshold": 0.0}, "localleap")},
     "intersection": {"rules": [{"sampler": "threshold", "threshold": 0.0}, {"sampler": "factor", "factor": N + 1.0}]},
 }  # fmt: skip
-"""Settings at which a block is one step, for the samplers that `steps=1` does not tell so."""
+"""Settings with which a block takes one step, for samplers without the field `steps`."""
 TILTS = {"credit", "union"}
-"""Those whose defaults draw from other logits than the model's: right answers, in other proportions."""
+"""Samplers whose defaults change the logits: answers are right, but not equally likely."""
 FROM_THIS_STEP = {"ccd": {"history": 1}, "lopa": {"branches": 0}}
-"""Settings with which tokens are drawn from this step's logits alone, where the defaults average over earlier steps or
-add a token of the last one: these did not know what has been decided since."""
+"""Settings with which tokens depend only on this step's logits. The defaults also use earlier steps, whose logits
+ignore later decisions."""
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 MASKED = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 
 
 @pytest.fixture(scope="module")
 def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights for learn2pd: at filter_threshold=0 what they say does not matter."""
+    """Random weights for learn2pd; with filter_threshold=0 they have no effect."""
     path: Path = tmp_path_factory.mktemp("filter") / "filter.safetensors"
     torch.manual_seed(0)
     facts = FilterFacts("block", Denoiser.facts.name, Denoiser.facts.vocab_size, N, ("none",), threshold=0.96)
@@ -158,7 +158,7 @@ def test_the_distributions_have_the_closed_forms() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: str) -> None:
+def test_one_step_is_right_as_often_as_the_marginals_predict(name: str, filter_file: str) -> None:
     steps = 1 if samplers.create(name).uses_steps else None
     if steps is None:
         assert name in ONE_STEP, f"say in ONE_STEP at which settings {name!r} commits a block in one step"
@@ -173,14 +173,14 @@ def test_all_at_once_errs_as_often_as_the_marginals_say(name: str, filter_file: 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> None:
+def test_blocks_of_one_are_always_right(name: str, filter_file: str) -> None:
     out = decode(name, {}, filter_file, 1)
     comparisons = sum(map(len, TASKS.values()))
     for task, answers in TASKS.items():
-        found = answers_of(out, task)
+        answer_ids = answers_of(out, task)
         if task != "permutation":
-            assert right(task, found).all()
-        counts = [int((found == torch.tensor(answer)).all(1).sum()) for answer in answers]
+            assert right(task, answer_ids).all()
+        counts = [int((answer_ids == torch.tensor(answer)).all(1).sum()) for answer in answers]
         assert sum(counts) == COPIES
         if name not in TILTS:
             for count in counts:
@@ -189,19 +189,19 @@ def test_one_after_the_other_is_always_right(name: str, filter_file: str) -> Non
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_rows_that_serialise_are_right(name: str, filter_file: str) -> None:
-    most = torch.zeros(len(PROMPTS), dtype=torch.int64)
+def test_rows_that_commit_one_token_a_step_are_right(name: str, filter_file: str) -> None:
+    max_commits = torch.zeros(len(PROMPTS), dtype=torch.int64)
 
     def callback(state: Any, commit: Any) -> None:
         rows = torch.as_tensor(commit.rows)
-        most[rows] = torch.maximum(most[rows], commit.selected.sum(1))
+        max_commits[rows] = torch.maximum(max_commits[rows], commit.selected.sum(1))
 
     out = decode(name, FROM_THIS_STEP.get(name, {}), filter_file, N, callback=callback)
     for index, task in enumerate(TASKS):
         if task == "permutation":
             continue
-        found = right(task, answers_of(out, task))
-        one_by_one = most[index * COPIES : (index + 1) * COPIES] == 1
-        assert found[one_by_one].all()
+        is_right = right(task, answers_of(out, task))
+        one_by_one = max_commits[index * COPIES : (index + 1) * COPIES] == 1
+        assert is_right[one_by_one].all()
         if task == "copy":
-            assert found.all()
+            assert is_right.all()

@@ -1,4 +1,4 @@
-"""Requests with a constraint: recorded runs, exact distributions by enumeration, and every sampler's answers."""
+"""Constraints on masked models: recorded runs, exact distributions by enumeration, and every sampler's answers."""
 
 import copy
 import itertools
@@ -42,18 +42,18 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 
 def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], text: tuple[int, ...]) -> np.ndarray:
-    """Numbers [n] with which a text is drawn from left to right: the middle of each token's share."""
-    found, left = [], nu
+    """Uniform numbers [n] that draw a text from left to right: the middle of each token's interval."""
+    numbers, remaining = [], nu
     for at, token in enumerate(text):
-        total = math.fsum(left.values())
-        below = math.fsum(mass for other, mass in left.items() if other[at] < token)
-        left = {other: mass for other, mass in left.items() if other[at] == token}
-        found.append((below + math.fsum(left.values()) / 2) / total)
-    return np.array(found)
+        total = math.fsum(remaining.values())
+        below = math.fsum(mass for other, mass in remaining.items() if other[at] < token)
+        remaining = {other: mass for other, mass in remaining.items() if other[at] == token}
+        numbers.append((below + math.fsum(remaining.values()) / 2) / total)
+    return np.array(numbers)
 
 
 class Recorded(MaskedConstraint):
-    """Draws with given numbers, by the row's step and position, and keeps what happens."""
+    """A constraint feature that draws with `uniforms[step][slot]` and logs each step."""
 
     uniforms: Any = None
     forced = False
@@ -78,7 +78,7 @@ class Recorded(MaskedConstraint):
         return found
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """As recorded at every temperature: the reference leaves what it writes here out of the weight."""
+        """Write certain tokens at every temperature; the reference does not count them in the weight."""
         self.log.append(("opened", None))
         self.write_certain(state, rows)
 
@@ -94,21 +94,21 @@ class Recorded(MaskedConstraint):
         super().on_commit(state, proposal, decision)
 
     def steps(self) -> list[dict[str, Any]]:
-        """What happened, as it was recorded."""
-        found, before = list[dict[str, Any]](), list[Any]()
+        """The logged steps in the format of the recorded cases."""
+        entries, before = list[dict[str, Any]](), list[Any]()
         for kind, value in [*self.log, ("opened", None)]:
             if kind == "step":
                 z, chosen = value
                 entry = {"z": z, "commit": [[at, token] for at, token, _ in chosen], "scores": [s for *_, s in chosen]}
-                found.append(entry | ({"forced": before} if self.forced else {}))
+                entries.append(entry | ({"forced": before} if self.forced else {}))
             elif kind == "opened" and before:
-                found.append({"forced": before})
+                entries.append({"forced": before})
             before = value if kind == "forced" else []
-        return found
+        return entries
 
 
 class Never:
-    """An early rule, which widens the window to the end of the row, and ends nothing."""
+    """A stopping rule that never stops, but widens the window to the end of the row."""
 
     reads = ("confidence",)
 
@@ -116,7 +116,9 @@ class Never:
         return torch.zeros(len(proposal.rows), dtype=torch.bool)
 
 
-def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any) -> tuple[Any, Any, Any]:
+def start_case(
+    case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any
+) -> tuple[Any, Any, Any]:
     settings, slots, size = case.get("settings", {}), case["slots"], len(case["vocab"])
     canvas, holes = case["canvas"] if canvas is None else canvas, case.get("holes") or []
     if not holes and not case["ends"] and canvas.count(None) == slots:
@@ -130,7 +132,7 @@ def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = Non
         request["stop"] = Never()
     sampler, model = samplers.create(**rule) if sampler is None else sampler, model_of(case)
     row = [size + 1, *(size if token is None else token for token in canvas)]
-    if holes:  # text fills them, with something given after it
+    if holes:  # the answer fills the holes; a prompt token follows
         row = [*row, size + 1]
         request["constraint"] = [paradec.Regex(hole["regex"]) for hole in holes]
         request["holes_eos_inf"] = False
@@ -142,12 +144,12 @@ def begun(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = Non
 
 def text_of(state: Any, case: dict[str, Any]) -> list[int]:
     canvas = state.canvas[0, 1 : 1 + case["slots"]].tolist()
-    kept = canvas[: int(state.end[0]) - 1] if case.get("ends") else canvas
-    return kept + [case["end"]] * (case["slots"] - len(kept))
+    tokens = canvas[: int(state.end[0]) - 1] if case.get("ends") else canvas
+    return tokens + [case["end"]] * (case["slots"] - len(tokens))
 
 
 def assert_reads(case: dict[str, Any]) -> None:
-    """The recorded text is that of the recorded tokens."""
+    """Assert that the recorded text and holes fit the recorded tokens and canvas."""
     expected = case["expected"]
     if "text" in expected:
         assert expected["text"] == "".join(case["vocab"][token] for token in expected["tokens"] if token != case["end"])
@@ -158,21 +160,21 @@ def assert_reads(case: dict[str, Any]) -> None:
 
 
 def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None:
-    given, expected, end = (
+    prompt_tokens, expected, end = (
         [token for token in case["canvas"] if token is not None],
         case["expected"]["steps"],
         case["end"],
     )
-    if end in given:  # which ends no row of ours: it fills the rest
+    if end in prompt_tokens:  # does not end our row; later steps fill the rest
         later = [pair for step in steps[len(expected) :] for pair in step.get("commit", step.get("forced"))]
         assert all(token == end for _, token in later)
         steps = steps[: len(expected)]
-    # with given tokens, what texts may not have is excluded before the softmax
-    compared = {"z", "scores"} if case.get("ends", True) or not given or "holes" in case else {"scores"}
-    for found, wanted in zip(steps, expected, strict=True):
-        assert all(found[key] == wanted[key] for key in ("commit", "forced") if key in wanted)
-        for key in compared & wanted.keys():
-            assert found[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12)
+    # if the canvas has tokens, ours excludes forbidden tokens before the softmax
+    compared = {"z", "scores"} if case.get("ends", True) or not prompt_tokens or "holes" in case else {"scores"}
+    for ours, theirs in zip(steps, expected, strict=True):
+        assert all(ours[key] == theirs[key] for key in ("commit", "forced") if key in theirs)
+        for key in compared & theirs.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-12)
 
 
 OURS = [name for name in case_names("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "path"]
@@ -182,11 +184,11 @@ OURS = [name for name in case_names("run", "draws", "holes") if SETTINGS[name]["
 @replays("name")
 def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    own = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
-    monkeypatch.setattr(constraints, "MaskedConstraint", type("Own", (Recorded,), own))
+    fields = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
+    monkeypatch.setattr(constraints, "MaskedConstraint", type("Own", (Recorded,), fields))
     if case["canvas"][0] is not None and "holes" not in case:
-        raise Refused("the answer begins at the first mask here: its blocks are others")
-    sampler, model, state = begun(case)
+        raise Refused("here blocks begin at the first mask, in the case before it")
+    sampler, model, state = start_case(case)
     while not state.done:
         sampler.commit(state, sampler.step(model, state))
     feature = state.features["constraint"]
@@ -204,7 +206,7 @@ THEIRS = [
 @pytest.mark.parametrize("name", THEIRS)
 @replays("name")
 def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> None:
-    """They check candidates one after the other, which no request of ours does: marginals and what fits are ours."""
+    """Replay the reference's check of candidates one by one, which we do not have, with our marginals and automaton."""
     case, expected = CASES[name], CASES[name]["expected"]
     settings, canvas, end = case["settings"], [*case["canvas"]], case["end"]
     rule, size = settings["rule"], len(case["vocab"])
@@ -241,12 +243,12 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
             for first, last, automaton in spans:
                 seen = last if settings.get("seen", True) else min(last, stop)
                 accept = passes.completions(automaton, canvas[seen:last], automaton.accept)[0]
-                held = canvas[first:seen]
-                places = [first + at for at, token in enumerate(held) if token is None]
+                span_canvas = canvas[first:seen]
+                places = [first + at for at, token in enumerate(span_canvas) if token is None]
                 if not places:
                     continue
                 padded = torch.nn.functional.pad(logits[places], (0, 2), value=-torch.inf)
-                found = Marginals(automaton, padded, held, 0, accept)
+                found = Marginals(automaton, padded, span_canvas, 0, accept)
                 z *= math.exp(found.log_z())
                 best = found.conditioned().softmax(-1)[:, :size].max(-1)
                 scores |= dict(zip(places, best.values.tolist(), strict=True))
@@ -258,17 +260,17 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
             else:
                 quota = masks // rule["steps"] + (count < masks % rule["steps"]) if "steps" in rule else 1
                 order = order[:quota]
-            kept = []
-            for first, last, automaton in spans:  # each hole by itself
+            committed = []
+            for first, last, automaton in spans:  # holes are independent
                 for at in [at for at in order if first <= at < last]:
                     trial = [*canvas]
                     trial[at] = tokens[at]
                     if passes.completions(automaton, trial[first:last], automaton.accept)[0, 0]:
-                        canvas, kept = trial, [*kept, at]
+                        canvas, committed = trial, [*committed, at]
             entry = {
                 "z": z,
-                "commit": sorted([at, tokens[at]] for at in kept),
-                "scores": [scores[at] for at in sorted(kept)],
+                "commit": sorted([at, tokens[at]] for at in committed),
+                "scores": [scores[at] for at in sorted(committed)],
             }
             steps.append(entry | ({"forced": forced} if settings.get("forced") else {}))
             forced, count = certain(begin, stop) if settings.get("forced") else [], count + 1
@@ -282,7 +284,7 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
 
 
 class Ordered(MaskedSampler):
-    """Commits one position a step, the one that `where` names for what is undecided."""
+    """Commit one position per step: `where(canvas)`."""
 
     name = "ordered by a test"
     where: ClassVar[Any] = None
@@ -297,21 +299,21 @@ class Ordered(MaskedSampler):
 def all_runs(
     case: dict[str, Any], sampler: Any, monkeypatch: pytest.MonkeyPatch, forced: bool = False
 ) -> dict[tuple[int, ...], list[float]]:
-    """Every text that a request at temperature 1 can give: its probability, and the sum of probability times weight.
+    """By text that a request can return: its probability, and the sum of probability times weight.
 
-    Each step is taken once for every text that it may draw, with numbers that draw this text.
+    Each step is run once for every text that it can draw, with the uniform numbers that draw this text.
     """
     tracker = type("Own", (Recorded,), {"forced": forced})
     monkeypatch.setattr(constraints, "MaskedConstraint", tracker)
-    automaton, found = automaton_of(case), dict[tuple[int, ...], list[float]]()
+    automaton, probabilities = automaton_of(case), dict[tuple[int, ...], list[float]]()
     texts = {*texts_behind_a_marker(case)} if "after" in case["constraint"] else None
     temperature = case["settings"].get("temperature", 1.0)
-    sampler, model, state = begun(case, sampler, [None] * case["slots"], eos_early_stop=False)
-    left = [(state, 1.0)]
-    while left:
-        state, probability = left.pop()
+    sampler, model, state = start_case(case, sampler, [None] * case["slots"], eos_early_stop=False)
+    pending = [(state, 1.0)]
+    while pending:
+        state, probability = pending.pop()
         if state.done:
-            entry = found.setdefault(tuple(text_of(state, case)), [0.0, 0.0])
+            entry = probabilities.setdefault(tuple(text_of(state, case)), [0.0, 0.0])
             entry[0] += probability
             entry[1] += probability * math.exp(state.log_weight[0])
             continue
@@ -332,8 +334,8 @@ def all_runs(
             sampler.commit(other, proposal)
             key = tuple(other.canvas[0].tolist())
             after.setdefault(key, [other, 0.0])[1] += probability * share
-        left += [(other, mass) for other, mass in after.values()]
-    return found
+        pending += [(other, mass) for other, mass in after.values()]
+    return probabilities
 
 
 @pytest.mark.thinned
@@ -348,20 +350,20 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
         "surest": lambda canvas: surest(case, canvas),
     }
     monkeypatch.setattr(Ordered, "where", orders[case["settings"]["order"]])
-    found = all_runs(case | {"settings": case["settings"] | {"rule": {}}}, Ordered(), monkeypatch)
+    probabilities = all_runs(case | {"settings": case["settings"] | {"rule": {}}}, Ordered(), monkeypatch)
     stepwise = {tuple(text): mass for text, mass in expected["stepwise"]}
-    assert {text: mass for text, (mass, _) in found.items()} == pytest.approx(stepwise, rel=1e-9)
-    inside = math.fsum(weighted for _, weighted in found.values())
+    assert {text: mass for text, (mass, _) in probabilities.items()} == pytest.approx(stepwise, rel=1e-9)
+    inside = math.fsum(weighted for _, weighted in probabilities.values())
     assert inside == pytest.approx(expected["inside"], rel=1e-9)
-    weighted = {text: mass / inside for text, (_, mass) in found.items()}
+    weighted = {text: mass / inside for text, (_, mass) in probabilities.items()}
     whole = {tuple(text): mass for text, mass in expected["global"]}
     assert weighted == pytest.approx(whole, rel=1e-9)
     masked = {tuple(text): mass for text, mass in expected["masked"]}
     where = orders[case["settings"]["order"]]
     assert masked_law(case, where, [None] * case["slots"]) == pytest.approx(masked, rel=1e-9)
     for kind, law in (("stepwise", stepwise), ("masked", masked)):
-        away = math.fsum(abs(law.get(text, 0.0) - whole.get(text, 0.0)) for text in law | whole) / 2
-        assert away == pytest.approx(expected["distance"][kind], rel=1e-9, abs=1e-12)
+        distance = math.fsum(abs(law.get(text, 0.0) - whole.get(text, 0.0)) for text in law | whole) / 2
+        assert distance == pytest.approx(expected["distance"][kind], rel=1e-9, abs=1e-12)
 
 
 def case_of(vocab: str, slots: int, pattern: str, bias: Any = None, **settings: Any) -> dict[str, Any]:
@@ -378,7 +380,7 @@ def case_of(vocab: str, slots: int, pattern: str, bias: Any = None, **settings: 
 @pytest.mark.parametrize("pattern", ["[ab]c?[ab]|cab", "(ab|ba|cc)[abc]", "[abc]{2,3}"])
 @pytest.mark.parametrize("place", [0, -1])
 def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With independent slots, weights make every text as likely as the model does, whatever the order."""
+    """With independent slots, probability times weight is the model's probability of a text, in any order."""
     monkeypatch.setattr(Ordered, "where", lambda canvas: sorted(at for at in range(3) if canvas[at] is None)[place])
     draw, slots = torch.Generator().manual_seed(len(pattern)), 3
     bias = torch.randn(3, 4, generator=draw).tolist()
@@ -387,29 +389,29 @@ def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch:
     automaton = automaton_of(case)
     fits = [text for text in expected if accepts(automaton, text)]
     p = softmax(torch.tensor(bias, dtype=torch.float64))
-    found = all_runs(case, Ordered(), monkeypatch, forced=True)
-    assert found.keys() == {*fits}
-    for text, (_, weighted) in found.items():
+    probabilities = all_runs(case, Ordered(), monkeypatch, forced=True)
+    assert probabilities.keys() == {*fits}
+    for text, (_, weighted) in probabilities.items():
         assert weighted == pytest.approx(math.prod(p[at][token] for at, token in enumerate(text)), rel=1e-9), text
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("pattern", ["abc", "a[ab]", "a[ab]c|cab"])
 def test_weights_count_a_template(pattern: str, block: int) -> None:
-    """Of a uniform model: the share of a block's tokens with which a text can go on, of every block."""
+    """For a uniform model the weight is the product over blocks of the share of allowed continuations."""
     slots = 3
     case = case_of("abcd", slots, pattern)
     automaton = automaton_of(case)
     texts = [text for text in itertools.product(range(5), repeat=slots) if accepts(automaton, text)]
-    asked: dict[str, Any] = {"constraint": paradec.Regex(pattern), "max_new_tokens": slots, "block_length": block}
-    asked |= {"temperature": 1.0, "seed": [*range(3)], "eos_early_stop": False}
+    request: dict[str, Any] = {"constraint": paradec.Regex(pattern), "max_new_tokens": slots, "block_length": block}
+    request |= {"temperature": 1.0, "seed": [*range(3)], "eos_early_stop": False}
     for name in ("low_confidence", "random"):
-        out = paradec.generate(model_of(case), torch.full((3, 1), 6), sampler=name, **asked)
+        out = paradec.generate(model_of(case), torch.full((3, 1), 6), sampler=name, **request)
         for text, weight in zip(out.new_tokens.tolist(), out.log_weight, strict=True):
             expected = 1.0
             for first in range(0, slots, block):
-                ways = {each[: first + block] for each in texts if [*each[:first]] == text[:first]}
-                expected *= len(ways) / 5 ** min(block, slots - first)
+                prefixes = {text_[: first + block] for text_ in texts if [*text_[:first]] == text[:first]}
+                expected *= len(prefixes) / 5 ** min(block, slots - first)
             assert math.exp(weight) == pytest.approx(expected, rel=1e-9)
 
 
@@ -429,13 +431,13 @@ def case_behind_a_marker(after: str, budget: int | None, slots: int, temperature
 def test_free_text_a_marker_and_an_answer_have_the_models_distribution(
     after: str, budget: int | None, slots: int, temperature: float, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With independent slots, weights make each of the enumerated texts as likely as the model does."""
+    """With independent slots, probability times weight is the model's probability of each enumerated text."""
     monkeypatch.setattr(Ordered, "where", lambda canvas: [at for at in range(slots) if canvas[at] is None][place])
     case = case_behind_a_marker(after, budget, slots, temperature)
     p = softmax(model_of(case).module.of([None] * slots) / temperature)
-    found, texts = all_runs(case, Ordered(), monkeypatch), texts_behind_a_marker(case)
-    assert found.keys() == {*texts} and len(texts) > 2
-    for text, (_, weighted) in found.items():
+    probabilities, texts = all_runs(case, Ordered(), monkeypatch), texts_behind_a_marker(case)
+    assert probabilities.keys() == {*texts} and len(texts) > 2
+    for text, (_, weighted) in probabilities.items():
         assert weighted == pytest.approx(math.prod(p[at][token] for at, token in enumerate(text)), rel=1e-9), text
 
 
@@ -446,8 +448,8 @@ def test_the_likeliest_free_text_marker_and_answer(after: str, budget: int | Non
     p = softmax(model.module.of([None] * slots))
     best = max(texts_behind_a_marker(case), key=lambda text: math.prod(p[at][token] for at, token in enumerate(text)))
     for block in (1, slots):
-        asked: dict[str, Any] = {"max_new_tokens": slots, "block_length": block, "eos_early_stop": False}
-        out = paradec.generate(model, torch.tensor([[5]]), constraint=value, sampler="random", **asked)
+        request: dict[str, Any] = {"max_new_tokens": slots, "block_length": block, "eos_early_stop": False}
+        out = paradec.generate(model, torch.tensor([[5]]), constraint=value, sampler="random", **request)
         tokens = tuple(out.new_tokens[0].tolist())
         assert tokens == best if block == slots else tokens in texts_behind_a_marker(case)
         assert out.reasoning is not None and out.reasoning_tokens == [len(out.reasoning[0] + after)]
@@ -460,7 +462,7 @@ NAMED_REFUSALS = {
     **dict.fromkeys(("maskgit", "halton"), "draws every token a second time"),
     "recap": "chooses the positions of several steps ahead",
 }
-"""Of samplers, and a part of the reason; those in the middle serve temperature 0."""
+"""Sampler -> part of the reason. Those that draw a second time are supported at temperature 0."""
 POLICIES: dict[str, dict[str, Any]] = {
     "4": {"block_length": 4},
     "whole": {"blocks": "whole"},
@@ -472,7 +474,7 @@ WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_pref
 
 
 def product() -> list[Any]:
-    """All; without `-m full` a tenth of them, in which every sampler, kind and policy is."""
+    """All combinations; without `-m full` a tenth, which covers every sampler, kind and policy."""
     cases = []
     for number, name in enumerate(MASKED):
         for at, (kind, policy) in enumerate(itertools.product(KINDS, POLICIES)):
@@ -493,7 +495,7 @@ def block_causal() -> Model:
 
 @pytest.mark.filterwarnings("ignore:cache=", "ignore:.*delimiter", "ignore:.*no effect")
 @pytest.mark.parametrize(("name", "kind", "policy"), product())
-def test_every_answer_fits_or_the_request_is_refused_by_name(
+def test_answers_satisfy_the_constraint_or_the_request_is_refused(
     name: str, kind: str, policy: str, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(topology_of(name))
@@ -501,16 +503,16 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
     for turn, temperature in enumerate((0.0, 0.8)):
         cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
         for used in dict.fromkeys((cache, "none")):
-            asked = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
-            asked = supported_fields(name, asked | {"max_new_tokens": 12})
+            fields = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
+            fields = supported_fields(name, fields | {"max_new_tokens": 12})
             try:
-                out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **asked)
+                out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **fields)
             except ValueError as error:
                 if "constraint=" not in str(error):
-                    continue  # they do not go together without it either
+                    continue  # unsupported without a constraint, too
                 reason = NAMED_REFUSALS.get(name, "nothing")
-                late = reason.startswith("draws") and not temperature
-                reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if late else reason]
+                is_refused_when_drawing = reason.startswith("draws") and not temperature
+                reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if is_refused_when_drawing else reason]
                 assert any(reason in str(error) for reason in reasons), error
                 continue
             assert name not in NAMED_REFUSALS or "draws" in NAMED_REFUSALS[name] and not temperature
@@ -520,13 +522,13 @@ def test_every_answer_fits_or_the_request_is_refused_by_name(
 
 
 def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {"constraint": paradec.Regex("[ab]{100}|[0-9]*"), "max_new_tokens": 128}
+    request: dict[str, Any] = {"constraint": paradec.Regex("[ab]{100}|[0-9]*"), "max_new_tokens": 128}
     monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**15)
-    assert paradec.generate(bidirectional, [[1, 2]], block_length=8, **asked).text
+    assert paradec.generate(bidirectional, [[1, 2]], block_length=8, **request).text
     monkeypatch.setattr(bidirectional.module, "forward", None)
     for more in ({"blocks": "whole"}, {"block_length": 8, "stop": paradec.Prophet()}):
         with pytest.raises(ValueError, match=r"constraint=Regex.* states times 129 tokens"):
-            paradec.generate(bidirectional, [[1, 2]], **asked, **more)
+            paradec.generate(bidirectional, [[1, 2]], **request, **more)
 
 
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:cache=")
@@ -538,7 +540,7 @@ def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject)
     pattern = "|".join(
         data.draw(st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3))
     )
-    asked = data.draw(
+    request = data.draw(
         st.fixed_dictionaries(
             {
                 "sampler": st.sampled_from(["threshold", "random", "entropy_bound", "credit", "low_confidence+margin"]),
@@ -552,18 +554,18 @@ def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject)
     )  # fmt: skip
     prompts = [[1, 2, 3], [4]]
     try:
-        out = paradec.generate(bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **asked)
+        out = paradec.generate(bidirectional, prompts, constraint=paradec.Regex(pattern), max_new_tokens=10, **request)
     except ValueError as error:
         assert "the shortest text takes" in str(error) or "works with" in str(error), error
         return
-    assert all(re.fullmatch(pattern, text, re.ASCII) for text in out.text), (pattern, asked, out.text)
+    assert all(re.fullmatch(pattern, text, re.ASCII) for text in out.text), (pattern, request, out.text)
 
 
 def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the canvas a step of {ab, ba}: each alone would be aa or bb half of the time."""
+    """Independent draws of {ab, ba} in one step would give aa or bb half of the time."""
     case = case_of("ab", 2, "ab|ba", rule={"name": "low_confidence", "steps": 1}, temperature=1.0)
-    found = all_runs(case, None, monkeypatch)
-    assert {text: mass for text, (mass, _) in found.items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
+    probabilities = all_runs(case, None, monkeypatch)
+    assert {text: mass for text, (mass, _) in probabilities.items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
 
 
 def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
@@ -580,13 +582,13 @@ def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_are_said(bad: float) -> None:
+def test_nonfinite_logits_raise_an_error(bad: float) -> None:
     case = case_of("ab", 2, "ab|ba", [[0.0] * 3, [bad, 0.0, 0.0]])
-    sampler, model, state = begun(case)
+    sampler, model, state = start_case(case)
     proposal = sampler.step(model, state)
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
         sampler.commit(state, proposal)
     case["model"]["bias"][1] = [-torch.inf, -torch.inf, 0.0]
-    sampler, model, state = begun(case)
+    sampler, model, state = start_case(case)
     with pytest.raises(FloatingPointError, match="excludes .* every text of the constraint"):
         sampler.step(model, state)

@@ -1,4 +1,4 @@
-"""The masked family beside the textbook: what follows from declarations, and logits of undecided positions alone."""
+"""The masked family against a plain loop: declared needs, and logits of undecided positions only."""
 
 import random
 import re
@@ -42,7 +42,7 @@ def test_the_textbook_fits_a_page() -> None:
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_the_family_is_the_textbook(settings: dict[str, Any], shift: int, cache: str | None) -> None:
+def test_samplers_equal_the_textbook_loop(settings: dict[str, Any], shift: int, cache: str | None) -> None:
     draw, names = random.Random(str(settings)), dict[str, Any]()
     exec(TEXTBOOK, names)
     ends, length = settings.get("end_ids", (END,)), settings["block_length"]
@@ -125,8 +125,8 @@ ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
 NEW = 12
 
 
-class Asked:
-    """A model that notes how many columns it was asked for, and of how many rows."""
+class ColumnRecorder:
+    """A model that records how many columns of logits each call requests."""
 
     def __init__(self, model: Model):
         self.model, self.widths = model, []
@@ -141,10 +141,10 @@ class Asked:
         return logits
 
 
-def decoded(model: Model, sampler: Any, rows: list[list[int]] = ROWS, **request: Any) -> tuple[Any, list[int]]:
-    asked = Asked(model)
-    state = sampler.start(asked, rows, max_new_tokens=NEW, **{"seed": 3, **request})
-    return decode(sampler, asked, state), asked.widths
+def decode_recorded(model: Model, sampler: Any, rows: list[list[int]] = ROWS, **request: Any) -> tuple[Any, list[int]]:
+    recorder = ColumnRecorder(model)
+    state = sampler.start(recorder, rows, max_new_tokens=NEW, **{"seed": 3, **request})
+    return decode(sampler, recorder, state), recorder.widths
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -162,15 +162,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("name", "request_"), CASES, ids=[name for name, _ in CASES])
-def test_the_same_decoding(
+def test_saved_logits_do_not_change_the_decoding(
     name: str, request_: dict[str, Any], prediction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny(2, prediction=prediction)
     sampler = samplers.create(name, **({"final_temperature": 0.5} if name == "maskgit" else {}))
-    whole, wide = decoded(model, sampler, **request_)
+    wide_state, wide = decode_recorded(model, sampler, **request_)
     monkeypatch.setattr(loop, "MIN_SAVED_LOGITS", 0)
-    spared, narrow = decoded(model, sampler, **request_)
-    assert torch.equal(whole.canvas, spared.canvas) and (whole.nfe == spared.nfe).all()
+    narrow_state, narrow = decode_recorded(model, sampler, **request_)
+    assert torch.equal(wide_state.canvas, narrow_state.canvas) and (wide_state.nfe == narrow_state.nfe).all()
     if name == "klass":  # its stage reads whole windows
         assert wide == narrow
     else:

@@ -1,4 +1,4 @@
-"""Invariants that every masked sampler with every cache must keep, in float64."""
+"""Invariants of every masked sampler with every cache, in float64."""
 
 import random
 from typing import Any
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dream64": {"prediction": "shifted", "topology": "bidirectional"},
     "blocks64": {"prediction": "same", "topology": "block_causal", "block_length": 4},
 }
-"""The last one is for those that take neither of the others."""
+"""The last one is for samplers that support neither of the first two."""
 FOR = {
     topology: [name for name in caches.names()[1:] if topology in caches.get(name).facts.topologies]
     for topology in ("bidirectional", "block_causal")
@@ -32,17 +32,17 @@ FOR = {
 
 
 def pairs() -> list[tuple[str, str, str]]:
-    """(sampler, cache, model): every sampler on both models without a cache, and with one of its caches in turn."""
+    """(sampler, cache, model): every sampler on both bidirectional models without a cache, and with one cache."""
     bidirectional = list(MODELS)[:2]
-    found = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
-    found += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
+    triples = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
+    triples += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
     for index, sampler in enumerate(MASKED):
         fit = [model for model in bidirectional if works(sampler, "none", model)] or ["blocks64"]
         model = fit[-(index % 2)]
         fitting = [name for name in FOR[MODELS[model]["topology"]] if works(sampler, name, model)]
-        found.append((sampler, fitting[index // 2 % len(fitting)], model))
+        triples.append((sampler, fitting[index // 2 % len(fitting)], model))
     delayed = [(name, "delayed", model) for name, model in zip(("credit", "threshold"), bidirectional, strict=True)]
-    return [*found, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64"), *delayed]
+    return [*triples, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64"), *delayed]
 
 
 def works(sampler: str, cache: str, model: str) -> bool:
@@ -51,7 +51,7 @@ def works(sampler: str, cache: str, model: str) -> bool:
 
 
 def pipelines(name: str) -> bool:
-    """Whether a sampler works in several open blocks at once."""
+    """Whether a sampler supports several open blocks."""
     try:
         check_pipelined(samplers.create(name), PipelinedBlocks(3))
     except ValueError:
@@ -65,9 +65,9 @@ NEW = 8
 
 
 def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict]]:
-    """(prompts, request) of a pair: greedy, drawn, and pipelined where it works. No prompt stands there twice."""
+    """(prompts, request) cases: greedy, drawn, and pipelined if supported. Prompts of a case are distinct."""
     draw = random.Random(f"{name} {cache} {model}")
-    found = []
+    requests = []
     guided = draw.choice((0.0, 0.8))
     for temperature in (0.0, 0.8):
         rows: list[list[int]] = []
@@ -81,19 +81,19 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
             "seed": draw.randrange(2**31),
             "eos_early_stop": draw.random() < 0.5,
         }
-        if name == "adablock":  # whose own delimiters need a tokenizer
+        if name == "adablock":  # its default delimiters need a tokenizer
             policy = AdaptiveBlocks(6, delimiters=tuple(range(0, 64, 3)), window=0.5, delimiter_threshold=0.2)
             request |= {"blocks": policy, "block_length": None}
-        found.append((rows, supported_fields(name, request)))
+        requests.append((rows, supported_fields(name, request)))
     if pipelines(name) and (cache, model) != ("none", "dream64"):
-        rows, request = found[draw.randrange(2)]
+        rows, request = requests[draw.randrange(2)]
         policy = PipelinedBlocks(
             draw.choice((2, 3)), add=draw.choice((0, 0.3, 0.6)), full=0.5, forced=draw.choice(("first", "active"))
         )
-        found.append((rows, request | {"blocks": policy, "block_length": None}))
-    for _, request in found if model == "blocks64" else []:
+        requests.append((rows, request | {"blocks": policy, "block_length": None}))
+    for _, request in requests if model == "blocks64" else []:
         request["block_length"] = request["block_length"] and {3: 2, 4: 4, NEW: 8}[request["block_length"]]
-    return found
+    return requests
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 
 def tensors_of(state: MaskedState) -> dict[str, torch.Tensor]:
-    found = {"canvas": state.canvas, "undecided": state.undecided, **state.memory.tensors}
-    return {name: tensor.clone() for name, tensor in found.items()}
+    tensors = {"canvas": state.canvas, "undecided": state.undecided, **state.memory.tensors}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def numbers_of(state: MaskedState) -> dict[str, list]:
@@ -124,39 +124,39 @@ def assert_same_proposal(a: Proposal, b: Proposal) -> None:
 
 
 def every_case() -> list[Any]:
-    """All cases of all pairs. Without `-m full` a pair has one of its two plain ones, greedy and drawn in turn over a
-    sampler's pairs, and with a cache also the pipelined one."""
-    found = []
+    """All cases. Without `-m full` a pair has either its greedy or its drawn case, and with a cache also the
+    pipelined one."""
+    parameters = []
     for name, cache, model in PAIRS:
         turn = (MASKED.index(name) + (model == "dream64")) % 2 if cache == "none" else MASKED.index(name) // 4 % 2
         quick = {turn} if cache == "none" else {turn, 2}
         for case in range(len(cases(name, cache, model))):
             marks = [] if case in quick else [pytest.mark.full]
-            found.append(pytest.param(name, cache, model, case, marks=marks))
-    return found
+            parameters.append(pytest.param(name, cache, model, case, marks=marks))
+    return parameters
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache", "model_name", "case"), every_case())
-def test_every_step_and_every_row(
+def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
     name: str, cache: str, model_name: str, case: int, request: pytest.FixtureRequest
 ) -> None:
-    """A step repeated is the step; a commit writes undecided positions alone, or when it revises the open block, within
-    its bound of steps; and a row's tokens, forwards and commits are those that it has alone."""
+    """`step` has no side effects. A commit writes only undecided positions (revising samplers: the open block). The
+    number of steps is bounded. A row's tokens, forwards and commits do not depend on the batch."""
     model: Model = request.getfixturevalue(model_name)
-    rows, asked = cases(name, cache, model_name)[case]
+    rows, fields = cases(name, cache, model_name)[case]
     sampler = samplers.create(name)
-    state = sampler.start(model, rows, max_new_tokens=NEW, cache=cache, **asked)
+    state = sampler.start(model, rows, max_new_tokens=NEW, cache=cache, **fields)
     mask = model.facts.mask_token_id
     total = int(state.total.max())
-    assert total == NEW or model_name == "blocks64"  # which decodes whole blocks
-    most = 2 * total if sampler.needs.may_wait and sampler.needs.mask_probes else total
+    assert total == NEW or model_name == "blocks64"  # a block-causal model decodes whole blocks
+    max_forwards = 2 * total if sampler.needs.may_wait and sampler.needs.mask_probes else total
     if sampler.needs.revises:
-        length = asked["block_length"]
-        counts = [state.blocks.count(*each) for each in zip(state.prompt_length, state.length, strict=True)]
-        most = max(counts) * sampler.max_steps(np.array([length]))[0]
-        most = (
-            most
+        length = fields["block_length"]
+        counts = [state.blocks.count(*lengths_) for lengths_ in zip(state.prompt_length, state.length, strict=True)]
+        max_forwards = max(counts) * sampler.max_steps(np.array([length]))[0]
+        max_forwards = (
+            max_forwards
             if model_name == "blocks64"
             else sampler.max_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
         )
@@ -164,12 +164,12 @@ def test_every_step_and_every_row(
     with torch.inference_mode():
         while not state.done:
             before, numbers = tensors_of(state), numbers_of(state)
-            proposal, again = sampler.step(model, state), sampler.step(model, state)
-            assert_same_proposal(proposal, again)
+            proposal, second = sampler.step(model, state), sampler.step(model, state)
+            assert_same_proposal(proposal, second)
             assert all(torch.equal(tensor, before[key]) for key, tensor in tensors_of(state).items())
             assert numbers_of(state) == numbers
             running, start, end = state.running.copy(), state.block_start.copy(), state.block_end.copy()
-            entries = sampler.commit(state, again).to_list()
+            entries = sampler.commit(state, second).to_list()
             written = torch.zeros_like(before["undecided"])
             for row, position, token, _ in entries:
                 if sampler.needs.revises:
@@ -181,17 +181,17 @@ def test_every_step_and_every_row(
                 assert state.canvas[row, position] == token or state.facts.fill_token_id == state.canvas[row, position]
                 written[row, position] = True
             outside = ~written & (state.canvas != before["canvas"])
-            # what changed without being committed is padding after an end of text
+            # changes without a commit are padding after an end token
             assert (state.canvas[outside] == state.facts.fill_token_id).all()
             opened = state.undecided & ~before["undecided"]
             assert not (opened & ~written if sampler.needs.revises else opened).any()
             if not sampler.needs.may_wait and not sampler.needs.revises:
                 assert {row for row, *_ in entries} == set(np.flatnonzero(running).tolist())
             steps.append(entries)
-            forwarded.append(again.cost.forwarded)
-            assert len(steps) <= most
+            forwarded.append(second.cost.forwarded)
+            assert len(steps) <= max_forwards
     assert not state.undecided.any()
-    assert (state.nfe <= most).all()
+    assert (state.nfe <= max_forwards).all()
     assert state.progress[0] == state.progress[1] == state.total.sum() >= NEW * len(rows)
     seen: list[MaskedState] = []
     for index, prompt in enumerate(rows):
@@ -204,7 +204,7 @@ def test_every_step_and_every_row(
             max_new_tokens=NEW,
             trace=True,
             callback=lambda state, commit: seen.append(state),
-            **asked,
+            **fields,
         )
         assert state.canvas[index, : len(prompt) + NEW].tolist() == alone.sequences[0].tolist()
         assert state.nfe[index] == alone.nfe
@@ -214,7 +214,7 @@ def test_every_step_and_every_row(
         assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
         assert sum(counts[index] for counts in forwarded) == alone.forwarded_tokens
         replayed = alone.trace.replay()[0]
-        ended = int(seen[-1].end[0])  # what is cut off is not in the commits
+        ended = int(seen[-1].end[0])  # padding after the end is not in the commits
         assert replayed[:ended] == alone.sequences[0, :ended].tolist()
         assert alone.nfe == sum(step.forwarded[0] > 0 for step in alone.trace.steps)
         assert alone.forwarded_tokens == sum(step.forwarded[0] for step in alone.trace.steps)
@@ -234,7 +234,7 @@ def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
 
 
 UNBOUNDED = {"klass", "persistence"}
-"""What is ready, or may end, decides; the schedule says only how many there are where nothing is. See their docs."""
+"""Samplers that may commit fewer positions than the schedule grants: only ready ones, or no early end token."""
 AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
 """May commit more than the schedule grants."""
 
@@ -300,7 +300,7 @@ def test_logits_eos_inf_proposes_no_end(model: Model) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: float) -> None:
-    """While a position has another candidate, no end token is committed; at every temperature and for every end id."""
+    """No end token is committed while another position has a different candidate."""
     sampler = samplers.create("low_confidence")
     state = sampler.start(
         model,
@@ -323,7 +323,7 @@ def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: flo
 
 @pytest.mark.parametrize("threshold", [None, 0.3])
 def test_ends_come_last_by_hand(threshold: float | None) -> None:
-    """The most confident that predict something else, or all that are sure enough; without one, an end token."""
+    """Commits are confident positions with other tokens; end tokens only if no such position exists."""
     ends = tuple(range(14))  # a third of the tokens
     model, delayed = tiny(1, ends=ends), 0
     name, settings = ("low_confidence", {}) if threshold is None else ("threshold", {"threshold": threshold})
@@ -362,7 +362,7 @@ def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None
         answer = stopped.new_tokens[index].tolist()
         assert answer.index(end) == count - 1
         assert answer[count:] == [llada64.facts.fill_token_id] * (32 - count)
-        # everything up to the end is what the full decoding has
+        # up to the end, the answer equals the one without early stop
         assert answer[:count] == whole.new_tokens[index, :count].tolist()
     assert any(stopped.finished) and sum(stopped.row_nfe) < sum(whole.row_nfe)
     assert stopped.tokens_per_forward == sum(stopped.tokens) / sum(stopped.row_nfe)

@@ -1,4 +1,4 @@
-"""Several open blocks: against plain loops and `FixedBlocks`, and where they meet the rest of a request."""
+"""Several open blocks, against plain loops and `FixedBlocks`; caches, streams, traces and the command line."""
 
 import json
 import random
@@ -36,15 +36,17 @@ def commits(out: Any) -> list[list[tuple]]:
 
 
 def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
-    asked = {"max_new_tokens": 12, "eos_early_stop": False, "trace": True, "seed": 3}
-    return paradec.generate(model, rows, **asked | request)
+    defaults = {"max_new_tokens": 12, "eos_early_stop": False, "trace": True, "seed": 3}
+    return paradec.generate(model, rows, **defaults | request)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("forced", ["first", "active"])
 @pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
 @pytest.mark.parametrize("sampler", ["threshold", "credit", "factor", "klass", "persistence", "klass+persistence"])
-def test_full_blocks_alone_are_fixed_blocks(sampler: str, cache: str, forced: str, model: Model) -> None:
+def test_pipelined_blocks_that_open_when_full_equal_fixed_blocks(
+    sampler: str, cache: str, forced: str, model: Model
+) -> None:
     for request in ({"temperature": 0.7}, {"eos_early_stop": True}):
         ours, theirs = (
             decode(model, sampler=sampler, cache=cache, blocks=blocks, **request)
@@ -69,7 +71,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
     rows = [[draw.choice((MASK, 5)) if i > 2 else 7 for i in range(draw.randint(3, 12))] for _ in range(3)]
     sampler = samplers.create("threshold", threshold=0.3)
     state = sampler.start(model, rows, max_new_tokens=9, blocks=policy, eos_early_stop=False)
-    began = state.canvas.clone()
+    initial_canvas = state.canvas.clone()
     last: dict[int, int] = {}
     several = False
     with torch.inference_mode():
@@ -82,8 +84,10 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
                 cells: dict[int, list[int]] = {}
                 for position in range(first, length):
                     cells.setdefault((position - origin) // policy.length, []).append(position)
-                masks = {b: [p for p in own if state.canvas[row, p] == MASK] for b, own in cells.items()}
-                total = {b: sum(began[row, p].item() == MASK for p in own) for b, own in cells.items()}
+                masks = {b: [p for p in positions if state.canvas[row, p] == MASK] for b, positions in cells.items()}
+                total = {
+                    b: sum(initial_canvas[row, p].item() == MASK for p in positions) for b, positions in cells.items()
+                }
                 opened = last.get(row, -1)
                 full = all(not masks[b] for b in cells if b <= opened)
                 added = {p for b in cells if b <= opened for p in cells[b]}
@@ -98,8 +102,8 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
                 if policy.forced == "active":
                     share = {b: 1 - len(masks[b]) / total[b] if total[b] else 1.0 for b in cells}
                     leading |= {b for b in cells if start < b <= opened and share[b - 1] >= policy.full}
-                found = {int(p) for p in state.window.positions[at][view.leading[at] >= 0]}
-                assert found == {p for b in leading for p in cells[b]}
+                leading_positions = {int(p) for p in state.window.positions[at][view.leading[at] >= 0]}
+                assert leading_positions == {p for b in leading for p in cells[b]}
             sampler.commit(state, proposal)
     assert several == (policy.add < 1)
 
@@ -124,7 +128,7 @@ def test_nothing_opens_after_an_end() -> None:
 
 
 class Flat(nn.Module):
-    """All tokens alike everywhere, or as more confident the later a position stands."""
+    """A model with the same logits at every position (slope 0), or with confidence that grows with the position."""
 
     def __init__(self, slope: float):
         super().__init__()
@@ -145,7 +149,7 @@ def test_ties_and_the_order_of_blocks() -> None:
 
 
 class Slow(nn.Module):
-    """Distributions that settle while a row fills up: the more is decided, the more confident and the calmer."""
+    """A model whose distributions become stable and confident as more of the row is decided."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -188,7 +192,7 @@ def test_rules_with_memory_are_a_plain_loop(rule: Any) -> None:
 
 @dataclass(frozen=True)
 class Scripted(MaskedSampler):
-    """Commits a position of the canvas in the step that is written down for it, or as soon as its block is open."""
+    """Commit position i in step `when[i]`, or as soon as its block is open after that."""
 
     when: tuple[int, ...] = ()
 
@@ -204,17 +208,17 @@ class Scripted(MaskedSampler):
 def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: int, cache: DelayedCache) -> list[tuple]:
     blocks = PipelinedBlocks(size, add=0)
     out = decode(model, rows, sampler=Scripted(tuple(when)), blocks=blocks, cache=cache, max_new_tokens=new)
-    found = []
+    counts = []
     for row in range(len(rows)):
         steps = [step for step in out.trace.steps if step.forwarded[row]]
         filled = [{entry[1] for entry in step.commits if entry[0] == row} for step in steps]
-        found.append(([step.forwarded[row] for step in steps], filled))
-    return found
+        counts.append(([step.forwarded[row] for step in steps], filled))
+    return counts
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_which_blocks_wait_is_the_models(prediction: str) -> None:
-    """d3LLM's code for LLaDA has one wait after the other, that for Dream all."""
+def test_which_blocks_wait_depends_on_the_model(prediction: str) -> None:
+    """As in d3LLM's code, blocks wait one after another for LLaDA, and at the same time for Dream."""
     draw, differ = random.Random(0), 0
     model = tiny(1, prediction=prediction)
     usual, other = ("first", "all") if prediction == "same" else ("all", "first")
@@ -259,7 +263,7 @@ def test_streamed_ids_are_in_order_and_final(model: Model) -> None:
     assert written != sorted(written)
 
 
-def test_rows_that_are_refilled_are_those_of_generate(model: Model) -> None:
+def test_rows_of_generate_many_are_those_of_generate(model: Model) -> None:
     request = {"blocks": PipelinedBlocks(3, add=0.3), "max_new_tokens": 10, "seed": 4, "sampler": "credit"}
     rows = [[i + 1, *[2] * (i % 3)] for i in range(7)]
     for cache in ("none", "delayed"):
@@ -272,7 +276,7 @@ def test_rows_that_are_refilled_are_those_of_generate(model: Model) -> None:
 def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:
     for align in ("prompt", "absolute"):
         out = decode(model, sampler="threshold", blocks=PipelinedBlocks(4, align=align, add=0.25))
-        most = 0
+        max_starts = 0
         for step in out.trace.steps:
             for row, (span, starts) in enumerate(zip(step.blocks, step.starts, strict=True)):
                 if span is None:
@@ -281,13 +285,13 @@ def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None
                 first = len(ROWS[row]) if align == "prompt" else 0
                 inside = [p for p in range(span[0] + 1, span[1]) if (p - first) % 4 == 0]
                 assert starts == [span[0], *inside]
-                most = max(most, len(starts))
-        assert most > 1
+                max_starts = max(max_starts, len(starts))
+        assert max_starts > 1
         out.trace.save(tmp_path / "run.json")
-        again = Trace.load(tmp_path / "run.json")
-        assert [step.starts for step in again.steps] == [step.starts for step in out.trace.steps]
-        told = run_data(out.trace, "run")["steps"]
-        assert [step["o"] for step in told] == [step.starts for step in out.trace.steps]
+        loaded = Trace.load(tmp_path / "run.json")
+        assert [step.starts for step in loaded.steps] == [step.starts for step in out.trace.steps]
+        payload_steps = run_data(out.trace, "run")["steps"]
+        assert [step["o"] for step in payload_steps] == [step.starts for step in out.trace.steps]
     fixed = decode(model, sampler="threshold", blocks=FixedBlocks(4))
     assert all(step.starts is None for step in fixed.trace.steps)
     assert all("o" not in step for step in run_data(fixed.trace, "run")["steps"])
@@ -301,9 +305,9 @@ def test_requests_are_saved_and_read(tmp_path: Any) -> None:
 
 
 def test_the_command_line() -> None:
-    asked = ["generate", "Sort: pear fig apple", "--blocks", "pipelined", "--block-length", "4", "--json"]
+    arguments = ["generate", "Sort: pear fig apple", "--blocks", "pipelined", "--block-length", "4", "--json"]
     for more in ([], ["--block-add", "0.5", "--block-full", "0.9"]):
-        done = CliRunner().invoke(cli.app, asked + more)
+        done = CliRunner().invoke(cli.app, arguments + more)
         assert done.exit_code == 0 and "apple fig pear" in done.stdout
     bad = CliRunner().invoke(cli.app, ["generate", "Sort: pear fig apple", "--block-add", "0.5"])
     assert bad.exit_code != 0 and "--block-add goes with --blocks pipelined --block-length N" in bad.output

@@ -1,4 +1,4 @@
-"""`generate(rollout=True)`: every decision with its step and log-probability, over the canvas; what is refused."""
+"""`generate(rollout=True)` for masked models: step and log-probability of every decision."""
 
 import copy
 import json
@@ -37,30 +37,30 @@ def blocks() -> Model:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["threshold", "low_confidence", "credit", "klass", "random", *BACK])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Model) -> None:
-    own = model if topology == "bidirectional" else blocks
-    more: dict[str, Any] = {"temperature": 1.0, "seed": 4} | ({} if own is blocks else {"block_length": 5})
+def test_rollouts_contain_every_write(name: str, topology: str, model: Model, blocks: Model) -> None:
+    wrapped = model if topology == "bidirectional" else blocks
+    more: dict[str, Any] = {"temperature": 1.0, "seed": 4} | ({} if wrapped is blocks else {"block_length": 5})
     back = set()
 
     def sound(state: Any, commit: Any) -> None:
-        there = state.rollout.steps >= 0
-        assert torch.equal(there | (state.rollout.steps == -1), state.rollout.tokens != MASK)
+        is_decided = state.rollout.steps >= 0
+        assert torch.equal(is_decided | (state.rollout.steps == -1), state.rollout.tokens != MASK)
         back.add(bool((commit.values[commit.selected] == MASK).any()))
 
-    output = paradec.generate(own, ROWS, sampler=name, trace=True, callback=sound, **GIVEN, **more)
-    found = output.rollout
-    assert True in back or name != "saber" or own is blocks
-    assert found.tokens.shape[1] == (20 if own is blocks else 17)  # the last block is there as a whole
+    output = paradec.generate(wrapped, ROWS, sampler=name, trace=True, callback=sound, **GIVEN, **more)
+    rollout = output.rollout
+    assert True in back or name != "saber" or wrapped is blocks
+    assert rollout.tokens.shape[1] == (20 if wrapped is blocks else 17)  # the last block is complete
     for row, decided in enumerate(read_last_writes(output)):
-        begin, end = len(ROWS[row]), int(found.length[row])
-        assert end == (-(-(begin + 10) // 4) * 4 if own is blocks else begin + 10)
-        assert found.tokens[row, :begin].tolist() == ROWS[row]
-        for position in range(found.tokens.shape[1]):
-            given = position < begin or position >= end
-            token, step = decided.get(position, (MASK, -1 if given else -2))
-            assert found.step_map[row, position] == step
-            assert given or found.tokens[row, position] == token
-    assert (found.settings["sampler"], found.settings["temperature"]) == (name, 1.0)
+        begin, end = len(ROWS[row]), int(rollout.length[row])
+        assert end == (-(-(begin + 10) // 4) * 4 if wrapped is blocks else begin + 10)
+        assert rollout.tokens[row, :begin].tolist() == ROWS[row]
+        for position in range(rollout.tokens.shape[1]):
+            is_outside = position < begin or position >= end
+            token, step = decided.get(position, (MASK, -1 if is_outside else -2))
+            assert rollout.step_map[row, position] == step
+            assert is_outside or rollout.tokens[row, position] == token
+    assert (rollout.settings["sampler"], rollout.settings["temperature"]) == (name, 1.0)
     if samplers.create(name).needs.revises:
         written = [
             [row, sum(step.forwarded[row] > 0 for step in output.trace.steps[:at]), position, token]
@@ -68,24 +68,26 @@ def test_every_write_is_in_it(name: str, topology: str, model: Model, blocks: Mo
             for at, step in enumerate(output.trace.steps)
             for position, token in sorted(commit[1:3] for commit in step.commits if commit[0] == row)
         ]
-        assert found.writes.tolist() == written and found.writes_logp.shape == (len(written),)
-        assert (found.writes_logp.isnan() >= (found.writes[:, 3] == MASK)).all()
-        assert torch.equal(found.writes_logp_drawn.isnan(), found.writes_logp.isnan())
+        assert rollout.writes.tolist() == written and rollout.writes_logp.shape == (len(written),)
+        assert (rollout.writes_logp.isnan() >= (rollout.writes[:, 3] == MASK)).all()
+        assert torch.equal(rollout.writes_logp_drawn.isnan(), rollout.writes_logp.isnan())
     else:
-        assert found.writes is None and torch.equal(found.logp.isnan(), ~found.decided)
+        assert rollout.writes is None and torch.equal(rollout.logp.isnan(), ~rollout.decided)
 
 
-def test_what_is_after_an_end_is_kept() -> None:
+def test_rollouts_keep_tokens_after_an_end() -> None:
     ending = tiny(2, ends=tuple(range(0, MASK, 3)))
     output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **GIVEN)
-    found, row = output.rollout, output.finished.index(True)
-    kept, shown = found.decided[row], output.logprobs.step[row] >= 0
+    rollout, row = output.rollout, output.finished.index(True)
+    is_decided, is_in_answer = rollout.decided[row], output.logprobs.step[row] >= 0
     decided = read_last_writes(output)[row]
-    assert {place: (int(found.tokens[row, place]), int(found.step_map[row, place])) for place in decided} == decided
-    assert kept.sum() > shown.sum()
-    assert (found.logp[row][kept] < 0).all() and not found.logp[row][kept].isnan().any()
-    own = output.logprobs.chosen[row, -10:]
-    torch.testing.assert_close(found.logp[row, len(ROWS[row]) :][: len(own)][shown[-10:]], own[shown[-10:]])
+    assert {place: (int(rollout.tokens[row, place]), int(rollout.step_map[row, place])) for place in decided} == decided
+    assert is_decided.sum() > is_in_answer.sum()
+    assert (rollout.logp[row][is_decided] < 0).all() and not rollout.logp[row][is_decided].isnan().any()
+    chosen = output.logprobs.chosen[row, -10:]
+    torch.testing.assert_close(
+        rollout.logp[row, len(ROWS[row]) :][: len(chosen)][is_in_answer[-10:]], chosen[is_in_answer[-10:]]
+    )
     assert output.logprobs.best.shape[-1] == 2
     assert paradec.generate(ending, ROWS, **GIVEN).logprobs.count == 0
 
@@ -107,31 +109,31 @@ def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) ->
         Rollout.concatenate([])
 
 
-def test_a_prompt_s_own_settings(model: Model) -> None:
+def test_rollouts_have_the_settings_of_each_prompt(model: Model) -> None:
     with Batch(model, batch_size=3, **DRAWN) as batch:
         tickets = [batch.add(row, seed=seed, suppress_tokens=[seed]) for seed, row in enumerate(ROWS)]
         while not all(ticket.done for ticket in tickets):
             batch.step()
     for seed, ticket in enumerate(tickets):
-        found = ticket.output.rollout
-        assert found.settings.get("seed") == seed and found.settings["suppress_tokens"] == [seed]
-        assert set(found.suppressed[0].tolist()) == {MASK, seed}
+        rollout = ticket.output.rollout
+        assert rollout.settings.get("seed") == seed and rollout.settings["suppress_tokens"] == [seed]
+        assert set(rollout.suppressed[0].tolist()) == {MASK, seed}
 
 
 @pytest.mark.parametrize("name", ["threshold", "saber"])
 def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
-    found = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
-    found.save(tmp_path / "rollout.safetensors")
+    rollout = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
+    rollout.save(tmp_path / "rollout.safetensors")
     for other in (
         Rollout.load(tmp_path / "rollout.safetensors"),
-        copy.deepcopy(found),
-        pickle.loads(pickle.dumps(found)),
-        found.to("cpu"),
+        copy.deepcopy(rollout),
+        pickle.loads(pickle.dumps(rollout)),
+        rollout.to("cpu"),
     ):
-        assert_same(other, found)
-    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert data["tokens"] == found.tokens.tolist() and data["logp"][0][0] is None
-    assert repr(found) == f"Rollout(3 rows, {int(found.decided.sum())} decisions, version 0)"
+        assert_same(other, rollout)
+    data = json.loads(json.dumps(rollout.to_dict(), allow_nan=False))
+    assert data["tokens"] == rollout.tokens.tolist() and data["logp"][0][0] is None
+    assert repr(rollout) == f"Rollout(3 rows, {int(rollout.decided.sum())} decisions, version 0)"
     (tmp_path / "other.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"other\.safetensors' holds no rollout"):
         Rollout.load(tmp_path / "other.safetensors")
@@ -139,16 +141,16 @@ def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
         Rollout.load(tmp_path / "nowhere")
 
 
-def test_an_interrupt_keeps_what_there_was(model: Model) -> None:
+def test_an_interrupted_rollout_keeps_the_decided_tokens(model: Model) -> None:
     def stop(state: Any, commit: Any) -> None:
         if state.commits == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(paradec.Interrupted) as caught:
         paradec.generate(model, ROWS, sampler="low_confidence", callback=stop, **GIVEN)
-    found = caught.value.output.rollout
-    assert found.decided.sum() == 6 and (found.step_map == -2).sum() == 24
-    assert (found.tokens[found.step_map == -2] == MASK).all()
+    rollout = caught.value.output.rollout
+    assert rollout.decided.sum() == 6 and (rollout.step_map == -2).sum() == 24
+    assert (rollout.tokens[rollout.step_map == -2] == MASK).all()
     ended = paradec.generate(model, ROWS, sampler="low_confidence", callback=lambda state, _: True, **GIVEN)
     assert ended.rollout.decided.sum() == 3
 
@@ -160,35 +162,35 @@ CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template"
 @pytest.mark.filterwarnings("ignore:seed=3 has no effect")
 @pytest.mark.parametrize("name", ["threshold", "random", "origin"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-def test_what_a_constraint_writes_without_a_forward_is_in_the_states(name: str, topology: str) -> None:
+def test_rollouts_contain_tokens_written_without_a_forward(name: str, topology: str) -> None:
     model, forced = tiny_with_texts(topology), False
-    asked: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
-    asked |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}
+    fields: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
+    fields |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}
     more = [{"temperature": 0.0}, {"temperature": 0.0, "guidance_scale": 1.5}, {}]
     for at, value in enumerate(CONSTRAINTS.values()):
-        given = asked | {"constraint": value} | more[at % len(more)]
-        outputs = paradec.generate_many(model, ROWS, batch_size=2, **given)
+        request = fields | {"constraint": value} | more[at % len(more)]
+        outputs = paradec.generate_many(model, ROWS, batch_size=2, **request)
         rollouts = [output.rollout for output in sorted(outputs, key=lambda output: output.index)]
-        found = paradec.generate(model, ROWS, **given).rollout
+        together = paradec.generate(model, ROWS, **request).rollout
         for row, rollout in enumerate(rollouts):
-            assert_same(rollout, found.row(row))
-        assert found.exact and torch.equal(found.logp.isnan(), ~found.decided)
-        forced |= bool((found.step_map < -3).any())
+            assert_same(rollout, together.row(row))
+        assert together.exact and torch.equal(together.logp.isnan(), ~together.decided)
+        forced |= bool((together.step_map < -3).any())
         for one_forward in (None, False):
-            assert_replayed(model, found, one_forward=one_forward)
+            assert_replayed(model, together, one_forward=one_forward)
     assert forced  # in a later block, too
     if topology == "block_causal":
         with torch.no_grad():
-            paradec.replay(model, found, one_forward=True)
+            paradec.replay(model, together, one_forward=True)
 
 
 def test_holes_with_constraints_are_replayed() -> None:
     model = tiny_with_texts()
     prompt, value = [[3, MASK, MASK, 4, MASK, MASK, MASK, 5]], paradec.Regex("x[0-9]")
-    asked: dict[str, Any] = {"constraint": [value, paradec.Regex("[0-9]{3}")], "holes_eos_inf": False}
-    found = paradec.infill(model, prompt, rollout=True, **asked).rollout
-    assert found.step_map[0, 1] == -3 and found.tokens[0, 1] == TEXTS.index("x")
-    assert_replayed(model, found)
+    request: dict[str, Any] = {"constraint": [value, paradec.Regex("[0-9]{3}")], "holes_eos_inf": False}
+    rollout = paradec.infill(model, prompt, rollout=True, **request).rollout
+    assert rollout.step_map[0, 1] == -3 and rollout.tokens[0, 1] == TEXTS.index("x")
+    assert_replayed(model, rollout)
 
 
 APPROXIMATE: dict[str, dict[str, Any]] = {
@@ -202,19 +204,19 @@ APPROXIMATE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_approximations_are_named(name: str, model: Model) -> None:
     rows = [[3, 5, 7, 9], [3, 5, 7, 1]]
-    found = paradec.generate(model, rows, sampler="low_confidence", **GIVEN, **APPROXIMATE[name]).rollout
-    assert found.approximation is not None and found.approximation.startswith(name) and not found.exact
-    assert f"with {found.approximation}" in repr(found)
+    rollout = paradec.generate(model, rows, sampler="low_confidence", **GIVEN, **APPROXIMATE[name]).rollout
+    assert rollout.approximation is not None and rollout.approximation.startswith(name) and not rollout.exact
+    assert f"with {rollout.approximation}" in repr(rollout)
     assert paradec.generate(model, rows, **GIVEN).rollout.exact
 
 
 def test_holes_are_recorded(model: Model) -> None:
-    found = paradec.infill(model, [[3, MASK, 4, MASK]], rollout=True, holes_eos_inf=False).rollout
-    assert (found.step_map[0] >= 0).tolist() == [False, True, False, True]
+    rollout = paradec.infill(model, [[3, MASK, 4, MASK]], rollout=True, holes_eos_inf=False).rollout
+    assert (rollout.step_map[0] >= 0).tolist() == [False, True, False, True]
 
 
-def test_nothing_is_kept_that_was_not_asked_for(model: Model) -> None:
+def test_rollouts_are_optional_and_change_no_output(model: Model) -> None:
     output = paradec.generate(model, ROWS, max_new_tokens=6)
     assert output.rollout is None
-    asked = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True)
-    assert torch.equal(output.sequences, asked.sequences) and asked.nfe == output.nfe
+    with_rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True)
+    assert torch.equal(output.sequences, with_rollout.sequences) and with_rollout.nfe == output.nfe

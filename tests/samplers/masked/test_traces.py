@@ -1,19 +1,19 @@
 """Traces of the public codes of LLaDA, Dream, Fast-dLLM, dInfer and AdaBlock without a cache, replayed in float64.
 
-Final tokens, the number of forwards, and what each evaluated and committed are the reference's. `rng="reference"` keeps
-the mask's own probability in the softmax, as the public codes do. What differs:
-- Dream's `origin` runs all its steps even when nothing is masked: its remaining steps are checked to be empty.
-- Batches whose rows take unequally many steps: the reference moves all rows to the next block together, ours move on
-  alone. A row's calls come in the same order, and the number of forwards is what it takes to wait.
-- `factor` commits the last masked position when it alone fails the rule: replayed with `reference_last_rank=True`;
-  `test_factor_quirk` says what becomes of the others.
-- dInfer forwards several times between two looks at the canvas: calls are compared with those idle ones put in
-  (`unrolled`). It stops after the block that holds an end of text and with `early_stop` fills what is after it: what it
-  decided is compared, and ours is run to its own stop, which comes no later. It takes everything within 1e-5 of the
-  best position with it, which makes no difference on these traces. Credit is replayed with both ways to keep it.
+Final tokens, the number of forwards, and each forward's evaluated positions and commits equal the reference's.
+`rng="reference"` keeps the mask's probability in the softmax, as the public codes do. Differences:
+- Dream's `origin` runs all its steps even when nothing is masked: the test checks that the remaining steps are empty.
+- In a batch the reference moves all rows to the next block together; ours move independently. Each row's calls have
+  the same order. The reference's number of forwards follows from the slowest row of each block.
+- The reference's `factor` also commits the last masked position if it alone fails the rule. Replayed with
+  `reference_last_rank=True`; `test_factor_quirk` checks our default.
+- dInfer runs several forwards between two checks of the canvas: `unrolled` inserts these idle calls into ours. It stops
+  after a block with an end token, and with `early_stop` fills the rest: only decided tokens are compared. Our run with
+  early stop ends no later. dInfer also commits positions within 1e-5 of the best, which changes nothing on these
+  traces. Credit is replayed with both storage formats.
 
-By default two cases of traces with every setting are replayed (`traces.often`), and all with `-m full`, in float32 too:
-final tokens and the number of forwards are compared there.
+By default two cases of a few traces are replayed, which cover every setting. `-m full` replays all cases, and also in
+float32, where final tokens and the number of forwards are compared.
 """
 
 import functools
@@ -53,22 +53,22 @@ METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
 NAMES = [name for name in trace_names(*METHODS) if cache_of(trace_head(name)) == "none"]
 ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
-"""Replayed by the other files of this kind."""
+"""Methods that other test files replay."""
 
 
 @functools.cache
 def models_of_methods() -> dict[str, set[str]]:
-    """The names of the checkpoints that each folder of traces was recorded on."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Folder of traces -> names of its checkpoints."""
+    models: dict[str, set[str]] = defaultdict(set)
     for path in TRACES.glob("*/*.json"):
         trace = read_head(path)
         if "cases" in trace and "model" in trace:
-            found[path.parent.name].add(trace["model"])
-    return found
+            models[path.parent.name].add(trace["model"])
+    return models
 
 
 def test_no_method_without_a_replay() -> None:
-    """Refuse cases of a kind that no replay knows; the packaged ones are all of known kinds."""
+    """Refuse cases of methods without a replay; no packaged case is refused."""
     for name in trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE):
         for case, _ in select_cases(trace_head(name) | {"file": name}, None):
             assert not is_packaged("traces"), case
@@ -95,7 +95,7 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
 
 
 def test_factor_quirk() -> None:
-    """Where the last masked position alone fails, the published rule leaves it for the next forward."""
+    """If only the last masked position fails the rule, the published code commits it; our default does not."""
     differing = 0
     for name in NAMES:
         trace = load_trace(name)
@@ -123,8 +123,8 @@ def test_factor_quirk() -> None:
 @pytest.mark.parametrize("name", sorted(set().union(*models_of_methods().values())))
 @pytest.mark.parametrize("part", ["full", "half"])
 def test_logits(name: str, part: str) -> None:
-    """Within 1e-5 of the reference's logits, relative to their largest one: dream-tiny amplifies float32 rounding, so
-    that the reference itself is 2e-4 from its float64 value."""
+    """Logits equal the reference's within 1e-5 of the largest one. (dream-tiny amplifies float32 rounding: the
+    reference differs by 2e-4 from its float64 value.)"""
     model, file = load_model(checkpoint(name), "float32"), checkpoint(name) / "logits_check.safetensors"
     if not file.exists():
         pytest.skip("no logits were recorded")
@@ -143,7 +143,7 @@ CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "de
 
 
 def is_credit(name: str) -> bool:
-    return trace_head(name)["setting"].startswith("credit")  # at its defaults nothing else says so
+    return trace_head(name)["setting"].startswith("credit")  # with default settings only the name says so
 
 
 def sampler_of(trace: dict, storage: str) -> Sampler:
@@ -155,15 +155,15 @@ def sampler_of(trace: dict, storage: str) -> Sampler:
 
 
 def unrolled(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
-    """Our calls as dInfer makes them for the rows of one case, up to the end of the block where it stops."""
+    """Our calls with dInfer's idle calls inserted, for the rows of one case, up to the block where dInfer stops."""
     length, evaluated = settings["block_length"], len(rows[0].final)
     filled = [False] * len(rows)
     calls: list[list[Call]] = [[] for _ in rows]
     for block, steps in enumerate(zip(*(row.blocks(length) for row in rows), strict=True)):
         steps = [[] if full else one for one, full in zip(steps, filled, strict=True)]
         done = 0
-        while left := sum(len(call.commits) for one in steps for call in one[done:]):
-            done += min(max(left // settings["expected_tpf"], 1), settings["maximum_unroll"])
+        while remaining := sum(len(call.commits) for one in steps for call in one[done:]):
+            done += min(max(remaining // settings["expected_tpf"], 1), settings["maximum_unroll"])
         for one, mine in zip(steps, calls, strict=True):
             mine += one + [Call(evaluated, frozenset())] * (done - len(one))
         ended = [any(token == end for call in one for _, token in call.commits) for one in steps]
@@ -217,7 +217,7 @@ def test_adablock(name: str, precision: str, numbers: tuple[int, ...] | None) ->
 
 
 def test_traces_have_adaptive_blocks() -> None:
-    """The replays above are not all of fixed blocks."""
+    """Some of the replayed traces have blocks of different lengths."""
     lengths = [case["extra"]["block_history"] for name in NAMES_ADABLOCK for case in trace_head(name)["cases"]]
     assert sum(len(set(history)) > 1 for history in lengths) >= 20
     assert any(max(history) > 16 or 1 in history for history in lengths)

@@ -1,15 +1,15 @@
-"""Traces of published decoding loops on mixtures of experts, replayed in float64: LLaDA2.0's and 2.1's own, a batched
-sampler of 2.0's rule, LLaDA's on LLaDA-MoE, SDAR's on SDAR-MoE, and diffusers' pipeline with the loaded model.
+"""Traces of published decoding loops on mixtures of experts, replayed in float64: LLaDA2.0, LLaDA2.1, a batched sampler
+for LLaDA2.0, LLaDA on LLaDA-MoE, SDAR on SDAR-MoE, and the pipeline of diffusers with the loaded model.
 
-Each call evaluates and writes what the reference's does; `rng="reference"` keeps the mask's own share. Differences:
-- LLaDA2.0 stops after a block in which an end token stands, 2.1 decodes all blocks: ours runs without a stop, is
-  compared until theirs stopped, and cut. `test_ends` says that stopping early gives the same answers. An end token in
-  the prompt makes LLaDA2.0's early stop return nothing.
-- A threshold above 1 fills by count alone: ours is `low_confidence`. An editing threshold above 1 edits nothing, and
-  the reference's empty calls are left out.
-- With a temperature the reference's own draws are put in. Rows of a batch move on alone here.
+Each call writes the same tokens as the reference's; `rng="reference"` keeps the mask's probability. Differences:
+- LLaDA2.0 stops after a block with an end token, 2.1 decodes all blocks. Ours runs without a stop, is compared up to
+  the reference's stop, and cut. `test_ends` checks that early stop gives the same answers. With an end token in the
+  prompt, LLaDA2.0's early stop returns nothing.
+- A threshold above 1 leaves only the quota: ours is `low_confidence`. With an editing threshold above 1 nothing is
+  edited, and the reference's empty calls are ignored.
+- With a temperature, the reference's draws replace ours. Rows of a batch move independently here.
 - In a padded batch the pipeline's mask hides positions beyond the answer from themselves: compared up to that block.
-- SDAR's static and sequential rules write over decided tokens where fewer masks are left than they fill; ours does not.
+- SDAR's static and sequential rules overwrite decided tokens if fewer masks remain than they fill; ours does not.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def names(method: str) -> list[str]:
 
 
 def some(found: list[str], among: str = "") -> list[Any]:
-    """One case of each of some files that have every setting (`replay.often`); with `-m full` all others too."""
+    """One case of a few files that cover every setting; all others are marked `full`. among: part of the names."""
     first = select_covering_traces([name for name in found if among in name], together=1, load=head_of)
     others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in found]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
@@ -66,21 +66,21 @@ def replay_case(trace: dict[str, Any], name: str, case: dict[str, Any]) -> Itera
 
 
 def cut(answer: list[int], end: int) -> list[int]:
-    """What the references return: up to the first end token, that included."""
+    """The answer up to and including the first end token, as the references return it."""
     return answer[: answer.index(end) + 1] if end in answer else answer
 
 
 Calls = list[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]
-"""Per call of one row: (position, token) that it wrote where a mask was, and that it exchanged."""
+"""For each call of one row: (position, token) pairs written over masks, and over other tokens."""
 
 
 def their_calls(case: dict[str, Any], row: int = 0) -> Calls:
-    found = []
+    calls = []
     for step in case["steps"]:
-        edited = {(at, new) for of, at, _, new in step.get("edit", []) if of == row}
-        written = {(at, token) for of, at, token in step["commit"] if of == row}
-        found.append((frozenset(written - edited), frozenset(edited)))
-    return found
+        edited = {(at, new) for other_row, at, _, new in step.get("edit", []) if other_row == row}
+        written = {(at, token) for other_row, at, token in step["commit"] if other_row == row}
+        calls.append((frozenset(written - edited), frozenset(edited)))
+    return calls
 
 
 def run(
@@ -92,11 +92,11 @@ def run(
     draws: Any = None,
     **request: Any,
 ) -> Iterator[tuple[Calls, list[int]]]:
-    """Ours: each row's calls, and its canvas at the end.
+    """Decode; yield each row's calls and final canvas.
 
-    most: calls after which to stop.
-    draws: per call the reference's tokens and their probabilities for the last positions of the row, which take the
-        place of ours.
+    most: maximal number of calls.
+    draws: for each call the reference's tokens and probabilities at the last positions of the open block, which replace
+        ours.
     """
     state = sampler.start(model, prompts, max_new_tokens=new, eos_early_stop=False, rng="reference", seed=0, **request)
     calls: list[Calls] = [[] for _ in prompts]
@@ -119,7 +119,7 @@ def run(
 
 
 def put_in(proposal: Any, tokens: list[int], probabilities: list[float], end: int) -> None:
-    """Let a proposal be of these tokens: those of the positions before `end`."""
+    """Replace a proposal's tokens and probabilities at the last positions before `end`."""
     for token, probability, at in zip(tokens, probabilities, range(end - len(tokens), end), strict=True):
         here = proposal.positions[0] == at
         proposal.values[0, here] = token
@@ -135,14 +135,14 @@ def draws_of(case: dict[str, Any]) -> Any:
 
 
 def same_calls(ours: Calls, theirs: Calls, where: str) -> None:
-    """Theirs may have stopped earlier."""
+    """Assert that calls are equal; the reference's may stop earlier."""
     for number, (one, other) in enumerate(zip(ours, theirs)):
         assert one == other, f"{where}, call {number}"
     assert len(ours) >= len(theirs), where
 
 
 def assert_decided(canvas: list[int], final: list[int], mask: int) -> None:
-    """What the reference decided stands in our canvas."""
+    """Assert that our canvas has all tokens that the reference decided."""
     assert all(token in (mask, ours) for ours, token in zip(canvas, final, strict=False))
 
 
@@ -151,7 +151,7 @@ def decided(calls: Calls) -> Calls:
 
 
 def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
-    """The sampler of 2.0's or 2.1's loop, and the request."""
+    """Our sampler and request for LLaDA2.0's or LLaDA2.1's loop. prompt: length of the prompt."""
     length, new = settings["block_length"], settings["gen_length"]
     if name.startswith("llada21"):
         edit = settings["editing_threshold"]
@@ -164,7 +164,7 @@ def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[
     request = {"block_length": length}
     if settings["threshold"] > 1:
         return samplers.create("low_confidence"), request
-    if steps >= length:  # one a step at least
+    if steps >= length:  # at least one token per step
         return samplers.create("threshold", preset="llada2.0", threshold=settings["threshold"]), request
     sampler = samplers.create("threshold", threshold=settings["threshold"], quota_per_step="least")
     return sampler, request | {"steps": steps * blocks}
@@ -199,7 +199,7 @@ def test_llada2(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate") + names("llada21_generate"), "early"))
 def test_ends(name: str, numbers: slice) -> None:
-    """Stopping at the end token, as `generate` does by default, returns what the references cut, with no more calls."""
+    """With early stop, the default, answers equal the references' cut answers, without additional calls."""
     trace = trace_of(name)
     settings = trace["settings"]
     model, end = model_of(trace, settings["block_length"]), trace["eos_id"]
@@ -217,7 +217,7 @@ def test_ends(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("llada20_batch")))
 def test_batches(name: str, numbers: slice) -> None:
-    """Three rows of one length; the reference's wait for each other at the end of a block, ours move on alone."""
+    """Three rows of one length. In the reference they wait for each other at the end of a block; ours do not."""
     trace = trace_of(name)
     settings = trace["settings"]
     model = model_of(trace, settings["block_size"])
@@ -262,15 +262,15 @@ def test_llada_moe(name: str, numbers: slice) -> None:
     sampler = samplers.create("low_confidence")
     for number, case in cases(trace, numbers):
         with replay_case(trace, f"{name}, case {number}", case):
-            found = run(model, sampler, case["prompt_ids"], settings["gen_length"], **request)
-            for row, (calls, canvas) in enumerate(found):
+            runs = run(model, sampler, case["prompt_ids"], settings["gen_length"], **request)
+            for row, (calls, canvas) in enumerate(runs):
                 assert calls == their_calls(case, row), f"{name}, case {number}, row {row}"
                 assert canvas == case["final_ids"][row]
 
 
 @pytest.mark.parametrize(("name", "numbers"), some(names("sdar_generate")))
 def test_sdar_moe(name: str, numbers: slice) -> None:
-    """What SDAR's rules fill, of the tokens that the reference drew. Sequential has no sampler here."""
+    """Positions that SDAR's rules fill, with the reference's tokens. The sequential rule is imitated by scores."""
     trace = trace_of(name)
     settings = trace["settings"]
     length, rule = settings["block_length"], settings["remasking_strategy"]
@@ -299,13 +299,13 @@ def test_sdar_moe(name: str, numbers: slice) -> None:
                 tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
                 if rule != "sequential":
                     put_in(proposal, tokens, probabilities, end)
-                else:  # each of the next masks from the left is more confident than the one after it
+                else:  # confidence falls from left to right
                     put_in(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
                 before = state.canvas.clone()
                 least.commit(state, proposal)
-                found = (before[0] != state.canvas[0]).nonzero()[:, 0].tolist()
+                filled = (before[0] != state.canvas[0]).nonzero()[:, 0].tolist()
                 expected = [at for _, at, _ in step["commit"] if before[0, at] == mask]
-                assert found == expected, f"{where}, call {call}"
-                for _, at, token in step["commit"]:  # what the static rules write over decided tokens as well
+                assert filled == expected, f"{where}, call {call}"
+                for _, at, token in step["commit"]:  # also tokens that the static rules overwrite
                     state.canvas[0, at] = token
                     assert all(mask not in row for row in case["final_ids"]) or settings.get("stop")

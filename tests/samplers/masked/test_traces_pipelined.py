@@ -1,17 +1,17 @@
-"""Traces of codes with several open blocks, replayed in float64: d3LLM with and without its cache, D2F, and LoPA.
+"""Traces of public codes with several open blocks, replayed in float64: d3LLM with and without cache, D2F, and LoPA.
 
-Every forward evaluates and commits what the reference's does; `rng="reference"` keeps the mask's own probability in the
-distribution, as these codes do. What differs, and is put back here:
+Every forward evaluates and commits the same positions as the reference's; `rng="reference"` keeps the mask's
+probability, as these codes do. Differences, which the tests imitate:
 - d3LLM for LLaDA also commits the most confident position of all open blocks (`MostConfidentOfAll`). A plain loop with
-  that quirk makes the reference's calls, and without it ours.
-- d3LLM's early stop fills what lies after a decided end of text (`fill_after_end`); ours opens no block there.
+  this quirk gives the reference's calls, and without it ours.
+- d3LLM's early stop fills the row after a decided end token (`fill_after_end`); ours opens no block there.
 - d3LLM's cached calls for Dream read the first position's logits from the wrong column (`own_column`), and some attend
   to a region twice ("duplicated_keys", left out).
-- D2F's blocks see earlier blocks alone, counted from the prompt's end (`block_align="prompt"`): cache="block" is exact.
-  For Dream it carries the logits of the last stored position over; ours evaluates that position again.
-- LoPA evaluates a round's branches one after the other, here they are one call. With full attention its calls see the
-  opened blocks alone, over keys and values as they were stored: a module does that (`OpenedBlocks`). "forcebase"
-  evaluates branches and takes none (`ForcedBase`). With nothing to look ahead with, the row is evaluated twice.
+- D2F's blocks see only earlier blocks, counted from the prompt's end (`block_align="prompt"`): cache="block" is exact.
+  For Dream it reuses the logits of the last stored position; ours evaluates that position again.
+- LoPA evaluates a round's branches one by one; here they are one call. With full attention its calls see only the
+  opened blocks, with stored keys and values (`OpenedBlocks`). "forcebase" evaluates branches and never selects one
+  (`ForcedBase`). Without branches, the reference evaluates the row twice.
 """
 
 import itertools
@@ -82,7 +82,7 @@ def d2f_model(trace: dict, inner: Model) -> Model:
 
 @dataclass(frozen=True)
 class D2FRule(Threshold):
-    """What passes by its probability; where something must, the best by the sampling strategy."""
+    """D2F's rule: commit positions above the threshold, and the best by `strategy` if one is forced."""
 
     strategy: str = "confidence"
 
@@ -98,7 +98,7 @@ D2F = trace_names("d2f")
 
 
 def is_looped(settings: dict) -> bool:
-    """Whether the plain loop below does the same: several blocks, no cache, and no stop."""
+    """Whether `pipelined_loop` supports the settings: several blocks, no cache, no early stop."""
     apart = settings.get("early_stop") or "cache_delay_iter" in settings
     return "block_add_threshold" in settings and not apart
 
@@ -108,7 +108,7 @@ LOOPED = [name for name in D3LLM if is_looped(trace_head(name)["settings"])]
 
 @dataclass(frozen=True)
 class MostConfidentOfAll(EntropyThreshold):
-    """The lowest entropy of all open blocks too."""
+    """Also commit the position with the lowest entropy of all open blocks."""
 
     name = "most_confident_of_all"
 
@@ -117,12 +117,12 @@ class MostConfidentOfAll(EntropyThreshold):
 
 
 def own_column(query: WindowQuery) -> WindowQuery:
-    """The call of a part whose first position has no neighbour to the left: it reads its own column's logits."""
+    """Change a call of a shifted model so that its first position reads the logits of its own column."""
     return query.with_fields(window=query.window.with_fields(available=None))
 
 
 class WithoutLeft(DelayedCache):
-    """Nothing left of what is kept is evaluated."""
+    """The delayed cache without evaluation of the position left of the window."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> list[Part]:
         start, stop = self.range(state, state.window.rows[chosen])
@@ -130,24 +130,24 @@ class WithoutLeft(DelayedCache):
 
 
 def fill_after_end(state: MaskedState) -> None:
-    """After the first decided end of the text, all is end. One row."""
+    """Fill the single row with end tokens after its first decided end token."""
     (end,), canvas = state.facts.eos_token_ids, state.canvas[0]
     first = int(state.prompt_length[0])
-    found = (canvas[first:] == end).nonzero()
-    if not len(found) or state.done:
+    ends = (canvas[first:] == end).nonzero()
+    if not len(ends) or state.done:
         return
-    after = torch.arange(len(canvas)) > first + int(found[0])
+    after = torch.arange(len(canvas)) > first + int(ends[0])
     canvas[after] = end
-    left = int((canvas == state.mask_id).sum())
-    state.decided[0] += int(state.total[0]) - int(state.decided[0]) - left
-    state.remaining[0] = left
-    if not left:
+    remaining = int((canvas == state.mask_id).sum())
+    state.decided[0] += int(state.total[0]) - int(state.decided[0]) - remaining
+    state.remaining[0] = remaining
+    if not remaining:
         state.block_end[0] = state.length[0]
         close_blocks(state, state.window.rows, None)
 
 
 def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
-    """The rule with the quirks of its file, the one for LLaDA or that for Dream."""
+    """The rule with the quirks of d3LLM's code for LLaDA or for Dream."""
     stops = trace["settings"].get("early_stop")
 
     class Quirky(MostConfidentOfAll if llada else EntropyThreshold):  # type: ignore[misc]
@@ -156,10 +156,10 @@ def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
             return queries if llada or state.store is None else [own_column(query) for query in queries]
 
         def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-            done = super().commit(state, proposal)
+            outcome = super().commit(state, proposal)
             if stops:
                 fill_after_end(state)
-            return done
+            return outcome
 
     return Quirky(threshold=trace["settings"]["threshold"])
 
@@ -173,7 +173,7 @@ def cache_of(trace: dict, llada: bool) -> Any:
 
 
 def calls_of(out: Any) -> list[tuple[int, list[tuple[int, int]]]]:
-    """What each of our calls evaluated, and its (position, token)."""
+    """Number of evaluated positions and (position, token) commits of each of our calls."""
     return [(step.forwarded[0], sorted(entry[1:3] for entry in step.commits)) for step in out.trace.steps]
 
 
@@ -182,13 +182,13 @@ def their_calls(case: dict) -> list[tuple[int, list[tuple[int, int]]]]:
 
 
 def decode(model: Model, case: dict, **request: Any) -> tuple[Any, list[Forward]]:
-    """The output, and what each call committed, with the scores of what it might have committed."""
+    """Decode a case; return the output, and each call's commits with the scores of all candidates."""
     (prompt,) = case["prompt_ids"]
     new = len(case["final_ids"][0]) - len(prompt)
-    asked: dict[str, Any] = {"rng": "reference", "trace": True, "eos_early_stop": False} | request
+    fields: dict[str, Any] = {"rng": "reference", "trace": True, "eos_early_stop": False} | request
     commits: list[Commit] = []
     out = paradec.generate(
-        model, [prompt], max_new_tokens=new, callback=lambda state, commit: commits.append(commit), **asked
+        model, [prompt], max_new_tokens=new, callback=lambda state, commit: commits.append(commit), **fields
     )
     written = [frozenset((at, token) for _, at, token, _ in commit.to_list()) for commit in commits]
     return out, [Forward(frozenset(), one, scores_of(c)[0]) for one, c in zip(written, commits, strict=True)]
@@ -230,7 +230,7 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
     for name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
-            out, found = decode(
+            out, forwards = decode(
                 model,
                 case,
                 sampler=D2FRule(settings["skip_threshold"], strategy=strategy),
@@ -238,23 +238,23 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
                 cache="block",
                 eos_early_stop=not settings.get("ignore_eos", False),
             )
-            pairs += zip(found, recorded_forwards(case), strict=False)
+            pairs += zip(forwards, recorded_forwards(case), strict=False)
             opened = case["extra"]["returned_length"]
             theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
             assert [commits for _, commits in calls_of(out)] == theirs
-            again = model.facts.shift
+            shift = model.facts.shift
             sizes = [
-                step["input_shape"][1] + again * (step["cached"] > 0 and not step["store"]) for step in case["steps"]
+                step["input_shape"][1] + shift * (step["cached"] > 0 and not step["store"]) for step in case["steps"]
             ]
             assert [size for size, _ in calls_of(out)] == sizes
             assert out.sequences[0].tolist() == case["final_ids"][0]
-            assert_confidences(found, recorded_forwards(case))
+            assert_confidences(forwards, recorded_forwards(case))
 
 
 def pipelined_loop(
     model: Model, case: dict, settings: dict, most_confident_of_all: bool
 ) -> list[list[tuple[int, int]]]:
-    """One row of d3LLM's decoding without a cache, in plain Python: what each call commits."""
+    """d3LLM's decoding of one row without a cache: the (position, token) pairs that each call commits."""
     (prompt,), mask = case["prompt_ids"], model.facts.mask_id
     size, new = settings["block_size"], settings["gen_length"]
     ids = [*prompt, *[mask] * new]
@@ -281,9 +281,9 @@ def pipelined_loop(
         if most_confident_of_all:
             chosen.add(min(masks, key=lambda i: entropy[i]))
         first = next(b for b in range(opened) if active[b] and share(blocks[b]) < 1)
-        own = [i for i in blocks[first] if ids[i] == mask]
-        if not chosen & set(own):
-            chosen.add(min(own, key=lambda i: entropy[i]))
+        first_masks = [i for i in blocks[first] if ids[i] == mask]
+        if not chosen & set(first_masks):
+            chosen.add(min(first_masks, key=lambda i: entropy[i]))
         calls.append([(i, int(logits[i].argmax())) for i in sorted(chosen)])
         for i, token in calls[-1]:
             ids[i] = token
@@ -297,8 +297,7 @@ EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     "names", [LOOPED[1:2] or LOOPED, pytest.param(LOOPED, marks=pytest.mark.full)], ids=["one", "all"]
 )
 def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
-    """The plain loop makes the reference's calls with the most confident of all blocks (code for LLaDA), and ours
-    without."""
+    """The plain loop equals the reference with the quirk of its code for LLaDA, and ours without it."""
     differs = 0
     for name in names:
         trace = load_trace(name)
@@ -309,11 +308,11 @@ def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
                 continue
             theirs = [commits for _, commits in their_calls(case)]
             assert pipelined_loop(model, case, settings, most_confident_of_all=llada) == theirs
-            mended = pipelined_loop(model, case, settings, most_confident_of_all=False)
+            without_quirk = pipelined_loop(model, case, settings, most_confident_of_all=False)
             rule = samplers.create("entropy_threshold", threshold=settings["threshold"])
             out, _ = decode(model, case, sampler=rule, blocks=blocks_of(trace))
-            assert [commits for _, commits in calls_of(out)] == mended
-            differs += mended != theirs
+            assert [commits for _, commits in calls_of(out)] == without_quirk
+            differs += without_quirk != theirs
     assert differs
 
 
@@ -322,27 +321,27 @@ NAMES = trace_names("lopa")
 
 @dataclass
 class Round:
-    """What the reference evaluated in a round, and which of our branches it took from then on."""
+    """A round of the reference: evaluated positions and selected branch."""
 
     cached: int
-    """Positions whose keys and values are those of earlier rounds."""
+    """Number of positions with keys and values from earlier rounds."""
     end: int
-    """Where the opened blocks end; nothing after them exists."""
+    """End of the opened blocks."""
     stored: int
-    """Positions after the cached ones whose keys and values are kept, those of the branch that is taken."""
+    """Number of positions after the cached ones that the selected branch stores."""
     taken: int
-    """0 is the row itself, j the branch with the j-th most confident token."""
+    """Selected branch: 0 is the row itself, j the branch with the j-th most confident token."""
 
 
 def branches_of(steps: list[dict]) -> list[dict]:
-    """The forwards of a round: the row itself comes last, and is last among equals."""
+    """The forwards of a round; the row itself comes last, once."""
     assert steps[-1]["base"]
     twice = len(steps) > 1 and steps[-2]["base"]
     return steps[:-2] + steps[-1:] if twice else steps
 
 
 def rounds_of(case: dict, force_base: bool) -> list[Round]:
-    found = []
+    rounds = []
     for _, group in itertools.groupby(case["steps"], key=lambda step: step["round"]):
         steps = branches_of(list(group))
         assert len({(step["cached"], *step["fed"][0]) for step in steps}) == 1
@@ -350,13 +349,13 @@ def rounds_of(case: dict, force_base: bool) -> list[Round]:
         taken = 0 if force_base else (best + 1) % len(steps)
         ((begin, end),) = steps[0]["fed"]
         assert begin == steps[0]["cached"]
-        found.append(Round(begin, end, steps[0]["store"], taken))
-    return found
+        rounds.append(Round(begin, end, steps[0]["store"], taken))
+    return rounds
 
 
 class OpenedBlocks(nn.Module):
-    """A model without a causal mask that sees the opened blocks alone, over keys and values as they were when they were
-    stored; the logits of the last stored position are as of then, too."""
+    """A bidirectional model that sees only the opened blocks, with stored keys and values of cached positions and the
+    stored logits of the last one."""
 
     def __init__(self, inner: nn.Module, rounds: list[Round]):
         super().__init__()
@@ -391,7 +390,7 @@ class OpenedBlocks(nn.Module):
 
 @dataclass(frozen=True)
 class ForcedBase(LoPA):
-    """Evaluates the branches, and never takes one."""
+    """LoPA that evaluates branches and never selects one."""
 
     name = "forced_base"
 
@@ -403,7 +402,7 @@ class ForcedBase(LoPA):
 
 @dataclass(frozen=True)
 class WithMask(D2FRule):
-    """D2F's rule, the mask's own probability kept."""
+    """D2F's rule, with the mask's probability in the softmax."""
 
     def weighs_mask(self, state: MaskedState) -> bool:
         return True
@@ -421,7 +420,7 @@ def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
     forced = settings.get("force_base", False)
     sampler = (ForcedBase if forced else LoPA)(
         rule,
-        branches=count if count > 1 else 0,  # with 1 the reference looks at nothing
+        branches=count if count > 1 else 0,  # with 1 the reference evaluates no branch
         alpha=settings["alpha"],
         tail=settings["branch_topp"],
         confidence=strategy,

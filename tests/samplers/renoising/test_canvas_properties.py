@@ -458,7 +458,7 @@ QUICK = {("diffusion_gemma", "choice"), ("canvas", "schema")}
         for kind in KINDS
     ],
 )
-def test_every_answer_fits(name: str, kind: str, canvases: Model) -> None:
+def test_every_answer_satisfies_the_constraint(name: str, kind: str, canvases: Model) -> None:
     value, fits = KINDS[kind]
     for seed, more in enumerate(({}, {"top_k": 2}, {"steps": 6}, {"top_p": 0.4}, {"max_new_tokens": 9})):
         out = paradec.generate(
