@@ -1,21 +1,22 @@
 """Traces of dKV-Cache, of Fast-dLLM and AdaBlock with prefix and dual caches, and of DPad, replayed in float64.
 
-Final tokens, the number of forwards, and what each evaluated and committed are the reference's. What differs:
-- Fast-dLLM of June 2025 makes one more call after a block's full forward, whether or not the block is full: calls are
-  compared with that call put in.
-- Batches whose rows take unequally many steps: as in `test_traces.py`.
-- Fast-dLLM, AdaBlock and DPad for Dream commit the first token of a block without logits for it; ours evaluate the
-  position left of it. `test_forced_first_token` replays them with a rule and a cache that do as the public code does;
-  `test_forced_first_token_by_answers` compares ours by answers.
-- dKV-Cache's `random` draws numbers for the evaluated positions alone: replayed with a sampler of the test's.
-- dKV-Cache for Dream with `shift_type="right"` commits tokens from logits that it does not have (0 of 8 answers
-  right): the forwards are compared.
-- DPad with early termination waits until the block of an end token is full; ours ends a row once all before the end is
-  decided: the calls that it makes are compared, and the answer. For Dream, DPad compares probabilities among the 50
-  likeliest tokens, a default of transformers.
+Final tokens, the number of forwards, and each forward's evaluated positions and commits equal the reference's.
+Differences:
+- Fast-dLLM of June 2025 makes an additional call after a block's full forward, even if the block is full: the test
+  inserts this call into ours.
+- Batches whose rows take different numbers of steps: as in `test_traces.py`.
+- Fast-dLLM, AdaBlock and DPad for Dream commit the first token of a block without logits for it; ours evaluates the
+  position left of it. `test_forced_first_token` replays them with a rule and a cache that imitate the public code;
+  `test_forced_first_token_by_answers` compares the answers of ours.
+- dKV-Cache's `random` draws numbers only for evaluated positions: replayed with `RandomOverEvaluated`.
+- dKV-Cache for Dream with `shift_type="right"` commits tokens without logits for them (0 of 8 answers right): only the
+  number of forwards is compared.
+- DPad with early termination completes the block of an end token; ours ends a row once every position before the end
+  token is decided: the answer and the calls up to this point are compared. For Dream, DPad computes probabilities
+  among the 50 most likely tokens, a default of transformers.
 
-By default two cases of traces with every setting are replayed (`traces.often`), and all with `-m full`, in
-float32 too: final tokens and the number of forwards are compared there.
+By default two cases of a few traces are replayed, which cover every setting. `-m full` replays all cases, and also in
+float32, where final tokens and the number of forwards are compared.
 """
 
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def test_forced_first_token(name: str, precision: str, numbers: tuple[int, ...] 
 
 @pytest.mark.parametrize("name", mark_others_full(FORCED, together=1))
 def test_forced_first_token_by_answers(name: str) -> None:
-    """Not worse than the public code, which forces the first token of a block, by more than one of its answers."""
+    """Ours has at most one right answer less than the public code, which forces the first token of a block."""
     trace = load_trace(name)
     sampler, arguments = request_of(trace)
     ours = theirs = 0
@@ -111,7 +112,7 @@ def test_forced_first_token_by_answers(name: str) -> None:
 
 @dataclass(frozen=True)
 class RandomOverEvaluated(Random):
-    """Draws numbers for what the cache has evaluated, in ascending order, as dKV-Cache's code does."""
+    """Draw numbers for evaluated positions only, in ascending order, like dKV-Cache's code."""
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         (part,) = state.cache.plan(state)
@@ -147,8 +148,8 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
     if settings["cache_type"] == "prefill":
         return sampler, request | {"cache": "dkv_prefill"}
     name = {"decoded": "dkv_decode", "pd": "dkv_pd"}[settings["cache_type"]]
-    given = {"refresh_interval": settings["cache_steps"], "shift_type": settings["shift_type"]}
-    return sampler, request | {"cache": caches.create(name, **given)}
+    fields = {"refresh_interval": settings["cache_steps"], "shift_type": settings["shift_type"]}
+    return sampler, request | {"cache": caches.create(name, **fields)}
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
@@ -167,7 +168,7 @@ def test_dkv(name: str, precision: str, numbers: tuple[int, ...] | None) -> None
 
 
 def test_there_are_partial_calls_in_every_cached_trace() -> None:
-    """The widths compared above are not all those of whole rows, but where no row took two calls for a block."""
+    """Every cached trace has calls of different widths, unless each block took one call."""
     for name in [*BLOCKS, *FORCED, *DKV]:
         trace = load_trace(name)
         settings, cases = trace["settings"], trace["cases"]
@@ -198,11 +199,11 @@ def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
     if settings["threshold"] is not None:
         sampler = samplers.create("threshold", threshold=settings["threshold"])
     cache: Any = settings["cache"]
-    asked: dict[str, Any] = {"suffix": suffix_of(settings), "block_length": settings["block_length"]}
+    request: dict[str, Any] = {"suffix": suffix_of(settings), "block_length": settings["block_length"]}
     model = model_of(trace)
     if model.facts.shift:
         sampler, others = restrict_to_top_k(sampler)
-        asked |= others
+        request |= others
     if model.facts.shift and cache != "none":
         sampler, cache = force_first_position(sampler), cache_without_left_position(cache == "dual")
     stops = settings["early_termination"]
@@ -210,7 +211,7 @@ def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
             theirs = recorded_forwards(case, settings["block_length"] if stops else None)
-            ours, tokens = decode_forwards(model, sampler, case, cache=cache, eos_early_stop=stops, **asked)
+            ours, tokens = decode_forwards(model, sampler, case, cache=cache, eos_early_stop=stops, **request)
             pairs += zip(ours, theirs, strict=False)
             assert ours == theirs[: len(ours)]
             final, prompt = case["final_ids"][0], len(case["prompt_ids"][0])
@@ -219,12 +220,12 @@ def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
                 assert tokens[:size] == final[:size]
             else:
                 assert tokens == final and len(ours) == len(theirs)
-            if not model.facts.shift:  # there, probabilities are those among the likeliest tokens
+            if not model.facts.shift:  # for Dream, probabilities are among the most likely tokens
                 assert_confidences(ours, theirs)
 
 
-def test_most_calls_leave_something_out() -> None:
-    """What is compared above is not whole rows."""
+def test_every_case_has_calls_that_skip_positions() -> None:
+    """Every case has calls that do not evaluate the whole row."""
     for name in NAMES:
         trace = load_trace(name)
         lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]

@@ -1,4 +1,4 @@
-"""Caches: what they evaluate, which are exact, which combinations are refused, what they cost."""
+"""Caches: evaluated positions, exactness, refused combinations, and cost."""
 
 import copy
 import dataclasses
@@ -38,7 +38,7 @@ STORED = [name for name in caches.names() if caches.get(name).facts.uses_store]
 def differences(
     model: Model, cache: Any, rows: list[list[int]] = ROWS, sampler: Any = "low_confidence", **request: Any
 ):
-    """Largest difference of the scores to those without a cache, step for step until the two choose differently."""
+    """Yield each step's largest score difference to decoding without a cache; inf, and stop, if tokens differ."""
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "seed": 1} | request
     cached = sampler.start(model, rows, cache=cache, **request)
@@ -46,9 +46,9 @@ def differences(
     with torch.inference_mode():
         while not cached.done:
             ours, theirs = sampler.step(model, cached), sampler.step(model, plain)
-            there = ours.available
-            assert torch.equal(there & theirs.available, there)
-            yield float((ours.scores - theirs.scores)[there].abs().max())
+            available = ours.available
+            assert torch.equal(available & theirs.available, available)
+            yield float((ours.scores - theirs.scores)[available].abs().max())
             sampler.commit(cached, ours)
             sampler.commit(plain, theirs)
             if not torch.equal(cached.canvas, plain.canvas):
@@ -79,7 +79,7 @@ def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: s
 
 
 def evaluated(cache: Any, prediction: str) -> list[list[int]]:
-    """How many positions of each row the steps of a request evaluate, with one token of every row a step."""
+    """For each step, the number of evaluated positions of each row; every step commits one token per row."""
     request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "trace": True}
     model = tiny(1, prediction=prediction)
     return [
@@ -92,7 +92,7 @@ def evaluated(cache: Any, prediction: str) -> list[list[int]]:
 @pytest.mark.parametrize("warmup", [0, 1, 2, 6])
 @pytest.mark.parametrize(("every", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
 def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int | None, prediction: str) -> None:
-    """Whole rows, or the block and its vicinity, one position more on the left where logits are shifted."""
+    """Later steps evaluate the block and its vicinity, and for shifted logits one more position on the left."""
     cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=every)
     counts = evaluated(cache, prediction)
     for step, forwarded in enumerate(counts):
@@ -117,7 +117,7 @@ def test_vicinity_that_covers_everything_is_no_cache() -> None:
 
 
 def fitting(name: str, topology: str, prediction: str) -> Any:
-    """The cache, refreshed rarely, if it works with such a model."""
+    """The cache with rare refreshes; skips if it does not support the model."""
     cache = caches.create(name)
     if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
         pytest.skip("refused")
@@ -129,9 +129,9 @@ def fitting(name: str, topology: str, prediction: str) -> Any:
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
-    """Keys and values of one layer depend on their own token alone: a cache that renews every token's is exact."""
+    """In a one-layer model keys and values depend only on their token: renewing changed tokens is exact."""
     cache = fitting(name, topology, prediction)
-    # several tokens a step, and rows that move at their own pace
+    # steps commit different numbers of tokens per row
     request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.3)}
     if cache.facts.evaluates in ("picks", "targets"):
         request = {"sampler": sampler_for(cache), "steps": 6}
@@ -144,7 +144,7 @@ def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
 
 @dataclass(frozen=True)
 class WithoutDelay(DkvDecode):
-    """Keeps a token's keys and values from the step that decided it, when they still were the mask's."""
+    """Reuse keys and values from the step that decided a token, when they were the mask's (wrong)."""
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.cache_state.is_stable(state, rows, delay=0)
@@ -159,7 +159,7 @@ BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).facts
 
 
 HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, MASK], [8] * 9 + [MASK, 11, MASK, MASK]]
-"""Masks at both ends and in the middle; blocks that are given whole, between blocks that are not."""
+"""Masks at both ends and in the middle, and blocks without masks between blocks with masks."""
 
 
 @pytest.mark.thinned
@@ -187,7 +187,7 @@ def test_hierarchical_is_exact_when_blocks_are_the_models_and_not_below() -> Non
 @pytest.mark.parametrize("name", [n for n in STORED if "bidirectional" in caches.get(n).facts.topologies])
 def test_approximate_caches_do_change_deep_models(name: str) -> None:
     cache = caches.create(name)
-    if name == "vicinity":  # the rows are shorter than what it looks at
+    if name == "vicinity":  # its default vicinity covers the rows
         cache = dataclasses.replace(cache, prefix_look=1, after_look=1, warmup_steps=0)
     assert max(differences(tiny(3), cache, sampler=sampler_for(name), block_length=6)) > 1e-6
 
@@ -197,7 +197,7 @@ def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
     out = paradec.generate(
         model, [[1] * 8], sampler="low_confidence", cache="block", max_new_tokens=8, eos_early_stop=False, trace=True
     )
-    # prompt and block, block, ...; then the finished block beside the next one
+    # prompt and block, block, ...; then the finished block and the next one
     assert [step.forwarded for step in out.trace.steps] == [[12], [4], [4], [4], [8], [4], [4], [4]]
     assert out.cost.full_forwards == [0] and out.cost.partial_forwards == [8]
 
@@ -219,7 +219,7 @@ def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
+def test_the_greedy_window_equals_a_walk(data: st.DataObject) -> None:
     length = data.draw(st.integers(4, 20))
     undecided = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     undecided[data.draw(st.integers(0, length - 1))] = True
@@ -229,14 +229,14 @@ def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
 
     expected = {*picks, *fresh}
     for pick in picks:
-        found = 0
+        num_added = 0
         for distance in range(1, length):
             for position in (pick - distance, pick + distance):
-                if found < window and 0 <= position < length and undecided[position] and position not in expected:
+                if num_added < window and 0 <= position < length and undecided[position] and position not in expected:
                     expected.add(position)
-                    found += 1
+                    num_added += 1
 
-    # after five steps, the last of which decided `fresh`
+    # state after five steps; the last one decided `fresh`
     state = type("State", (), {})()
     state.canvas = torch.where(torch.as_tensor(undecided), MASK, 1)[None]
     state.facts = type("Facts", (), {"mask_token_id": MASK})
@@ -248,7 +248,7 @@ def test_greedy_window_is_the_walk(data: st.DataObject) -> None:
 
 
 class Counting:
-    """A model that counts the positions it is called with, padding included."""
+    """A model that counts evaluated positions, padding included, and records input shapes."""
 
     def __init__(self, model: Model):
         self.model, self.positions, self.shapes = model, 0, []
@@ -301,7 +301,7 @@ def models() -> dict[tuple[str, str], Model]:
 
 
 def walk(entries: list, every: int = 37) -> list:
-    """All entries; those beyond every so many of the allowed, and a refusal per reason and cache, are marked `full`."""
+    """Parameters of a test: every `every`-th allowed entry, and one refusal per reason and cache; the others `full`."""
     allowed = [entry[:4] for entry in entries if entry[4].status != REFUSED]
     refused = {(entry[1], entry[4].why): entry[:4] for entry in entries if entry[4].status == REFUSED}
     quick = {*allowed[::every], *refused.values()}
@@ -312,10 +312,10 @@ def walk(entries: list, every: int = 37) -> list:
 @pytest.mark.thinned
 @pytest.mark.parametrize("entry", walk(ENTRIES))
 def test_table(entry: Any, models: dict) -> None:
-    sampler, cache, topology, prediction, found = entry
+    sampler, cache, topology, prediction, verdict = entry
     model = models[topology, prediction]
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
-    if found.status == REFUSED:
+    if verdict.status == REFUSED:
         message = f"cache='{cache}' does not work with sampler '{sampler}'"
         if not fits(sampler, model):
             message = f"sampler '{sampler}' (evaluates masks|does not work here)"  # whatever the cache
@@ -350,7 +350,7 @@ def test_cost_adds_up() -> None:
         assert sum(part) == 0 if name == "none" else sum(part) > 0
 
 
-def test_too_little_memory_is_said_before_any_work() -> None:
+def test_too_little_memory_raises_an_error_before_any_work() -> None:
     model = Counting(tiny(2))
     assert caches.create("dual", max_memory="2GB").max_memory == 2 * 10**9
     cache = caches.create("dual", max_memory=1000)
@@ -371,7 +371,7 @@ def test_store_dtype_halves_the_store() -> None:
 
 
 @pytest.mark.parametrize("ending", ["return", "error", "interrupt"])
-def test_the_store_is_freed_however_it_ends(ending: str) -> None:
+def test_the_store_is_freed_after_every_kind_of_end(ending: str) -> None:
     model = tiny(2)
     seen = []
 
@@ -390,8 +390,8 @@ def test_the_store_is_freed_however_it_ends(ending: str) -> None:
         with pytest.raises(expected) as caught:
             paradec.generate(model, ROWS, **request)
         assert caught.value.__traceback__ is not None
-    store, held = seen[0]
-    assert held > 0 and store.nbytes == 0
+    store, num_bytes = seen[0]
+    assert num_bytes > 0 and store.nbytes == 0
     gc.collect()
 
 
@@ -401,11 +401,11 @@ def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
     assert why_not_worthwhile(caches.create("none"), 1, 16) is None
     assert why_not_worthwhile(decode, 8, 40) is None and why_not_worthwhile(decode, 1, 512) is None
     model = tiny(1)
-    # one block over everything: a prefix cache has nothing to keep but a short prompt
+    # with one block a prefix cache stores only the short prompt
     with pytest.warns(UserWarning, match="cache='prefix' still evaluates 9") as caught:
         out = paradec.generate(model, [[1, 2]], cache="prefix", max_new_tokens=24, block_length=24)
     assert len(caught) == 1 and out.cost.share == out.forwarded_tokens / (26 * out.nfe)
-    # every block in one step: nothing but whole rows
+    # with one step per block every step evaluates whole rows
     with pytest.warns(UserWarning, match="cache='dual' still evaluates 100% .* use cache='none'"):
         paradec.generate(
             model, [[1] * 8], cache="dual", sampler="low_confidence", steps=4, max_new_tokens=16, block_length=4
@@ -429,7 +429,7 @@ WITH = [name for name in caches.names() if caches.get(name).facts.supports_suffi
 WINDOWS = [None, Suffix(0), Suffix(5), Suffix(7, "gaussian"), Suffix(8, "uniform", count=3)]
 PAIRS = [(cache, window) for cache in WITH for window in WINDOWS]
 SOME = [pair for at, pair in enumerate(PAIRS) if at % 4 == 0]
-"""Every cache and every window at least once; the others are for the long run."""
+"""Every cache and every window at least once; the other pairs are marked `full`."""
 EACH = [
     pytest.param(*pair, marks=() if pair in SOME else pytest.mark.full, id=f"{pair[0]}-{pair[1]}") for pair in PAIRS
 ]
@@ -444,7 +444,7 @@ ASKED: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_
 
 
 def rows_of(out: Any) -> list[list[int]]:
-    return [ids[there.bool()].tolist() for ids, there in zip(out.sequences, out.attention_mask, strict=True)]
+    return [ids[mask.bool()].tolist() for ids, mask in zip(out.sequences, out.attention_mask, strict=True)]
 
 
 def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str, Any]) -> None:
@@ -457,20 +457,20 @@ def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str
 @pytest.mark.thinned
 @pytest.mark.parametrize("new", [1, 3, NEW_CORNERS])
 @pytest.mark.parametrize(("cache", "window"), EACH)
-def test_unequal_rows(cache: str, window: Any, new: int) -> None:
-    asked = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
+def test_rows_of_unequal_lengths_do_not_depend_on_the_batch(cache: str, window: Any, new: int) -> None:
+    request = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
     model = tiny(2)
-    assert_alone(paradec.generate(model, ROWS_CORNERS, **asked), model, ROWS_CORNERS, asked)
+    assert_alone(paradec.generate(model, ROWS_CORNERS, **request), model, ROWS_CORNERS, request)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "window"), EACH)
-def test_templates(cache: str, window: Any) -> None:
+def test_rows_with_holes_do_not_depend_on_the_batch(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
     for new in (0, 9):
-        asked = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
-        out = paradec.generate(model, HOLES_CORNERS, **asked)
-        assert_alone(out, model, HOLES_CORNERS, asked)
+        request = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
+        out = paradec.generate(model, HOLES_CORNERS, **request)
+        assert_alone(out, model, HOLES_CORNERS, request)
         for before, row in zip(HOLES_CORNERS, rows_of(out), strict=True):
             assert MASK not in row
             assert [token for token, old in zip(row, before, strict=False) if old != MASK] == [
@@ -480,18 +480,18 @@ def test_templates(cache: str, window: Any) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "window"), EACH)
-def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
+def test_rows_of_a_refilled_batch_do_not_depend_on_it(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
-    asked = {name: value for name, value in ASKED.items() if name != "max_new_tokens"}
-    asked |= {"cache": cache, "suffix": window, "temperature": 0.1}
+    request = {name: value for name, value in ASKED.items() if name != "max_new_tokens"}
+    request |= {"cache": cache, "suffix": window, "temperature": 0.1}
     rows = [
         ([1, 2, 3], 5), ([4], 20), ([5] * 9, 1), (HOLES_CORNERS[0], 0), ([6, 7], 13), (HOLES_CORNERS[1], 4), ([8], 30),
     ]  # fmt: skip
     prompts = [{"prompt": ids, "max_new_tokens": new} for ids, new in rows]
     seen = set()
-    for out in paradec.generate_many(model, prompts, batch_size=2, errors="raise", **asked):
+    for out in paradec.generate_many(model, prompts, batch_size=2, errors="raise", **request):
         ids, new = rows[out.index]
-        assert_alone(out, model, [ids], asked | {"max_new_tokens": new})
+        assert_alone(out, model, [ids], request | {"max_new_tokens": new})
         seen.add(out.index)
     assert len(seen) == len(rows)
 
@@ -500,36 +500,36 @@ def test_a_batch_that_is_refilled(cache: str, window: Any) -> None:
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("cache", "window"), [each for each in EACH if each.values[0] != "none"])
 def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: str) -> None:
-    """With one layer keys and values are those of their own token, so that nothing but the cost may change."""
+    """In a one-layer model keys and values depend only on their token, so only the cost may change."""
     model = tiny(1, prediction=prediction)
-    asked = ASKED | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
+    request = ASKED | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
     rows = [[*range(1, 11), 11], [*range(1, 11), 12, 13], [*range(1, 11), 14, 15, 16]]
-    shared = paradec.generate(model, rows, share_prefix=True, **asked)
-    plain = paradec.generate(model, rows, **asked)
+    shared = paradec.generate(model, rows, share_prefix=True, **request)
+    plain = paradec.generate(model, rows, **request)
     assert rows_of(shared) == rows_of(plain)
     assert sum(shared.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
-    first = paradec.generate(model, rows, keep_prefix=True, **asked)
+    first = paradec.generate(model, rows, keep_prefix=True, **request)
     turn = [[*row, 7, 8] for row in rows_of(first)]
-    second = paradec.generate(model, turn, prefix=first.prefix, **asked)
-    plain = paradec.generate(model, turn, **asked)
+    second = paradec.generate(model, turn, prefix=first.prefix, **request)
+    plain = paradec.generate(model, turn, **request)
     assert rows_of(second) == rows_of(plain)
     assert sum(second.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_a_state_of_d2_goes_on_as_its_copies_do(window: Any) -> None:
+def test_copies_of_a_d2_state_decode_alike(window: Any) -> None:
     model, sampler = tiny(2), samplers.create("threshold", threshold=0.4)
     state = sampler.start(model, ROWS_CORNERS, cache=caches.create("d2", current_k=3), suffix=window, **ASKED)
     for _ in range(3):
         sampler.commit(state, sampler.step(model, state))
     others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
     evaluated = []
-    for each in (state, *others):
+    for copy_ in (state, *others):
         count = 0
-        while not each.done:
-            proposal = sampler.step(model, each)
+        while not copy_.done:
+            proposal = sampler.step(model, copy_)
             count += sum(len(query.rows) * query.positions.shape[1] for query in proposal.cost.queries)
-            sampler.commit(each, proposal)
+            sampler.commit(copy_, proposal)
         evaluated.append(count)
-    assert all(torch.equal(each.canvas, state.canvas) for each in others)
+    assert all(torch.equal(copy_.canvas, state.canvas) for copy_ in others)
     assert len(set(evaluated)) == 1

@@ -1,10 +1,9 @@
-"""d2Cache: its sets against plain loops, its bookkeeping, and the public code's traces.
+"""d2Cache: evaluated positions against plain loops, its bookkeeping, and the public code's traces.
 
-The recorded sets hold what a rollout of attention found, which ours leaves out; they rank masks by the first step's
-confidences throughout, and look for them no further than a block that has shrunk to its masks reaches
-(`AsRecorded.stop`). So the traces are replayed with their own sets: from the same positions come the same tokens, call
-for call; and with these two oversights put in, the masks of the open block and the last step's tokens that our rule
-chooses are all in the recorded sets.
+The recorded sets of positions differ from ours: they include positions from attention rollout, rank masks by the first
+step's confidence, and end at a block that has shrunk to its masks (`AsRecorded.block_ends`). So traces are replayed
+with the recorded sets, which must give the same tokens in every call. With the last two differences imitated, the masks
+of the open block and the last step's tokens that our rule chooses must be in the recorded sets.
 """
 
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize(("k", "sigma", "w"), [(3, 10.0, 4), (7, 2.0, 0)])
-def test_every_step_evaluates_the_rules_set(prediction: str, k: int, sigma: float, w: int) -> None:
+def test_every_step_evaluates_the_positions_of_the_rule(prediction: str, k: int, sigma: float, w: int) -> None:
     model, sampler = tiny(2, prediction=prediction), samplers.create("threshold", threshold=0.4)
     cache = caches.create("d2", current_k=k, sigma=sigma, inflate_w=w)
     state = sampler.start(model, ROWS, cache=cache, **ASKED)
@@ -63,17 +62,17 @@ def test_every_step_evaluates_the_rules_set(prediction: str, k: int, sigma: floa
                 assert len(fed[row]) == state.length[row]
             else:
                 assert fed[row] == d2_positions(state, row, sure[row], last[row], k, sigma, w)
-            for at, there in enumerate(proposal.available[index].tolist()):
-                if there:
-                    place = int(proposal.positions[index, at])
-                    sure[row][place] = float(proposal.quantities["confidence"][index, at])
+            for at, is_available in enumerate(proposal.available[index].tolist()):
+                if is_available:
+                    position = int(proposal.positions[index, at])
+                    sure[row][position] = float(proposal.quantities["confidence"][index, at])
         commit = sampler.commit(state, proposal)
         for index, row in enumerate(commit.rows.tolist()):
             last[row] = set(commit.positions[index][commit.selected[index]].tolist())
 
 
 class Everything(D2Cache):
-    """With all positions in its set."""
+    """d2Cache that evaluates all positions."""
 
     name: ClassVar[str] = "everything"
 
@@ -84,25 +83,25 @@ class Everything(D2Cache):
 @pytest.mark.thinned
 @pytest.mark.parametrize("suffix", [None, Suffix(6, "gaussian")], ids=str)
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_with_everything_in_its_set_it_is_no_cache(prediction: str, suffix: Suffix | None) -> None:
+def test_evaluating_all_positions_equals_no_cache(prediction: str, suffix: Suffix | None) -> None:
     model = tiny(3, prediction=prediction)
-    asked = ASKED | {"sampler": "low_confidence", "suffix": suffix, "temperature": 0.3}
-    cached = paradec.generate(model, ROWS, cache=Everything(), **asked)
-    plain = paradec.generate(model, ROWS, cache="none", **asked)
+    request = ASKED | {"sampler": "low_confidence", "suffix": suffix, "temperature": 0.3}
+    cached = paradec.generate(model, ROWS, cache=Everything(), **request)
+    plain = paradec.generate(model, ROWS, cache="none", **request)
     assert torch.equal(cached.sequences, plain.sequences)
     assert cached.cost.forwarded_tokens == plain.cost.forwarded_tokens
 
 
-def test_a_schedule_takes_more_steps_where_it_wants_more_than_is_evaluated() -> None:
+def test_a_schedule_takes_more_steps_if_it_grants_more_than_is_evaluated() -> None:
     model = tiny(1)
-    asked = ASKED | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
-    out = paradec.generate(model, ROWS, **asked)
+    request = ASKED | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
+    out = paradec.generate(model, ROWS, **request)
     assert out.row_nfe == [7] * 3 and not (out.sequences[:, -NEW:] == MASK).any()  # 5, then 3 and 2 of each block
 
 
 @dataclass(frozen=True)
 class AsRecorded(D2Cache):
-    """Evaluates what a trace says. Its own sets, with the public code's oversights, are kept in `chosen`."""
+    """Evaluate the recorded positions; append our sets, with the public code's differences, to `chosen`."""
 
     feeds: tuple[Forward, ...] = ()
     chosen: Any = None
@@ -112,7 +111,7 @@ class AsRecorded(D2Cache):
             super().observe_confidence(state, confidence, available)
 
     def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """The public loop shortens the last step's block to its masks, and counts its ends from the answer's start."""
+        """Imitate the public loop, in which blocks have the length of the last step's number of masks."""
         log, prompt = state.cache_state, int(state.prompt_length[0])
         new = log.changed_at[0] == state.row_step[0] - 1
         column = np.arange(len(new)) - prompt
@@ -125,9 +124,9 @@ class AsRecorded(D2Cache):
         inside = self.choose_masks(state, rows)[0] & (np.arange(state.canvas.shape[1]) < state.block_end[0])
         new = np.flatnonzero(log.changed_at[0] == step - 1)
         self.chosen.append({*(np.flatnonzero(inside) - shift).tolist(), *new.tolist()})
-        found = np.zeros((1, state.canvas.shape[1]), bool)
-        found[0, list(self.feeds[step].positions)] = True
-        return found
+        evaluated = np.zeros((1, state.canvas.shape[1]), bool)
+        evaluated[0, list(self.feeds[step].positions)] = True
+        return evaluated
 
 
 @pytest.mark.parametrize("numbers", some_or_all(2))
@@ -156,7 +155,7 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
 
 @dataclass(frozen=True)
 class ByDensity(LowConfidence):
-    """Ranks by confidence times certainty density of the answer: the public code's decoding "with a prior"."""
+    """Rank by confidence times certainty density of the answer: the public code's decoding "with a prior"."""
 
     sigma: float = 10.0
 

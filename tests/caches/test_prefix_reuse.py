@@ -1,4 +1,4 @@
-"""Kept and shared prefixes, and the tree that holds them."""
+"""Kept and shared prefixes, and the prefix tree."""
 
 from typing import Any
 
@@ -23,12 +23,12 @@ PREDICTIONS = ["same", "shifted"]
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 OFTEN = ["low_confidence", "credit", "wino", "freedave", "prophet_rows", "learn2pd", "s2d2"]
 EXACT_PAIRS = [(name, PREDICTIONS[index % 2]) for index, name in enumerate(EXACT_CACHES)] + [("block", "shifted")]
-"""Every exact cache, and both predictions."""
+"""Every exact cache with one prediction, and the block cache with both."""
 ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10] * 11]
 SYSTEM = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
 """Two and a half blocks of 4."""
 ENDS = tuple(range(20, 40))
-"""Random weights rarely end a row otherwise."""
+"""Many end tokens, so that rows of random models end early."""
 
 
 def request(**changes: Any) -> dict[str, Any]:
@@ -38,7 +38,8 @@ def request(**changes: Any) -> dict[str, Any]:
 def largest_gap(
     model: Model, rows: list[list[int]], cache: Any, sampler: str = "low_confidence", new: int = 10, **reuse: Any
 ) -> float:
-    """Of the scores with a cache and a prefix and those without either, over all steps on the same canvas."""
+    """Largest score difference over all steps between decoding with cache and prefix and without; inf if tokens
+    differ."""
     method = samplers.create(sampler)
     settings = {"max_new_tokens": new, "eos_early_stop": False, "seed": 1}
     ours, theirs = method.start(model, rows, cache=cache, **settings, **reuse), method.start(model, rows, **settings)
@@ -46,9 +47,9 @@ def largest_gap(
     gap = 0.0
     with torch.inference_mode():
         while not ours.done:
-            found, expected = method.step(model, ours), method.step(model, theirs)
-            gap = max(gap, float((found.scores - expected.scores)[found.available].abs().max()))
-            method.commit(ours, found)
+            proposal, expected = method.step(model, ours), method.step(model, theirs)
+            gap = max(gap, float((proposal.scores - expected.scores)[proposal.available].abs().max()))
+            method.commit(ours, proposal)
             method.commit(theirs, expected)
             if not torch.equal(ours.canvas, theirs.canvas):
                 return float("inf")
@@ -56,7 +57,7 @@ def largest_gap(
 
 
 def assert_rows_alone(together: Any, model: Model, rows: list[list[int]], extra: int = 0, **request: Any) -> None:
-    """Each row is what it is alone; the batch takes `extra` forwards more."""
+    """Assert that rows do not depend on the batch, except for `extra` additional forwards in it."""
     for index, row in enumerate(rows):
         alone = paradec.generate(model, [row], **request)
         assert together.new_tokens[index].tolist() == alone.new_tokens[0].tolist()
@@ -65,7 +66,7 @@ def assert_rows_alone(together: Any, model: Model, rows: list[list[int]], extra:
 
 
 def conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None, **changes: Any) -> list[Any]:
-    """Three turns of three rows of unequal lengths; every turn is checked against no cache and no prefix."""
+    """Decode three turns of three rows; assert that each equals decoding without cache and prefix."""
     rows, outputs = ROWS, []
     for turn in range(3):
         out = paradec.generate(model, rows, cache=cache, prefix=prefix, keep_prefix=True, **request(**changes))
@@ -83,7 +84,7 @@ def conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None, **c
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
-def test_three_turns_are_what_they_are_without_reuse(cache: str, prediction: str) -> None:
+def test_three_turns_equal_those_without_reuse(cache: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
     outputs = conversation(model, cache)
     assert outputs[0].cost.reused_tokens == [0, 0, 0]
@@ -96,7 +97,7 @@ def test_three_turns_are_what_they_are_without_reuse(cache: str, prediction: str
 
 
 @pytest.mark.parametrize("first", ["hierarchical", "dkv_decode", "block"])
-def test_a_prefix_is_as_exact_as_what_it_was_made_over(first: str) -> None:
+def test_a_prefix_is_exact_if_its_cache_is(first: str) -> None:
     model, rows = tiny(2, "block_causal"), ROWS
     prefix = None
     for cache in (first, "block", "prefix"):
@@ -106,7 +107,7 @@ def test_a_prefix_is_as_exact_as_what_it_was_made_over(first: str) -> None:
         prefix, rows = out.prefix, [[*row, 5, 5] for row in out.prefix.tokens]
 
 
-def test_keys_of_causal_calls_are_shared_with_their_like_alone() -> None:
+def test_keys_of_causal_calls_are_shared_only_with_causal_calls() -> None:
     model, causal, other = tiny(2, "block_causal"), samplers.create("s2d2"), samplers.create("s2d2", causal=False)
     outputs = conversation(model, "block", sampler=causal)
     assert outputs[-1].prefix.exact and outputs[-1].prefix.causal_keys
@@ -145,7 +146,7 @@ def test_forwarded_tokens_drop_by_what_was_reused() -> None:
     "sampler", [*OFTEN, *(pytest.param(name, marks=pytest.mark.full) for name in MASKED if name not in OFTEN)]
 )
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, prediction: str) -> None:
+def test_kept_keys_and_values_equal_those_of_a_forward(sampler: str, prediction: str) -> None:
     if prediction == "shifted" and sampler in MASKED and samplers.get(sampler).needs.mask_probes:
         pytest.skip("refused")
     model = tiny(3, "block_causal", prediction, ends=ENDS)
@@ -169,7 +170,7 @@ def test_what_is_kept_is_what_a_forward_of_the_tokens_makes(sampler: str, predic
             for layer, pair in expected.layers.items():
                 for ours, theirs in zip(out.prefix.layers[layer], pair, strict=True):
                     torch.testing.assert_close(ours[index, : len(tokens)], theirs[0], rtol=0, atol=1e-12)
-        assert longest >= (12 if sampler in OFTEN else 8)  # the prompts' blocks, and one more
+        assert longest >= (12 if sampler in OFTEN else 8)  # the prompt's blocks and one more
         assert out.prefix.nbytes == 2 * 3 * 3 * longest * 2 * 8 * 8
 
 
@@ -184,13 +185,13 @@ def test_only_what_is_common_is_reused() -> None:
 
 
 def whole_blocks(prediction: str, common: int, prompt: int) -> int:
-    """How many leading positions can be taken over: common blocks of 4 before the first undecided position's logits."""
+    """Number of reusable leading positions: whole common blocks of 4 before the logits of the first mask."""
     logits_at = prompt - (prediction == "shifted")
     return sum(4 for end in range(4, 200, 4) if end <= common and end <= logits_at)
 
 
 def reused(model: Model, rows: list[list[int]], **reuse: Any) -> list[int]:
-    """How many leading positions of each row a request does not evaluate."""
+    """Number of reused leading positions of each row."""
     return samplers.create("low_confidence").start(model, rows, cache="block", **reuse).reused.tolist()
 
 
@@ -204,7 +205,7 @@ def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
     expected = [whole_blocks(prediction, size, size) for size in range(1, len(kept))]
     assert reused(model, rows, prefix=first) == expected and {0, 4, 8, 12} <= set(expected)
     assert largest_gap(model, rows, "block", new=4, prefix=first) < 1e-12
-    # what follows the kept tokens is new; one row has a copy of them, and two read them in place
+    # tokens after the kept ones are new; one row copies the kept keys, two rows read them in place
     for beyond in (0, 1, 3, 4):
         rows = [kept + [31] * beyond, kept + [32] * beyond][: 1 + beyond % 2]
         count = whole_blocks(prediction, len(kept), len(kept) + beyond)
@@ -291,7 +292,7 @@ def test_a_kept_prefix_that_all_rows_begin_with_is_read_in_place() -> None:
     assert largest_gap(model, rows, "block", prefix=out.prefix) < 1e-12
 
 
-def test_what_cannot_be_shared_is_left_alone() -> None:
+def test_rows_without_a_common_block_share_nothing() -> None:
     model = tiny(1, "block_causal")
     for rows in ([SYSTEM], [[1, 2, 3, 4], [1, 2, 3, 5]]):
         out = paradec.generate(model, rows, cache="block", share_prefix=True, **request())
@@ -312,17 +313,17 @@ def test_attention_over_a_shared_prefix_is_attention_over_both(
     prefix_keys, prefix_values = torch.randn(2, 4, 2, 8, dtype=torch.float64)
     mask = {"none": None, "all": torch.rand(3, 1, 1, 7) > 0.4, "each": torch.rand(3, 1, 5, 7) > 0.4}[columns]
     if columns == "each":
-        mask[1, :, 2] = False  # a column that sees the prefix alone
-    found = shared_prefix.attend_shared(query, keys, values, mask, (prefix_keys, prefix_values), 0.3)
+        mask[1, :, 2] = False  # a column that sees only the prefix
+    output = shared_prefix.attend_shared(query, keys, values, mask, (prefix_keys, prefix_values), 0.3)
     both = [
-        torch.cat((common.transpose(0, 1).expand(3, -1, -1, -1), own), 2)
-        for common, own in ((prefix_keys, keys), (prefix_values, values))
+        torch.cat((common.transpose(0, 1).expand(3, -1, -1, -1), suffix), 2)
+        for common, suffix in ((prefix_keys, keys), (prefix_values, values))
     ]
     wide = None if mask is None else torch.cat((torch.ones(*mask.shape[:3], 4, dtype=torch.bool), mask), -1)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, *both, attn_mask=wide, scale=0.3, enable_gqa=True
     )
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, expected.transpose(1, 2), rtol=0, atol=1e-12)
 
 
 @pytest.mark.thinned
@@ -330,7 +331,7 @@ def test_attention_over_a_shared_prefix_is_attention_over_both(
     ("cache", "prediction"), [("prefix", "same"), ("dual", "shifted"), ("dkv_decode", "shifted"), ("dkv_pd", "same")]
 )
 def test_bidirectional_models_are_exact_with_one_layer_alone(cache: str, prediction: str) -> None:
-    # three layers: what the prefix did not see changes its keys in the second, and what others see of it in the third
+    # later tokens change the prefix's keys from the second layer on, and scores from the third
     for layers in (1, 3):
         model = tiny(layers, prediction=prediction)
         kept = paradec.generate(model, ROWS, cache=cache, keep_prefix=True, **request()).prefix
@@ -358,7 +359,7 @@ def kept() -> tuple[Model, KeptPrefix]:
     return model, paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
 
 
-def test_a_prefix_of_something_else_is_refused(kept: Any) -> None:
+def test_a_prefix_of_another_model_or_dtype_is_refused(kept: Any) -> None:
     model, prefix = kept
     with pytest.raises(ValueError, match="prefix and share_prefix=True both say what rows begin with"):
         paradec.generate(model, [SYSTEM], cache="block", prefix=prefix, share_prefix=True)
@@ -368,9 +369,9 @@ def test_a_prefix_of_something_else_is_refused(kept: Any) -> None:
     narrow = caches.create("block", store_dtype="float32")
     with pytest.raises(ValueError, match="kept in torch.float64 and cache='block' would store torch.float32"):
         paradec.generate(model, [SYSTEM], cache=narrow, prefix=prefix)
-    own = paradec.generate(model, [SYSTEM], cache=narrow, keep_prefix=True, **request()).prefix
-    assert own.dtype == torch.float32
-    assert paradec.generate(model, [SYSTEM], cache=narrow, prefix=own, **request()).cost.reused_tokens == [8]
+    narrow_prefix = paradec.generate(model, [SYSTEM], cache=narrow, keep_prefix=True, **request()).prefix
+    assert narrow_prefix.dtype == torch.float32
+    assert paradec.generate(model, [SYSTEM], cache=narrow, prefix=narrow_prefix, **request()).cost.reused_tokens == [8]
 
 
 def test_a_prefix_is_refused_once_weights_have_changed() -> None:
@@ -382,7 +383,7 @@ def test_a_prefix_is_refused_once_weights_have_changed() -> None:
         paradec.generate(model, [SYSTEM], cache="block", prefix=prefix)
 
 
-def test_memory_is_given_back() -> None:
+def test_release_frees_the_memory() -> None:
     model = tiny(2, "block_causal")
     out = paradec.generate(model, [SYSTEM] * 2, cache="block", keep_prefix=True, **request())
     assert out.prefix.nbytes == 8 * 2 * 2 * 2 * 8 * 2 * len(out.prefix.tokens[0]) and out.prefix.dtype == torch.float64
@@ -398,7 +399,7 @@ ROW = 2 * 2 * 4  # bytes of a token: keys and values of two float32 each
 
 
 def layers(tokens: list[int], salt: int = 0) -> Layers:
-    """Keys and values that say which tokens are before them."""
+    """Keys and values that depend on all tokens up to theirs."""
     sums = [hash((salt, *tokens[: at + 1])) % 1000 for at in range(len(tokens))]
     values = torch.tensor(sums, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
     return {0: (values, -values)}
@@ -411,16 +412,16 @@ WORDS = st.lists(st.integers(0, 1), max_size=14)
     st.lists(st.tuples(st.sampled_from(("add", "find", "clear")), WORDS, st.integers(0, 1)), max_size=40),
     st.integers(0, 12),
 )
-def test_it_is_a_dictionary_of_beginnings_that_forgets_the_oldest(
+def test_the_prefix_tree_equals_a_dictionary_with_least_recently_used_eviction(
     calls: list[tuple[str, list[int], int]], most: int
 ) -> None:
     tree, budget = PrefixTree(BLOCK, most * BLOCK * ROW), most
-    known: dict[tuple[int, tuple[int, ...]], int] = {}  # beginnings of whole blocks, and when they were used
+    known: dict[tuple[int, tuple[int, ...]], int] = {}  # beginning -> time of last use
     clock = 0
 
     def path(tokens: list[int], salt: int) -> list[tuple[int, tuple[int, ...]]]:
         found = [(salt, tuple(tokens[:at])) for at in range(BLOCK, len(tokens) + 1, BLOCK)]
-        return found[: next((at for at, each in enumerate(found) if each not in known), len(found))]
+        return found[: next((at for at, beginning in enumerate(found) if beginning not in known), len(found))]
 
     for what, tokens, salt in calls:
         if what == "clear":
@@ -437,12 +438,12 @@ def test_it_is_a_dictionary_of_beginnings_that_forgets_the_oldest(
                 assert torch.equal(keys, expected[0][:count]) and torch.equal(values, expected[1][:count])
         else:
             whole = len(tokens) // BLOCK * BLOCK
-            own = {at: (k[before:], v[before:]) for at, (k, v) in layers(tokens, salt).items()}
-            assert tree.add(tokens, own, before, salt) == max(min(whole, budget * BLOCK) - before, 0)
+            new_layers = {at: (k[before:], v[before:]) for at, (k, v) in layers(tokens, salt).items()}
+            assert tree.add(tokens, new_layers, before, salt) == max(min(whole, budget * BLOCK) - before, 0)
             known |= {(salt, tuple(tokens[:at])): 0 for at in range(BLOCK, whole + 1, BLOCK) if at > before}
-        for each in reversed(path(tokens, salt)):
+        for beginning in reversed(path(tokens, salt)):
             clock += 1
-            known[each] = clock
+            known[beginning] = clock
         while len(known) > budget:
             leaves = [
                 (s, t) for s, t in known if not any(o == s and len(u) > len(t) and u[: len(t)] == t for o, u in known)
@@ -451,7 +452,7 @@ def test_it_is_a_dictionary_of_beginnings_that_forgets_the_oldest(
         assert len(tree) == len(known) * BLOCK and tree.nbytes == len(known) * BLOCK * ROW
 
 
-def test_what_is_not_finite_is_not_kept() -> None:
+def test_nonfinite_keys_are_not_kept() -> None:
     tree = PrefixTree(BLOCK, 10_000)
     keys = torch.zeros(9, 1, 2)
     keys[4, 0, 1] = float("nan")

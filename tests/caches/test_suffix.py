@@ -1,5 +1,4 @@
-"""Suffix windows: a plain loop says the same, nothing is left out of a window that covers the answer, rows are
-independent, and what cannot have one is refused by name."""
+"""Suffix windows: equality with a plain loop, windows that cover the answer, evaluated positions, and short forms."""
 
 import math
 from typing import Any
@@ -31,7 +30,7 @@ def answers(out: Any) -> list[list[int]]:
 
 
 def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
-    """The masks after a block that ends at `end`: one number each, compared or ranked."""
+    """The masks that remain in the window after a block that ends at `end`, chosen by one random number each."""
     after = list(range(end, min(end + suffix.window, length)))
     if suffix.density == "cut" or not after:
         return after
@@ -46,16 +45,16 @@ def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[in
 
 
 def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
-    """One token a step, the most confident of the block, of a row from which the other masks are missing."""
+    """Decode one token per step, the most confident of the block, in a row without the masks outside the window."""
     row, length = [*prompt, *[MASK] * NEW], len(prompt) + NEW
     for start in range(len(prompt), length, BLOCK):
         end = start + BLOCK
-        there = [*range(end), *kept_of(suffix, prompt, end, length)]
+        present = [*range(end), *kept_of(suffix, prompt, end, length)]
         for _ in range(BLOCK):
-            ids = torch.tensor([[row[position] for position in there]])
+            ids = torch.tensor([[row[position] for position in present]])
             with torch.no_grad():
-                seen = everything(len(there))
-                logits = model.module(ids, attention_mask=seen, position_ids=torch.tensor([there])).logits[0]
+                seen = everything(len(present))
+                logits = model.module(ids, attention_mask=seen, position_ids=torch.tensor([present])).logits[0]
             logits[:, MASK] = -torch.inf
             sure, tokens = logits.softmax(-1).max(-1)
             best = max((p for p in range(start, end) if row[p] == MASK), key=lambda p: (float(sure[p]), -p))
@@ -65,7 +64,7 @@ def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("suffix", SOME, ids=str)
-def test_a_plain_loop_says_the_same(suffix: Suffix) -> None:
+def test_suffix_windows_equal_a_plain_loop(suffix: Suffix) -> None:
     model = tiny(2)
     out = paradec.generate(model, ROWS, sampler="low_confidence", suffix=suffix, **ASKED)
     assert answers(out) == [plain_loop(model, prompt, suffix) for prompt in ROWS]
@@ -79,28 +78,28 @@ def test_a_plain_loop_says_the_same(suffix: Suffix) -> None:
 def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, prediction: str, window: int) -> None:
     model = tiny(3, prediction=prediction)
     cache = caches.create("vicinity", prefix_look=2, after_look=2, warmup_steps=0) if cache == "vicinity" else cache
-    asked = ASKED | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
-    plain = paradec.generate(model, ROWS, **asked)
+    request = ASKED | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
+    plain = paradec.generate(model, ROWS, **request)
     for suffix in (Suffix(window), Suffix(window, "uniform", count=window)):
-        out = paradec.generate(model, ROWS, suffix=suffix, **asked)
+        out = paradec.generate(model, ROWS, suffix=suffix, **request)
         assert answers(out) == answers(plain)
         assert out.cost == plain.cost
 
 
 @pytest.mark.parametrize("cache", WITH)
-def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
+def test_masks_outside_the_window_are_neither_evaluated_nor_seen(cache: str) -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
     state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **ASKED)
     left_out = 0
     while not state.done:
-        there = state.present.copy()
+        present = state.present.copy()
         proposal = sampler.step(model, state)
         for query in proposal.cost.queries:
             for row, positions in zip(query.rows, query.positions, strict=True):
-                assert there[row, positions].all()
+                assert present[row, positions].all()
                 left_out += state.length[row] - len(set(positions.tolist()))
         if state.store is not None:
-            assert not (state.store.valid.numpy() & ~there).any()
+            assert not (state.store.valid.numpy() & ~present).any()
         sampler.commit(state, proposal)
     assert left_out > 0
 
@@ -110,19 +109,19 @@ def test_what_is_missing_is_neither_evaluated_nor_seen(cache: str) -> None:
 def test_given_text_after_the_window_is_context(cache: str) -> None:
     model = tiny(3)
     holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
-    asked = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
-    first = paradec.generate(model, [holes], **asked).sequences[0]
-    other = paradec.generate(model, [[*holes[:-1], 9]], **asked).sequences[0]
+    request = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
+    first = paradec.generate(model, [holes], **request).sequences[0]
+    other = paradec.generate(model, [[*holes[:-1], 9]], **request).sequences[0]
     assert first[:10].tolist() != other[:10].tolist()
-    wide = paradec.generate(model, [holes], **asked | {"suffix": 64}).sequences
-    assert torch.equal(wide, paradec.generate(model, [holes], **asked | {"suffix": None}).sequences)
+    wide = paradec.generate(model, [holes], **request | {"suffix": 64}).sequences
+    assert torch.equal(wide, paradec.generate(model, [holes], **request | {"suffix": None}).sequences)
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_positions_evaluated(cache: str) -> None:
     prompt, new, window = 3, 40, 6
-    asked = ASKED | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
-    out = paradec.generate(tiny(1), [[1, 2, 3]], **asked)
+    request = ASKED | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
+    out = paradec.generate(tiny(1), [[1, 2, 3]], **request)
     total = 0
     for start in range(prompt, prompt + new, BLOCK):
         ahead = min(window, prompt + new - start - BLOCK)
@@ -133,10 +132,10 @@ def test_positions_evaluated(cache: str) -> None:
 
 @pytest.mark.parametrize(("prediction", "nearest"), [("same", 0.798), ("shifted", 0.638)])
 def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
-    found = Suffix(256, "gaussian").probabilities(prediction, 256)
-    assert found.shape == (256,) and found[0] == pytest.approx(nearest, abs=1e-3)
-    assert found[-1] == pytest.approx(found[0] * math.exp(-8), rel=1e-9)
-    assert (np.diff(found) < 0).all()
+    p = Suffix(256, "gaussian").probabilities(prediction, 256)
+    assert p.shape == (256,) and p[0] == pytest.approx(nearest, abs=1e-3)
+    assert p[-1] == pytest.approx(p[0] * math.exp(-8), rel=1e-9)
+    assert (np.diff(p) < 0).all()
 
 
 @pytest.mark.parametrize(
@@ -163,11 +162,11 @@ def test_models_without_position_ids_may_have_a_cut_window() -> None:
 def test_several_open_blocks(cache: str) -> None:
     model, window = tiny(2), 3
     rule = samplers.create("entropy_threshold", threshold=1.0)
-    asked = {"max_new_tokens": 24, "blocks": PipelinedBlocks(4, add=0.5), "sampler": rule, "cache": cache, "seed": 1}
-    asked |= {"eos_early_stop": False, "trace": True}
-    plain = paradec.generate(model, ROWS, **asked)
-    assert answers(paradec.generate(model, ROWS, suffix=24, **asked)) == answers(plain)
-    cut = paradec.generate(model, ROWS, suffix=window, **asked)
+    request = {"max_new_tokens": 24, "blocks": PipelinedBlocks(4, add=0.5), "sampler": rule, "cache": cache, "seed": 1}
+    request |= {"eos_early_stop": False, "trace": True}
+    plain = paradec.generate(model, ROWS, **request)
+    assert answers(paradec.generate(model, ROWS, suffix=24, **request)) == answers(plain)
+    cut = paradec.generate(model, ROWS, suffix=window, **request)
     several = 0
     for row, prompt in enumerate(ROWS):
         for step in cut.trace.steps:
@@ -177,5 +176,5 @@ def test_several_open_blocks(cache: str) -> None:
             several += end - start > 4
             last = max(stop for _, stop in step.evaluated[row])
             assert last == min(end + window, len(prompt) + 24) or cache == "dual" and last <= end + window
-        assert answers(paradec.generate(model, [prompt], suffix=window, **asked)) == [answers(cut)[row]]
+        assert answers(paradec.generate(model, [prompt], suffix=window, **request)) == [answers(cut)[row]]
     assert several
