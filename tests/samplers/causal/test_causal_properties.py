@@ -29,7 +29,7 @@ NEGATIVE = [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
 """Shorter than the prompt, and longer than every prompt."""
 
 
-def factory(name: str, **settings: Any) -> Callable[[], CausalSampler]:
+def lazy(name: str, **settings: Any) -> Callable[[], CausalSampler]:
     return lambda: samplers.create(name, **settings)
 
 
@@ -38,18 +38,18 @@ def with_drafter(**settings: Any) -> Callable[[], CausalSampler]:
 
 
 METHODS: dict[str, Callable[[], CausalSampler]] = {
-    "sjd": factory("sjd", window=5), "sjd, wide": factory("sjd", window=16), "sjd, token by token": factory("sjd", window=1),
-    "sjd, repeat": factory("sjd", window=5, init="repeat_horizontal"),
-    "sjd, sample": factory("sjd", window=5, init="sample_horizontal"),
-    "sjd, keep": factory("sjd", window=4, refresh="keep"),
-    "sjd, one-hot": factory("sjd", window=4, guess_distribution="one_hot"),
-    "sjd_pac": factory("sjd_pac", window=4, siblings=3, branching=2), "scd": factory("scd", window=5),
-    "scd, maximal": factory("scd", window=5, refresh="maximal"),
-    "scd, siblings": factory("scd", window=6, refresh="maximal", siblings=3, branching=2),
-    "scd, siblings of noise": factory("scd", window=6, refresh="gumbel", siblings=3, branching=2),
-    "jacobi": factory("jacobi", window=5), "jacobi, pool": factory("jacobi", window=6, pool=3),
-    "jacobi, blocks": factory("jacobi", group=5),
-    "jacobi, blocks as published": factory("jacobi", group=5, early_exit="published"), "speculative": with_drafter(),
+    "sjd": lazy("sjd", window=5), "sjd, wide": lazy("sjd", window=16), "sjd, token by token": lazy("sjd", window=1),
+    "sjd, repeat": lazy("sjd", window=5, init="repeat_horizontal"),
+    "sjd, sample": lazy("sjd", window=5, init="sample_horizontal"),
+    "sjd, keep": lazy("sjd", window=4, refresh="keep"),
+    "sjd, one-hot": lazy("sjd", window=4, guess_distribution="one_hot"),
+    "sjd_pac": lazy("sjd_pac", window=4, siblings=3, branching=2), "scd": lazy("scd", window=5),
+    "scd, maximal": lazy("scd", window=5, refresh="maximal"),
+    "scd, siblings": lazy("scd", window=6, refresh="maximal", siblings=3, branching=2),
+    "scd, siblings of noise": lazy("scd", window=6, refresh="gumbel", siblings=3, branching=2),
+    "jacobi": lazy("jacobi", window=5), "jacobi, pool": lazy("jacobi", window=6, pool=3),
+    "jacobi, blocks": lazy("jacobi", group=5),
+    "jacobi, blocks as published": lazy("jacobi", group=5, early_exit="published"), "speculative": with_drafter(),
     "speculative, wide": with_drafter(window=9), "speculative, tree": with_drafter(tree=(2, 2, 1)),
     "speculative, naive tree": with_drafter(tree=((0,), (1,), (0, 0), (0, 0, 0)), rule="naive"),
     "speculative, greedy tree": with_drafter(tree=(3, 2), rule="greedy"),

@@ -1,4 +1,4 @@
-"""FreeDave: the base's tokens in fewer forwards, for any base, cache and layout of the drafts."""
+"""FreeDave gives the base sampler's tokens in fewer forwards, with every base, cache and draft mode."""
 
 import re
 from types import SimpleNamespace
@@ -33,25 +33,25 @@ MASK, END = 12, 13
 
 
 class Denoisers(nn.Module):
-    """512 random denoisers in one module: the first three tokens of a row, as octal digits, say which is asked."""
+    """512 random denoisers in one module; a row's first three tokens, as octal digits, select one."""
 
     def __init__(self, width: int = 8, longest: int = 16):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
-        made = torch.Generator().manual_seed(0)
-        normal = lambda *shape: torch.randn(shape, generator=made, dtype=torch.float64)  # noqa: E731
+        generator = torch.Generator().manual_seed(0)
+        normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
         self.embeddings, self.places = normal(VOCAB, width), normal(longest, width)
         self.mix = normal(DIGITS**3, width, width) / width**0.5
         self.readout = normal(DIGITS**3, width, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        which = (input_ids[:, :3] * torch.tensor([64, 8, 1])).sum(1)
+        task = (input_ids[:, :3] * torch.tensor([64, 8, 1])).sum(1)
         hidden = self.embeddings[input_ids] + self.places[: input_ids.shape[1]]
-        # what stands near counts more, so that a step changes some predictions and leaves others
+        # near tokens have more weight, so that a step changes only some predictions
         near = torch.arange(input_ids.shape[1])
         weights = torch.exp(-(near[:, None] - near).abs().double())
-        hidden = torch.tanh(weights @ hidden @ self.mix[which])
-        return hidden @ self.readout[which]
+        hidden = torch.tanh(weights @ hidden @ self.mix[task])
+        return hidden @ self.readout[task]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ BASES = [
     ("factor", {}),
     ("maskgit_plus", {"steps": 8}),
     ("entropy", {"steps": 6}),
-    (CARRY, {"steps": 4, "block_length": 8}),  # counts what it refused
+    (CARRY, {"steps": 4, "block_length": 8}),  # carries unused quota
     ({"sampler": "klass", "confidence_threshold": 0.3, "kl_threshold": 0.5}, {"block_length": 8}),
     ({"sampler": "credit", "threshold": 0.95}, {"block_length": 8}),  # these remember distributions
 ]
@@ -75,7 +75,9 @@ BASES = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("base", "request_"), BASES, ids=lambda value: str(getattr(value, "name", value)))
-def test_500_denoisers(denoisers: tuple[Model, list[list[int]]], base: Any, request_: dict) -> None:
+def test_freedave_gives_the_tokens_of_its_base_on_500_denoisers(
+    denoisers: tuple[Model, list[list[int]]], base: Any, request_: dict
+) -> None:
     model, prompts = denoisers
     arguments = {"max_new_tokens": 8, "block_length": 4, "seed": 1} | request_
     method = FreeDave(base).base
@@ -187,11 +189,11 @@ def test_every_forward_by_hand(
                         {(i, token_id, round(score, 9)) for r, i, token_id, score in entries if r == row}
                     )
             expected = [hand.decode(prompt, 10, size) for prompt in chosen]
-        for row, found in enumerate(expected):
-            assert commits[row] == found["commits"]
-            assert state.canvas[row, : state.end[row]].tolist() == found["row"]
-            assert state.row_step[row] == found["steps"] and state.stopped[row] == found["stopped"]
-            assert state.decided[row] == found["decided"] and state.nfe[row] == len(commits[row])
-            inside += found["stopped"] and found["steps"] > len(commits[row])
-            beyond += found["beyond"] > 0
+        for row, reference in enumerate(expected):
+            assert commits[row] == reference["commits"]
+            assert state.canvas[row, : state.end[row]].tolist() == reference["row"]
+            assert state.row_step[row] == reference["steps"] and state.stopped[row] == reference["stopped"]
+            assert state.decided[row] == reference["decided"] and state.nfe[row] == len(commits[row])
+            inside += reference["stopped"] and reference["steps"] > len(commits[row])
+            beyond += reference["beyond"] > 0
     assert inside and beyond  # some rows ended after an accepted draft, some before another one

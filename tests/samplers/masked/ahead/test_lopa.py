@@ -1,4 +1,4 @@
-"""LoPA's branches: nothing without them, the best one with them."""
+"""LoPA: equal to the base without branches; with branches, equal to a plain loop that selects the best one."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +28,14 @@ def commits(out: Any) -> list[list[tuple]]:
 
 
 def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
-    asked = {"max_new_tokens": 12, "eos_early_stop": False, "trace": True, "seed": 3, "block_length": None}
-    return paradec.generate(model, rows, **asked | request)
+    defaults = {"max_new_tokens": 12, "eos_early_stop": False, "trace": True, "seed": 3, "block_length": None}
+    return paradec.generate(model, rows, **defaults | request)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("base", ["threshold", "credit"])
 @pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
-def test_without_branches_it_is_the_base(base: str, cache: str, model: Model) -> None:
+def test_lopa_without_branches_equals_its_base(base: str, cache: str, model: Model) -> None:
     for request in ({"block_length": 6, "temperature": 0.7}, {"blocks": PipelinedBlocks(3, add=0.3)}):
         ours, theirs = (decode(model, sampler=s, cache=cache, **request) for s in (LoPA(base, branches=0), base))
         assert commits(ours) == commits(theirs)
@@ -65,22 +65,22 @@ def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> N
         canvas, expected, ahead, end = [1, 2, 3, *[MASK] * 12], [], [], 3 + size
 
         def must(ids: list[int], end: int, policy: Any = policy, size: int = size) -> list[range]:
-            """The open blocks with something undecided that commit something in any case."""
+            """The unfinished open blocks that must commit at least one position."""
             blocks = [range(at, at + size) for at in range(3, end, size)]
-            left = [sum(ids[i] == MASK for i in block) for block in blocks]
-            first = next((at for at, count in enumerate(left) if count), len(left))
+            masks = [sum(ids[i] == MASK for i in block) for block in blocks]
+            first = next((at for at, count in enumerate(masks) if count), len(masks))
             if getattr(policy, "forced", "first") == "first":
                 return blocks[first : first + 1]
-            active = [at <= first or 1 - left[at - 1] / size >= policy.full for at in range(len(blocks))]
-            return [blocks[at] for at in range(len(blocks)) if left[at] and active[at]]
+            active = [at <= first or 1 - masks[at - 1] / size >= policy.full for at in range(len(blocks))]
+            return [blocks[at] for at in range(len(blocks)) if masks[at] and active[at]]
 
         while MASK in canvas:
             open_ = range(3, end)
             rows = [(canvas, 1.0)]
             for sure, position, token in sorted(ahead, key=lambda entry: (-entry[0], entry[1]))[:3]:
                 rows.append(([*canvas[:position], token, *canvas[position + 1 :]], sure))
-            judged = []
-            for ids, own in rows:
+            evaluated = []
+            for ids, draft_score in rows:
                 with torch.no_grad():
                     visible = torch.ones(1, 1, 15, 15, dtype=torch.bool)
                     logits = model.module(torch.tensor([ids]), attention_mask=visible, use_cache=False).logits[0]
@@ -89,22 +89,22 @@ def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> N
                 sure = {i: float((p[i][p[i] > 0] * p[i][p[i] > 0].log()).sum()) for i in open_ if ids[i] == MASK}
                 lowest = sorted(sure.values())[: max(1, int(len(sure) * tail))]
                 future = sum(lowest) / len(lowest) if lowest else 1.0
-                judged.append((alpha * own + (1 - alpha) * future, ids, p, sure))
-            best = max(range(len(rows)), key=lambda at: (judged[at][0], -((at - 1) % len(rows))))
+                evaluated.append((alpha * draft_score + (1 - alpha) * future, ids, p, sure))
+            best = max(range(len(rows)), key=lambda at: (evaluated[at][0], -((at - 1) % len(rows))))
             winners.add(best)
-            _, ids, p, sure = judged[best]
-            found = {i for i in sure if p[i].max() >= 0.5}
+            _, ids, p, sure = evaluated[best]
+            chosen = {i for i in sure if p[i].max() >= 0.5}
             for block in must(ids, end):
-                own = [i for i in block if ids[i] == MASK]
-                if not found & set(own):
-                    found.add(max(own, key=lambda i: (float(p[i].max()), -i)))
+                masks = [i for i in block if ids[i] == MASK]
+                if not chosen & set(masks):
+                    chosen.add(max(masks, key=lambda i: (float(p[i].max()), -i)))
             filled += must(ids, end)[:1] not in ([], must(canvas, end)[:1])
-            after = [int(p[i].argmax()) if i in found else token for i, token in enumerate(ids)]
+            after = [int(p[i].argmax()) if i in chosen else token for i, token in enumerate(ids)]
             expected.append([(0, i, after[i]) for i in open_ if after[i] != canvas[i]])
-            ahead = [(sure[i], i, int(p[i].argmax())) for i in sure if i not in found]
+            ahead = [(sure[i], i, int(p[i].argmax())) for i in sure if i not in chosen]
             canvas = after
-            left = sum(canvas[i] == MASK for i in range(end - size, end))
-            if (MASK not in canvas[:end] or size - left >= add * size) and end < 15:
+            remaining = sum(canvas[i] == MASK for i in range(end - size, end))
+            if (MASK not in canvas[:end] or size - remaining >= add * size) and end < 15:
                 end += size
         assert commits(out) == expected
     pipelined = isinstance(lengths[0], PipelinedBlocks)
@@ -125,16 +125,16 @@ def test_ties_go_to_the_first_branch() -> None:
     assert [[p for _, p, _ in step] for step in commits(out)] == [[1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_what_is_evaluated_is_counted(model: Model) -> None:
+def test_branches_are_counted(model: Model) -> None:
     out = decode(model, [[1, 2, 3]], sampler=LoPA(Threshold(1.0), branches=2), block_length=12)
-    left, rows = [12], 0
+    remaining, rows = [12], 0
     for step in commits(out):
-        rows += 1 + min(2, left[-1]) * (len(left) > 1)
-        left.append(left[-1] - len(step))
+        rows += 1 + min(2, remaining[-1]) * (len(remaining) > 1)
+        remaining.append(remaining[-1] - len(step))
     assert out.nfe == len(out.trace.steps) and out.row_forwards == rows
     assert out.forwarded_tokens == 15 * rows
     lost = [len(step.rejected) for step in out.trace.steps[1:]]
-    assert all(number <= min(2, n) for number, n in zip(lost, left[1:], strict=False)) and sum(lost) > 3
+    assert all(number <= min(2, n) for number, n in zip(lost, remaining[1:], strict=False)) and sum(lost) > 3
 
 
 def test_caches_that_are_exact_on_block_causal_models() -> None:

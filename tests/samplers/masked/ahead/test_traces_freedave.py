@@ -1,15 +1,15 @@
-"""Traces of FreeDave's public code, replayed in float64, with the mask's own probability in the softmax as it is there.
+"""Traces of FreeDave's public code, replayed in float64, with the mask's probability in the softmax.
 
-Static decoding is compared call for call. The public code keeps what a forward found until the next one has verified
-it, ours commits its first step at once: after every forward ours stands one step of the base further
-(`assert_one_step_ahead`). Forwards are equal in number, and evaluate what the reference's do less the draft that fills
-the block. What differs:
-- With a threshold, the public code also calls the model on full blocks, at most once a block; ours does not.
+Static decoding is compared call by call. The public code commits a forward's first step after the next forward has
+verified it; ours commits it at once. So after every forward ours is one step of the base ahead
+(`assert_one_step_ahead`). The number of forwards is equal. Each evaluates the same drafts, except the draft that fills
+the block. Differences:
+- With a threshold, the public code also calls the model on full blocks, at most once per block; ours does not.
 - Its cached decoder for Dream commits a block's first token without logits (`traces.force_first_position`).
-- Of its eager mode, which drafts into the next block, the final tokens are compared.
+- In its eager mode, which drafts into the next block, only final tokens are compared.
 
-`test_by_answers` compares ours without any of this. By default two cases of traces with every pair of settings are
-replayed (`traces.often`), and all with `-m full`, in float32 too: final tokens are compared there.
+`test_by_answers` compares ours without these changes. By default two cases of a few traces are replayed, which cover
+every pair of settings. `-m full` replays all cases, and also in float32, where final tokens are compared.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ STATIC = [name for name in NAMES if trace_head(name)["settings"]["method"] == "s
 
 
 class WeighsMask:
-    """Reads probabilities as the public code does: the mask is no candidate, but has its share."""
+    """A mixin that keeps the mask's probability in the softmax, like the public code."""
 
     def weighs_mask(self, state: Any) -> bool:
         return True
@@ -110,18 +110,19 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
 
 
 def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
-    """Call for call, ours has committed what the reference has and the base's next step, if the block had one left.
-    `forced`: but for the token that both commit when they open a block."""
+    """Assert that after each call ours has the reference's commits and the base's next step in the block, if any.
+
+    forced: both commit the block's first token when it opens."""
     length, drafts = settings["block_length"], settings["draft_steps"]
     by_threshold = settings.get("confidence_threshold") is not None
     ours, mine, other = iter(row.ours), set(), set()
     for number, call in enumerate(row.theirs):
         where = f"{row.where}, call {number}"
         block = len(other) // length
-        left = (block + 1) * length - len(other)
+        remaining = (block + 1) * length - len(other)
         full = len(mine) == (block + 1) * length
         if full:
-            assert by_threshold and left, where  # it verifies the step that fills the block
+            assert by_threshold and remaining, where  # the call verifies the step that fills the block
         else:
             left_of_ours, mine_before = (block + 1) * length - len(mine), set(mine)
             one: Call = next(ours)
@@ -131,8 +132,8 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
             assert other == mine, where
             continue
         opens = len(mine_before) == block * length
-        # a call of theirs evaluates as many drafts as the block has masks, the last of them full
-        count = 1 if opens else min(drafts, left)
+        # their calls evaluate up to one draft per mask of the block; the last draft is a full block
+        count = 1 if opens else min(drafts, remaining)
         assert call.evaluated % count == 0, where
         assert one.evaluated == call.evaluated // count * (1 if opens else min(drafts, left_of_ours)), where
         assert mine_before <= other <= mine, where

@@ -1,4 +1,4 @@
-"""The device-side step against the plain loop, uncaptured; that it could be captured; and when it is refused."""
+"""The device-side step: equality with the plain loop, whether it can be captured, and unsupported requests."""
 
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", 
 
 @pytest.fixture(autouse=True)
 def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding to 64 positions would be most of what these models compute."""
+    """Pad to 16 instead of 64 positions, to save time."""
     monkeypatch.setattr(device_graphs, "COLUMN_MULTIPLE", 16)
     monkeypatch.setattr(device_engine, "WIDTH_MULTIPLE", 16)
 
@@ -140,14 +140,14 @@ def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None
             sampler, model, prompt=rows, settings=settings, cache=cache, max_new_tokens=6, block_length=4, steps=steps
         )
         loop(method, model, state)
-        for index, found in enumerate(expected):
-            assert state.canvas[index, : state.end[index]].tolist() == found["row"]
+        for index, reference in enumerate(expected):
+            assert state.canvas[index, : state.end[index]].tolist() == reference["row"]
             for name in ("end", "stopped", "row_step", "decided"):
-                assert getattr(state, name)[index] == found[name], (name, index)
+                assert getattr(state, name)[index] == reference[name], (name, index)
             steps_taken, forwards, evaluated, whole = state.counts[:, index]
-            assert steps_taken == forwards == found["row_step"]
-            assert evaluated == found["evaluated"] and whole == found["whole"]
-    ends = [(found["stopped"], found["end"] - len(row)) for found, row in zip(expected, rows, strict=True)]
+            assert steps_taken == forwards == reference["row_step"]
+            assert evaluated == reference["evaluated"] and whole == reference["whole"]
+    ends = [(reference["stopped"], reference["end"] - len(row)) for reference, row in zip(expected, rows, strict=True)]
     assert {stopped for stopped, _ in ends} == {False, True}
 
 
@@ -158,7 +158,7 @@ LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
+def test_requests_reuse_the_tensors_of_the_last_one(cache: str) -> None:
     model = tiny(2, prediction="shifted")
     request = {"cache": cache, "temperature": 0.6}
     assert_same(model, "threshold", **request)
@@ -168,9 +168,9 @@ def test_the_next_request_finds_the_tensors_of_the_last(cache: str) -> None:
     assert_same(model, "threshold", prompt=OTHERS, cache=cache, temperature=0.3)
     assert len(model.engines) == 2 and key[0].request.temperature == 0.6
     method, state = start("threshold", model, **request)
-    taken = model.engines.pop(key)  # as while a request runs beside this one
+    in_use = model.engines.pop(key)  # as if another request were using it
     engine.decode(method, model, state, capture=False)
-    assert model.engines[key] is not taken
+    assert model.engines[key] is not in_use
     assert engine.clear_graphs(model) == 2 and not model.engines
     assert_same(model, "threshold", **request)
 
@@ -180,13 +180,13 @@ def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
     for length in range(3, 4 + engine.MAX_ENGINES):
         assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=length)
     assert len(model.engines) == engine.MAX_ENGINES
-    model.module.float().double()  # numbers that stand elsewhere
+    model.module.float().double()  # weights with new addresses
     assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=3)
     assert len(model.engines) == 1
 
 
 def test_a_module_in_training_mode_is_refused() -> None:
-    """A captured forward would keep the dropout of its first request."""
+    """A captured forward would repeat the dropout of its first request."""
     model = tiny(1)
     expected, keys = assert_same(model, "threshold").canvas, list(model.engines)
     model.module.train()
@@ -209,7 +209,7 @@ def test_an_engine_that_saw_bad_logits_is_not_kept() -> None:
 
 
 class Tape(TorchDispatchMode):
-    """Writes operations down as a CUDA graph does: numbers, shapes and tensors stay what they were."""
+    """Record operations like a CUDA graph, with fixed numbers, shapes and tensors, to play them again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,16 +221,16 @@ class Tape(TorchDispatchMode):
         return result
 
     def play(self) -> None:
-        made: dict[int, Tensor] = {}
+        replaced: dict[int, Tensor] = {}
 
         def this_time(tensor: Tensor) -> Tensor:
-            return made.get(id(tensor), tensor)
+            return replaced.get(id(tensor), tensor)
 
         for function, args, kwargs, before in self.calls:
             args, kwargs = tree_map_only(Tensor, this_time, (args, kwargs))
             now = function(*args, **kwargs)
             pairs = zip(tree_leaves(before), tree_leaves(now), strict=True)
-            made |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
+            replaced |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
 
 
 @pytest.mark.thinned
@@ -244,28 +244,28 @@ class Tape(TorchDispatchMode):
         ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, LEVEL),
     ],
 )
-def test_steps_that_are_played_again_are_steps(
+def test_replayed_operations_equal_steps(
     sampler: str, request_: dict, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tapes = tiny(2, prediction="shifted"), []
 
     def captured(device: engine.DeviceEngine, step: Any) -> Any:
         assert not device.live
-        step()  # what is made at first use stays
+        step()  # the first call allocates tensors
         with Tape() as tape:
             step()
         tapes.append(tape)
         return tape.play
 
     monkeypatch.setattr(device_engine, "capture_graph", captured)
-    # on the CPU some operations are numpy's, which no tape sees
+    # on the CPU some operations use NumPy, which a tape cannot record
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
     known = set()
     for number, prompt in enumerate(prompts):
         assert_same(model, sampler, capture=True, prompt=prompt, seed=number, **request_)
         (device,) = model.engines.values()
         assert len(tapes) == len(device.graphs)
-        if number:  # a phase that the first request had is not captured again
+        if number:  # phases of the first request are not captured again
             assert known & set(device.graphs) and len(tapes) < 2 * len(known) + number
         known |= set(device.graphs)
     assert device.layout.level == (prompts is LEVEL)
@@ -273,7 +273,7 @@ def test_steps_that_are_played_again_are_steps(
 
 def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
     model = tiny(1)
-    with torch.no_grad():  # token 14 stands in row 2 alone
+    with torch.no_grad():  # only row 2 contains token 14
         model.module.model.embed_tokens.weight[14] = torch.nan
     for run in (
         lambda method, state: decode(method, model, state),
@@ -297,7 +297,7 @@ def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
         ("threshold", {"stop": paradec.Prophet(answer=range(2))}, "stop rules other than the end token"),
     ],
 )
-def test_what_it_cannot_serve_is_named(sampler: str, request_: dict, reason: str) -> None:
+def test_unsupported_requests_are_refused_by_name(sampler: str, request_: dict, reason: str) -> None:
     model = MODELS["same"]
     method, state = start(sampler, model, **request_)
     assert reason in engine.why_unsupported(method, model, state)
@@ -305,7 +305,7 @@ def test_what_it_cannot_serve_is_named(sampler: str, request_: dict, reason: str
         engine.decode(method, model, state, capture=False)
 
 
-def test_methods_of_ones_own_are_not_taken_for_ours() -> None:
+def test_custom_subclasses_are_not_supported() -> None:
     class Mine(samplers.get("threshold")):
         pass
 
@@ -317,7 +317,7 @@ def test_methods_of_ones_own_are_not_taken_for_ours() -> None:
     ("sampler", "callback", "reason"),
     [("credit", None, "sampler 'credit' keeps something"), ("threshold", print, "a callback reads every step")],
 )
-def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
+def test_unsupported_requests_fall_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])
     with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
         loop = engine.device_loop(method, MODELS["same"], state, callback, None)
@@ -326,7 +326,7 @@ def test_what_cannot_be_captured_falls_back_with_one_warning(sampler: str, callb
     assert engine.device_loop(method, MODELS["same"], state, None, None) is not decode
 
 
-def test_a_step_that_no_graph_can_hold_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_captured_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(1)
     seen = []
 
@@ -357,7 +357,7 @@ def test_captured_steps_equal_the_plain_loop(sampler: str, cache: str) -> None:
         model.module.to("cuda")
         arguments = {"input_ids": ROWS, "sampler": sampler, "cache": cache, "max_new_tokens": 12, "block_length": 4}
         plain = paradec.generate(model, **arguments, temperature=0.7, seed=1)
-        for _ in range(2):  # captured, and from the graphs that were kept
+        for _ in range(2):  # capture, then reuse the graphs
             captured = paradec.generate(model, **arguments, temperature=0.7, seed=1, compile=True)
             assert torch.equal(captured.sequences, plain.sequences) and captured.row_nfe == plain.row_nfe
         assert engine.clear_graphs(model) == 1

@@ -1,4 +1,4 @@
-"""Combinations of samplers: as values, as text, and against what their parts decide."""
+"""Combinations of samplers: constructed from values and text, and compared with the decisions of their parts."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ def test_each_step_is_what_the_rules_decide(joined: type, names: tuple[str, str]
                 for name in ("running", "block_start", "block_end", "remaining", "masks_at_open", "_steps"):
                     getattr(part, name)[:] = getattr(state, name)
                 part.make_window()
-                for name in part.memory.specs:  # what the whole remembers of this rule
+                for name in part.memory.specs:  # the combination's memory of this rule
                     part.memory[name] = state.memory[f"{pair.index(rule)}.{name}"].clone()
                 commit = rule.commit(part, rule.step(llada64, part))
                 decided.append({entry[:3] for entry in commit.to_list()})
@@ -149,7 +149,7 @@ class Patient(Idle):
 
 
 def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
-    """Steps taken until the family refuses to go on; None when the row was finished."""
+    """The step at which decoding stops with the error "committed nothing"; None if the row is finished."""
     model = tiny(1)
     state = sampler.start(model, [[1, 2, 3]], max_new_tokens=12, block_length=12, steps=steps, eos_early_stop=False)
     with torch.inference_mode():
@@ -176,7 +176,7 @@ def test_who_may_wait_and_for_how_long() -> None:
 
 
 def test_stages_run_in_order(llada64: Model) -> None:
-    """KLASS after credit compares the credited distributions, and before it the model's own."""
+    """KLASS after credit compares the credited distributions; before credit, the model's."""
     logits = torch.randn(
         1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -255,7 +255,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_what_cannot_be_joined_is_refused_by_name(text: str, message: str) -> None:
+def test_samplers_that_cannot_be_combined_are_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         samplers.create(text)
 

@@ -1,5 +1,5 @@
-"""Samplers that remember: credit, ccd, ccd_agree, klass, persistence and threshold's carry against plain loops written
-from the papers' formulas, the settings at which they are other samplers, and what becomes of their memory."""
+"""Samplers with memory (credit, ccd, ccd_agree, klass, persistence, threshold with carry) against plain loops that
+follow the papers' formulas."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ Step = set[tuple[int, int, int]]
 
 
 class Script:
-    """A model that answers step t with the logits [rows, positions, V] of `table[t]`, whatever it is asked."""
+    """A model whose logits [rows, positions, V] in step t are `table[t]`, for any input."""
 
     facts = ModelFacts(vocab_size=SCRIPT_VOCAB, mask_token_id=SCRIPT_MASK, eos_token_ids=SCRIPT_ENDS)
     device = torch.device("cpu")
@@ -44,10 +44,10 @@ class Script:
             BLOCK * BLOCKS, ROWS, 1 + BLOCK * BLOCKS, SCRIPT_VOCAB, dtype=torch.float64, generator=generator
         )
         table = [noise[0]]
-        for fresh in noise[1:]:  # favourites last for a while, and change
+        for fresh in noise[1:]:  # the most likely token changes slowly
             table.append(0.9 * table[-1] + 0.4 * fresh)
         self.table = scale * torch.stack(table)
-        # positions that a step leaves out, as a cache would
+        # evaluated positions of each step, as with a cache
         self.keep = torch.rand(len(noise), ROWS, BLOCK, generator=generator) < (1.0 if seed % 2 else 0.7)
         self.at = 0
 
@@ -57,13 +57,13 @@ class Script:
 
 
 def kept(script: Script, at: int, row: int, undecided: list[int], start: int) -> set[int]:
-    """Undecided positions of a row's block that step `at` evaluates; one of them at least."""
-    found = {i for i in undecided if script.keep[at, row, i - start]}
-    return found or set(undecided)
+    """Undecided positions of a row's block that step `at` evaluates; all if the script has none."""
+    positions = {i for i in undecided if script.keep[at, row, i - start]}
+    return positions or set(undecided)
 
 
 def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
-    """What the sampler commits at every step of a script."""
+    """The (row, position, token) entries that a sampler commits in each step of a script."""
     prompts = [[row] for row in range(ROWS)]
     state = sampler.start(
         script, prompts, max_new_tokens=BLOCK * BLOCKS, block_length=BLOCK, eos_early_stop=False, seed=0, **request
@@ -86,14 +86,11 @@ def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
     return steps
 
 
-# The rules as loops over one row's block: z [positions][V], the positions evaluated, and n, what the schedule grants.
-
-
 def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
-    """What a rule's loops commit at every step of a script, all rows together."""
+    """The entries that a plain loop commits in each step of a script, all rows together. n: the schedule's quota."""
     per_row = []
     for row in range(ROWS):
-        at, found = 0, []
+        at, steps_ = 0, []
         for start in range(1, 1 + BLOCK * BLOCKS, BLOCK):
             undecided = list(range(start, start + BLOCK))
             loop.open(undecided)
@@ -103,11 +100,13 @@ def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
                 n = max(1, BLOCK // planned + (at - begin < BLOCK % planned))
                 z = {i: script.table[at, row, i].tolist() for i in sorted(kept(script, at, row, undecided, start))}
                 chosen = loop.step(z, n)
-                found.append({(row, i, token) for i, token in chosen.items()})
+                steps_.append({(row, i, token) for i, token in chosen.items()})
                 undecided = [i for i in undecided if i not in chosen]
                 at += 1
-        per_row.append(found)
-    return [set().union(*(found[at] for found in per_row if at < len(found))) for at in range(max(map(len, per_row)))]
+        per_row.append(steps_)
+    return [
+        set().union(*(steps_[at] for steps_ in per_row if at < len(steps_))) for at in range(max(map(len, per_row)))
+    ]
 
 
 CASES: list[tuple[type[Loop], dict, int | None]] = [
@@ -137,7 +136,7 @@ class Single(Script):
 
 
 def sizes_of_steps(loop: type[Loop], settings: dict, steps: int | None, script: type, seeds: int) -> set[int]:
-    """How many tokens steps commit, of a sampler that commits what the loops do."""
+    """Assert that the sampler equals the loop on several scripts; return how many tokens steps commit per row."""
     sampler, sizes = samplers.create(loop.name, **settings), set()
     for seed in range(seeds):
         table = script(seed, scale=2.5 if seed < 0.75 * seeds else 1.0)
@@ -163,7 +162,7 @@ def test_sampler_equals_loops_in_float32(case: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_credit_survives_bfloat16() -> None:
-    """In bfloat16 a logit of 20 has steps of 0.125: credit must be added in more."""
+    """Near 20, bfloat16 has a resolution of 0.125: credit must be added in higher precision."""
     logits = torch.zeros(1, 1, SCRIPT_VOCAB, dtype=torch.bfloat16)
     logits[..., 2], logits[..., 3] = 20.0, 19.875
     for storage in ("dense", "slots"):

@@ -1,4 +1,4 @@
-"""Learn2PD: the filter's arithmetic, mismatches that are refused, cuts after an end, and the training of a filter."""
+"""Learn2PD: the filter's arithmetic, refused mismatches, cuts after an end token, and training of a filter."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ FACTS = FilterFacts("block", "llada-tiny", 64, 4, ("none", "dual"), threshold=0.
 
 @pytest.fixture
 def block_filter(tmp_path: Path) -> str:
-    """A random filter for blocks of 4 of the small LLaDA, which says yes and no."""
+    """A random filter for blocks of 4 of the small LLaDA, which accepts and rejects."""
     torch.manual_seed(1)
     network = FACTS.network()
     network.layers[2].weight.data *= 20
@@ -56,14 +56,14 @@ def test_block_filter_by_hand() -> None:
     sizes = np.array([32, 32, 7, 1, 20])
     filled = np.where(np.arange(32) < sizes[:, None], confidence, 1)
     expected = np.maximum(filled @ a.T + b, 0) @ c.T + d
-    for width in (32, 40):  # 40: other columns of the window, not in the block
+    for width in (32, 40):  # 40: the window is wider than the block
         seen = torch.rand(5, width)
         seen[:, :32] = torch.tensor(confidence)
         valid = torch.arange(width) < torch.tensor(sizes)[:, None]
-        found = network({"confidence": seen}, valid).detach().numpy()
+        logits = network({"confidence": seen}, valid).detach().numpy()
         inside = valid[:, :32].numpy()
-        np.testing.assert_allclose(found[:, :32][inside], expected[inside], atol=1e-5)
-        assert np.isneginf(found[:, 32:]).all()
+        np.testing.assert_allclose(logits[:, :32][inside], expected[inside], atol=1e-5)
+        assert np.isneginf(logits[:, 32:]).all()
     short = network({"confidence": torch.tensor(confidence[2:3, :7])}, torch.ones(1, 7, dtype=torch.bool))
     np.testing.assert_allclose(short.detach().numpy(), expected[2:3, :7], atol=1e-5)
 
@@ -83,20 +83,22 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
                 start, end = int(state.block_start[row]), int(state.block_end[row])
                 canvas = state.canvas[row : row + 1, : state.length[row]]
                 logits = llada64.module(input_ids=canvas, use_cache=False).logits[0]
-                left = sum(int(canvas[0, at]) == mask for at in range(start, end))
-                found: dict[str, list[float]] = {name: [] for name in FEATURES}
+                num_masks = sum(int(canvas[0, at]) == mask for at in range(start, end))
+                values_by_name: dict[str, list[float]] = {name: [] for name in FEATURES}
                 for at in range(start, end):
                     allowed = [float(value) for token_id, value in enumerate(logits[at]) if token_id != mask]
                     largest = max(allowed)
                     weights = [math.exp(value - largest) for value in allowed]
                     distribution = sorted((weight / sum(weights) for weight in weights), reverse=True)
-                    found["confidence"].append(distribution[0])
-                    found["margin"].append(distribution[0] - distribution[1])
-                    found["entropy"].append(-sum(p * math.log(p) for p in distribution if p) / math.log(64))
-                    found["mask_ratio"].append(left / (end - start))
-                    found["position"].append((at - start) / (end - start))
-                features = {name: torch.tensor([values], dtype=torch.float64) for name, values in found.items()}
-                assert all(0 <= min(values) and max(values) <= 1 for values in found.values())
+                    values_by_name["confidence"].append(distribution[0])
+                    values_by_name["margin"].append(distribution[0] - distribution[1])
+                    values_by_name["entropy"].append(-sum(p * math.log(p) for p in distribution if p) / math.log(64))
+                    values_by_name["mask_ratio"].append(num_masks / (end - start))
+                    values_by_name["position"].append((at - start) / (end - start))
+                features = {
+                    name: torch.tensor([values], dtype=torch.float64) for name, values in values_by_name.items()
+                }
+                assert all(0 <= min(values) and max(values) <= 1 for values in values_by_name.values())
                 expected = filter_.accept(features, torch.ones(1, end - start, dtype=torch.bool))[0]
                 torch.testing.assert_close(
                     proposal.quantities["acceptance"][index, : end - start], expected, atol=1e-9, rtol=1e-9
@@ -106,7 +108,7 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
     assert seen > 12
 
 
-def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str) -> None:
+def test_mismatches_of_the_filter_are_refused_by_name(llada64: Model, dream64: Model, block_filter: str) -> None:
     def run(model: Model, filter: str = block_filter, **request: Any) -> paradec.Output:
         mismatch = request.pop("allow_mismatch", False)
         sampler = samplers.create("learn2pd", filter=filter, allow_mismatch=mismatch)
@@ -126,7 +128,7 @@ def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str
     for request in ({"block_length": 5}, {"block_length": None, "blocks": paradec.AdaptiveBlocks(delimiters=(5,))}):
         with pytest.raises(ValueError, match="reads blocks of up to 4 positions"):
             run(llada64, allow_mismatch=True, **request)
-    # a canvas that is one block: its 4 masks are the length
+    # a canvas with one block of 4 masks fits block_length 4
     whole = samplers.create("learn2pd", filter=block_filter)
     ids = [1, 2, *[llada64.facts.mask_token_id] * 4]
     assert paradec.generate(llada64, ids, sampler=whole).tokens == [4]
@@ -135,9 +137,11 @@ def test_what_differs_is_named(llada64: Model, dream64: Model, block_filter: str
 def test_compare_leaves_it_out_where_no_filter_fits() -> None:
     questions = evaluation.packaged_questions(["copy"], limit=1)
     with pytest.warns(UserWarning, match="learn2pd is left out: filter=.* trained for block_length 32, here 2"):
-        found = evaluation.compare(paradec.load(), questions=questions, max_new_tokens=2, block_length=2)
+        comparison = evaluation.compare(paradec.load(), questions=questions, max_new_tokens=2, block_length=2)
     fitting = {"learn2pd", *(name for name in MASKED if topology_of(name) == "bidirectional")}
-    assert found.complete and fitting - {result.configuration.sampler for result in found.results} == {"learn2pd"}
+    assert comparison.complete and fitting - {result.configuration.sampler for result in comparison.results} == {
+        "learn2pd"
+    }
 
 
 def enders(layers: int = 1, **kinds: Any) -> Model:
@@ -149,9 +153,11 @@ def enders(layers: int = 1, **kinds: Any) -> Model:
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_what_follows_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
+def test_text_after_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
     model, rows = enders(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
-    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token a step: an end may precede the text it ends
+    sampler = samplers.create(
+        "learn2pd", filter_threshold=1.0
+    )  # one token per step: an end token may come before earlier text
     state = sampler.start(model, rows, max_new_tokens=24, block_length=8, cache=cache, guidance_scale=guidance)
     ends, cut_rows = set(model.facts.eos_token_ids), 0
     with torch.inference_mode():
@@ -169,11 +175,11 @@ def test_what_follows_a_committed_end_is_dropped(cache: str, guidance: float) ->
                 assert (tail == 38).all()
                 if expected < before[row] and state.running[row]:
                     cut_rows += 1
-                    left = (state.canvas[row, :expected] == model.facts.mask_token_id).sum()
-                    assert left > 0 and state.block_end[row] == expected and state.remaining[row] == left
+                    num_masks = (state.canvas[row, :expected] == model.facts.mask_token_id).sum()
+                    assert num_masks > 0 and state.block_end[row] == expected and state.remaining[row] == num_masks
                     if state.store is not None:
-                        held = state.store.token_at_write[row :: len(rows)]
-                        assert (held[:, expected:] == -1).all() and (held[:, :expected] >= 0).all()
+                        stored_tokens = state.store.token_at_write[row :: len(rows)]
+                        assert (stored_tokens[:, expected:] == -1).all() and (stored_tokens[:, :expected] >= 0).all()
             for query in sampler.query(state) if not state.done else ():
                 assert query.forwarded.tolist() == [
                     guidance
@@ -217,14 +223,14 @@ def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
     scores = torch.where(is_end & last, LAST, confidence).masked_fill(~candidates, -math.inf)
     quantities = {"confidence": confidence, "is_end": is_end}
     view = dataclasses.replace(view_from_scores(scores), quantities=quantities)
-    found = Learn2PD(eot=eot, eot_confidence=least).trim(view, selected).tolist()
+    cuts = Learn2PD(eot=eot, eot_confidence=least).trim(view, selected).tolist()
     kinds = set()
     for row in range(300):
         ends = [i for i in range(6) if is_end[row, i] and confidence[row, i] >= least]
         final = [i for i in ends if selected[row, i]]
         predicted = [i for i in ends if candidates[row, i]] if eot == "greedy" else []
         at = final[0] if final else max(predicted, key=lambda i: float(confidence[row, i]), default=None)
-        assert found[row] == (UNCUT if at is None else 7 + at + 1)  # the view begins at position 7
+        assert cuts[row] == (UNCUT if at is None else 7 + at + 1)  # the view begins at position 7
         kinds.add((bool(final), len(predicted) > 1, at == 0, bool(predicted) and at != predicted[0]))
     assert len(kinds) >= (9 if eot == "greedy" else 3)
 
@@ -250,22 +256,22 @@ def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
 
 def test_records_by_hand() -> None:
     model, prompts = tiny(3), [[0, 3, 0], [1, 4, 7], [2, 5], [3, 6, 21, 9]]
-    found = training.collect(model, prompts, block_length=8, max_new_tokens=16, batch=3)
-    assert found.done == 4 and found.valid.all()
+    records = training.collect(model, prompts, block_length=8, max_new_tokens=16, batch=3)
+    assert records.done == 4 and records.valid.all()
     waits = 0
     for index, prompt in enumerate(prompts):
         expected = learn2pd_records(model, prompt, 16, 8)
-        mine = found.prompt == index
+        mine = records.prompt == index
         assert mine.sum() == len(expected)
         for features, final, undecided, (confidence, is_final, is_undecided) in zip(
-            found.features[mine], found.final[mine], found.undecided[mine], expected, strict=True
+            records.features[mine], records.final[mine], records.undecided[mine], expected, strict=True
         ):
             torch.testing.assert_close(features[0], confidence.float())
             assert final.tolist() == is_final and undecided.tolist() == is_undecided
             assert features[FEATURES.index("position")].tolist() == [i / 8 for i in range(8)]
             assert features[FEATURES.index("mask_ratio")].tolist() == [sum(is_undecided) / 8] * 8
             waits += not any(np.logical_and(is_final, is_undecided))
-    assert waits > 0  # in some records all final candidates are decided
+    assert waits > 0  # some records have no undecided final candidate
 
 
 def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> None:
@@ -281,18 +287,18 @@ def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> Non
 
     with pytest.raises(paradec.Interrupted) as caught:
         training.collect(llada64, PROMPTS, progress=interrupt, **request)
-    kept = caught.value.output
-    assert kept.done == 1 and set(kept.prompt.tolist()) == {0} and seen == sorted(seen)
-    kept.save(tmp_path / "records")
-    again = training.collect(llada64, PROMPTS, resume=Records.load(tmp_path / "records"), **request)
+    partial = caught.value.output
+    assert partial.done == 1 and set(partial.prompt.tolist()) == {0} and seen == sorted(seen)
+    partial.save(tmp_path / "records")
+    resumed = training.collect(llada64, PROMPTS, resume=Records.load(tmp_path / "records"), **request)
     for name in ("features", "final", "undecided", "valid", "prompt"):
-        assert torch.equal(getattr(again, name), getattr(whole, name))
+        assert torch.equal(getattr(resumed, name), getattr(whole, name))
     for change, match in (
         ({"block_length": 4}, "block_length=5, this run has block_length=4"),
         ({"caches": ["none"]}, "caches"),
     ):
         with pytest.raises(ValueError, match=f"the records to resume have {match}"):
-            training.collect(llada64, PROMPTS, resume=kept, **request | change)
+            training.collect(llada64, PROMPTS, resume=partial, **request | change)
     with pytest.raises(ValueError, match="unknown cache: 'kv'"):
         training.collect(llada64, PROMPTS, **request | {"caches": ["kv"]})
 
@@ -302,7 +308,7 @@ def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> Non
     [("block", "neighbour", 8, 1200, 500), ("features", "margin", 4, 400, 60)],
 )
 def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count: int, epochs: int) -> None:
-    """The neighbour's confidence, or the margin, says whether a position is final."""
+    """Training recovers a rule in which the neighbour's confidence, or the margin, decides whether a token is final."""
     features = torch.rand(count, len(FEATURES), length, generator=torch.Generator().manual_seed(0))
     by_margin = rule == "margin"
     source = features[:, FEATURES.index("margin" if by_margin else "confidence")]
@@ -359,7 +365,7 @@ def test_the_packaged_filter() -> None:
     model = paradec.load()
     examples = load_prompts(["copy", "sort", "shuffle"], limit=2)
     prompts = [example.prompt for example in examples]
-    found = paradec.generate(model, prompts, sampler="learn2pd", max_new_tokens=24)
-    right = [TASKS[e.task].check(e, text) for e, text in zip(examples, found.text, strict=True)]
+    out = paradec.generate(model, prompts, sampler="learn2pd", max_new_tokens=24)
+    right = [TASKS[e.task].check(e, text) for e, text in zip(examples, out.text, strict=True)]
     one_by_one = paradec.generate(model, prompts, sampler="low_confidence", max_new_tokens=24)
-    assert sum(right) >= 5 and sum(found.row_nfe) < sum(one_by_one.row_nfe)
+    assert sum(right) >= 5 and sum(out.row_nfe) < sum(one_by_one.row_nfe)

@@ -1,5 +1,5 @@
-"""LLaDA2.2's rule: SGLang's class step by step (`tests/golden/autumn/indel`), whole answers of a checkpoint
-(`tests/golden/autumn/llada22`), and what holds for all that it moves."""
+"""LLaDA2.2's rule: recorded steps of SGLang's class (`tests/golden/autumn/indel`), recorded answers of a checkpoint
+(`tests/golden/autumn/llada22`), and invariants of deletions and insertions."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ CASES = [(path, number) for path in INDEL for number in range(len(read_head(path
 
 
 class Recorded:
-    """A model that answers with a file's logits [rows, B, V], whatever it is asked."""
+    """A model that returns recorded logits [rows, B, V] for any input."""
 
     tokenizer, default_max_new_tokens, default_block_length = None, 8, None
     pads = supports_store = supports_visibility = True
@@ -42,9 +42,9 @@ class Recorded:
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         assert query.wanted is not None
-        own = self.logits[torch.as_tensor(query.rows)]
+        row_logits = self.logits[torch.as_tensor(query.rows)]
         at = query.positions.gather(1, query.wanted) - self.facts.block_length
-        return own.gather(1, at.unsqueeze(2).expand(-1, -1, own.shape[2])).clone()
+        return row_logits.gather(1, at.unsqueeze(2).expand(-1, -1, row_logits.shape[2])).clone()
 
 
 def create(settings: dict[str, Any]) -> Any:
@@ -57,7 +57,7 @@ def create(settings: dict[str, Any]) -> Any:
 
 
 def thinned(cases: list[Any]) -> list[Any]:
-    """Parameters, of which every third runs by default."""
+    """Parameters of a test; every third runs by default, the others are marked `full`."""
     marks = [() if at % 3 == 0 else (pytest.mark.full,) for at in range(len(cases))]
     return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
 
@@ -68,13 +68,10 @@ def test_recorded_steps(path: Path, number: int) -> None:
     with replay_in_float64(case["name"], case):
         model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
         for row, (entry, given) in enumerate(zip(case["ids"], case["given"], strict=True)):
-            count = sum(
-                given
-            )  # in front; a mask among them would be a hole here: the recorded logits notice no other token
-            ids = [
-                0 if own and token == model.facts.mask_id else token for token, own in zip(entry, given, strict=True)
-            ]
-            prompt = [0] * block + ids[:count]  # a block before it, since no prompt is empty
+            count = sum(given)  # prompt tokens at the front of the block
+            # a mask in the prompt would be a hole; the recorded logits do not depend on the token
+            ids = [0 if g and token == model.facts.mask_id else token for token, g in zip(entry, given, strict=True)]
+            prompt = [0] * block + ids[:count]  # add a block, because a prompt may not be empty
             state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
             assert state.canvas[0, block:].tolist() == ids
             for step in case["steps"]:
@@ -130,11 +127,11 @@ def test_recorded_answers(path: Path, number: int, cache: str) -> None:
         for recorded in case["blocks"]:
             first, closed = recorded["block"] * block, False
             for step in recorded["steps"]:
-                if closed:  # a call that only stores: here the next block's first one does
+                if closed:  # a call that only stores; ours stores in the next block's first call
                     continue
                 sampler.commit(state, sampler.step(model, state))
                 calls, closed = calls + 1, step["closed"]
-                stop = min(first + block, int(state.end[0]))  # what comes after an end is padding
+                stop = min(first + block, int(state.end[0]))  # padding follows an end token
                 assert state.canvas[0, first:stop].tolist() == step["ids"][: stop - first]
         assert state.done and state.nfe.tolist() == [calls]
         out = paradec.generate(
@@ -147,8 +144,8 @@ def test_recorded_answers(path: Path, number: int, cache: str) -> None:
         assert case["forwards"] == prefill + sum(len(recorded["steps"]) for recorded in case["blocks"])
 
 
-def test_a_trace_follows_what_moves(tiny22: Model) -> None:
-    moved = 0
+def test_traces_contain_deletions_and_insertions(tiny22: Model) -> None:
+    num_remasked = 0
     for case in ANSWERS[:4]:
         prompt, seen = case["prompt_ids"], list[list[int]]()
         out = paradec.generate(
@@ -163,16 +160,16 @@ def test_a_trace_follows_what_moves(tiny22: Model) -> None:
         text = prompt + [FACTS["mask"]] * (len(seen[0]) - len(prompt))
         for step, after in zip(out.trace.steps, seen, strict=True):
             for _, position, token, _ in step.commits:
-                moved += token == FACTS["mask"]
+                num_remasked += token == FACTS["mask"]
                 text[position] = token
             assert text == after
         assert out.trace.replay()[0][: out.sequences.shape[1]] == out.sequences[0].tolist()
-    assert moved
+    assert num_remasked
 
 
 @pytest.mark.parametrize("sampler", [{}, {"max_post_steps": 0}, {"threshold": 1.0, "max_post_steps": 3}])
 def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> None:
-    """At most B + max_post_steps + 1, and the last one leaves no mask and no control id."""
+    """A block takes at most B + max_post_steps + 1 steps, and ends without masks and control ids."""
     block = 6
     case = {"vocab_size": 9, "mask_id": 8, "block_length": block, "delete_token_id": 6, "split_token_id": 7}
     method = paradec.samplers.create("levenshtein", **sampler)
@@ -182,7 +179,7 @@ def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> Non
         steps = 0
         while not state.done:
             noise = torch.randn(1, block, 9, generator=draw) * 3
-            noise[..., 6:8] += 2.0  # it deletes and splits most of the time
+            noise[..., 6:8] += 2.0  # most predictions are deletions and splits
             model.logits = noise
             method.commit(state, method.step(model, state))
             steps += 1
@@ -190,18 +187,18 @@ def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> Non
         assert (state.canvas < 6).all()
 
 
-def test_what_was_given_stays_where_it_is() -> None:
+def test_prompt_tokens_are_never_moved() -> None:
     model = tiny(2, "block_causal")
-    given = [5, DELETE, SPLIT, MASK, MASK, 7, MASK, DELETE, MASK, MASK, MASK, 9]
-    state = paradec.samplers.create("levenshtein").start(model, [given], max_new_tokens=4)
-    places, method = [at for at, token in enumerate(given) if token != MASK], paradec.samplers.create("levenshtein")
+    prompt = [5, DELETE, SPLIT, MASK, MASK, 7, MASK, DELETE, MASK, MASK, MASK, 9]
+    state = paradec.samplers.create("levenshtein").start(model, [prompt], max_new_tokens=4)
+    fixed, method = [at for at, token in enumerate(prompt) if token != MASK], paradec.samplers.create("levenshtein")
     while not state.done:
         method.commit(state, method.step(model, state))
-        assert [int(state.canvas[0, at]) for at in places] == [given[at] for at in places]
+        assert [int(state.canvas[0, at]) for at in fixed] == [prompt[at] for at in fixed]
     assert not (state.canvas == MASK).any()
 
 
-def test_its_ids_may_be_said_where_the_model_does_not_say_them() -> None:
+def test_control_ids_may_be_settings_of_the_sampler() -> None:
     without = tiny(2, "block_causal")
     without.facts = dataclasses.replace(without.facts, delete_token_id=None)
     with pytest.raises(ValueError, match="delete_token_id"):

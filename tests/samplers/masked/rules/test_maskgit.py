@@ -21,15 +21,15 @@ def model() -> UViTModel:
 
 
 def commits_of(out: paradec.Output) -> list[list[tuple[int, int]]]:
-    """Per step, (position in the image, token) of row 0, in order of position."""
+    """For each step, the sorted (position in the image, token) pairs of row 0."""
     return [sorted((c[1] - 1, c[2]) for c in step.commits if c[0] == 0) for step in out.trace.steps]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("masks", "steps"), [(1, 1), (5, 5), (16, 3), (64, 32), (64, 64), (256, 8), (256, 100)])
 def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: int, steps: int) -> None:
-    found = counts(schedule, masks, steps)
-    assert len(found) == steps and sum(found) == masks and min(found) >= 1
+    step_counts = counts(schedule, masks, steps)
+    assert len(step_counts) == steps and sum(step_counts) == masks and min(step_counts) >= 1
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,10 @@ def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: i
         ("power", lambda r: 1 - r**2.5),
     ],
 )
-def test_what_is_left_follows_the_schedule(schedule: str, left: Any) -> None:
-    found = 1024 - np.cumsum(counts(schedule, 1024, 8))
+def test_remaining_masks_follow_the_schedule(schedule: str, left: Any) -> None:
+    remaining = 1024 - np.cumsum(counts(schedule, 1024, 8))
     expected = [math.floor(1024 * left((t + 1) / 8) + 1e-9) for t in range(7)]
-    assert np.abs(found[:-1] - expected).max() <= 1 and found[-1] == 0
+    assert np.abs(remaining[:-1] - expected).max() <= 1 and remaining[-1] == 0
 
 
 @pytest.mark.parametrize(("masks", "steps"), [(16, 4), (64, 8), (64, 10), (256, 20)])
@@ -77,7 +77,7 @@ def test_without_noise_the_most_confident_come_first(model: UViTModel) -> None:
 
 
 def test_noise_chooses_by_gumbel_max(model: UViTModel) -> None:
-    """With one position a step, p ** (1 / noise scale) is its chance of being the first."""
+    """With one position per step, the probability to be first is proportional to p ** (1 / noise scale)."""
     sampler = samplers.create("maskgit", choice_temperature=2.0)
     rows = [[model.class_token(1)]] * 1500
     state = sampler.start(model, rows, steps=16, seed=0)
@@ -122,7 +122,7 @@ def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
         spread = distribution[at, tokens].std() / len(rows) ** 0.5
         if sampler is twice:
             assert (probabilities[1.0] - expected).abs() < 4 * spread
-    assert probabilities[None] > probabilities[1.0]  # the most confident first draws were chosen
+    assert probabilities[None] > probabilities[1.0]  # without a second draw, confident draws are selected
 
 
 def test_halton_order_begins_with_the_sequence() -> None:

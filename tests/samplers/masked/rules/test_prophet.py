@@ -1,4 +1,4 @@
-"""Early answers: Prophet's bar against the model's own logits, what it reads, and when it may not judge."""
+"""Prophet's early answers: its threshold on the logits, the positions that it reads, and unsupported samplers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | 
     assert out.row_nfe == [nfe for _, nfe in expected]
 
 
-def test_a_gap_of_just_the_bar_is_enough() -> None:
+def test_a_gap_equal_to_the_threshold_is_enough() -> None:
     class Even(torch.nn.Module):
         config = SimpleNamespace(vocab_size=10)
 
@@ -61,7 +61,7 @@ REFUSED = [name for name, needs in NEEDS.items() if needs.multi_step or needs.ma
     ("sampler", "cache"),
     [(n, ("none", "dual")[i % 2]) for i, n in enumerate(MASKED) if n not in REFUSED and not NEEDS[n].topologies],
 )
-def test_a_bar_out_of_reach_changes_nothing(llada64: Model, sampler: str, cache: str) -> None:
+def test_an_unreachable_threshold_changes_nothing(llada64: Model, sampler: str, cache: str) -> None:
     request = {
         "sampler": sampler, "cache": cache, "max_new_tokens": 8, "seed": 1, "temperature": 0.5, "eos_early_stop": True,
     }  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_bar_out_of_reach_changes_nothing(llada64: Model, sampler: str, cache:
     assert plain.forwarded_tokens == ruled.forwarded_tokens
 
 
-def test_no_bar_takes_everything_at_once(llada64: Model) -> None:
+def test_a_threshold_of_zero_commits_everything_at_once(llada64: Model) -> None:
     out = decode(llada64, PROMPTS, stop=AT_ONCE)
     assert out.row_nfe == [1, 1, 1]
     for prompt, tokens in zip(PROMPTS, out.new_tokens.tolist(), strict=True):
@@ -87,15 +87,15 @@ def test_an_end_token_still_ends_the_text(llada64: Model) -> None:
     assert stopped.new_tokens[0].tolist()[: stopped.tokens[0]] == whole[: stopped.tokens[0]]
 
 
-def test_adaptive_blocks_and_stop_strings_go_along(llada64: Model) -> None:
+def test_prophet_works_with_adaptive_blocks(llada64: Model) -> None:
     blocks = paradec.AdaptiveBlocks(length=4, delimiters=(5, 17), delimiter_threshold=0.05, window=0.5)
     plain, ruled = (decode(llada64, PROMPTS, block_length=None, blocks=blocks, stop=stop) for stop in (None, NEVER))
     assert plain.new_tokens.tolist() == ruled.new_tokens.tolist() and plain.row_nfe == ruled.row_nfe
     assert decode(llada64, PROMPTS, block_length=None, blocks=blocks, stop=AT_ONCE).row_nfe == [1, 1, 1]
 
 
-def test_partial_steps_do_not_judge(llada64: Model) -> None:
-    late = paradec.Prophet(gaps=(1e6, 0, 0))  # from a third of the answer on, which is inside the second block
+def test_prophet_decides_only_in_full_steps(llada64: Model) -> None:
+    late = paradec.Prophet(gaps=(1e6, 0, 0))  # after a third of the steps, inside the second block
     out = decode(llada64, PROMPTS[0], cache="dual", stop=late)
     assert out.trace.steps[-1].kind == "full" and out.nfe == 9
     assert decode(llada64, PROMPTS[0], stop=late).nfe == 7
@@ -114,7 +114,7 @@ def test_a_function_finds_the_answer(llada64: Model) -> None:
     assert decode(llada64, PROMPTS[2], stop=beyond).nfe == NEW
 
 
-def test_a_rule_of_ones_own(llada64: Model) -> None:
+def test_a_custom_stopping_rule(llada64: Model) -> None:
     def at_five(state: Any, tokens: np.ndarray) -> np.ndarray | None:
         decided = state.decided[state.window.rows] >= 5
         return np.where(decided, state.prompt_length[state.window.rows] + 4, np.iinfo(np.int64).max)

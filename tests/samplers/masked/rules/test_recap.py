@@ -1,7 +1,7 @@
-"""ReCAP: replay of its public code on a small MaskGIT-r, and what must hold for any model.
+"""ReCAP: replay of its public code on a small MaskGIT-r, and invariants on any model.
 
-The reference draws positions' noise with numpy and tokens with torch, so the recorded draws are put in the sampler's
-place of drawing. Two of the reference's schedules differ on purpose (`test_corrected_schedules`).
+The reference draws noise with NumPy and tokens with PyTorch; here recorded draws replace the sampler's. Two of the
+reference's schedules differ on purpose (`test_corrected_schedules`).
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ CASES = [path for path in FILES if "schedule" in read_head(path)]
 SCHEDULES = [
     path for path in FILES if isinstance(read_head(path), list) and all("nc" in row for row in read_head(path))
 ]
-pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # that it cannot win on so small a model
+pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # "not worthwhile on a small model"
 
 
 def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
@@ -38,7 +38,7 @@ def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
 
 @dataclass
 class Group:
-    """What the reference recorded of one group."""
+    """The reference's record of one group of steps."""
 
     first: torch.Tensor
     noise: torch.Tensor
@@ -56,8 +56,8 @@ def groups_of(log: list[dict[str, Any]], positions: int) -> list[Group]:
         if entry["op"] == "net":
             calls.append(entry)
         elif entry["op"] == "gumbel":
-            found = [[-torch.inf if c is None else c for c in row] for row in entry["confidence"]]
-            confidence = torch.tensor(found, dtype=torch.float64)
+            values = [[-torch.inf if c is None else c for c in row] for row in entry["confidence"]]
+            confidence = torch.tensor(values, dtype=torch.float64)
             groups.append(Group(pending, torch.tensor(entry["noise"]).double(), entry["temp"], confidence, [calls], []))
             calls = []
         elif calls and calls[0]["kind"] == "full" and len(entry["out"][0]) == positions and pending is None:
@@ -147,7 +147,7 @@ def test_replays_the_reference(path: Path) -> None:
             else:
                 at = torch.tensor(call["position_ids"])
                 assert query.kind == "window" and positions - at.shape[1] == call["n_cached"]
-                # the class token first, then the targets
+                # class token, then targets
                 evaluated = query.positions.chunk(len(calls))[0]
                 assert evaluated.tolist() == [[0, *sorted(p + 1 for p in row)] for row in at.tolist()]
                 assert state.canvas[:, 1:].gather(1, at).tolist() == call["ids"]
@@ -174,14 +174,14 @@ def test_schedules_are_the_reference_s(path: Path) -> None:
 
 
 def assert_guidance(sampler: Recap, scales: list[list[float]]) -> None:
-    """The scales of all steps, by group; the public code's are one less."""
+    """Assert the guidance scales of all steps. scales: by group; the public code's scale is ours minus one."""
     expected = np.array(sum(scales, []))
     step, state = (
         np.arange(len(expected)),
         SimpleNamespace(request=SimpleNamespace(guidance_scale=1 + expected[-1]), canvas=torch.empty(0)),
     )
-    found = sampler.guidance_at(state, step, np.full(len(step), len(step)))
-    np.testing.assert_allclose(np.asarray(found).flatten() - 1, expected, atol=1e-9)
+    ours = sampler.guidance_at(state, step, np.full(len(step), len(step)))
+    np.testing.assert_allclose(np.asarray(ours).flatten() - 1, expected, atol=1e-9)
 
 
 def assert_schedule(row: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def assert_schedule(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("masks", "steps", "full", "local"), [(64, 32, 12, 1), (64, 15, 3, 2), (256, 15, 3, 2)])
 def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> None:
-    """Where the reference's last count is negative, or its grouping loses tokens, ours adds up and is positive."""
+    """Our counts are positive and complete where the reference has a negative count or loses tokens."""
     sizes = counts("power", masks, steps)
     assert sum(sizes) == masks and min(sizes) >= 1 and len(sizes) == steps
     lengths = np.bincount(Recap(local_steps=local, full_groups=full).group_index(np.arange(steps)))
@@ -249,7 +249,7 @@ def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
 @pytest.mark.parametrize("cache", ["none", "recap"])
 @pytest.mark.parametrize("start", [None, 1.5])
 def test_local_steps_are_guided(cache: str, start: float | None) -> None:
-    """uncond + w (cond - uncond), also where the targets alone are evaluated."""
+    """Guidance is uncond + w (cond - uncond), also in steps that evaluate only the targets."""
     model, steps, last = random_uvit(0), 6, 4.0
     sampler = Recap(local_steps=2, final_temperature=None, guidance_start=start)
     rows = prompts(model, 1, 3)

@@ -1,4 +1,4 @@
-"""Samplers that take back or change what they decided."""
+"""Samplers that remask or replace decided tokens."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class Additive:
         return take_columns((vectors * seen.unsqueeze(-1)).sum(2), query.wanted)
 
     def read(self, at: int, columns: list[tuple[int, int]]) -> list[float]:
-        """Probabilities of the tokens at a position that sees (position, token) columns, by a plain loop."""
+        """Probabilities of the tokens at position `at`, which sees the (position, token) columns."""
         logits = [0.0] * VOCAB
         for position, token in columns:
             for token_id, value in enumerate(self.vectors[(position - at) % REACH][token][:VOCAB]):
@@ -89,10 +89,10 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
                     expected.append(list(row))
             assert [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])] == expected
             assert out.new_tokens[index].tolist() == row[len(prompt) :]
-    assert (memory["back"] == 0) == (settings.get("remask_share") == 0)  # the rule had something to take back
+    assert (memory["back"] == 0) == (settings.get("remask_share") == 0)  # the rule did remask
     if settings.get("max_post_steps"):
         blocks = sum(len(cut(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
-        assert 0 < memory["settled"] < blocks  # some were settled, some ran into the bound
+        assert 0 < memory["settled"] < blocks  # some blocks became stable, others reached the bound
 
 
 def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
@@ -127,7 +127,7 @@ def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale
                     visible[q, k] = sees and (topology == "bidirectional" or other // 4 <= at // 4)
             ids = torch.cat((state.canvas[row, :length], torch.full((len(block),), MASK)))
             given = torch.cat((state.given[row, :length], torch.zeros(len(block), dtype=torch.bool)))
-            found = [
+            branches = [
                 model.module(
                     input_ids=tokens[None],
                     position_ids=torch.tensor([places]),
@@ -136,12 +136,12 @@ def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale
                 ).logits[0]
                 for tokens in (ids, ids.masked_fill(given, MASK))
             ]
-            logits = found[1] + guidance_scale * (found[0] - found[1])
+            logits = branches[1] + guidance_scale * (branches[0] - branches[1])
             logits[:, MASK] = -torch.inf
             p = logits.softmax(-1)
-            own = proposal.current[index, : len(block)]
-            decided = own != MASK
-            shadow = p[length:].gather(1, own[:, None])[:, 0]
+            current = proposal.current[index, : len(block)]
+            decided = current != MASK
+            shadow = p[length:].gather(1, current[:, None])[:, 0]
             torch.testing.assert_close(
                 proposal.updates["shadow_confidence"][index, : len(block)][decided], shadow[decided]
             )
@@ -159,7 +159,7 @@ STORED = [
 
 @pytest.mark.parametrize("name", STORED)
 def test_shadow_over_a_store_is_exact_with_one_layer(name: str) -> None:
-    """Shadows are not written, and hide their own position's stored key: no difference to evaluating everything."""
+    """Shadows are not stored and hide the stored key of their position: scores equal those without a cache."""
     model, sampler = tiny(1), samplers.create("wino", **EAGER)
     pairs = zip(
         steps_of(sampler, model, ROWS, block_length=4, cache=name),
@@ -169,8 +169,8 @@ def test_shadow_over_a_store_is_exact_with_one_layer(name: str) -> None:
     steps = 0
     for (state, ours), (plain, theirs) in pairs:
         assert torch.equal(state.canvas, plain.canvas)
-        there = ours.available
-        torch.testing.assert_close(ours.scores[there], theirs.scores[there])
+        available = ours.available
+        torch.testing.assert_close(ours.scores[available], theirs.scores[available])
         torch.testing.assert_close(ours.updates["shadow_confidence"], theirs.updates["shadow_confidence"])
         store = state.store
         stale = store.valid & (store.token_at_write[:, : store.slots] != state.canvas[:, store.start :])
@@ -198,7 +198,7 @@ def test_shadow_columns_are_counted() -> None:
 
 @dataclass(frozen=True)
 class Undoing(MaskedSampler):
-    """Commits two positions a step and would take back everything, for ever."""
+    """Commit two positions per step and ask to remask everything, without end."""
 
     name = "undoing"
     slack: int = 0
@@ -215,16 +215,16 @@ class Undoing(MaskedSampler):
 
 
 @pytest.mark.parametrize("slack", [0, 1, 7])
-def test_nothing_is_taken_back_that_the_steps_left_could_not_fill(slack: int) -> None:
-    """A method that never ends by itself takes all the steps of its bound in every block, and leaves nothing open."""
+def test_remasking_leaves_enough_steps_to_fill_the_block(slack: int) -> None:
+    """A method that never ends by itself uses all steps of its bound in every block, and leaves no mask."""
     out = paradec.generate(Additive(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
     assert out.row_nfe == [3 * (4 + slack)] * 3
     assert not (out.new_tokens == HOLE).any()
 
 
 @pytest.mark.parametrize("name", REVISING)
-def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
-    """A row ends inside a block once a step has left everything up to its end token as it was."""
+def test_an_end_token_ends_the_row_only_when_it_is_stable(name: str) -> None:
+    """A row ends inside a block when a step changes nothing up to and including its end token."""
     inside = 0
     for seed in range(8):
         model = Additive(seed, ends=(7,))
@@ -238,10 +238,10 @@ def test_an_end_token_that_may_be_taken_back_ends_nothing(name: str) -> None:
                     continue
                 up_to = len(prompt) + end + 1
                 block = range(start := len(prompt) + end // 6 * 6, start + 6)
-                stood = step and canvases[step - 1][:up_to] == canvas[:up_to]
+                is_unchanged = step and canvases[step - 1][:up_to] == canvas[:up_to]
                 if step < out.row_nfe[index]:
-                    assert not stood
+                    assert not is_unchanged
                 elif any(canvas[at] == HOLE for at in block):
-                    assert stood
+                    assert is_unchanged
                     inside += 1
     assert inside

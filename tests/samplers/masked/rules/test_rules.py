@@ -1,4 +1,4 @@
-"""Rules against loops in plain Python, and at their thresholds."""
+"""Selection rules against plain loops, and at their thresholds."""
 
 import dataclasses
 import math
@@ -63,18 +63,18 @@ def test_rule_equals_loops(name: str, loops: Callable[..., set[int]], settings: 
             expected = {i for i in loops(row, **settings) if row[i] > -INF}
             assert set(taken.nonzero().flatten().tolist()) == expected
             sizes.add(len(expected))
-    assert len(sizes) > 5  # the rule had something to decide
+    assert len(sizes) > 5  # the rule selects different numbers of positions
 
 
 def random_scores(seed: int, entropies: bool = False) -> Tensor:
-    """[12, W] scores, some with equal values, some positions decided; every row has a candidate, some only one."""
+    """Scores [12, W], some of them equal; decided positions are -inf. Every row has at least one candidate."""
     generator = torch.Generator().manual_seed(seed)
     width = int(torch.randint(1, 40, (1,), generator=generator))
     scores = torch.rand(12, width, generator=generator, dtype=torch.float64)
     scores[::2] = (scores[::2] * 10).round() / 10
     if entropies:
         scores = -(3 * scores**3)
-        scores[0] = LAST  # end tokens that are to come last
+        scores[0] = LAST  # end tokens, which must come last
     decided = torch.rand(12, width, generator=generator) < torch.rand(12, 1, generator=generator)
     decided[torch.arange(12), torch.randint(width, (12,), generator=generator)] = False
     return scores.masked_fill(decided, -INF)
@@ -88,58 +88,60 @@ def test_entropy_bound_reads_the_filtered_distribution(llada64: Model) -> None:
 
 
 def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
-    sampler, found = samplers.create("random", order="block"), {}
-    for each in (1, 2, 4):
+    sampler, orders = samplers.create("random", order="block"), {}
+    for per_step in (1, 2, 4):
         out = paradec.generate(
             llada64,
             PROMPTS,
             sampler=sampler,
             max_new_tokens=16,
             block_length=8,
-            steps=16 // each,
+            steps=16 // per_step,
             seed=3,
             eos_early_stop=False,
             trace=True,
         )
-        steps = out.trace.steps[: 8 // each]
-        found[each] = [[{p for r, p, *_ in step.commits if r == row} for step in steps] for row in range(len(PROMPTS))]
-    for row, singles in enumerate(found[1]):
+        steps = out.trace.steps[: 8 // per_step]
+        orders[per_step] = [
+            [{p for r, p, *_ in step.commits if r == row} for step in steps] for row in range(len(PROMPTS))
+        ]
+    for row, singles in enumerate(orders[1]):
         assert singles != sorted(singles, key=min)
-        for each in (2, 4):
-            assert found[each][row] == [set().union(*singles[i : i + each]) for i in range(0, 8, each)]
+        for per_step in (2, 4):
+            assert orders[per_step][row] == [set().union(*singles[i : i + per_step]) for i in range(0, 8, per_step)]
 
 
 def test_origin_goes_through_the_time_grid_in_every_block() -> None:
-    """Step i of a block's 4 commits about 1 / (4 - i) of its masks."""
+    """Step i of a block's 4 steps commits about 1 / (4 - i) of the remaining masks."""
     count, size, planned = 160, 8, 4
     out = paradec.generate(
         tiny(1), [[1, 2, 3]] * count, sampler="origin", max_new_tokens=2 * size, block_length=size, steps=2 * planned,
         eos_early_stop=False, seed=list(range(count)), trace=True,
     )  # fmt: skip
-    final, left = ([[0] * planned for _ in range(2)] for _ in range(2))
+    final, num_masks = ([[0] * planned for _ in range(2)] for _ in range(2))
     for row in range(count):
         masked, step = [size, size], 0
-        for found in out.trace.steps:
+        for record in out.trace.steps:
             if not any(masked):
                 break
             block = 0 if masked[0] else 1
-            here = [position for at, position, _, _ in found.commits if at == row]
+            here = [position for at, position, _, _ in record.commits if at == row]
             assert all((position - 3) // size == block for position in here)
-            left[block][step] += masked[block]
+            num_masks[block][step] += masked[block]
             final[block][step] += len(here)
             masked[block] -= len(here)
             step = 0 if not masked[block] else step + 1
     for block in range(2):
-        assert final[block][-1] == left[block][-1] > 0
+        assert final[block][-1] == num_masks[block][-1] > 0
         for step in range(planned - 1):
-            share, trials = 1 / (planned - step), left[block][step]
+            share, trials = 1 / (planned - step), num_masks[block][step]
             error = 5 * math.sqrt(share * (1 - share) / trials)
             assert abs(final[block][step] / trials - share) < error, (block, step)
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.7}])
 def test_reference_entropies_of_filtered_distributions(kept: dict, dream64: Model) -> None:
-    """With rng="reference" an entropy is sum p ln(p + 1e-10), in which a token of probability 0 adds 0."""
+    """With rng="reference" the score is sum p ln(p + 1e-10); tokens of probability 0 add 0."""
     sampler = samplers.create("entropy")
     state = sampler.start(
         dream64, PROMPTS[:1], max_new_tokens=8, steps=4, temperature=0.8, rng="reference", seed=0, **kept
@@ -148,10 +150,12 @@ def test_reference_entropies_of_filtered_distributions(kept: dict, dream64: Mode
         proposal = sampler.step(dream64, state)
         logits = dream64.module(input_ids=state.canvas, use_cache=False).logits[0] / 0.8
     for at, position in enumerate(proposal.positions[0].tolist()):
-        distribution = sorted(logits[position - 1].softmax(-1).tolist(), reverse=True)  # of the position to the left
+        distribution = sorted(
+            logits[position - 1].softmax(-1).tolist(), reverse=True
+        )  # logits of the position to the left
         if "top_k" in kept:
             distribution = distribution[:3]
-        else:  # as many as it takes to reach the share
+        else:  # the smallest set with more than 0.7
             distribution = distribution[
                 : next(size for size in range(1, len(distribution) + 1) if sum(distribution[:size]) > 0.7)
             ]
@@ -169,16 +173,16 @@ def test_factor_profile_equals_a_plain_loop(margin: float) -> None:
     for seed in range(40):
         scores = 1 - (1 - random_scores(seed)) * 0.2
         scores = scores.masked_fill(random_scores(seed) == -math.inf, -math.inf)
-        found = sampler.select(view_from_scores(scores))
-        for row, selected in zip(scores.tolist(), found, strict=True):
+        selections = sampler.select(view_from_scores(scores))
+        for row, selected in zip(scores.tolist(), selections, strict=True):
             expected = factor_profile(row, margin)
             assert set(selected.nonzero()[:, 0].tolist()) == expected
             sizes.add(len(expected))
     assert sizes == {1} if margin == 1 else len(sizes) > 3
 
 
-def test_the_bound_is_strict() -> None:
-    """Doubts of 1/8 and 1/8, the last counted twice, sum to 3/8 = 1 - 5/8."""
+def test_the_bound_of_factor_profile_is_strict() -> None:
+    """Doubts of 1/8 and 1/8, the last counted twice, add up to exactly 3/8 = 1 - 5/8."""
     at = view_from_scores(torch.tensor([[0.875, 0.875]], dtype=torch.float64))
     assert samplers.create("factor", profile=True, margin=0.625).select(at).tolist() == [[True, False]]
     below = view_from_scores(torch.tensor([[0.875, math.nextafter(0.875, 1)]], dtype=torch.float64))
@@ -192,15 +196,15 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     settings, model = trace["settings"], model_of(trace)
     sampler: Any = samplers.create("factor", profile=True, margin=settings["frechet_margin"])
     cache: Any = settings["cache"]
-    asked: dict[str, Any] = {"block_length": settings["block_length"]}
+    request: dict[str, Any] = {"block_length": settings["block_length"]}
     if model.facts.shift:
         sampler, others = restrict_to_top_k(sampler)
-        sampler, cache, asked = (
+        sampler, cache, request = (
             force_first_position(sampler),
             cache_without_left_position(cache == "dual"),
-            asked | others,
+            request | others,
         )
-    rows = decode(model, trace, sampler, numbers=numbers, cache=cache, **asked)
+    rows = decode(model, trace, sampler, numbers=numbers, cache=cache, **request)
     if trace["batch_size"] > 1:
         assert_batches_move_together(rows, settings["block_length"])
     else:
@@ -215,7 +219,7 @@ def around(value: float) -> list[float]:
 
 
 def seen(scores: list[float], quota: int | None = None, **more: Any) -> View:
-    """A view of one row; "tokens", "memory", "quantities", "updates" and so on as given, each [W]."""
+    """A view of one row. more: fields of `View` as lists [W]."""
     view = view_from_scores(torch.tensor([scores], dtype=torch.float64))
     given = tensors(more)
     quantities = view.quantities | given.pop("quantities", {})
