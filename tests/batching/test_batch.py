@@ -1,4 +1,4 @@
-"""`Batch`: who gets a row, what ends alone, and what is left when something goes wrong."""
+"""`Batch`: the order in which prompts get rows, failures of single rows, and recovery from errors."""
 
 import threading
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def decode_alone(model: Model, row: list[int], **request: Any) -> list[int]:
 
 
 class CountsRows(Failing):
-    """A model that records how many rows each call has."""
+    """A model that records the number of rows of each call."""
 
     def __init__(self, model: Any):
         super().__init__(model)
@@ -53,7 +53,7 @@ class CountsRows(Failing):
         return self.model(query, *store)
 
 
-def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_other(model: Model) -> None:
+def test_free_rows_go_to_the_oldest_prompt_and_kinds_are_decoded_in_parallel(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
         tickets = [batch.add(row, **({"top_k": 3} if n % 2 else {})) for n, row in enumerate(ROWS[:6])]
         began: list[int] = []
@@ -70,7 +70,7 @@ def test_rows_go_to_whoever_waited_longest_and_kinds_are_decoded_beside_each_oth
             assert ticket_ids(tickets[number]) == whole.new_tokens[number].tolist()
 
 
-def test_prompts_of_one_kind_share_calls_whatever_they_stop_at(model: Model, causal: Model) -> None:
+def test_prompts_with_different_stops_share_calls(model: Model, causal: Model) -> None:
     for adapter, own in ((model, {"block_length": 4, "cache": "dual"}), (causal, {"sampler": "sjd"})):
         counting = CountsRows(adapter)
         request = {"temperature": 0.8, "seed": 2, "max_new_tokens": 8, **own}
@@ -89,11 +89,11 @@ def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
     rows = [ROWS[0], ROWS[1], ROWS[0], ROWS[0], ROWS[1]]
     whole = paradec.generate(model, rows, **REQUEST)
     with Batch(model, batch_size=1, **REQUEST) as batch:
-        found, alone = zip(*[(batch.add(row), batch.add(row, alone=True)) for row in rows])
+        tickets, alone = zip(*[(batch.add(row), batch.add(row, alone=True)) for row in rows])
         drain(batch)
-    assert [ticket_ids(ticket) for ticket in found] == whole.new_tokens.tolist()
-    assert [ticket_ids(ticket) for ticket in alone] == [ticket_ids(found[n]) for n in (0, 1, 0, 0, 1)]
-    assert ticket_ids(found[0]) != ticket_ids(found[2]) != ticket_ids(found[3])
+    assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+    assert [ticket_ids(ticket) for ticket in alone] == [ticket_ids(tickets[n]) for n in (0, 1, 0, 0, 1)]
+    assert ticket_ids(tickets[0]) != ticket_ids(tickets[2]) != ticket_ids(tickets[3])
 
 
 def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model) -> None:
@@ -126,10 +126,10 @@ class Counting(LowConfidence):
 
 
 def fields_of(output: Any) -> dict[str, Any]:
-    found = {name: value for name, value in output.to_dict().items() if name not in ("seconds", "index", "id")}
-    found["cost"]["store_bytes"] = None
-    del found["logprobs"]["best"]  # beside the token's own, in the same order
-    return found | {name: found["logprobs"][name].tolist() for name in ("best_tokens", "step")}
+    fields = {name: value for name, value in output.to_dict().items() if name not in ("seconds", "index", "id")}
+    fields["cost"]["store_bytes"] = None
+    del fields["logprobs"]["best"]  # beside the token's own, in the same order
+    return fields | {name: fields["logprobs"][name].tolist() for name in ("best_tokens", "step")}
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -137,7 +137,7 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
     model = tiny(1)
     model.tokenizer = Words()
     shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}
-    asked: list[tuple[list[int], dict[str, Any]]] = [
+    requests: list[tuple[list[int], dict[str, Any]]] = [
         *(([n + 1] * (1 + n % 3), {"seed": n // 2}) for n in range(5)),
         ([1, 38], {}),
         ([1, MASK, 2], {}),
@@ -154,19 +154,19 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
             assert ticket.output.error is None
             expected = paradec.generate(model, row, **{**shared, **own, "sampler": "low_confidence"})
             found, alone = fields_of(ticket.output), fields_of(expected)
-            torch.testing.assert_close(*(each.pop("logprobs")["chosen"] for each in (found, alone)), equal_nan=True)
+            torch.testing.assert_close(*(fields.pop("logprobs")["chosen"] for fields in (found, alone)), equal_nan=True)
             assert found == alone
             assert ticket.output.sequences.untyped_storage().nbytes() == ticket.output.sequences.nbytes
 
     method.began.clear()
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
-        tickets = [batch.add(row, alone=True, **own) for row, own in asked]
+        tickets = [batch.add(row, alone=True, **own) for row, own in requests]
         drain(batch)
-    # the five like ones and the bad one, which then begin by themselves, as all that wait in that step
+    # the five similar prompts and the bad one fail to start together, so each starts alone
     assert method.began == [6, *[1] * 9]
-    check(zip(asked, tickets, strict=True))
+    check(zip(requests, tickets, strict=True))
     method.began.clear()
-    good = asked[:5] + asked[-2:]
+    good = requests[:5] + requests[-2:]
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
         tickets = [batch.add(row, alone=True, **own) for row, own in good]
         batch.step()
@@ -224,7 +224,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
     for row, ticket in zip(rows, tickets):
         if 38 in row:
             assert ticket.output is not None and "a row's own" in str(ticket.output.error)
-            assert "in step" in ticket.output.error.__notes__[0]  # where it was raised, without what it held
+            assert "in step" in ticket.output.error.__notes__[0]  # the step in which it was raised, without its frames
             assert ticket.output.error.__traceback__ is None
         else:
             assert ticket_ids(ticket) == decode_alone(model, row, **request)
@@ -244,7 +244,7 @@ def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) 
             assert ticket_ids(ticket) == decode_alone(model, row, **REQUEST, **kind)
 
 
-def test_what_shows_only_at_the_start_ends_a_prompt_alone(model: Model) -> None:
+def test_errors_at_the_start_end_only_their_prompt(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
         long, good = batch.add([1] * 600), batch.add(ROWS[0])
         refuses(lambda: batch.add([99]), "input id 99 .* outside the vocabulary")
@@ -281,7 +281,7 @@ def test_a_cancelled_row_is_not_evaluated_any_more(model: Model) -> None:
     assert counting.calls == [3, *[2] * 5]
 
 
-def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> None:
+def test_a_closed_batch_ends_its_prompts_and_accepts_no_more(model: Model) -> None:
     recorder, seen = Recorder(), []
     batch = Batch(model, batch_size=1, **REQUEST)
     tickets = [batch.add(ROWS[0], streamer=recorder, on_done=seen.append), batch.add(ROWS[1], on_done=seen.append)]
@@ -295,20 +295,20 @@ def test_a_closed_batch_ends_what_is_left_and_takes_no_more(model: Model) -> Non
 
 def test_on_done_may_use_the_batch(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
-        found: list[Any] = []
+        events: list[Any] = []
 
         def again(ticket: Ticket) -> None:
-            found.append(ticket.number)
+            events.append(ticket.number)
             if ticket.number == 0:
-                found.append(batch.add([7], on_done=lambda ticket: found.append(ticket_ids(ticket))))
-                while not found[1].done:
+                events.append(batch.add([7], on_done=lambda ticket: events.append(ticket_ids(ticket))))
+                while not events[1].done:
                     batch.step()
             else:
                 batch.close()
 
         batch.add([1], on_done=again, max_new_tokens=3)
         drain(batch)
-        assert found[0] == 0 and ticket_ids(found[1]) in found
+        assert events[0] == 0 and ticket_ids(events[1]) in events
         last = [batch.add([number], on_done=again) for number in (2, 3, 4)]
         drain(batch)
         assert all(ticket.done for ticket in last)
@@ -317,7 +317,7 @@ def test_on_done_may_use_the_batch(model: Model) -> None:
     refuses(lambda: Batch(model).add([1], on_done=3), "on_done=3 must be callable", TypeError)
 
 
-def test_on_done_that_raises_leaves_no_other_untold(model: Model) -> None:
+def test_on_done_is_called_for_every_ticket_even_if_one_raises(model: Model) -> None:
     told = []
 
     def on_done(ticket: Ticket) -> None:
@@ -405,7 +405,7 @@ def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, cal
     assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
     with Batch(Small(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
         tickets_alike = [batch.add([number]) for number in range(6)]
-        assert drain(batch) == tickets_alike  # the younger ones give way
+        assert drain(batch) == tickets_alike  # later prompts are decoded again
     for recorder, ticket in zip(recorders, tickets):
         assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
 
@@ -429,7 +429,7 @@ def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
     row = model.store_bytes(1, 14) + 32 * 14
     for rows_that_fit in (1, 3):
         with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
-            # two groups, whose rows share the memory
+            # two groups share the memory
             tickets = [batch.add([index + 1] * 8, temperature=index % 2 / 2) for index in range(6)]
             most = 0
             while not all(ticket.done for ticket in tickets):
@@ -456,7 +456,7 @@ def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ..
         assert all(ticket.output.error is None for ticket in tickets if not ticket.cancelled)
 
 
-def test_memory_stays_as_it_is_however_many_prompts_come(causal: Model, model: Model) -> None:
+def test_memory_does_not_grow_with_the_number_of_prompts(causal: Model, model: Model) -> None:
     for adapter, own in ((model, {"cache": "dkv_decode", "block_length": 4}), (causal, {"sampler": "sjd"})):
         with Batch(adapter, batch_size=2, max_new_tokens=4, seed=0, **own) as batch:
             sizes = []
@@ -503,7 +503,7 @@ NOT_HERE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
-def test_what_no_batch_can_be_refilled_with_is_named(model: Model, name: str) -> None:
+def test_requests_that_cannot_be_refilled_are_refused_by_name(model: Model, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}=.* does not work with batches that are refilled: "):
         Batch(model, **{name: NOT_HERE[name]})
     batch = Batch(model)
@@ -513,9 +513,9 @@ def test_what_no_batch_can_be_refilled_with_is_named(model: Model, name: str) ->
     assert batch.waiting == 0
 
 
-def test_stop_rules_that_keep_rows_in_a_form_of_their_own_are_named(model: Model) -> None:
+def test_stop_rules_with_custom_row_state_are_refused_by_name(model: Model) -> None:
     (ticket,) = decode_rows(model, [[1]], 8, max_new_tokens=4, stop=lambda state, tokens: None)
     assert "has no field with rows" in str(ticket.output.error)
-    request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # an early rule keeps nothing
+    request = {**REQUEST, "stop": paradec.Prophet(gaps=(0, 0, 0))}  # Prophet has no state
     tickets = decode_rows(model, ROWS[:5], 2, **request)
     assert [ticket_ids(t) for t in tickets] == paradec.generate(model, ROWS[:5], **request).new_tokens.tolist()

@@ -1,4 +1,4 @@
-"""Rows of a batch that is refilled on the device (`compile=True`), here uncaptured: the same answers and counts."""
+"""Batches that are refilled on the device (`compile=True`), here uncaptured: the same answers and counts."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class Uncaptured(Batch):
 
 @pytest.fixture(autouse=True)
 def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding to 64 positions would be most of what these models compute."""
+    """Pad to 16 instead of 64 positions, to save time."""
     monkeypatch.setattr(device_graphs, "COLUMN_MULTIPLE", 8)
     monkeypatch.setattr(device_engine, "WIDTH_MULTIPLE", 8)
 
@@ -105,7 +105,7 @@ def test_rows_that_need_more_room_move_all_into_a_larger_engine(model: Model) ->
         assert ticket_ids(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
 
 
-def test_an_engine_serves_again_and_what_it_held_is_gone(model: Model) -> None:
+def test_an_engine_is_reused_without_its_old_rows(model: Model) -> None:
     request = {**REQUEST, "cache": "dual", "compile": True}
     for _ in range(2):
         assert_as_alone(model, Uncaptured(model, batch_size=4, **request), cache="dual")
@@ -211,7 +211,7 @@ def test_an_interrupt_loses_nothing(model: Model) -> None:
     assert_rows_as_alone(model, tickets, cache="dual")
 
 
-def test_what_the_device_step_cannot_serve_runs_in_the_plain_loop_with_a_warning(model: Model) -> None:
+def test_unsupported_requests_run_in_the_plain_loop_with_a_warning(model: Model) -> None:
     batch = Uncaptured(model, batch_size=2, **{**REQUEST, "sampler": "credit"}, compile=True)
     ticket = batch.add(ROWS[0])
     with pytest.warns(UserWarning, match="compile=True has no effect: sampler 'credit'"):

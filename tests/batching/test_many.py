@@ -1,4 +1,4 @@
-"""generate_many: texts and pictures."""
+"""`generate_many` for texts and images."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ from paradec.models.images.uvit import MaskedImageModel
 pytestmark = pytest.mark.filterwarnings("ignore:steps=")
 
 ROWS = [[index, *range(index % 5)] for index in range(12)]
-"""Of one to five tokens."""
+"""Prompts of one to five tokens."""
 REQUEST: dict[str, Any] = {"block_length": 4, "max_new_tokens": 8, "temperature": 0.8, "seed": 2}
 
 
@@ -58,13 +58,13 @@ def test_answers_come_in_the_order_of_the_prompts(model: Model) -> None:
         assert torch.equal(out.new_tokens, alone.new_tokens) and out.row_nfe == alone.row_nfe
 
 
-def test_answers_come_as_they_are_whole(model: Model, whole: list[list[int]]) -> None:
+def test_answers_can_come_in_order_of_completion(model: Model, whole: list[list[int]]) -> None:
     request = {**REQUEST, "sampler": "low_confidence"}
     order = [out.index for out in list(generate_many(model, uneven(), batch_size=3, order="completed", **request))]
     assert sorted(order) == list(range(12)) and order[:2] == [1, 2]  # four steps; the first prompt takes eight
 
 
-def test_no_more_is_read_than_is_decoded_and_held_back(model: Model) -> None:
+def test_prompts_are_read_only_as_needed(model: Model) -> None:
     read = 0
 
     def endless() -> Iterator[Any]:
@@ -118,24 +118,24 @@ class Reader(UserDict[str, Any]):
         return super().__iter__()
 
 
-def test_any_error_of_a_prompt_is_its_own(model: Model, whole: list[list[int]]) -> None:
+def test_errors_end_only_their_prompt(model: Model, whole: list[list[int]]) -> None:
     def broken() -> None:
         raise RuntimeError("no such file")
 
     for errors in ("output", "raise"):
         failing = Failing(model, token=38, error=OverflowError("too big"))
         prompts = [ROWS[0], Reader(prompt=[1], called=broken), [3, 38], ROWS[1], ROWS[2]]
-        many, found = generate_many(failing, prompts, errors=errors, batch_size=3, **REQUEST), []
+        many, outcomes = generate_many(failing, prompts, errors=errors, batch_size=3, **REQUEST), []
         while True:
             try:
-                found.append(next(many))
+                outcomes.append(next(many))
             except StopIteration:
                 break
             except (RuntimeError, OverflowError) as error:
-                found.append(error)
-        errors_found = [out if isinstance(out, Exception) else out.error for out in found]
+                outcomes.append(error)
+        errors_found = [out if isinstance(out, Exception) else out.error for out in outcomes]
         assert [str(error or "") for error in errors_found] == ["", "no such file", "too big", "", ""]
-        assert [found[at].new_tokens[0].tolist() for at in (0, 3, 4)] == whole[:3]
+        assert [outcomes[at].new_tokens[0].tolist() for at in (0, 3, 4)] == whole[:3]
 
 
 def test_a_prompt_may_be_taken_back_while_it_is_read(model: Model, whole: list[list[int]]) -> None:
@@ -333,7 +333,7 @@ def test_masked_pictures_are_those_of_the_whole_list(masked: MaskedImageModel, n
     request = {"sampler": name, "guidance_scale": 2.0, "temperature": 1.0, "seed": 4}
     request |= {"steps": 4} if samplers.registry.get(name).uses_steps else {}
     outs, whole = both(masked, CLASSES, batch_size=3, **request)
-    same(outs, whole, accepted=name != "wino")  # which takes tokens back
+    same(outs, whole, accepted=name != "wino")  # wino remasks tokens
     assert all(out.accepted.sum() == outs[0].grid.length for out in outs)
     with pytest.raises(ValueError, match="not written in order"):
         outs[0].steps  # noqa: B018
@@ -349,7 +349,7 @@ def test_packaged_digits_as_pil() -> None:
         assert out.steps.tolist() == whole.steps[index : index + 1].tolist()
 
 
-def test_a_prompt_may_say_more(llamagen: LlamaGenModel) -> None:
+def test_prompts_may_have_their_own_requests(llamagen: LlamaGenModel) -> None:
     own = Request(temperature=0.5, guidance_scale=2.0)
     prompts = [{"prompt": 3, "seed": 9, "id": "a"}, (1, own), {"prompt": 2, "sampler": "jacobi"}, torch.tensor(7), 3]
     changes = [{"seed": 9}, own.changes(), {"sampler": "jacobi"}, {}, {}]
@@ -371,7 +371,7 @@ def test_negative_prompts_are_a_prompts_own() -> None:
     assert [out.tokens[0].tolist() for out in outs] == whole.tokens.tolist()
 
 
-def test_what_fails_fails_alone(llamagen: LlamaGenModel) -> None:
+def test_errors_end_only_their_image(llamagen: LlamaGenModel) -> None:
     model = hurt(llamagen, poison=8)
     request = {"seed": 4, "output_type": "pt"}
     bad = [10, "a cat", [1, 2], {"prompt": 1, "max_new_tokens": 3}, {"prompt": 1, "trace": True}, 8]

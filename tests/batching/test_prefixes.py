@@ -1,4 +1,4 @@
-"""Prompts of a batch that begin alike: the same answers with fewer evaluations, and nothing left by what went wrong."""
+"""Shared beginnings of prompts in a batch: the same answers with fewer evaluations, also after errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,11 +39,11 @@ def model_of(name: str) -> Model:
 
 @pytest.fixture(scope="module", params=ASKED)
 def case(request: pytest.FixtureRequest) -> tuple[Model, dict[str, Any]]:
-    asked = dict(ASKED[request.param])
+    request_ = dict(ASKED[request.param])
     if request.param == "tree":
         drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
-        asked["sampler"] = paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
-    return model_of(request.param), asked
+        request_["sampler"] = paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
+    return model_of(request.param), request_
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -82,12 +82,12 @@ def check_equal(
     rows: int,
     gone: set[int],
 ) -> None:
-    """Conversations that branch: each prompt continues the beginning of an earlier one; some are taken back."""
-    model, asked = case
+    """Branching conversations: each prompt continues the beginning of an earlier one; some are cancelled."""
+    model, request_ = case
     prompts = [words(99, 20)]
     for at, (earlier, kept, more) in enumerate(shape):
         prompts.append(prompts[earlier % len(prompts)][:kept] + words(at, more + 1))
-    request = {**asked, "temperature": temperature or 0.0, "seed": 5, "logprobs": 1}
+    request = {**request_, "temperature": temperature or 0.0, "seed": 5, "logprobs": 1}
     found = []
     for memory in (0, budget):
         with Batch(model, batch_size=rows, prefix_memory=memory, **request) as batch:
@@ -119,9 +119,9 @@ def conversation(batch: Batch, turns: int = 3) -> list[Any]:
 
 
 def test_a_conversation_evaluates_each_turn_once(case: tuple[Model, dict[str, Any]]) -> None:
-    model, asked = case
+    model, request_ = case
     plain, outputs = (
-        conversation(Batch(model, prefix_memory=memory, **asked, logprobs=1, temperature=0.8, seed=3))
+        conversation(Batch(model, prefix_memory=memory, **request_, logprobs=1, temperature=0.8, seed=3))
         for memory in (0, 10**6)
     )
     for one, other in zip(plain, outputs, strict=True):
@@ -157,7 +157,7 @@ def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: 
         drain(batch)
         taken, kept = batch.add(words(4, 34), max_new_tokens=40), batch.prefixes.nbytes
         batch.step()
-        assert batch.prefixes.nbytes == kept  # a row that nobody shares with copies nothing while it runs
+        assert batch.prefixes.nbytes == kept  # a running row without a shared beginning copies nothing
         batch.cancel(taken)
         drain(batch)
         assert second.output.reused == [32] and batch.prefixes.nbytes > kept
@@ -247,7 +247,7 @@ def test_adapters_dtype_and_attention_drop_all() -> None:
         for layer in layers:
             layer.merge()
         assert [reused(), reused()] == [0, 32]
-        module.set_attn_implementation("eager")  # over which nothing is stored
+        module.set_attn_implementation("eager")  # eager attention has no store
         assert [reused(), reused()] == [0, 0]
     module.set_attn_implementation("sdpa")
     module.float()
@@ -271,7 +271,7 @@ def test_a_row_of_nan_leaves_nothing() -> None:
     [(tiny(1, **BLOCKS), {}), (tiny(1, **BLOCKS), {"cache": "block", "guidance_scale": 2.0})],
     ids=["no store", "guidance"],
 )
-def test_what_has_nothing_to_share_keeps_nothing(model: Model, request_: dict[str, Any]) -> None:
+def test_requests_without_shared_beginnings_keep_nothing(model: Model, request_: dict[str, Any]) -> None:
     with Batch(model, max_new_tokens=4, **request_) as batch:
         for _ in range(2):
             ticket = batch.add(words(3, 24))

@@ -1,4 +1,4 @@
-"""Rows of every kind that come and go: answers are those of generate for each row."""
+"""Batches with rows that start and end at different times: each answer equals that of `generate`."""
 
 import math
 import random
@@ -126,7 +126,7 @@ def assert_same(model: Model, rows: list[Any], lengths: list[int], tickets: list
 
 
 def assert_rows_are_said(model: Model, rows: list[Any], **request: Any) -> None:
-    """No field of a state has the rows that there were: a number of rows that no other size is shows it."""
+    """Assert that no field of a state still has the old number of rows, which differs from every other size."""
     sampler = request.pop("sampler")
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     with torch.inference_mode():
@@ -163,7 +163,7 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
 
 
 ALONE = [name for name in CAUSAL if name not in ("zipar", "speculative")]
-"""Those that draft for themselves; ZipAR makes pictures, one step for all rows."""
+"""Methods without a drafter, except ZipAR, which decodes images with common steps for all rows."""
 DRAFTING: dict[str, Any] = {
     "chain": {"window": 4},
     "chain that ends where the drafter is unsure": {"window": 6, "stop": Unsure(0.2)},
@@ -177,7 +177,7 @@ OWN_STATE = {
     "coupled siblings": SCD(window=6, refresh="maximal", siblings=3, branching=2),
     "siblings of noise": SCD(window=6, refresh="gumbel", siblings=3, branching=2),
 }
-"""Settings with which a method keeps more of its rows."""
+"""Settings with which a method has more state per row."""
 
 
 @pytest.mark.thinned
@@ -208,17 +208,17 @@ def test_answers_are_those_of_generate(model: Model) -> None:
     values = [value for value, _ in KINDS.values()]
     fits = [fits for _, fits in KINDS.values()]
     prompts = [[1 + number, 2, 3] for number in range(9)]
-    asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.9, "block_length": 5}
+    request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.9, "block_length": 5}
     many = [
         {"prompt": prompt, "constraint": values[number % 3], "seed": number} for number, prompt in enumerate(prompts)
     ]
-    for number, out in enumerate(paradec.generate_many(model, many, batch_size=4, **asked)):
-        alone = paradec.generate(model, prompts[number], constraint=values[number % 3], seed=number, **asked)
+    for number, out in enumerate(paradec.generate_many(model, many, batch_size=4, **request)):
+        alone = paradec.generate(model, prompts[number], constraint=values[number % 3], seed=number, **request)
         assert out.text == alone.text and fits[number % 3](out.text)
         assert out.log_weight == pytest.approx(alone.log_weight)
 
 
-def test_rows_that_are_whole_as_they_begin(model: Model) -> None:
+def test_rows_that_are_complete_at_the_start(model: Model) -> None:
     with Batch(model, batch_size=2, max_new_tokens=4) as batch:
         tickets = [batch.add([1, 2], constraint=paradec.Choice(["yes"])) for _ in range(3)]
         other = batch.add([1, 2], constraint=paradec.Regex("[0-9]+"))
@@ -262,7 +262,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "speculative": {"drafter": tiny(1, topology="causal", prediction="shifted", seed=1)}
 }
-"""Of samplers that cannot be made without any."""
+"""Settings of samplers that cannot be created without."""
 MODELS = {
     "block_causal": tiny(2, "block_causal"),
     "causal": paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END),
@@ -284,14 +284,14 @@ def requests_of(model: Model) -> dict[str, dict[str, Any]]:
             request = {"sampler": sampler, "cache": cache}
             try:
                 sampler.start(model, [[1, 2, 3]], max_new_tokens=4, cache=cache)
-            except (TypeError, ValueError):  # the pair is refused, which other tests are about
+            except (TypeError, ValueError):  # an unsupported pair, covered by other tests
                 continue
             requests[f"{name} {cache or ''}".strip()] = request
     return requests
 
 
 def differing(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """How many second prompts reused keys and values, and the pairs whose answers depend on the first prompt."""
+    """Number of second prompts that reused keys and values, and the pairs whose answers depend on the first prompt."""
     request, reused, differences = {"eos_early_stop": False, "seed": 1}, 0, []
     with Batch(model, batch_size=512, prefix_memory=10**9, **request) as batch:
         first = [
@@ -301,7 +301,7 @@ def differing(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any
         texts = [ticket.output.sequences[0].tolist() for ticket in first]
         for number, (name, arguments) in enumerate(seconds.items(), 1000):
             prompts = [text + words(number, 2) for text in texts]
-            # alone: two of these prompts may be equal, and equal ones draw apart
+            # decoded alone, because equal prompts in one request draw different numbers
             second = [batch.add(prompt, alone=True, max_new_tokens=4, **arguments) for prompt in prompts]
             drain(batch)
             alone = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences

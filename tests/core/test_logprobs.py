@@ -1,4 +1,4 @@
-"""`logprobs`: every final token's log-probability at the step that wrote it, and the likeliest tokens'."""
+"""`logprobs`: log-probabilities of every final token, and of the most likely tokens, at the step that wrote it."""
 
 import json
 from collections import Counter
@@ -53,9 +53,10 @@ def causal_sampler(name: str, drafter: Model) -> Any:
 
 
 def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> tuple[Any, dict[tuple[int, int], Any]]:
-    """A decoding; by (row, position): token, its log-probability, the three likeliest, and the step that wrote last."""
+    """Decode; return the state and, by (row, position): token, log-probability, the three most likely tokens, and the
+    step of the last write."""
     state = sampler.start(model, ROWS, max_new_tokens=NEW, logprobs=3, **request)
-    said: dict[tuple[int, int], Any] = {}
+    expected: dict[tuple[int, int], Any] = {}
     with torch.inference_mode():
         while not state.done:
             queries, steps = sampler.query(state), state.row_step.copy()
@@ -64,14 +65,14 @@ def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> 
             positions = state.window.positions.clone()
             for row, position, token, _ in sampler.commit(state, sampler.propose(state, outputs, queries)).to_list():
                 if token == MASK:
-                    said.pop((row, position), None)
+                    expected.pop((row, position), None)
                     continue
-                said[row, position] = (
+                expected[row, position] = (
                     token,
                     *one_softmax(kept, queries, positions, row, position, token, scale),
                     steps[row],
                 )
-    return state, said
+    return state, expected
 
 
 def one_softmax(
@@ -93,81 +94,81 @@ def one_softmax(
 
 
 def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
-    found = state.logprobs
+    logprobs = state.logprobs
     for row in range(state.batch):
         for position in range(state.canvas.shape[1]):
             if (row, position) not in said:
-                assert found.chosen[row, position].isnan() and found.step[row, position] == -1
+                assert logprobs.chosen[row, position].isnan() and logprobs.step[row, position] == -1
                 continue
-            token, own, ids, values, step = said[row, position]
+            token, expected_logp, ids, values, step = said[row, position]
             assert state.canvas[row, position] == token or position >= state.end[row]
-            assert float(found.chosen[row, position]) == pytest.approx(own, abs=1e-9)
-            assert found.best[row, position].tolist() == pytest.approx(values, abs=1e-9)
-            assert found.best_tokens[row, position].tolist() == ids
-            assert found.step[row, position] == step
+            assert float(logprobs.chosen[row, position]) == pytest.approx(expected_logp, abs=1e-9)
+            assert logprobs.best[row, position].tolist() == pytest.approx(values, abs=1e-9)
+            assert logprobs.best_tokens[row, position].tolist() == ids
+            assert logprobs.step[row, position] == step
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SAID)
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
     sampler = samplers.create(name)
-    given: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
+    request: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
     if name == "adablock":
-        given.pop("block_length")
+        request.pop("block_length")
     model = masked if fits(name, masked) else tiny(2, topology_of(name))
-    state, said = recorded(sampler, model, **given)
-    assert len(said) == state.total.sum() >= NEW * len(ROWS)
-    compare(state, said)
+    state, expected = recorded(sampler, model, **request)
+    assert len(expected) == state.total.sum() >= NEW * len(ROWS)
+    compare(state, expected)
 
 
 def test_masked_under_guidance_and_over_a_cache(masked: Model) -> None:
     sampler = samplers.create("threshold", threshold=0.3)
-    state, said = recorded(sampler, masked, 2.0, guidance_scale=2.0, block_length=4)
-    compare(state, said)
-    state, said = recorded(sampler, masked, cache="dual", block_length=4)
-    compare(state, said)
+    state, expected = recorded(sampler, masked, 2.0, guidance_scale=2.0, block_length=4)
+    compare(state, expected)
+    state, expected = recorded(sampler, masked, cache="dual", block_length=4)
+    compare(state, expected)
 
 
 def test_an_edit_counts_as_it_was_written_last(masked: Model) -> None:
     sampler = samplers.create("editing", threshold=0.1, editing_threshold=0.0)
-    state, said = recorded(sampler, masked, block_length=6, trace=True)
-    compare(state, said)
+    state, expected = recorded(sampler, masked, block_length=6, trace=True)
+    compare(state, expected)
     trace = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, block_length=6, trace=True).trace
     assert trace is not None
     assert max(Counter(commit[:2] for step in trace.steps for commit in step.commits).values()) > 1
 
 
 def test_freedave_says_what_its_base_says(masked: Model) -> None:
-    given: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 6, "temperature": 0.0, "seed": 3, "logprobs": 2}
-    base = paradec.generate(masked, ROWS, sampler="low_confidence", **given)
+    request: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 6, "temperature": 0.0, "seed": 3, "logprobs": 2}
+    base = paradec.generate(masked, ROWS, sampler="low_confidence", **request)
     ahead = samplers.create("freedave", base="low_confidence", draft_steps=3)
-    found = paradec.generate(masked, ROWS, sampler=ahead, **given, trace=True)
-    assert found.nfe < base.nfe
-    assert torch.equal(found.new_tokens, base.new_tokens)
+    logprobs = paradec.generate(masked, ROWS, sampler=ahead, **request, trace=True)
+    assert logprobs.nfe < base.nfe
+    assert torch.equal(logprobs.new_tokens, base.new_tokens)
     for name in ("chosen", "best"):
         torch.testing.assert_close(
-            getattr(found.logprobs, name), getattr(base.logprobs, name), equal_nan=True, rtol=0, atol=1e-9
+            getattr(logprobs.logprobs, name), getattr(base.logprobs, name), equal_nan=True, rtol=0, atol=1e-9
         )
-    assert torch.equal(found.logprobs.best_tokens, base.logprobs.best_tokens)
-    assert torch.equal(found.logprobs.step, base.logprobs.step)
+    assert torch.equal(logprobs.logprobs.best_tokens, base.logprobs.best_tokens)
+    assert torch.equal(logprobs.logprobs.step, base.logprobs.step)
 
 
-def test_holes_and_what_stands_beside_them(masked: Model) -> None:
+def test_logprobs_of_holes(masked: Model) -> None:
     output = paradec.infill(masked, [[3, MASK, 5, MASK, MASK, 8], [MASK, 9]], logprobs=1)
-    found = output.logprobs
-    assert found is not None and found.chosen.shape == output.sequences.shape
-    assert torch.equal(~found.chosen.isnan(), output.filled)
-    assert torch.equal(found.step >= 0, output.filled)
-    assert (found.best_tokens[..., 0][output.filled] == output.sequences[output.filled]).all()
-    assert (found.best[..., 0][output.filled] == found.chosen[output.filled]).all()
+    logprobs = output.logprobs
+    assert logprobs is not None and logprobs.chosen.shape == output.sequences.shape
+    assert torch.equal(~logprobs.chosen.isnan(), output.filled)
+    assert torch.equal(logprobs.step >= 0, output.filled)
+    assert (logprobs.best_tokens[..., 0][output.filled] == output.sequences[output.filled]).all()
+    assert (logprobs.best[..., 0][output.filled] == logprobs.chosen[output.filled]).all()
 
 
-def test_rows_are_alone_in_a_batch(masked: Model) -> None:
-    given: dict[str, Any] = {"max_new_tokens": NEW, "logprobs": 2, "block_length": 4, "eos_early_stop": False}
-    batch = paradec.generate(masked, ROWS, **given)
+def test_logprobs_do_not_depend_on_the_batch(masked: Model) -> None:
+    request: dict[str, Any] = {"max_new_tokens": NEW, "logprobs": 2, "block_length": 4, "eos_early_stop": False}
+    batch = paradec.generate(masked, ROWS, **request)
     assert batch.logprobs is not None
     for index, row in enumerate(ROWS):
-        alone = paradec.generate(masked, [row], **given).logprobs
+        alone = paradec.generate(masked, [row], **request).logprobs
         torch.testing.assert_close(
             alone.chosen[:, -NEW:], batch.logprobs.chosen[index : index + 1, -NEW:], rtol=0, atol=1e-9
         )
@@ -175,7 +176,7 @@ def test_rows_are_alone_in_a_batch(masked: Model) -> None:
 
 
 def target(model: Model, row: list[int], answer: list[int], temperature: float, top_k: int | None) -> Tensor:
-    """[N, V] ln p of every answer token, from one plain forward of the module."""
+    """Log-probabilities [N, V] at every answer token, from one forward of the module."""
     with torch.inference_mode():
         logits = model.module(torch.tensor([row + answer])).logits[0, len(row) - 1 : -1].double()
     logits = logits / (temperature or 1)
@@ -194,20 +195,20 @@ def test_causal_is_the_verified_distribution(
     output = paradec.generate(
         causal, ROWS, sampler=sampler, max_new_tokens=NEW, temperature=temperature, top_k=top_k, seed=2, logprobs=3
     )
-    found = output.logprobs
-    assert found is not None
+    logprobs = output.logprobs
+    assert logprobs is not None
     for index, row in enumerate(ROWS):
         answer = output.new_tokens[index, : output.tokens[index]].tolist()
         log_p = target(causal, row, answer, temperature, top_k)
-        at = torch.arange(len(answer)) + found.chosen.shape[1] - NEW
-        own = log_p[torch.arange(len(answer)), torch.tensor(answer)]
-        torch.testing.assert_close(found.chosen[index, at], own, rtol=0, atol=1e-9)
-        torch.testing.assert_close(found.sums()[index], own.sum(), rtol=0, atol=1e-9)
+        at = torch.arange(len(answer)) + logprobs.chosen.shape[1] - NEW
+        expected_logp = log_p[torch.arange(len(answer)), torch.tensor(answer)]
+        torch.testing.assert_close(logprobs.chosen[index, at], expected_logp, rtol=0, atol=1e-9)
+        torch.testing.assert_close(logprobs.sums()[index], expected_logp.sum(), rtol=0, atol=1e-9)
         best = log_p.sort(descending=True)
-        torch.testing.assert_close(found.best[index, at], best.values[:, :3], rtol=0, atol=1e-9)
-        assert torch.equal(found.best_tokens[index, at], best.indices[:, :3])
-        assert found.chosen[index].isfinite().sum() == len(answer)
-        steps = found.step[index, at]
+        torch.testing.assert_close(logprobs.best[index, at], best.values[:, :3], rtol=0, atol=1e-9)
+        assert torch.equal(logprobs.best_tokens[index, at], best.indices[:, :3])
+        assert logprobs.chosen[index].isfinite().sum() == len(answer)
+        steps = logprobs.step[index, at]
         assert (steps.diff() >= 0).all() and steps[0] == 0 and steps[-1] < output.row_nfe[index]
 
 
@@ -229,8 +230,8 @@ def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -
     for row, prompt in enumerate(ROWS):
         for position in range(len(prompt), len(prompt) + output.tokens[row]):
             column = position + width - len(prompt) - NEW
-            own, best = last[row, position]
-            assert own == float(output.logprobs.chosen[row, column])
+            expected_logp, best = last[row, position]
+            assert expected_logp == float(output.logprobs.chosen[row, column])
             assert [token for token, _ in best] == output.logprobs.best_tokens[row, column].tolist()
     plain = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, trace=True, block_length=6)
     assert plain.logprobs is None and plain.recorded_trace is not None
@@ -240,12 +241,12 @@ def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -
     json.loads(output.trace.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_they_change_nothing_else(masked: Model, causal: Model) -> None:
+def test_logprobs_change_no_other_output(masked: Model, causal: Model) -> None:
     for model, sampler in ((masked, "threshold"), (causal, "sjd")):
-        given: dict[str, Any] = {"sampler": sampler, "max_new_tokens": NEW, "temperature": 0.9, "seed": 4}
-        without = paradec.generate(model, ROWS, **given)
+        request: dict[str, Any] = {"sampler": sampler, "max_new_tokens": NEW, "temperature": 0.9, "seed": 4}
+        without = paradec.generate(model, ROWS, **request)
         for count in (0, 4):
-            out = paradec.generate(model, ROWS, **given, logprobs=count)
+            out = paradec.generate(model, ROWS, **request, logprobs=count)
             assert torch.equal(out.sequences, without.sequences) and out.row_nfe == without.row_nfe
             assert out.logprobs.best.shape == (*out.sequences.shape, count)
 
@@ -278,8 +279,8 @@ def test_the_likeliest_of_a_large_vocabulary(dtype: torch.dtype) -> None:
     tokens[0, 2] = 7
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     for known in (None, chosen.exp()):
-        found = StepLogProbs.from_logits(logits, tokens, 6, known)
+        logprobs = StepLogProbs.from_logits(logits, tokens, 6, known)
         best = log_p.topk(6)
-        assert torch.equal(found.best_tokens, best.indices)
-        torch.testing.assert_close(found.best, best.values, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(found.chosen, chosen, rtol=1e-6, atol=1e-6)
+        assert torch.equal(logprobs.best_tokens, best.indices)
+        torch.testing.assert_close(logprobs.best, best.values, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logprobs.chosen, chosen, rtol=1e-6, atol=1e-6)

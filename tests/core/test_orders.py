@@ -1,4 +1,4 @@
-"""Orders: what each of them is, recorded runs of LPD's generator, and the masked sampler that decodes along one."""
+"""Orders: their definitions, recorded runs of LPD's generator, and the masked sampler that follows an order."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> 
     assert (np.take_along_axis(groups.order, groups.rank, 1) == np.arange(size)).all()
     again = groups_of(orders.Order.from_dict(json.loads(json.dumps(order.to_dict()))), height, width)
     assert (again.order == groups.order).all() and again.sizes == groups.sizes
-    # a row's order is its own key's
+    # a row's order depends only on its key
     assert (order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS[1:2]))).order[0] == groups.order[1]).all()
     same = (groups.order[0] == groups.order[1]).all()
     assert same if not order.random or size == 1 else not same or size < 4
@@ -111,8 +111,8 @@ def test_other_sizes_grow_as_the_published() -> None:
     for cells in (1, 2, 7, 36, 49, 256, 300):
         for groups in {1, 2, min(5, cells), cells // 2 or 1, cells}:
             if groups <= cells:
-                found = group_sizes(cells, groups)
-                assert len(found) == groups and sum(found) == cells and min(found) >= 1
+                chosen = group_sizes(cells, groups)
+                assert len(chosen) == groups and sum(chosen) == cells and min(chosen) >= 1
     assert scale_sizes((1, 3, 4), 16) == (2, 6, 8) and scale_sizes((2, 2), 8, 4) == (2, 2, 2, 2)
     assert scale_sizes((1, 99), 3, 3) == (1, 1, 1) and scale_sizes((5, 5, 5), 2) == (1, 1)
     half = group_sizes(64, 10)
@@ -124,23 +124,23 @@ class Recorded:
         self.first, self.lists, self.starts = said["first"], said["shuffled_candidates"], list(said["random_starts"])
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
-        found = np.array(self.lists[step - 1])
-        assert sorted(found) == sorted(cells)
-        return found
+        chosen = np.array(self.lists[step - 1])
+        assert sorted(chosen) == sorted(cells)
+        return chosen
 
     def choose(self, step: int, cells: np.ndarray) -> int:
-        found = self.starts.pop(0) if step else self.first
-        assert found in cells
-        return found
+        chosen = self.starts.pop(0) if step else self.first
+        assert chosen in cells
+        return chosen
 
 
 @pytest.mark.parametrize("name", image_cases("lpd", "shuffled_candidates"))
 @replays("name", "lpd/")
 def test_a_recorded_order(name: str) -> None:
-    said, settings = image_case("lpd", name)[0], image_case("lpd", name)[0]["settings"]
-    draws, side = Recorded(said), settings["grid"]
+    preview, settings = image_case("lpd", name)[0], image_case("lpd", name)[0]["settings"]
+    draws, side = Recorded(preview), settings["grid"]
     options = settings["repulsion_threshold"], settings["proximity_threshold"]
-    assert lpd_order(side, side, settings["group_sizes"], draws, *options).tolist() == said["order"]
+    assert lpd_order(side, side, settings["group_sizes"], draws, *options).tolist() == preview["order"]
     assert not draws.starts
 
 
@@ -149,7 +149,7 @@ def test_equal_neighbourhoods_are_ties() -> None:
     known = np.ones(81, bool)
     known[[above, below, above + 8, above + 10, below - 8, below - 10]] = False  # the last four are nearer
     far = 1 / math.sqrt(2)
-    sums = {functools.reduce(operator.add, found) for found in ([far, 1, far, 1, 1, 1], [1, 1, 1, far, 1, far])}
+    sums = {functools.reduce(operator.add, chosen) for chosen in ([far, 1, far, 1, 1, 1], [1, 1, 1, far, 1, far])}
     assert len(sums) == 2
 
     class First:
@@ -208,18 +208,18 @@ def test_a_given_part_is_decided_from_the_start() -> None:
     assert order[0] // 4 == 2
 
 
-def test_rows_are_their_own_business() -> None:
+def test_orders_of_rows_do_not_depend_on_the_batch() -> None:
     both = made("lpd", steps=5, seed=[4, 5], temperature=1.0)
     for row, label in enumerate((1, 2)):
         alone = made("lpd", steps=5, seed=4 + row, class_labels=label, temperature=1.0)
         assert torch.equal(alone.codes[0], both.codes[row])
 
 
-def test_caches_are_told_what_is_committed() -> None:
+def test_the_preview_equals_the_next_commits() -> None:
     sampler = samplers.create("lpd", groups=4)
     model = tiny_masked_image()
     state = sampler.start(model, [[model.class_token(1)]], max_new_tokens=16, temperature=1.0)
     while not state.done:
-        said = sampler.preview(state)
+        preview = sampler.preview(state)
         commit = sampler.commit(state, sampler.step(model, state))
-        assert sorted(said[0].tolist()) == [position for _, position, _, _ in commit.to_list()]
+        assert sorted(preview[0].tolist()) == [position for _, position, _, _ in commit.to_list()]

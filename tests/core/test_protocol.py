@@ -1,4 +1,4 @@
-"""Registries, other packages' entries, blocks and schedules: the parts that need no model."""
+"""Registries, entries of other packages, blocks and schedules, without a model."""
 
 import dataclasses
 import json
@@ -134,7 +134,7 @@ def test_schedules_commit_everything_within_their_steps(masks: int, steps: int) 
 
 
 def test_time_grid_of_dream() -> None:
-    """32 tokens in 32 steps: nothing, then one a step, then two; in 16 steps: one, then twos, then three."""
+    """32 tokens in 32 steps: none, then one per step, then two. In 16 steps: one, then two per step, then three."""
     for steps, expected in ((32, [0, *[1] * 30, 2]), (16, [1, *[2] * 14, 3])):
         left, taken = 32, []
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""The counter-based generator: known answers, uniformity, and what its draws depend on."""
+"""The counter-based generator: known answers, uniformity, and arguments that its draws depend on."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from paradec.samplers.start import row_keys
     ],
 )
 def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], expected: str) -> None:
-    """The vectors published with Random123."""
+    """Test vectors published with Random123."""
     words = rng.philox([torch.tensor([c]) for c in counter], [torch.tensor([k]) for k in key])
     assert " ".join(f"{int(word):08x}" for word in words) == expected
 
@@ -49,7 +49,7 @@ def test_draws_depend_on_everything_named_and_nothing_else() -> None:
     assert torch.equal(base, draws())
     assert not torch.equal(base, draws(step=3))
     assert not torch.equal(base, draws(stream=1))
-    # fewer rows, positions or tokens: the same numbers
+    # with fewer rows, positions or tokens the numbers stay the same
     assert torch.equal(draws(vocab=3, rows=2, width=4), base[:2, :4, :3])
 
 
@@ -68,8 +68,8 @@ def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, vocab: int
         (keys[:, 0].view(-1, 1, 1), keys[:, 1].view(-1, 1, 1)),
     )
     bits = torch.stack((a * 2**21 + b // 2**11, c * 2**21 + d // 2**11), -1).flatten(-2)[..., :vocab]
-    found = rng.uniform(keys, step, position, vocab, 3)
-    assert found.dtype == torch.float64 and torch.equal(found, (bits.double() + 0.5) / 2**53)
+    uniform = rng.uniform(keys, step, position, vocab, 3)
+    assert uniform.dtype == torch.float64 and torch.equal(uniform, (bits.double() + 0.5) / 2**53)
 
 
 def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
@@ -88,7 +88,7 @@ def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
     first, second = copies(prompts[0], 5), copies(prompts[1], 6)
     assert len({tuple(row) for row in first + second}) == 6
     assert together([5, 6]) == together([5, 5, 5, 6, 6, 6]) == first + second
-    # the first copy under its seed is that of a request with that seed alone, the next one under the same the second
+    # copy n under a seed equals copy n of a request with only this seed
     mixed = together([7, 5, 5, 8, 6, 9])
     assert mixed[1:3] == first[:2] and mixed[4] == second[0]
     assert mixed[0] == copies(prompts[0], 7)[0]

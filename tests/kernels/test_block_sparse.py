@@ -1,4 +1,4 @@
-"""SparseD: estimation, selection and attention against what they stand for, and decoding with them."""
+"""SparseD: estimation, selection and attention against their definitions, and decoding with them."""
 
 import functools
 import math
@@ -50,7 +50,7 @@ interpreter = pytest.mark.skipif(
 def tensors(
     rows: int, heads: int, groups: int, length: int, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries [B, H, L, D], keys and values [B, G, L, D], with attention far from even."""
+    """Random queries [B, H, L, D], keys and values [B, G, L, D], with concentrated attention."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(rows, count, length, width) for count in (heads, groups, groups)]
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -77,19 +77,19 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
     assert ((expected[0] * extent).sum(-1) - 1).abs().max() < 1e-12
 
 
-def test_a_weak_answer_beside_a_strong_prompt_does_not_vanish() -> None:
+def test_small_weights_next_to_large_ones_do_not_vanish() -> None:
     query, key, _ = tensors(1, 1, 1, 32, dtype=torch.float32)
     key[:, :, :16] += 60 * query[0, 0].mean(0) / query[0, 0].mean(0).norm()
     query = query[:, :, :1].expand(-1, -1, 32, -1).clone() + 20 * query[0, 0].mean(0)
     expected = reference_means(query, key, 8, [32], [2])
-    found = block_means(query, key, 8, first=[2])
+    output = block_means(query, key, 8, first=[2])
     assert scores_of(query, key)[..., :16].max() - scores_of(query, key)[..., 16:].max() > 100
-    assert (found.double() - expected).abs().max() < 1e-6 and expected[0, 0, 0, 2:].sum() > 0.1
+    assert (output.double() - expected).abs().max() < 1e-6 and expected[0, 0, 0, 2:].sum() > 0.1
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_selection_is_the_rule(data: st.DataObject) -> None:
+def test_selection_equals_the_rule(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([1, 4, 16]))
     lengths = data.draw(st.lists(st.integers(1, 9 * size), min_size=1, max_size=3))
     new = [data.draw(st.integers(1, length)) for length in lengths]
@@ -112,7 +112,7 @@ def random_lists(rows: int, heads: int, blocks: int, size: int, share: float = 0
 # bfloat16: the interpreter truncates where hardware rounds
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 SIZES = [(115, 16, 4, 2), (64, 16, 2, 2), (37, 128, 2, 1), (1, 4, 2, 1), (50, 7, 6, 3)]
-"""Length, block size, heads of queries, heads of keys."""
+"""(length, block size, query heads, key heads)."""
 LISTS = [
     *(("torch", torch.float64, 1e-13, *sizes) for sizes in SIZES),
     *(("torch", dtype, 8 * torch.finfo(dtype).eps, 61, 16, 4, 2) for dtype in TOLERANCE),
@@ -124,7 +124,7 @@ LISTS = [
 
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """flex_attention as it is written: torch.compile would trace every call anew, for the same operations."""
+    """Run flex_attention without torch.compile, which would trace every call for the same operations."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -177,14 +177,14 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     expected, sums = reference_attention(picked, key, value, visible, lengths)
     tiles = QueryTiles.from_positions(positions, valid, size)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "return_logsumexp": True}
-    found, found_sums = sparse_attention(picked, key, value, index, **options)
+    output, output_sums = sparse_attention(picked, key, value, index, **options)
     real = torch.as_tensor(valid)[:, None].expand(-1, 2, -1)
-    assert (found - expected)[real].abs().max() < 1e-13 and torch.isfinite(found).all()
-    assert torch.allclose(found_sums[real], sums[real], atol=1e-13, rtol=0)
+    assert (output - expected)[real].abs().max() < 1e-13 and torch.isfinite(output).all()
+    assert torch.allclose(output_sums[real], sums[real], atol=1e-13, rtol=0)
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the elements of the largest tensor that any operation made."""
+    """Record the number of elements of the largest tensor that an operation returns."""
 
     elements = 0
 
@@ -195,7 +195,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_nothing_is_as_large_as_queries_times_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     length, size = 2048, 32
     query, key, value = tensors(1, 2, 1, length, dtype=torch.float32)
     monkeypatch.setattr(portable, "CHUNK", 2**16)
@@ -205,7 +205,7 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch: pytest.MonkeyPat
         means = block_means(query, key, size, first=first)
         index = select_blocks(means, 0.2, size, lengths=[length], first=first)
         sparse_attention(query, key, value, index)
-    # scores of one block of queries, or the gathered keys of one
+    # scores, or gathered keys, of one block of queries
     assert largest.elements <= max(size * length, index.blocks.shape[-1] * size * 8 * 2) < length * length / 8
     assert index.nbytes < 2 * 2 * (length // size) * (16 + 2)
 
@@ -247,8 +247,8 @@ def test_kernel_attends_to_everything() -> None:
     query, key, value = tensors(1, 1, 1, 300, 12, torch.float32)
     expected, sums = reference_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
     options = {"return_logsumexp": True, "backend": "triton", "block_size": 256}
-    found, found_sums = sparse_attention(query, key, value, None, **options)
-    assert (found - expected).abs().max() < 1e-5 and (found_sums - sums).abs().max() < 1e-5
+    output, output_sums = sparse_attention(query, key, value, None, **options)
+    assert (output - expected).abs().max() < 1e-5 and (output_sums - sums).abs().max() < 1e-5
     one = sparse_attention(query[:, :, :1], key[:, :, :1], value[:, :, :1], None, backend="triton", block_size=32)
     assert (one - value[:, :, :1]).abs().max() < 1e-6
 
@@ -270,9 +270,9 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
         key, value = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (key, value))
     tiles = QueryTiles.from_positions(positions, valid, 16)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "backend": "triton"}
-    found = sparse_attention(picked, key, value, index, **options)
-    assert (found - expected).abs()[torch.as_tensor(valid)[:, None].expand(-1, 2, -1)].max() < 2e-6
-    assert torch.isfinite(found).all()
+    output = sparse_attention(picked, key, value, index, **options)
+    assert (output - expected).abs()[torch.as_tensor(valid)[:, None].expand(-1, 2, -1)].max() < 2e-6
+    assert torch.isfinite(output).all()
 
 
 @pytest.mark.thinned
@@ -282,8 +282,8 @@ def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
     query, key, _ = tensors(2, 2, 1, 37, 24, dtype)
     lengths, first = [37, 20], [1, 1]
     expected = reference_means(query, key, 16, lengths, first)
-    found = block_means(query, key, 16, lengths=lengths, first=first, backend="triton")
-    assert (found - expected).abs().max() < 1e-6
+    output = block_means(query, key, 16, lengths=lengths, first=first, backend="triton")
+    assert (output - expected).abs().max() < 1e-6
     if dtype == torch.float32:
         sums = scores_of(query, key)[1:, :, :20, :20].logsumexp(-1)
         known = block_means(query[1:, :, :20], key[1:, :, :20], 16, first=[2], logsumexp=sums.float(), backend="triton")
@@ -317,7 +317,7 @@ def test_lists_of_everything_decode_as_dense(cache: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "dkv_decode"])
 def test_a_row_does_not_depend_on_its_neighbours(cache: str) -> None:
-    sampler = samplers.create("threshold", threshold=0.6)  # rows move at their own pace, in and out of lists
+    sampler = samplers.create("threshold", threshold=0.6)  # rows progress at different speeds
     together = trained(cache=cache, attention=SOME, sampler=sampler)
     alone = [trained(rows=[row], cache=cache, attention=SOME, sampler=sampler) for row in ROWS]
     assert together.new_tokens.tolist() == [out.new_tokens[0].tolist() for out in alone]
@@ -326,7 +326,7 @@ def test_a_row_does_not_depend_on_its_neighbours(cache: str) -> None:
 
 
 def test_the_report_says_what_was_computed() -> None:
-    """Dense for int(T skip) + 2 steps, of which the last finds the lists; sparse for the others."""
+    """The first int(T skip) + 2 steps are dense, and the last of them selects the blocks; later steps are sparse."""
     out = trained(attention=SOME)
     assert out.attention.dense_calls == [5] * 3 and out.attention.pattern_calls == [1] * 3
     assert out.attention.sparse_calls == [18] * 3 and out.nfe == 24
@@ -335,7 +335,7 @@ def test_the_report_says_what_was_computed() -> None:
     kept = [min(p, int(p * 0.3) + 1) + min(n - p, int((n - p) * 0.3) + 1) for n, p in zip(sizes, firsts, strict=True)]
     assert out.attention.density == pytest.approx([k / n for k, n in zip(kept, sizes, strict=True)])
     assert out.attention.pattern_bytes > 0
-    assert not torch.equal(out.sequences, trained().sequences)  # what is left out is missed
+    assert not torch.equal(out.sequences, trained().sequences)  # sparse attention changes the answer
 
 
 def steps_of(out: Any) -> tuple[int, int, int]:
@@ -372,7 +372,7 @@ def test_how_many_steps_are_dense(
 
 
 class Oracle:
-    """Stands where a plan stands: attends by masks that it finds from the rule, with softmax matrices written out."""
+    """A replacement for a plan: attention with explicit softmax matrices and masks from the paper's rule."""
 
     def __init__(self, plan: Any, positions: np.ndarray, settings: SparseD, lists: dict[Any, Tensor], new: int):
         self.plan, self.positions, self.settings, self.lists, self.new = plan, positions, settings, lists, new
@@ -407,8 +407,8 @@ class Oracle:
 @pytest.mark.parametrize(
     ("cache", "guidance_scale"), [("none", 1.0), ("dual", 1.0), ("dkv_decode", 1.0), ("none", 1.5)]
 )
-def test_every_step_is_the_rule(cache: str, selection: str, guidance_scale: float) -> None:
-    """Step for step, logits equal those of the paper's rule with every softmax matrix written out."""
+def test_logits_of_every_step_equal_the_rule(cache: str, selection: str, guidance_scale: float) -> None:
+    """In every step, logits equal those of the paper's rule with explicit softmax matrices."""
     model, chosen = tiny(2), SparseD(select=0.2, block_size=4, selection=selection, refresh_pattern_every=4)
     sampler = samplers.create("threshold", threshold=0.4)
     request = {"max_new_tokens": 16, "block_length": 8, "cache": cache, "guidance_scale": guidance_scale}
@@ -432,7 +432,7 @@ def test_every_step_is_the_rule(cache: str, selection: str, guidance_scale: floa
     assert seen >= {ESTIMATE, SPARSE} and min(state.attention_state.calls[SPARSE]) > 0
 
 
-def test_a_step_repeated_is_the_step_and_requests_do_not_meet() -> None:
+def test_steps_have_no_side_effects_and_requests_are_independent() -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
     request = {"max_new_tokens": 12, "block_length": 6, "eos_early_stop": False, "cache": "prefix"}
     settings = [SparseD(select=0.3, block_size=4), SparseD(select=0.6, block_size=8, skip=0.4), None]
@@ -520,7 +520,7 @@ def test_a_wrapped_model_can_have_it() -> None:
     assert model.unwrap().config._attn_implementation != "paradec_sparsed"
 
 
-def test_a_mask_per_position_is_dense_and_said_once() -> None:
+def test_a_mask_per_position_is_dense_with_one_warning() -> None:
     model, sampler = tiny(1), samplers.create("low_confidence")
     settings = SparseD(select=0.2, block_size=4, dense_steps=1)
     state = sampler.start(model, ROWS[:1], attention=settings, max_new_tokens=8)
@@ -535,7 +535,7 @@ def test_a_mask_per_position_is_dense_and_said_once() -> None:
     assert state.attention_state.found_at.tolist() == [-1]  # nothing was found
 
 
-def test_modules_that_keep_the_plan_to_themselves_are_refused() -> None:
+def test_modules_that_ignore_the_plan_are_refused() -> None:
     model, sampler = tiny(1), samplers.create("low_confidence")
     state = sampler.start(model, ROWS[:1], attention=SparseD(dense_steps=1), max_new_tokens=4)
     layer = model.module.model.layers[0].self_attn

@@ -25,14 +25,14 @@ LARGEST = 2 ** (BITS - 1) - 1
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers, one column 60 times as large."""
+    """Normal random numbers with one column scaled by 60."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     values[..., 3] *= 60
     return values
 
 
 def loop(x: Tensor, weight: Tensor, scale: Tensor, activations: int) -> list[list[float]]:
-    """Round, multiply and sum with Python's integers."""
+    """The product by plain loops over Python integers."""
     largest = 127 if activations == 8 else 127 * 128
     result = []
     for row in x.float():
@@ -51,9 +51,9 @@ def test_plain_loop(activations: int, count: int, width: int, outputs: int) -> N
     expected = torch.tensor(loop(x, weight, scale, activations), dtype=torch.float64)
     reference = reference_linear(x, weight, scale, activations=activations)
     torch.testing.assert_close(reference, expected, rtol=1e-9, atol=1e-9)
-    found = int8_linear(x, weight, scale, activations=activations)
+    output = int8_linear(x, weight, scale, activations=activations)
     limit = 1e-6 * (x.abs().amax(-1, keepdim=True) * weight.abs().amax(-1) * scale * width).double()
-    assert ((found.double() - expected).abs() <= limit).all()
+    assert ((output.double() - expected).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -93,7 +93,7 @@ def test_chunks_of_weights_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("activations", [15, 8])
-def test_rows_alone_and_in_parts(activations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_do_not_depend_on_the_batch(activations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale = quantize_weight(draw(70, 130), BITS)
     x = draw(45, 130, seed=2)
     together = int8_linear(x, weight, scale, activations=activations)
@@ -105,17 +105,17 @@ def test_rows_alone_and_in_parts(activations: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("activations", [15, 8])
-def test_zeros_extremes_and_what_is_not_finite(activations: int) -> None:
+def test_zero_extreme_and_nonfinite_rows(activations: int) -> None:
     weight, scale = quantize_weight(draw(9, 40), BITS)
     x = draw(8, 40, seed=3)
     clean = int8_linear(x, weight, scale, activations=activations)
     x[1, 5], x[3, 6], x[4, 0], x[5], x[6] = torch.nan, torch.inf, -torch.inf, 0, 0
     x[6, 2] = 1e-42
-    found = int8_linear(x, weight, scale, activations=activations)
-    assert found[[1, 3, 4]].isnan().all()
-    assert (found[5] == 0).all()
-    assert (found[6].abs() < 1e-38).all()
-    assert torch.equal(found[[0, 2, 7]], clean[[0, 2, 7]])
+    output = int8_linear(x, weight, scale, activations=activations)
+    assert output[[1, 3, 4]].isnan().all()
+    assert (output[5] == 0).all()
+    assert (output[6].abs() < 1e-38).all()
+    assert torch.equal(output[[0, 2, 7]], clean[[0, 2, 7]])
     assert int8_linear(torch.full((1, 40), 1e300, dtype=torch.float64), weight, scale).isnan().all()
     large = int8_linear(x[:1] * 1e30, weight, scale, activations=activations)
     torch.testing.assert_close(large / 1e30, clean[:1], rtol=1e-4, atol=1e-4 * clean[:1].abs().max().item())
@@ -129,8 +129,8 @@ def test_outliers_need_two_rows() -> None:
     exact = x.double() @ matrix.double().t()
     errors = []
     for activations in (15, 8):
-        found = int8_linear(x, *quantize_weight(matrix, BITS), activations=activations)
-        errors.append(float((found - exact).norm() / exact.norm()))
+        output = int8_linear(x, *quantize_weight(matrix, BITS), activations=activations)
+        errors.append(float((output - exact).norm() / exact.norm()))
     assert errors[0] < 0.012 * (1 if BITS == 8 else 2) < errors[1]
 
 
@@ -141,12 +141,12 @@ def test_copies_pickles_and_threads() -> None:
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), expected)
         assert not any(parameter.requires_grad for parameter in other.parameters())
-    assert all(torch.equal(found, expected) for found in run_in_threads(lambda: layer(x), lambda: layer(x)))
+    assert all(torch.equal(output, expected) for output in run_in_threads(lambda: layer(x), lambda: layer(x)))
 
 
 @pytest.fixture(params=[False, True])
 def packs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Without packed weights, and with them where this processor has their products."""
+    """Without packed weights, and with them if this processor supports their products."""
     monkeypatch.setattr(portable, "has_packed_product", lambda: request.param and HAS_PACKED)
     return request.param and HAS_PACKED
 
@@ -171,7 +171,7 @@ def test_packed_weights(packs: bool, activations: int) -> None:
 
 
 def test_experts(packs: bool) -> None:
-    """A loop over tokens and their experts, with the layers' product."""
+    """The reference: a loop over tokens and their experts, with the layers' product."""
     torch.manual_seed(0)
     stacks = {"gate_up_proj": torch.randn(3, 40, 16), "down_proj": torch.randn(3, 16, 20)}
     experts = Int8Experts(SimpleNamespace(act_fn=nn.functional.silu, **stacks))
@@ -199,7 +199,7 @@ def test_experts(packs: bool) -> None:
 
 
 def test_packed_products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product that is wrong in one sum, one that is slow, and a torch without it."""
+    """Packed products are not used if one sum is wrong, if they are slow, or if PyTorch lacks them."""
     check, product = portable.has_packed_product.__wrapped__, portable._packed_product
 
     def wrong(rows: Tensor, packed: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def test_packed_products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exactness_is_checked_with_extreme_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that saturate as those of processors without VNNI do."""
+    """Saturating products, as on processors without VNNI, are detected."""
 
     def saturate(rows: Tensor, weight: Tensor) -> Tensor:
         pairs = (rows.long() + 128).unsqueeze(1) * weight.t().long().unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Kernels on other processors than this one: with fewer instructions, and compiled for an H100."""
+"""Kernels on other processors: with fewer instruction sets, and compiled for an H100."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.full
     ],
 )
 def test_fewer_instructions(variable: str, value: str) -> None:
-    """In processes of their own: both are read once, when torch is imported."""
+    """Run tests in a new process, because PyTorch reads both variables only when it is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: value}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Token statistics: every path against formulas written out here, and against the others."""
+"""Token statistics: every path against plain formulas, and against the other paths."""
 
 import importlib.util
 import math
@@ -28,7 +28,7 @@ from paradec.kernels.token_stats import (
 from paradec.samplers.distributions import draw_filtered, filter_logits
 
 VOCABULARY = 9001
-"""Beyond SMALL_VOCABULARY, and no multiple of any tile."""
+"""Larger than SMALL_VOCABULARY, and not a multiple of a tile size."""
 ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,7 +51,7 @@ def kernel(
     block: int = 64,
     splits: int = 1,
 ) -> TokenStats:
-    """The kernel on the GPU, or interpreted; its findings on the CPU."""
+    """Run the kernel, on the GPU or interpreted; return the statistics on the CPU."""
     if draws is not None:
         draws = TokenDraws(draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature)
     ids = None if ids is None else ids.to(DEVICE)
@@ -60,12 +60,12 @@ def kernel(
     moved = storage.to(DEVICE).as_strided(logits.shape, logits.stride(), logits.storage_offset())
     from paradec.kernels.token_stats.triton import triton_stats
 
-    found = triton_stats(moved, IN_ONE_READ, temperature, ids, draws, block=block, splits=splits)
-    return TokenStats(*(None if field is None else field.cpu() for field in found))
+    stats = triton_stats(moved, IN_ONE_READ, temperature, ids, draws, block=block, splits=splits)
+    return TokenStats(*(None if field is None else field.cpu() for field in stats))
 
 
 def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Random logits of very different sharpness from row to row, some tokens excluded, the two best tied in row 0."""
+    """Random logits with a different sharpness in each row, excluded tokens, and a tie of the two best in row 0."""
     logits = torch.randn(*lead, vocabulary, generator=torch.Generator().manual_seed(seed))
     flat = logits.view(-1, vocabulary)
     flat *= torch.linspace(0.1, 12, len(flat)).unsqueeze(1)
@@ -76,9 +76,9 @@ def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = tor
     return logits.to(dtype)
 
 
-def assert_close(found: TokenStats, expected: dict[str, Tensor], names: frozenset[str] | tuple[str, ...], rel: float):
+def assert_close(stats: TokenStats, expected: dict[str, Tensor], names: frozenset[str] | tuple[str, ...], rel: float):
     for name in names:
-        got, wanted = getattr(found, name), expected[name]
+        got, wanted = getattr(stats, name), expected[name]
         assert got.shape == wanted.shape, name
         if wanted.dtype.is_floating_point:
             assert got.dtype == torch.float64
@@ -100,36 +100,36 @@ def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
 def test_odd_vocabularies(vocabulary: int) -> None:
     logits = logits_of(6, vocabulary=vocabulary)
-    found = token_stats(logits, path="chunked")
+    stats = token_stats(logits, path="chunked")
     if vocabulary == 1:
-        assert found.prob.eq(1).all() and found.entropy.eq(0).all() and found.gap.isinf().all()
-        assert found.second_prob.eq(0).all() and not found.nonfinite.any()
+        assert stats.prob.eq(1).all() and stats.entropy.eq(0).all() and stats.gap.isinf().all()
+        assert stats.second_prob.eq(0).all() and not stats.nonfinite.any()
         return
-    assert_close(found, reference_stats(logits)._asdict(), FIELDS, 1e-6)
+    assert_close(stats, reference_stats(logits)._asdict(), FIELDS, 1e-6)
 
 
-def test_sure_tokens_keep_their_order_and_doubt() -> None:
+def test_confident_tokens_keep_their_order_and_entropy() -> None:
     # float32 probabilities tie at 1 where the next token is 17 below; these differ from 20 to 30 below
     logits = torch.full((11, VOCABULARY), -torch.inf)
     logits[:, 10] = 5.0
     logits[:, 20] = 5.0 - torch.arange(20.0, 31.0)
-    found = token_stats(logits, path="chunked")
+    stats = token_stats(logits, path="chunked")
     assert logits.softmax(-1)[:, 10].eq(1).all()
-    assert (found.prob.diff() > 0).all()
+    assert (stats.prob.diff() > 0).all()
     doubt = torch.arange(20.0, 31.0, dtype=torch.float64).neg().exp()
-    torch.testing.assert_close(1 - found.prob, doubt / (1 + doubt), rtol=1e-2, atol=0)
+    torch.testing.assert_close(1 - stats.prob, doubt / (1 + doubt), rtol=1e-2, atol=0)
     entropy = doubt.log1p() + torch.arange(20.0, 31.0) * doubt / (1 + doubt)
-    torch.testing.assert_close(found.entropy, entropy, rtol=1e-6, atol=0)
+    torch.testing.assert_close(stats.entropy, entropy, rtol=1e-6, atol=0)
     far = logits.clone()
     far[:, 20] = -80.0
     second = token_stats(far, path="chunked").second_prob
     torch.testing.assert_close(second, torch.full_like(second, math.exp(-85.0)), rtol=1e-6, atol=0)
-    # beyond what float32 has numbers for
+    # beyond the range of float32
     far[:, 20], far[:, 30] = -295.0, -296.0
     rest = math.exp(-300.0) + math.exp(-301.0)
     entropy = rest + 300 * math.exp(-300.0) + 301 * math.exp(-301.0)
-    found = token_stats(far, path="chunked").entropy
-    torch.testing.assert_close(found, torch.full_like(found, entropy), rtol=1e-6, atol=0)
+    stats = token_stats(far, path="chunked").entropy
+    torch.testing.assert_close(stats, torch.full_like(stats, entropy), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
@@ -139,11 +139,11 @@ def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
     logits[3, 77] = torch.nan
     logits[4, 77] = torch.inf
     logits[5] = -torch.inf
-    found = token_stats(logits, path=path)
-    assert found.nonfinite.tolist() == [False] * 3 + [True] * 3
+    stats = token_stats(logits, path=path)
+    assert stats.nonfinite.tolist() == [False] * 3 + [True] * 3
     for name in ("prob", "margin", "entropy", "logsumexp"):
-        assert getattr(found, name)[3:].isnan().all(), name
-        assert torch.equal(getattr(found, name)[:3], getattr(good, name)), name
+        assert getattr(stats, name)[3:].isnan().all(), name
+        assert torch.equal(getattr(stats, name)[:3], getattr(good, name)), name
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
@@ -151,30 +151,30 @@ def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str
     view = logits_of(3, 7)[:, 1:5]
     assert not view.is_contiguous()
     ids = torch.randint(VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(1))
-    found = token_stats(view, ids=ids, path=path)
+    stats = token_stats(view, ids=ids, path=path)
     again = token_stats(view.contiguous(), path=path)
     for name in FIELDS:
-        assert torch.equal(getattr(found, name), getattr(again, name)), name
-    torch.testing.assert_close(found.ids_prob, view.double().softmax(-1).gather(-1, ids), rtol=1e-5, atol=0)
+        assert torch.equal(getattr(stats, name), getattr(again, name)), name
+    torch.testing.assert_close(stats.ids_prob, view.double().softmax(-1).gather(-1, ids), rtol=1e-5, atol=0)
     one = token_stats(view, ids=ids[..., 2], path=path).ids_prob
-    assert torch.equal(one, found.ids_prob[..., 2])
+    assert torch.equal(one, stats.ids_prob[..., 2])
 
 
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
-def test_pieces_of_float64_are_the_whole(vocabulary: int) -> None:
+def test_chunks_in_float64_equal_the_whole(vocabulary: int) -> None:
     rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
     logits = logits_of(rows, vocabulary=vocabulary)
     logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
     ids = torch.randint(vocabulary, (rows, 2), generator=torch.Generator().manual_seed(3))
     for temperature in (1.0, 0.5):
-        found = token_stats(logits, temperature=temperature, ids=ids)
-        assert found.token.equal(logits.max(-1).indices) and found.token[1] == min(5, 70 % vocabulary)
+        stats = token_stats(logits, temperature=temperature, ids=ids)
+        assert stats.token.equal(logits.max(-1).indices) and stats.token[1] == min(5, 70 % vocabulary)
         for at in (0, 1, rows // 2, rows - 1):
             alone = token_stats(logits[at], temperature=temperature, ids=ids[at])
             expected = reference_stats(logits[at], temperature)
-            torch.testing.assert_close(found.prob[at], expected.prob, rtol=1e-12, atol=0)
+            torch.testing.assert_close(stats.prob[at], expected.prob, rtol=1e-12, atol=0)
             for name in (*FIELDS, "ids_prob"):
-                assert torch.equal(getattr(found, name)[at], getattr(alone, name)), name
+                assert torch.equal(getattr(stats, name)[at], getattr(alone, name)), name
     plain = token_stats(logits, fields=())
     assert torch.equal(plain.token, logits.max(-1).indices) and plain.entropy is None
     torch.testing.assert_close(plain.prob, logits.double().softmax(-1).amax(-1), rtol=1e-12, atol=0)
@@ -202,7 +202,7 @@ TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
 
 
 def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
-    """The fields by their definitions, row by row in float64; the largest logit is subtracted before anything else."""
+    """The fields by their definitions, row by row in float64, after subtraction of the largest logit."""
     rows = []
     for row in logits.double().reshape(-1, logits.shape[-1]):
         z = (row - row.max()) / temperature
@@ -226,7 +226,7 @@ def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
 
 
 def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """[10, V]: flat and sharp rows; rows that exclude tokens, all but one, or but two that tie; top-k; top-p."""
+    """Logits [10, V]: flat and sharp rows, excluded tokens, one or two (tied) remaining tokens, top-k, top-p."""
     logits = logits_of(10, vocabulary=vocabulary, dtype=torch.float64, seed=vocabulary)
     logits = logits.to(dtype).where(logits > -torch.inf, logits_of(10, vocabulary=vocabulary, seed=9)[:, :1].to(dtype))
     logits[2, ::3] = -torch.inf
@@ -240,13 +240,13 @@ def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
     return logits
 
 
-def assert_exact_zeros(found: TokenStats, logits: Tensor) -> None:
-    """What is excluded has no probability at all, and a token that is left alone all of it."""
+def assert_exact_zeros(stats: TokenStats, logits: Tensor) -> None:
+    """Assert that excluded tokens have probability 0, and a single remaining token probability 1."""
     excluded = logits == -torch.inf
-    assert (found.ids_prob[excluded[..., : found.ids_prob.shape[-1]]] == 0).all()
-    assert found.prob[4] == 1 and found.second_prob[4] == 0 and found.margin[4] == 1 and found.gap[4] == torch.inf
-    assert found.entropy[4] == 0 and found.token[4] == 5
-    assert found.token[5] == 2 and found.prob[5] == found.second_prob[5] == 0.5 and found.margin[5] == 0
+    assert (stats.ids_prob[excluded[..., : stats.ids_prob.shape[-1]]] == 0).all()
+    assert stats.prob[4] == 1 and stats.second_prob[4] == 0 and stats.margin[4] == 1 and stats.gap[4] == torch.inf
+    assert stats.entropy[4] == 0 and stats.token[4] == 5
+    assert stats.token[5] == 2 and stats.prob[5] == stats.second_prob[5] == 0.5 and stats.margin[5] == 0
 
 
 @pytest.mark.thinned
@@ -263,10 +263,10 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
     ids = torch.arange(40).expand(10, -1)
     small = path_for(logits) == "float64"
     for temperature in TEMPERATURES:
-        found = token_stats(logits, temperature=temperature, ids=ids)
+        stats = token_stats(logits, temperature=temperature, ids=ids)
         expected = plain(logits, temperature)
-        assert_close(found, expected, FIELDS, 1e-11 if small else 1e-6)
-        assert_exact_zeros(found, logits)
+        assert_close(stats, expected, FIELDS, 1e-11 if small else 1e-6)
+        assert_exact_zeros(stats, logits)
         exact = reference_stats(logits, temperature, ids)
         assert_close(exact, expected, FIELDS, 1e-11)
         assert_exact_zeros(exact, logits)
@@ -276,7 +276,7 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
 
 
 def extreme_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """[3, V]: one token, two that tie, all alike, at the largest numbers of the type."""
+    """Logits [3, V] at the largest numbers of the dtype: one best token, two tied, all equal."""
     large = torch.finfo(dtype).max
     logits = torch.zeros(3, vocabulary, dtype=dtype)
     logits[0], logits[0, 70] = -large, large
@@ -292,14 +292,14 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
     for temperature in (1e-6, 1.0, 1e6):
         draws = draws_for(3, 1, temperature)
         draws = TokenDraws(draws.keys, draws.steps, draws.positions[:, 0], temperature)
-        found = token_stats(logits, temperature=temperature, path=path, draws=draws)
-        assert found.token.tolist() == [70, 30, 0] and not found.nonfinite.any()
+        stats = token_stats(logits, temperature=temperature, path=path, draws=draws)
+        assert stats.token.tolist() == [70, 30, 0] and not stats.nonfinite.any()
         expected = torch.tensor([1, 1 / 2, 1 / VOCABULARY], dtype=torch.float64)
-        torch.testing.assert_close(found.prob, expected, rtol=1e-6, atol=0)
-        torch.testing.assert_close(found.entropy, -expected.log().to(found.entropy), rtol=1e-6, atol=1e-30)
-        torch.testing.assert_close(found.sample_prob, expected, rtol=1e-6, atol=0)
-        assert found.sample[0] == 70 and found.sample[1] in (30, 90)
-    # noise is as large beside huge logits as beside others: equal tokens are drawn alike
+        torch.testing.assert_close(stats.prob, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(stats.entropy, -expected.log().to(stats.entropy), rtol=1e-6, atol=1e-30)
+        torch.testing.assert_close(stats.sample_prob, expected, rtol=1e-6, atol=0)
+        assert stats.sample[0] == 70 and stats.sample[1] in (30, 90)
+    # noise still matters next to huge logits: tied tokens are drawn equally often
     many = TokenDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
     counts = token_stats(logits[1].expand(1, 100, -1), draws=many, path=path).sample.view(-1).bincount()
     assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
@@ -312,9 +312,9 @@ def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
     logits = shapes_of_rows(200, dtype)
     ids = torch.arange(40).expand(10, -1)
     for temperature in TEMPERATURES if splits == 1 else TEMPERATURES[::3]:
-        found = kernel(logits, temperature, ids, block=128, splits=splits)
-        assert_close(found, plain(logits, temperature), ONE_READ, 1e-6)
-        assert_exact_zeros(found, logits)
+        stats = kernel(logits, temperature, ids, block=128, splits=splits)
+        assert_close(stats, plain(logits, temperature), ONE_READ, 1e-6)
+        assert_exact_zeros(stats, logits)
 
 
 @pytest.mark.thinned
@@ -324,8 +324,8 @@ def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
 def test_kernel_with_extreme_logits(splits: int) -> None:
     logits = extreme_logits(100, torch.float32)
     for temperature in (1e-6, 1.0):
-        found = kernel(logits, temperature, splits=splits)
-        assert_close(found, reference_stats(logits, temperature)._asdict(), ONE_READ, 1e-6)
+        stats = kernel(logits, temperature, splits=splits)
+        assert_close(stats, reference_stats(logits, temperature)._asdict(), ONE_READ, 1e-6)
     alike = logits[1:].unsqueeze(1).expand(2, 5, -1).contiguous()
     draws = draws_for(2, 5, 1e-6)
     sample = kernel(alike, draws=draws, splits=splits).sample
@@ -334,10 +334,10 @@ def test_kernel_with_extreme_logits(splits: int) -> None:
 
 
 def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:
-    """Of `count` draws from logits [V], of which `left` [V] is the distribution; rare tokens count together."""
+    """P-value of `count` draws from logits [V] against the distribution `left` [V]; rare tokens are pooled."""
     uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
-    found = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
-    counts = found.bincount(minlength=len(left))
+    stats = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
+    counts = stats.bincount(minlength=len(left))
     assert (counts[left == 0] == 0).all()
     order = left.argsort(descending=True)
     often = int((left * count >= 20).sum())
@@ -365,8 +365,8 @@ def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: fl
             draws = Given(uniform, temperature)
             if filters == (None, None):
                 return token_stats(rows, fields=(), draws=draws).sample
-            found = draw_filtered(rows, uniform, temperature, *filters)
-            return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if found is None else found
+            stats = draw_filtered(rows, uniform, temperature, *filters)
+            return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if stats is None else stats
 
         few = count if vocabulary == 700 or filters == (None, None) else min(count, 10_000)  # each takes half a ms
         assert p_value(logits, one, left, few) > 0.01 / 32
@@ -383,16 +383,16 @@ class Given(TokenDraws):
 
 
 def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, temperature: float) -> int:
-    """How many of `count` draws from logits [N, V] are others than float64 and sums over all tokens draw; each of them
-    has a number that is within 1e-6 of the boundary between the two."""
+    """Number of draws from logits [N, V] that differ from exact draws in float64. Asserts that the uniform number of
+    each is within 1e-6 of the boundary between the two tokens."""
     total = (logits.double() / temperature).softmax(-1).cumsum(-1)
     generator, others = torch.Generator().manual_seed(int(10 * temperature)), 0
     for _ in range(0, count, len(logits)):
         uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
         exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
-        found = read(logits, draws=Given(uniform, temperature)).sample
-        wrong = (found != exact).nonzero().flatten()
-        assert (total[wrong, torch.minimum(found, exact)[wrong]] - uniform[wrong]).abs().le(1e-6).all()
+        stats = read(logits, draws=Given(uniform, temperature)).sample
+        wrong = (stats != exact).nonzero().flatten()
+        assert (total[wrong, torch.minimum(stats, exact)[wrong]] - uniform[wrong]).abs().le(1e-6).all()
         others += len(wrong)
     return others
 
@@ -409,7 +409,7 @@ def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, te
 def test_paths_draw_the_same_tokens_but_at_boundaries(
     path: str, temperature: float, vocabulary: int, count: int
 ) -> None:
-    """At most one draw in 10,000 is another token's, where its number is within 1e-6 of the boundary."""
+    """At most one draw in 10,000 differs, and only if its number is within 1e-6 of the boundary."""
     logits = logits_of(40, 1, vocabulary=vocabulary)[:, 0] / 3
 
     def read(rows: Tensor, draws: TokenDraws) -> TokenStats:
@@ -426,16 +426,16 @@ def test_draws_beside_boundaries_are_those_of_float64() -> None:
     for token, beside in ((100, 1e-10), (4_000, -1e-10), (7_003, 1e-10), (VOCABULARY - 2, -1e-10)):
         uniform = total[:, token] / total[:, -1] + beside
         expected = token + (beside > 0)
-        found = token_stats(logits, fields=(), draws=Given(uniform, 0.7), path="chunked").sample
-        assert found.tolist() == [expected] * 4
+        stats = token_stats(logits, fields=(), draws=Given(uniform, 0.7), path="chunked").sample
+        assert stats.tolist() == [expected] * 4
         alone = token_stats(logits[1:2], fields=(), draws=Given(uniform[1:2], 0.7), path="chunked").sample
         assert alone.tolist() == [expected]
     total = filter_logits(logits.double() / 0.7, 0.9, None).softmax(-1).cumsum(-1)
     kept = (total.diff(dim=-1) > 0)[2].nonzero().flatten() + 1
     for at in (100, 900, 2_000):
         uniform = total[2, kept[at]] / total[2, -1] + torch.tensor([1e-10, -1e-10], dtype=torch.float64)
-        found = draw_filtered(logits[2].expand(2, -1), uniform, 0.7, 0.9, None)
-        assert found is not None and found.tolist() == [kept[at + 1], kept[at]]
+        stats = draw_filtered(logits[2].expand(2, -1), uniform, 0.7, 0.9, None)
+        assert stats is not None and stats.tolist() == [kept[at + 1], kept[at]]
 
 
 @runs_kernel
@@ -445,32 +445,32 @@ def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:
 
     def read(rows: Tensor, draws: Given) -> TokenStats:
         moved = Given(draws.numbers.to(DEVICE), draws.temperature)
-        found = triton_stats(rows.to(DEVICE), frozenset(), 1.0, None, moved, block=8192, splits=1)
-        return TokenStats(sample=found.sample.cpu(), token=found.token, prob=found.prob)
+        stats = triton_stats(rows.to(DEVICE), frozenset(), 1.0, None, moved, block=8192, splits=1)
+        return TokenStats(sample=stats.sample.cpu(), token=stats.token, prob=stats.prob)
 
     assert others_drawn(read, logits_of(20, 1)[:, 0] / 3, count, 0.7) <= count // 10_000
 
 
-def test_a_row_is_read_alike_in_any_batch_and_by_any_number_of_threads() -> None:
-    """To the last bit: what torch computes after whole vectors is rounded otherwise, and no row may have some of it."""
+def test_rows_do_not_depend_on_batch_and_threads() -> None:
+    """Bit-identical, although PyTorch rounds differently at the remainders of vectors."""
     logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)
     logits[[1, 9]] += 5000
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        found = token_stats(logits, fields=("entropy",), draws=draws)
+        stats = token_stats(logits, fields=("entropy",), draws=draws)
         for count in (2, 3, 4):
             torch.set_num_threads(count)
             again = token_stats(logits, fields=("entropy",), draws=draws)
             for name in ("prob", "entropy", "sample", "sample_prob"):
-                assert torch.equal(getattr(again, name), getattr(found, name)), (name, count)
+                assert torch.equal(getattr(again, name), getattr(stats, name)), (name, count)
         torch.set_num_threads(1)
         for row in range(15):
             here = slice(row, row + 1)
             own = TokenDraws(draws.keys[here], draws.steps[here], draws.positions[here], 0.7)
             alone = token_stats(logits[here], fields=("entropy",), draws=own)
             for name in ("prob", "entropy", "sample", "sample_prob"):
-                assert torch.equal(getattr(alone, name)[0], getattr(found, name)[row]), (name, row)
+                assert torch.equal(getattr(alone, name)[0], getattr(stats, name)[row]), (name, row)
     finally:
         torch.set_num_threads(threads)
 
@@ -512,11 +512,11 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
     logits = logits_of(2, 2, vocabulary=301, dtype=dtype)
     ids = torch.randint(301, (2, 2, 3), generator=torch.Generator().manual_seed(1))
     draws = draws_for(2, 2)
-    found = kernel(logits, 1.0, ids, draws, block=64, splits=splits)
+    stats = kernel(logits, 1.0, ids, draws, block=64, splits=splits)
     exact = reference_stats(logits, 1.0, ids, draws)
-    assert_close(found, exact._asdict(), (*ONE_READ, "ids_prob", "sample", "sample_prob"), 1e-6)
-    assert found.smoothed_entropy is None
-    assert found.token[0, 0] == 100, "the lower of two tied tokens"
+    assert_close(stats, exact._asdict(), (*ONE_READ, "ids_prob", "sample", "sample_prob"), 1e-6)
+    assert stats.smoothed_entropy is None
+    assert stats.token[0, 0] == 100, "the lower of two tied tokens"
 
 
 @runs_kernel
@@ -533,7 +533,7 @@ def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
 @runs_kernel
 @pytest.mark.parametrize("splits", [1, 4])
 def test_kernel_in_the_corners(splits: int) -> None:
-    # ties across tiles and parts, one token, everything in the last part, doubt beyond float32
+    # ties across tiles and splits, one token, all mass in the last split, doubt below float32's resolution
     logits = torch.full((9, 128), -torch.inf)
     logits[0, [5, 40, 100]] = 2.0
     logits[1, 127] = -3.0
@@ -543,12 +543,12 @@ def test_kernel_in_the_corners(splits: int) -> None:
     logits[5, 0], logits[5, 90] = 1.0, torch.nan
     logits[6, 10], logits[6, 20] = torch.inf, 1.0
     logits[8, 0] = torch.nan
-    found = kernel(logits, block=32, splits=splits)
-    assert found.nonfinite.tolist() == [False] * 5 + [True] * 4
-    assert found.token[:5].tolist() == [5, 127, 0, 64, 34]
+    stats = kernel(logits, block=32, splits=splits)
+    assert stats.nonfinite.tolist() == [False] * 5 + [True] * 4
+    assert stats.token[:5].tolist() == [5, 127, 0, 64, 34]
     good = reference_stats(logits[:5])
-    assert reference_stats(logits).nonfinite.equal(found.nonfinite)
+    assert reference_stats(logits).nonfinite.equal(stats.nonfinite)
     for name in ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap"):
-        assert getattr(found, name)[5:].isnan().all(), name
-        torch.testing.assert_close(getattr(found, name)[:5], getattr(good, name), rtol=2e-6, atol=1e-30)
-    assert found.margin[0] == 0 and found.gap[1] == torch.inf and found.entropy[1] == 0
+        assert getattr(stats, name)[5:].isnan().all(), name
+        torch.testing.assert_close(getattr(stats, name)[:5], getattr(good, name), rtol=2e-6, atol=1e-30)
+    assert stats.margin[0] == 0 and stats.gap[1] == torch.inf and stats.entropy[1] == 0

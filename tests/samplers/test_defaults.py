@@ -1,7 +1,7 @@
-"""Defaults are those of the papers or, where these leave them open, those of their public code.
+"""Defaults follow the papers, or their public code if a paper states none.
 
-They are written down a second time: of samplers, caches and presets in docs/tables/settings.csv, of other values here.
-Who changes a default changes it there as well, with its source.
+This is a second copy of the defaults: docs/tables/settings.csv has those of samplers, caches and presets, this file the
+others. Change a default in both places, with its source.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def test_samplers_caches_and_presets() -> None:
-    """A window of None is SJD's 16, in all of its scripts; None of a canvas sampler follows the checkpoint."""
+    """A window of None is 16, as in all scripts of SJD. For canvas samplers, None means the checkpoint's value."""
     tables = load_script("benchmarks/tables.py")
     published = (ROOT / "docs" / "tables" / "settings.csv").read_text(encoding="utf-8")
     assert tables.to_csv(tables.settings_table()).splitlines() == published.splitlines()

@@ -1,4 +1,4 @@
-"""Distilled students of LlamaGen and VAR: replays of the public code, plain loops, and what must hold."""
+"""Distilled students of LlamaGen and VAR: replays of the public code, plain loops, and checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -39,11 +39,11 @@ LLAMAGEN = image_cases(SYSTEM, "steps")
 def golden_vq() -> VQModel:
     folder = find_weights(SYSTEM, "next-image")
     (name,) = (path.stem for path in folder.glob("*.config.json") if "codebook_l2_norm" in path.read_text())
-    said, weights = image_case(SYSTEM, name)
+    record, weights = image_case(SYSTEM, name)
     config = VQConfig(
-        codebook_size=said["codebook_size"], codebook_embed_dim=said["codebook_embed_dim"], channels=said["ch"],
-        l2_norm=said["codebook_l2_norm"], channel_mult=said["decoder_ch_mult"], res_blocks=said["num_res_blocks"],
-        z_channels=said["z_channels"], norm_groups=said["group_norm_groups"],
+        codebook_size=record["codebook_size"], codebook_embed_dim=record["codebook_embed_dim"], channels=record["ch"],
+        l2_norm=record["codebook_l2_norm"], channel_mult=record["decoder_ch_mult"], res_blocks=record["num_res_blocks"],
+        z_channels=record["z_channels"], norm_groups=record["group_norm_groups"],
     )  # fmt: skip
     vq = VQModel(config)
     vq.load_state_dict({name: weights[name] for name in vq.state_dict()})
@@ -51,11 +51,11 @@ def golden_vq() -> VQModel:
 
 
 def golden_sizes(name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    said, weights = image_case(SYSTEM, f"{name}.config")
+    record, weights = image_case(SYSTEM, f"{name}.config")
     sizes = {
-        key: said[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
+        key: record[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
     }
-    return sizes | {"ffn_dim": said["ffn_hidden"], "grid": grid}, weights
+    return sizes | {"ffn_dim": record["ffn_hidden"], "grid": grid}, weights
 
 
 def replay_steps(
@@ -67,9 +67,9 @@ def replay_steps(
     teacher: dict[str, Any],
     **sampling: Any,
 ) -> Any:
-    """Decode, compare every recorded step, and return the state at the end."""
+    """Decode, compare every recorded step, and return the final state."""
     settings, calls = recorded["settings"], 0
-    if recorded["margin"] < 1e-4:  # a summation's order may decide in float32
+    if recorded["margin"] < 1e-4:  # in float32 the order of a sum could decide
         model.module.double()
         model.vq.double()
     if teacher:
@@ -117,16 +117,16 @@ def assert_image(images: Tensor, recorded: dict[str, Any], arrays: dict[str, Ten
 @pytest.mark.parametrize("name", LLAMAGEN)
 @replays("name", "dd-llamagen/")
 def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, arrays = image_case(SYSTEM, name)
-    settings = said["settings"]
-    sizes, weights = golden_sizes(said["model"], settings["grid"])
+    record, arrays = image_case(SYSTEM, name)
+    settings = record["settings"]
+    sizes, weights = golden_sizes(record["model"], settings["grid"])
     module = DistilledLlamaGen(DistilledLlamaGenConfig(**sizes, codebook_dim=weights["tok_embeddings.weight"].shape[1]))
     module.load_state_dict(weights)
     model = DistilledLlamaGenModel(module, golden_vq())
     teacher: dict[str, Any] = {}
     taught: dict[str, Any] = {}
-    if "teacher" in said:
-        sizes, weights = golden_sizes(said["teacher"], settings["grid"])
+    if "teacher" in record:
+        sizes, weights = golden_sizes(record["teacher"], settings["grid"])
         teacher_module = LlamaGen(LlamaGenConfig(**sizes))
         teacher_module.load_state_dict(weights)
         teacher = {"teacher": LlamaGenModel(teacher_module), "teacher_start": settings["teacher_start"]}
@@ -138,15 +138,15 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
         assert query.positions[0].tolist() == step["positions"]
         assert_checksum(state.teaching.answer(query), step["raw_logits"])
 
-    state = replay_steps(model, said, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
-    assert state.nfe.tolist() == [said["calls"] + state.teacher_nfe] * state.batch
-    if "codes" in said:
-        assert state.ids[:, : settings["t_list"][-1]].tolist() == said["codes"]
-    # the reference's pictures are not clamped
+    state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
+    assert state.nfe.tolist() == [record["calls"] + state.teacher_nfe] * state.batch
+    if "codes" in record:
+        assert state.ids[:, : settings["t_list"][-1]].tolist() == record["codes"]
+    # the reference's images are not clamped
     vq = model.vq
     with torch.no_grad():
         images = vq.decoder(vq.post_quant_conv(model.latent(state.tokens, model.grid()))) / 2 + 0.5
-    assert_image(images, said, arrays)
+    assert_image(images, record, arrays)
     torch.testing.assert_close(model.decode(state.tokens), images.clamp(0, 1).float())
 
 
@@ -155,7 +155,7 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
 def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float, sampling: dict[str, Any]) -> None:
-    """At guidance 1 the reference has no such path; the loop evaluates the teacher's whole sequence for every token."""
+    """The plain loop evaluates the teacher's whole sequence for every token; the reference has no guidance of 1."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)
     state = sampler.start(student, [3, 9], guidance_scale=scale, seed=0, **{"temperature": 0} | sampling)
@@ -164,7 +164,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
     assert state.nfe.tolist() == [calls] * 2 and state.teacher_nfe == 6 - start
     branches = 1 if scale == 1 else 2
     assert state.row_forwards.tolist() == [calls + (branches - 1) * (6 - start)] * 2
-    # a student evaluates all, its teacher everything once: the class and what comes before the last token
+    # a student call evaluates all tokens; the teacher evaluates the class and all tokens but the last once
     assert state.forwarded_tokens.tolist() == [16 * (1 + (start > 0)) + 6 * branches] * 2
     codes, network = student.codes(), teacher.module
     for row, label in enumerate([3, 9]):
@@ -174,13 +174,13 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
             x = codes[torch.cdist(x, codes).argmin(-1)]
         ids = torch.cdist(x[:start], codes).argmin(-1).tolist()
         for position in range(start, 6):
-            said = []
+            record = []
             for condition in (label, 10):
                 first = network.cls_embedding.embedding_table(torch.tensor([[condition]]))
                 hidden = torch.cat((first, network.tok_embeddings(torch.tensor([ids], dtype=torch.int64))), 1)
                 out = network.backbone(hidden, torch.arange(-1, len(ids)).unsqueeze(0))
-                said.append(network.head(out)[0, -1])
-            guided = said[1] + scale * (said[0] - said[1])
+                record.append(network.head(out)[0, -1])
+            guided = record[1] + scale * (record[0] - record[1])
             likely = guided.topk(sampling.get("top_k", 1)).indices.sort().values
             sums = (guided[likely] / sampling.get("temperature", 1)).softmax(-1).cumsum(-1)
             u = rng.uniform(state.keys[[row]], torch.tensor([0]), torch.tensor([[position]]), 1, rng.TOKEN_STREAM)
@@ -193,7 +193,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
 def test_rows_begin_with_noise_of_their_own() -> None:
     noise = Distilled().start(tiny_student(), [1] * 400, seed=0).noise.flatten()
     assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
-    assert len(noise.unique()) == len(noise)  # copies of a row have their own
+    assert len(noise.unique()) == len(noise)  # copies of a row differ
 
 
 def test_a_drawn_picture_is_the_teacher_s() -> None:
@@ -214,8 +214,10 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     assert torch.equal(out.tokens, student.codes()[expected.tokens])
     assert out.row_nfe == [16, 16]
     config = teacher.module.config
-    held = 2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)  # the class, a picture, and a slot for padding
-    assert [entry[1:] for entry in states] == [(held, step, (2 * step, 32)) for step in range(1, 17)]
+    num_bytes = (
+        2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)
+    )  # the class, a picture, and a slot for padding
+    assert [entry[1:] for entry in states] == [(num_bytes, step, (2 * step, 32)) for step in range(1, 17)]
     assert states[0][0].teaching.store.nbytes == 0  # it is given back
 
 
@@ -247,10 +249,10 @@ def assert_missing(path: Path, weights: dict[str, Tensor], missing: str, **argum
 def test_checkpoints_load(tmp_path: Path) -> None:
     student = tiny_student()
     weights, config = student.module.state_dict(), student.module.config
-    given: dict[str, Any] = {"n_head": 4, "grid": 4, "vq": student.vq, "dtype": "float64"}
+    arguments: dict[str, Any] = {"n_head": 4, "grid": 4, "vq": student.vq, "dtype": "float64"}
     worse = {name: tensor + 1 for name, tensor in weights.items()}
     for nested in ({"ema": weights, "model": worse}, {"model": weights}, weights):
-        assert_loads(tmp_path / "llamagen-B.pt", nested, student, rtol=0, atol=0, **given)
+        assert_loads(tmp_path / "llamagen-B.pt", nested, student, rtol=0, atol=0, **arguments)
     folder = tmp_path / "folder"
     folder.mkdir()
     sizes = {name: getattr(config, name) for name in config.__dataclass_fields__}
@@ -268,7 +270,7 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="needs LlamaGen's VQ autoencoder"):
         load_distilled_llamagen(tmp_path / "llamagen-B.pt", n_head=4, grid=4)
     for name in ("n_d_embed.weight", "final_layer_conti.linear.weight", "final_layer_conti.scale_shift_table"):
-        assert_missing(tmp_path / "llamagen-B.pt", weights, name, **given)
+        assert_missing(tmp_path / "llamagen-B.pt", weights, name, **arguments)
 
 
 def test_codes_are_not_rounded_with_the_network() -> None:
@@ -285,35 +287,35 @@ SYSTEM_VAR = "dd-var"
 @pytest.mark.parametrize("name", image_cases(SYSTEM_VAR, "steps"))
 @replays("name", "dd-var/")
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, arrays = image_case(SYSTEM_VAR, name)
-    settings = said["settings"]
-    student, _ = image_case(SYSTEM_VAR, f"{said['model']}.config")
+    record, arrays = image_case(SYSTEM_VAR, name)
+    settings = record["settings"]
+    student, _ = image_case(SYSTEM_VAR, f"{record['model']}.config")
     norm_groups = image_case("", f"{student['vae']}.config")[0]["group_norm_groups"]
     vq = load_multi_scale_vq(image_file("", f"{student['vae']}.safetensors"), norm_groups=norm_groups)
-    path = image_file(SYSTEM_VAR, f"{said['model']}.safetensors")
+    path = image_file(SYSTEM_VAR, f"{record['model']}.safetensors")
     model = load_distilled_var(path, scales=student["patch_nums"], heads=student["num_heads"], vq=vq)
     teacher, taught = {}, {}
-    if "teacher" in said:
-        config, _ = image_case("var", f"{said['teacher']}.config")
-        path = image_file("var", f"{said['teacher']}.safetensors")
+    if "teacher" in record:
+        config, _ = image_case("var", f"{record['teacher']}.config")
+        path = image_file("var", f"{record['teacher']}.safetensors")
         teacher = {"teacher": load_var(path, scales=config["patch_nums"], heads=config["num_heads"], vq=vq)}
         teacher |= {"teacher_start": settings["teacher_start"]}
-        # the scale of guidance is the public code's and one
+        # our guidance scale is the public code's plus one
         taught = {"guidance_scale": settings["cfg"] + 1, "top_k": settings["top_k"] or None}
         taught |= {"top_p": settings["top_p"] or None}
 
     def assert_teacher_call(state: Any, query: Any, step: dict[str, Any]) -> None:
         assert query.positions.shape[1] == step["evaluated"]
-        if settings["cfg"]:  # the reference evaluates the half without weight at 0 too
+        if settings["cfg"]:  # at 0 the reference evaluates an unused half too
             assert query.branches * state.batch == step["rows"]
         raw = state.teaching.answer(query)
-        if raw.numel() == step["raw_logits"][0]:  # not of the prefix, nor of a half without weight
+        if raw.numel() == step["raw_logits"][0]:  # the reference may include the prefix or an unused half
             assert_checksum(raw, step["raw_logits"])
 
-    state = replay_steps(model, said, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
+    state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
     if "f_hat" in arrays:
         torch.testing.assert_close(model.latent(state.tokens).float(), arrays["f_hat"], atol=1e-4, rtol=0)
-    assert_image(model.decode(state.tokens), said, arrays)
+    assert_image(model.decode(state.tokens), record, arrays)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -324,40 +326,40 @@ def test_the_teacher_s_prefix(masked: bool) -> None:
     last = len(scales) - 1
     sampler = Distilled(t_list=(0, last + 1), teacher=teacher, teacher_start=last - 1, masked_prefix=masked)
     state = sampler.start(student, [3, 1], temperature=0, guidance_scale=2.5, seed=0)
-    found = {}
+    logits_by_scale = {}
     while not state.done:
         kind, at = state.plan[state.index]
         proposal = sampler.step(student, state)
         if kind == "teacher":
-            found[at] = proposal.logits
+            logits_by_scale[at] = proposal.logits
         sampler.commit(state, proposal)
-    assert list(found) == [last - 1, last]
+    assert list(logits_by_scale) == [last - 1, last]
     with torch.no_grad():
         inputs = teacher.vq.inputs(student.codes()[state.ids], scales)[0]
         halves = [teacher.module(torch.tensor(labels), inputs) for labels in ([3, 1], [5, 5])]
-    for at, logits in found.items():
+    for at, logits in logits_by_scale.items():
         weight = 1 + 1.5 * at / last
         where = slice(teacher.module.begin(at), teacher.module.ends[at])
-        said = weight * halves[0][:, where] + (1 - weight) * halves[1][:, where]
-        assert torch.allclose(logits, said, atol=1e-9) == masked
+        record = weight * halves[0][:, where] + (1 - weight) * halves[1][:, where]
+        assert torch.allclose(logits, record, atol=1e-9) == masked
 
 
 def test_a_picture_drawn_in_scales_is_the_teacher_s() -> None:
     teacher = tiny_var()
     student = tiny_var_student(teacher)
     count = len(teacher.module.scales)
-    given: dict[str, Any] = {"class_labels": [3, 1], "temperature": 0, "seed": 0, "output_type": "pt"}
+    arguments: dict[str, Any] = {"class_labels": [3, 1], "temperature": 0, "seed": 0, "output_type": "pt"}
     states: list[Any] = []
     for scale, branches in ((1.0, 1), (2.5, 2)):
         sampler = Distilled(t_list=(0, count), teacher=teacher)
         states.clear()
         out = paradec.generate_images(
-            student, sampler=sampler, guidance_scale=scale, callback=lambda state, _: states.append(state), **given
+            student, sampler=sampler, guidance_scale=scale, callback=lambda state, _: states.append(state), **arguments
         )
-        expected = paradec.generate_images(teacher, guidance_scale=scale, **given)
+        expected = paradec.generate_images(teacher, guidance_scale=scale, **arguments)
         torch.testing.assert_close(out.images, expected.images)
         assert out.row_nfe == [count] * 2 and out.row_forwards == 2 * branches * count
-        # every scale is read once, and what was read of all but the last one is given back
+        # every scale is evaluated once, and its keys and values are freed
         assert out.forwarded_tokens == 2 * branches * teacher.module.ends[-1] and len(states) == count
         assert states[0].teaching.store.data is None
 
@@ -382,12 +384,12 @@ def test_one_call_is_the_network_s() -> None:
 def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     student = tiny_var_student()
     weights, module = student.module.state_dict(), student.module
-    given: dict[str, Any] = {"scales": module.scales, "heads": 2, "vq": student.vq, "dtype": "float64"}
+    arguments: dict[str, Any] = {"scales": module.scales, "heads": 2, "vq": student.vq, "dtype": "float64"}
     worse: dict[str, Tensor] = {name: tensor + 1 for name, tensor in weights.items()}
     buffers = {"lvl_1L": torch.zeros(1, 3, dtype=torch.int64), "attn_bias_for_masking": torch.zeros(1)}
     without = {name: tensor for name, tensor in weights.items() if not name.endswith("zero_k_bias")}
     for nested in ({"trainer": {"ema_parameters": weights | buffers, "var_wo_ddp": worse}}, without):
-        assert_loads(tmp_path / "var-d16.pth", nested, student, rtol=0, atol=1e-9, **given)
+        assert_loads(tmp_path / "var-d16.pth", nested, student, rtol=0, atol=1e-9, **arguments)
     folder = tmp_path / "folder"
     folder.mkdir()
     fields = {"model_type": "distilled_var", "scales": list(module.scales), "heads": 2, "second": 1, "split": 2}
@@ -399,9 +401,9 @@ def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
         load_distilled_var(folder)
     torch.save({"trainer": {"var_wo_ddp": weights}}, tmp_path / "var-d16.pth")
     with pytest.raises(CheckpointError, match="holds no weights by name"):  # these are not the averaged ones
-        load_distilled_var(tmp_path / "var-d16.pth", **(given | {"dtype": None}))
+        load_distilled_var(tmp_path / "var-d16.pth", **(arguments | {"dtype": None}))
     for name in ("n_d_embed.weight", "layerwise_n_d_embed.2.bias", "final_layer_conti.scale_shift_table"):
-        assert_missing(tmp_path / "var-d16.pth", weights, name, **given)
+        assert_missing(tmp_path / "var-d16.pth", weights, name, **arguments)
 
 
 def test_published_stages() -> None:
@@ -433,8 +435,8 @@ def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
     save_file(teacher.vq.float().state_dict(), vq, metadata={"config": '{"norm_groups": 4}'})
     metadata = {"config": '{"scales": [1, 2, 3, 4], "heads": 2}'}
     save_file(teacher.module.float().state_dict(), tmp_path / "teacher.safetensors", metadata=metadata)
-    asked = ["image", "--model", str(folder), "--vq", str(vq), "--class", "1", "--out", str(tmp_path / "x.png")]
+    arguments = ["image", "--model", str(folder), "--vq", str(vq), "--class", "1", "--out", str(tmp_path / "x.png")]
     taught = ["--drafter", str(tmp_path / "teacher.safetensors"), "--set", "teacher_start=1"]
     for options, forwards in (([], "2 forwards"), (taught, "3 forwards")):
-        done = CliRunner().invoke(app, [*asked, *options])
+        done = CliRunner().invoke(app, [*arguments, *options])
         assert done.exit_code == 0 and forwards in done.output, done.output

@@ -1,4 +1,4 @@
-"""Pictures in any order, exactly: the tokens, or the distribution, of one position a call of an LPD."""
+"""Lossless groups: an LPD's images in any order have the tokens or distribution of one position per call."""
 
 import itertools
 import pickle
@@ -23,7 +23,7 @@ from paradec.samplers.start import row_keys
 
 
 def made(seed: int, **sizes: Any) -> LPDModel:
-    """A network whose positions hear of each other and of the class."""
+    """A random network in which attention and the class have a strong influence. sizes: fields of `LPDConfig`."""
     torch.manual_seed(seed)
     module = LPD(LPDConfig(**sizes)).double()
     for name, parameter in module.named_parameters():
@@ -53,13 +53,13 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", range(len(SETTINGS)))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) -> None:
-    model, asked = MODELS[name](), SETTINGS[setting]
+    model, request = MODELS[name](), SETTINGS[setting]
     labels = [0, 1, 1]
     schedule = ("linear", "constant")[setting % 2]
     for order in ("random", "lpd" if setting == 0 else "raster"):
         sampler = Groups(order=order, lossless=True, guidance_schedule=schedule, window=(None, 3)[setting // 2])
         out = paradec.generate_images(
-            model, class_labels=labels, sampler=sampler, seed=setting, output_type="latent", **asked
+            model, class_labels=labels, sampler=sampler, seed=setting, output_type="latent", **request
         )
         size, blank = model.module.config.grid**2, model.blank_id
         rows = [[blank + 1 + label] for label in labels]
@@ -68,17 +68,17 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
         )
         keys = torch.as_tensor(row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
         for row, label in enumerate(labels):
-            wanted = one_position_a_call(
+            expected = one_position_a_call(
                 model,
                 label,
                 torch.as_tensor(named.order[row].copy()),
                 keys[row],
-                Request(**asked),
+                Request(**request),
                 schedule == "linear",
             )
-            assert out.tokens[row].tolist() == wanted.tolist(), (order, row)
+            assert out.tokens[row].tolist() == expected.tolist(), (order, row)
             assert out.row_nfe[row] <= size
-        assert out.row_forwards == sum(out.row_nfe) * (2 if "guidance_scale" in asked else 1)
+        assert out.row_forwards == sum(out.row_nfe) * (2 if "guidance_scale" in request else 1)
     if setting == 0:
         assert max(out.row_nfe) < size or name == "deep"
 
@@ -99,15 +99,15 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
         picture = torch.tensor(codes)
         said = groups_of_one(model, 1, picture, order, 2.0, True).log_softmax(-1)
         expected[number] = said.gather(1, picture[order].unsqueeze(1)).sum().exp()
-    given = orders.create("given", cells=order.tolist())
-    found = []
-    for sampler in (Groups(order=given, lossless=True, verify=verify), Groups(order=given)):
+    request = orders.create("given", cells=order.tolist())
+    counts = []
+    for sampler in (Groups(order=request, lossless=True, verify=verify), Groups(order=request)):
         out = paradec.generate_images(
             model, class_labels=1, num_images=count, sampler=sampler, seed=3, guidance_scale=2.0, output_type="latent"
         )
-        found.append(torch.bincount((out.tokens * torch.tensor([27, 9, 3, 1])).sum(1), minlength=81))
-        assert exactness.p_value(found[-1].numpy(), expected.numpy()) > 1e-3
-    assert expected.sum() == pytest.approx(1) and exactness.p_value(found[0].numpy(), expected.flip(0).numpy()) < 1e-6
+        counts.append(torch.bincount((out.tokens * torch.tensor([27, 9, 3, 1])).sum(1), minlength=81))
+        assert exactness.p_value(counts[-1].numpy(), expected.numpy()) > 1e-3
+    assert expected.sum() == pytest.approx(1) and exactness.p_value(counts[0].numpy(), expected.flip(0).numpy()) < 1e-6
 
 
 def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:
@@ -174,9 +174,9 @@ def test_the_packaged_model_draws_what_is_asked_for_exactly_and_in_groups() -> N
         assert right.float().mean() >= 0.85  # 98 % of 500
         assert out.nfe < 16
     model = paradec.load("digits-lpd", dtype="float64")
-    given: dict[str, Any] = {"class_labels": [3, 8], "seed": 1, "output_type": "latent"}
+    request: dict[str, Any] = {"class_labels": [3, 8], "seed": 1, "output_type": "latent"}
     one, few = (
-        paradec.generate_images(model, sampler=Groups(lossless=True, window=window), **given) for window in (1, None)
+        paradec.generate_images(model, sampler=Groups(lossless=True, window=window), **request) for window in (1, None)
     )
     assert torch.equal(one.tokens, few.tokens)
     assert one.nfe == 49 and few.nfe < 16

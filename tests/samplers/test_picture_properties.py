@@ -1,4 +1,4 @@
-"""What holds for every sampler of pictures that is not a language model's."""
+"""Properties of every image sampler outside the causal and masked families."""
 
 import copy
 import pickle
@@ -52,15 +52,15 @@ METHODS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] 
         for scheduler in (DDIMScheduler(), DDPMScheduler(), DPMSolverMultistepScheduler())
     },
 }
-"""Sampler, model and request."""
+"""Name -> sampler, model and request."""
 PICTURES = [name for name in METHODS if not name.startswith("taylorseer")]
-"""Those that `generate_images` decodes with."""
+"""Methods that `generate_images` supports."""
 
 
 def started(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
-    make, load, given = METHODS[name]
+    make, load, fields = METHODS[name]
     sampler, model, rows = make(), load(), [0, 1, 2] if rows is None else rows
-    labels, request = [LABELS[row] for row in rows], {"guidance_scale": 2.0} | given
+    labels, request = [LABELS[row] for row in rows], {"guidance_scale": 2.0} | fields
     if name.startswith("taylorseer"):
         state = sampler.start(model, noise(3, torch.float64)[rows], class_labels=labels, seed=5, **request)
     else:
@@ -112,9 +112,9 @@ def test_copies_go_on_by_themselves(name: str, copied: Callable[[Any], Any]) -> 
     sampler.commit(state, sampler.step(model, state))
     twins = copied(sampler), copied(model), copied(state)
     before = decided(state).clone()
-    found = decided(decode(*twins))
+    tokens = decided(decode(*twins))
     assert torch.equal(decided(state), before)
-    assert torch.equal(found, decided(decode(sampler, model, state)))
+    assert torch.equal(tokens, decided(decode(sampler, model, state)))
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str,
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # whose pictures are features
 def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> None:
-    make, load, given = METHODS[name]
+    make, load, fields = METHODS[name]
     sampler, model, written = make(), load(), torch.zeros(3, 0, dtype=torch.int64)
     request = {"class_labels": LABELS, "seed": SEEDS, "sampler": sampler, "output_type": "latent"}
-    request |= {"guidance_scale": 2.0} | given
+    request |= {"guidance_scale": 2.0} | fields
     whole = paradec.generate_images(model, **request, trace=True)
     replayed = torch.tensor(whole.trace.replay(), dtype=torch.float64)
     torch.testing.assert_close(replayed, whole.tokens.double(), atol=1e-12, rtol=0)
@@ -179,5 +179,5 @@ def test_networks_of_narrow_types_decode(name: str) -> None:
         if getattr(sampler, part, None) is not None:
             getattr(sampler, part).module.bfloat16()
     state = sampler.start(model, LABELS, seed=SEEDS, **({"guidance_scale": 2.0} | METHODS[name][2]))
-    found = decode(sampler, model, state).tokens
-    assert found.dtype in (torch.int64, torch.float32, torch.float64) and found.isfinite().all()
+    tokens = decode(sampler, model, state).tokens
+    assert tokens.dtype in (torch.int64, torch.float32, torch.float64) and tokens.isfinite().all()

@@ -1,4 +1,4 @@
-"""What a sampler, a cache or a policy does not serve is refused in one line that names the argument and its value."""
+"""Unsupported requests raise an error of one line that names the argument and its value."""
 
 import dataclasses
 from collections.abc import Callable

@@ -173,7 +173,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("make", "settings"), [*cases()])
 def test_a_wrong_setting_is_named(make: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """The last setting is wrong. (A value that stands in a list is named alone.)"""
+    """The last setting is wrong. The error may name only the wrong element of a list."""
     *_, (name, value) = settings.items()
     with pytest.raises((ValueError, TypeError)) as error:
         make(**settings)

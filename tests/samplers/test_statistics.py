@@ -1,4 +1,4 @@
-"""Filters of the sampling distribution against their plain definition, and the searches that they rest on."""
+"""Filters of the sampling distribution against their definition, and the searches in them."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from paradec.samplers.distributions import HEAD, apply_temperature, draw_filtere
 
 
 def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
-    """The definition: sort all tokens, with their places. first: of equal ones the first."""
+    """The definition of the filters, with a full sort. first: whether the first of equal tokens is kept."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=first)
         out = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
@@ -49,10 +49,14 @@ def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) 
         logits = KINDS[kind](4 * torch.randn(3, 2, size, generator=generator), generator).to(dtype)
         for top_p in (None, 1.0, 0.9999999, 0.9, 0.3, 1e-6):
             for top_k in (None, 1, 2, max(1, size // 2), size, size + 1):
-                given = logits.clone()
-                found = filter_logits(logits, top_p, top_k)
-                assert found.dtype == dtype and torch.equal(found, plain(logits, top_p, top_k)), (size, top_p, top_k)
-                assert torch.equal(logits, given)
+                unchanged = logits.clone()
+                filtered = filter_logits(logits, top_p, top_k)
+                assert filtered.dtype == dtype and torch.equal(filtered, plain(logits, top_p, top_k)), (
+                    size,
+                    top_p,
+                    top_k,
+                )
+                assert torch.equal(logits, unchanged)
 
 
 @pytest.mark.thinned
@@ -63,10 +67,10 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
     logits = KINDS[kind](4 * torch.randn(2, 30, 9001, generator=generator), generator).to(dtype)
     logits[0, 0] -= logits[0, 0].topk(50).values[-1].where(logits[0, 0] > -torch.inf, 0)
     for top_p, top_k in ((None, 50), (0.95, None), (0.3, 3000)):
-        found = filter_logits(logits, top_p, top_k)
-        assert found.dtype == dtype and torch.equal(found, plain(logits, top_p, top_k)), (top_p, top_k)
-        assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), found[1, 2])
-        assert torch.equal(filter_logits(logits[:, ::2], top_p, top_k), found[:, ::2])
+        filtered = filter_logits(logits, top_p, top_k)
+        assert filtered.dtype == dtype and torch.equal(filtered, plain(logits, top_p, top_k)), (top_p, top_k)
+        assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), filtered[1, 2])
+        assert torch.equal(filter_logits(logits[:, ::2], top_p, top_k), filtered[:, ::2])
         unsorted = filter_logits(logits, top_p, top_k, sorted_ties=False)
         assert torch.equal(unsorted, plain(logits, top_p, top_k, first=True)), (top_p, top_k)
         uniform = torch.rand(2, 30, generator=generator, dtype=torch.float64)
@@ -87,10 +91,10 @@ def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torc
     least = filter_logits(logits, 1e-15, None, sorted_ties=False) > -torch.inf
     assert torch.equal(least, torch.zeros_like(least).scatter_(-1, logits.argmax(-1, keepdim=True), True))
     for top_p in (math.nextafter(1, 0), 1 - 1e-12):
-        found = filter_logits(logits, top_p, None, sorted_ties=False)
+        filtered = filter_logits(logits, top_p, None, sorted_ties=False)
         p = logits.double().softmax(-1)
-        assert torch.equal(found[found > -torch.inf], logits[found > -torch.inf])
-        assert (p.masked_fill(found > -torch.inf, 0).sum(-1) < 1e-11).all()
+        assert torch.equal(filtered[filtered > -torch.inf], logits[filtered > -torch.inf])
+        assert (p.masked_fill(filtered > -torch.inf, 0).sum(-1) < 1e-11).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

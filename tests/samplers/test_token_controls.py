@@ -1,4 +1,4 @@
-"""Biases, excluded words, least lengths, penalties and min_p, beside plain loops over the model."""
+"""Biases, excluded words, minimal lengths, penalties and min_p, against plain loops."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ LONG_WORDS: list[dict[str, Any]] = [{"bad_words": [[4, 4]]}, {"bad_words": [[1, 
 def controlled(
     logits: Sequence[float], prompt: list[int], answer: list[int], place: int, **controls: Any
 ) -> list[float]:
-    """The logits of one position, token by token. place: how many positions of the answer are before it."""
+    """Apply the controls to the logits of one position. place: its index in the answer."""
     result = [float(value) for value in logits]
     for word in controls.get("bad_words", ()):
         if len(word) == 1 or answer[1 - len(word) :] == list(word[:-1]):

@@ -1,4 +1,4 @@
-"""CSpD: replay of the public code on small models, its rule against plain loops, and what must hold for any models."""
+"""CSpD: replay of the public code on small models, its rule against plain loops, and properties on any models."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def recorded_model(name: str) -> MARModel:
 
 @dataclass
 class Recorded:
-    """The random numbers of a recorded run: noise, then those of each verification."""
+    """Random numbers of a recorded run: initial noise, noise of diffusion steps, and numbers of each verification."""
 
     start: Tensor
     steps: Tensor
     first: int
-    """The commit that is verified first."""
+    """Index of the first commit with a verification."""
     uniform: list[Tensor]
     again: list[list[tuple[Tensor, Tensor]]]
 
@@ -75,7 +75,7 @@ class Recorded:
         return self.uniform[commit - self.first].view_as(at)
 
     def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        return self.again[commit - self.first][number]  # of all tokens, row by row
+        return self.again[commit - self.first][number]  # for all tokens, row by row
 
 
 @pytest.mark.parametrize("name", image_cases("cspd", "steps"))
@@ -181,14 +181,14 @@ def test_replays_the_rule(name: str) -> None:
     temperature, settings = case["settings"]["inner_temperature"], case["settings"]
     assert list(draft.mean.shape) == [settings["tokens"], settings["dim"]]
     rest = (arrays["uniform.accept"], redraw, temperature, 100)
-    found = verified(draft.mean, draft, target, *rest, mended=False)
-    assert found.ratio.tolist() == pytest.approx(case["ratio"], rel=1e-4, abs=1e-6)
-    assert found.accepted.tolist() == [bool(entry) for entry in case["accepted"]] and found.rounds == case["rounds"]
-    assert [not settled for settled in found.settled.tolist()] == [bool(entry) for entry in case["zero"]]
-    torch.testing.assert_close(found.values.float(), arrays["result"], atol=ABSOLUTE, rtol=0)
+    result = verified(draft.mean, draft, target, *rest, mended=False)
+    assert result.ratio.tolist() == pytest.approx(case["ratio"], rel=1e-4, abs=1e-6)
+    assert result.accepted.tolist() == [bool(entry) for entry in case["accepted"]] and result.rounds == case["rounds"]
+    assert [not settled for settled in result.settled.tolist()] == [bool(entry) for entry in case["zero"]]
+    torch.testing.assert_close(result.values.float(), arrays["result"], atol=ABSOLUTE, rtol=0)
     # mended=True: accepted tokens keep the draft's value, unsettled ones take the target's
     mended = verified(draft.mean, draft, target, *rest, mended=True)
-    assert torch.equal(mended.accepted, found.accepted) and torch.equal(mended.settled, found.settled)
+    assert torch.equal(mended.accepted, result.accepted) and torch.equal(mended.settled, result.settled)
     assert torch.equal(mended.values[mended.accepted], draft.mean[mended.accepted].double())
     assert torch.equal(mended.values[~mended.settled], target.mean[~mended.settled].double())
 
@@ -215,15 +215,15 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
         asked.append(len(tokens))
         return noise[number][tokens], again[number][tokens]
 
-    found = verified(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
-    assert asked == sorted(asked, reverse=True) and asked[0] == (~found.accepted).sum()
+    result = verified(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
+    assert asked == sorted(asked, reverse=True) and asked[0] == (~result.accepted).sum()
     kinds = set()
     for token in range(count):
         values, accepted = cspd_token(token, draft, target, float(uniform[token]), redraw, inner, rounds)
-        assert found.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
-        assert bool(found.accepted[token]) == accepted
-        kinds.add("accepted" if accepted else "drawn" if found.settled[token] else "target's")
-    assert kinds >= {"drawn", "target's"} and found.values.isfinite().all()
+        assert result.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
+        assert bool(result.accepted[token]) == accepted
+        kinds.add("accepted" if accepted else "drawn" if result.settled[token] else "target's")
+    assert kinds >= {"drawn", "target's"} and result.values.isfinite().all()
 
 
 def cdf(y: Tensor, mean: float, std: float) -> Tensor:
@@ -240,7 +240,7 @@ MQ, SQ, MP, SP = 0.0, 1.0, 0.8, 0.7
 
 
 def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
-    """Many tokens of one channel under the rule with T = 1."""
+    """Apply the rule with T = 1 to many tokens with one channel."""
     count = len(x)
     draw = torch.Generator().manual_seed(3)
     whole = torch.ones(count, 1, dtype=torch.float64)
@@ -258,29 +258,29 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
 def test_one_dimension_has_the_target_s_distribution() -> None:
     count = 40_000
     x = MQ + SQ * torch.randn(count, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = one_dimension(x, 1.0)
-    values = found.values[:, 0].sort().values
+    result = one_dimension(x, 1.0)
+    values = result.values[:, 0].sort().values
     assert distance(values, cdf(values, MP, SP)) < 1.63 / math.sqrt(count)
-    assert found.settled.all() and 0.3 < found.accepted.double().mean() < 0.7
-    for part in (found.accepted, ~found.accepted):
-        values = found.values[part, 0].sort().values
+    assert result.settled.all() and 0.3 < result.accepted.double().mean() < 0.7
+    for part in (result.accepted, ~result.accepted):
+        values = result.values[part, 0].sort().values
         assert distance(values, cdf(values, MP, SP)) > 0.05
 
 
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
 def test_one_dimension_of_equal_drafts(sigma: float) -> None:
     count = 40_000
-    found = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
+    result = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
-    assert found.ratio.tolist() == pytest.approx([ratio] * count)
+    assert result.ratio.tolist() == pytest.approx([ratio] * count)
     share = min(ratio, 1)
     spread = 3 * math.sqrt(share * (1 - share) / count)
-    assert float(found.accepted.double().mean()) == pytest.approx(share, abs=spread + 1e-12)
+    assert float(result.accepted.double().mean()) == pytest.approx(share, abs=spread + 1e-12)
     grid = torch.linspace(-6, 7, 20_001, dtype=torch.float64)
     p = torch.exp(-(((grid - MP) / SP) ** 2) / 2) / SP
     q = torch.exp(-(((grid - MQ) / SQ) ** 2) / 2) / SQ
     cumulated = (p - q / sigma).clamp(min=0).cumsum(0)
-    drawn = found.values[~found.accepted & found.settled, 0].sort().values
+    drawn = result.values[~result.accepted & result.settled, 0].sort().values
     expected = (cumulated / cumulated[-1])[torch.searchsorted(grid, drawn).clamp(max=len(grid) - 1)]
     assert len(drawn) > 3000 and distance(drawn, expected) < 1.63 / math.sqrt(len(drawn))
 
@@ -352,7 +352,7 @@ def test_the_published_rule_redraws_rows_together(model: MARModel, near: MARMode
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
 def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -> None:
-    """At 0 the result is as if every draft were rejected."""
+    """At temperature 0 the result equals rejection of every draft."""
     sampler = CSpD(near, num_draft=3, head_steps="4,1", temperature=temperature)
     state = run(sampler, model)
     assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()
@@ -360,7 +360,7 @@ def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -
     assert torch.equal(state.tokens, own.tokens) == (temperature == 0)
 
 
-def test_it_is_written_without_its_draft_model(near: MARModel) -> None:
+def test_samplers_are_saved_without_the_draft_model(near: MARModel) -> None:
     sampler = CSpD(near, head_steps="10,1", mended=False)
     data = json.loads(json.dumps(sampler.to_dict()))
     assert data.pop("draft") == near.facts.name

@@ -1,4 +1,4 @@
-"""TaylorSeer: the public codes' schedules and forecasts; what bases and rules promise; cache-dit's step masks."""
+"""TaylorSeer: schedules and forecasts of the public codes; properties of bases and rules; cache-dit's step masks."""
 
 import copy
 import json
@@ -42,12 +42,12 @@ LABELS = [1, 2, 7]
 
 
 def recorded(holds: str) -> list[Path]:
-    """The recorded cases that have this field; the lists of cases of which the first has it."""
-    found = []
+    """Recorded files whose case, or first case of a list, has this field."""
+    forecast = []
     for path in sorted(golden("diffusion").glob("*.json")):
         cases = read_head(path)
-        found += [path] if cases and holds in (cases[0] if isinstance(cases, list) else cases) else []
-    return found
+        forecast += [path] if cases and holds in (cases[0] if isinstance(cases, list) else cases) else []
+    return forecast
 
 
 def full_steps(rule: Rule, total: int) -> list[int]:
@@ -73,7 +73,7 @@ def test_schedules(path: Path) -> None:
 
 
 def forecasts_of(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[History, dict, Tensor | None]]:
-    """(history, record, forecast) at every step of a case."""
+    """Yield (history, record, forecast) for every step of a case."""
     features, history, seen = torch.tensor(case["features"], dtype=dtype), None, []
     assert len(features) == case["num_steps"]
     assert [record["index"] for record in case["records"] if record["type"] == "full"] == case["full_steps"]
@@ -106,7 +106,7 @@ def test_states_and_forecasts(path: Path) -> None:
 
 
 def basis_of(case: dict) -> tuple[Basis, float]:
-    """The basis of a case, and how exactly it is met."""
+    """The basis of a case, and the relative tolerance."""
     kind, order = case["kind"], case.get("order")
     if kind == "diffusers_state":
         return Taylor(order), 0
@@ -134,7 +134,7 @@ def test_variants(path: Path) -> None:
 
 
 def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
-    """The largest error of forecasts after the last of these evaluations, for a random polynomial."""
+    """Largest error of forecasts of a random polynomial after these evaluations."""
     coefficients = torch.randn(degree + 1, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def feature(step: int) -> Tensor:
@@ -164,7 +164,7 @@ def test_polynomials_that_a_basis_forecasts_exactly() -> None:
 
 
 def test_foca_over_many_forecasts_in_a_row() -> None:
-    """Against its definition: after the third forecast the step's share falls, and forecasts feed the next ones."""
+    """FoCa equals its definition: forecasts feed later ones, and after the third the slope has less weight."""
     features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     basis, history, longest = FoCa(), None, 0
     full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)
@@ -180,9 +180,9 @@ def test_foca_over_many_forecasts_in_a_row() -> None:
             expected = full + since / 2 * slope
         else:
             expected = 3 / since * (full + 1.5 * slope) + (1 - 3 / since) * full
-        found = basis.forecast(history, step)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        history = basis.roll(history, found)
+        forecast = basis.forecast(history, step)
+        torch.testing.assert_close(forecast, expected, rtol=1e-12, atol=1e-12)
+        history = basis.roll(history, forecast)
         used, used_before, longest = expected, used, max(longest, since)
     assert longest == 6
 
@@ -197,7 +197,7 @@ def test_history_is_kept_in_the_derivative_dtype() -> None:
         assert {tensor.dtype for tensor in history.tensors} == {torch.float32}, name
         assert len(history.tensors) <= basis(order=2).slots and history.count_bytes() == 32 * len(history.tensors)
         assert basis(order=2).forecast(history, 4).dtype == torch.bfloat16
-    # what is kept narrowly is rounded, what is kept widely is not
+    # only derivatives in the narrow dtype are rounded
     narrow, wide = (
         worst_error(Taylor(1, dtype), 1, [0, 3], torch.float32) for dtype in (torch.bfloat16, torch.float64)
     )
@@ -211,7 +211,7 @@ def test_a_feature_of_another_shape_starts_anew() -> None:
 
 
 def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
-    """The evaluated steps of a run whose input changes, or whose forecasts err, by so much a step."""
+    """Evaluated steps of a run in which the input changes by `change`, and forecasts err by `error`, per step."""
     progress, full = RunProgress(total), []
     for index in range(total):
         progress.change += sampler.when.rescale(change) if isinstance(sampler.when, AccumulatedChange) else 0
@@ -238,7 +238,7 @@ CHANGED = AccumulatedChange(threshold=0.3)
         (AccumulatedChange(threshold=0.25), 7, 0.125, None, [0, 2, 4, 6]),  # the threshold is enough
         (VERIFIED, 12, 0, 0.01, [0, 5, 10]),
         (VERIFIED, 12, 0, 0.6, [0, 3, 6, 9]),
-        # what is allowed falls along the run, but not below 0.1: 0.34 at step 2, 0.28 at 3
+        # the allowed error falls along the run to a minimum of 0.1: 0.34 at step 2, 0.28 at step 3
         (VERIFIED, 12, 0, 0.3, [0, 4, 7, 10]),
         (replace(VERIFIED, first_enhance=4), 12, 0, 0.09, [0, 2, 7]),
         (AT_ONCE, 12, 0, 0.5, [0, 5, 10]),  # an error must exceed what is allowed
@@ -246,11 +246,13 @@ CHANGED = AccumulatedChange(threshold=0.3)
         (Verification(base_threshold=0.01, max_forecasts=4), 12, 0, 0.1, [0, 5, 10]),
     ],
 )
-def test_rules_that_measure(rule: Rule, total: int, change: float, error: float | None, full: list[int]) -> None:
+def test_rules_evaluate_the_expected_steps(
+    rule: Rule, total: int, change: float, error: float | None, full: list[int]
+) -> None:
     assert walk(Forecast(when=rule), total, change, error) == full
 
 
-def test_memory_in_words() -> None:
+def test_memory_limits_are_read_from_text() -> None:
     words = {99: 99, "12": 12, "4kb": 4_000, "3 MB": 3_000_000, "2GB": 2_000_000_000, "7KiB": 7 * 1024}
     words |= {"0.5MiB": 512 * 1024, "1gib": 1024**3, "1.5GB": 1_500_000_000}
     assert {text: TaylorSeer(max_memory=text).max_memory for text in words} == words
@@ -385,7 +387,7 @@ def test_the_first_row_that_is_not_finite_is_named() -> None:
         decoded(TaylorSeer(), DiffusionModel(module), noise(3), class_labels=LABELS)
 
 
-def test_one_thing_said_in_several_ways(tmp_path: Path) -> None:
+def test_equivalent_forms_make_the_same_sampler(tmp_path: Path) -> None:
     """Objects, texts, short forms and plain data make the same sampler; copies and pickles are equal."""
     (tmp_path / "rule.json").write_text(json.dumps(Every(3, 2).to_dict()))
     for same in (
@@ -448,7 +450,7 @@ def test_wrong_requests_are_named(name: str, value: Any) -> None:
         *(({"max_memory": 1000}, "max_memory"), ({"when": StepSchedule((0, 2), 20, where="stack")}, "where")),
     ],
 )
-def test_what_needs_the_model_s_parts_is_refused_over_outputs(settings: dict[str, Any], name: str) -> None:
+def test_settings_for_parts_of_the_model_are_refused_for_outputs(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*paradec.accelerate"):
         decoded(Forecast(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
 
@@ -460,7 +462,7 @@ def test_other_models_are_refused() -> None:
 
 
 FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
-"""By name and number of steps: 1 where a step is evaluated."""
+"""Name and number of steps -> mask with 1 for each evaluated step."""
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path in FILES for name in read_head(path)["masks"]])
@@ -475,12 +477,12 @@ def test_equals_cache_dit(path: Path, name: str) -> None:
 
 
 def test_a_mask_is_a_schedule() -> None:
-    """Of every length that has one: from the first step to the last; and sparser by the name."""
+    """Every mask includes the first and last step; masks with faster names have fewer steps."""
     for steps in (4, 6, *range(8, 120)):
         made = {name: step_mask(name, steps) for name in MASKS}
-        for found in made.values():
-            assert found[0] == 0 and found[-1] == steps - 1 and list(found) == sorted(set(found))
-            assert paradec.Forecast(when=found).when.steps == found
+        for forecast in made.values():
+            assert forecast[0] == 0 and forecast[-1] == steps - 1 and list(forecast) == sorted(set(forecast))
+            assert paradec.Forecast(when=forecast).when.steps == forecast
         counts = [len(made[name]) for name in ("slow", "medium", "fast", "ultra")]
         assert counts == sorted(counts, reverse=True)
 
@@ -498,7 +500,7 @@ def test_in_a_pipeline() -> None:
         assert torch.equal(run_flux(pipe, 16), named)
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_requests_are_refused() -> None:
     for wrong in ("fastest", "", "Slow"):
         with pytest.raises(ValueError, match=f"when.*{wrong}"):
             paradec.Forecast(when=wrong)

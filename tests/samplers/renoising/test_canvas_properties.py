@@ -1,4 +1,4 @@
-"""What holds for every rule on canvases, with constraints and without."""
+"""Properties of every canvas rule, with and without constraints."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ ROWS = [torch.randint(14, GEMMA_VOCAB, (size,), generator=GENERATOR).tolist() fo
 HOLED = [[20, 21, -1, -1, 24, *range(25, 45), -1, 46], [30, -1, 32]]
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 KEEPS = [name for name in MASKED if rules.why_unsupported(samplers.create(name)) is None]
-"""Every registered rule that a canvas can be decoded with."""
+"""Every registered rule for canvases."""
 METHODS = ["diffusion_gemma", *KEEPS, "low_confidence+threshold"]
 
 
@@ -49,7 +49,7 @@ def model(dtype: torch.dtype = torch.float64, ends: tuple[int, ...] = ENDS) -> A
     return paradec.wrap(tiny_gemma(dtype=dtype), eos_token_id=ends)
 
 
-def test_the_rules_that_mean_something_here_are_known() -> None:
+def test_the_rules_for_canvases_are_listed() -> None:
     assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*KEEPS}
     for name in {*MASKED} - {*KEEPS}:
         with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
-def test_steps_and_commits_keep_the_contracts(name: str) -> None:
+def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str) -> None:
     own, method = model(), sampler(name)
     state = method.start(own, HOLED, seed=3, max_new_tokens=20, trace=True)
     given, before = state.given.clone(), state.canvas.clone()
@@ -138,15 +138,15 @@ def test_draws_invert_the_distribution_function(vocab: int) -> None:
     expected = [
         min(int(np.searchsorted(row, u * row[-1], side="right")), vocab - 1) for row, u in zip(sums, uniform.tolist())
     ]
-    found = draw(logits.softmax(-1), uniform)
-    assert found.tolist()[2:] == expected[2:]
-    assert (logits.gather(-1, found.unsqueeze(-1)) > -torch.inf).all()  # also at both ends
-    assert found[0] == (logits[0] > -torch.inf).int().argmax()
+    tokens = draw(logits.softmax(-1), uniform)
+    assert tokens.tolist()[2:] == expected[2:]
+    assert (logits.gather(-1, tokens.unsqueeze(-1)) > -torch.inf).all()  # also at both ends
+    assert tokens[0] == (logits[0] > -torch.inf).int().argmax()
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("wait", [0, 1, 4])
-def test_waiting_for_others_changes_counts_alone(wait: int) -> None:
+def test_waiting_for_other_rows_changes_only_counts(wait: int) -> None:
     own = model(ends=())
     rows = ROWS * 2
     first = paradec.generate(own, rows, sampler=sampler("diffusion_gemma", encode_wait=0), seed=7, max_new_tokens=48)
@@ -195,12 +195,12 @@ def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_infill_keeps_what_was_given() -> None:
-    ends = range(1, GEMMA_VOCAB, 2)  # of two tokens one
+    ends = range(1, GEMMA_VOCAB, 2)  # every other token
     out = paradec.infill(model(ends=tuple(ends)), input_ids=HOLED, sampler=sampler("diffusion_gemma"), seed=0)
     for row, prompt in enumerate(HOLED):
         got = out.sequences[row, -len(prompt) :].tolist()
         assert [a for a, b in zip(got, prompt, strict=True) if b >= 0] == [b for b in prompt if b >= 0]
-        assert not {*ends} & {a for a, b in zip(got, prompt, strict=True) if b < 0}  # holes end nothing
+        assert not {*ends} & {a for a, b in zip(got, prompt, strict=True) if b < 0}  # holes have no end tokens
     assert out.tokens == [3, 1]
 
 
@@ -220,7 +220,7 @@ def test_a_prefix_is_exact() -> None:
     own, method = model(), sampler("diffusion_gemma")
     first = paradec.generate(own, ROWS, sampler=method, seed=2, max_new_tokens=40, keep_prefix=True)
     assert first.prefix.exact
-    for row, prompt in enumerate(ROWS):  # all but the last canvas, which nothing reads
+    for row, prompt in enumerate(ROWS):  # all canvases except the last, which is not encoded
         kept = [*prompt, *first.new_tokens[row].tolist()][: len(prompt) + CANVAS * (first.encoder_calls[row] - 1)]
         assert first.prefix.tokens[row] == kept
     assert max(first.encoder_calls) == 3
@@ -363,8 +363,8 @@ def test_log_probabilities_are_those_of_the_closing_step() -> None:
             expected[row, position] = [float(distribution[index, column, token]), *best.values.tolist()]
             assert token == best.indices[0]
     for (row, position), values in expected.items():
-        found = [float(state.logprobs.chosen[row, position]), *state.logprobs.best[row, position].tolist()]
-        assert found == pytest.approx(values, abs=1e-5)
+        tokens = [float(state.logprobs.chosen[row, position]), *state.logprobs.best[row, position].tolist()]
+        assert tokens == pytest.approx(values, abs=1e-5)
     assert int((~state.logprobs.chosen.isnan()).sum()) == len(expected)
     out = paradec.generate(own, ROWS, sampler=method, seed=1, max_new_tokens=20, logprobs=0)
     assert (~out.logprobs.chosen.isnan()).sum(1).tolist() == out.tokens
@@ -406,7 +406,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = torch.tensor([[size + 1]])
     value = paradec.Regex(case["constraint"]["regex"])
     state = sampler.start(model, prompt, constraint=value, max_new_tokens=case["slots"])
-    automaton, at, found = automaton_of(case), 0, list[int]()
+    automaton, at, tokens = automaton_of(case), 0, list[int]()
     for number, (logits, expected) in enumerate(zip(case["logits"], case["expected"]["canvases"], strict=False)):
         start = 1 + number * width
         for step, (rows, wanted) in enumerate(zip(logits, expected["steps"], strict=False)):
@@ -435,8 +435,8 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert text == expected["tokens"][: len(text)]
         for token in expected["tokens"]:
             at = automaton.step(at, token)
-        found += expected["tokens"]
-    assert state.done and found == case["expected"]["tokens"] and at >= 0
+        tokens += expected["tokens"]
+    assert state.done and tokens == case["expected"]["tokens"] and at >= 0
 
 
 @pytest.fixture(scope="module")

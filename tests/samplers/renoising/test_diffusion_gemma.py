@@ -1,4 +1,4 @@
-"""DiffusionGemma's sampler against transformers' own `generate`, and against a plain loop."""
+"""DiffusionGemma's sampler against `generate` of transformers, and against a plain loop."""
 
 import functools
 from pathlib import Path
@@ -21,13 +21,13 @@ RECORDED = [
     for number, case in enumerate(read_head(path).get("cases", []))
     if case.get("asked", {}).get("method") == "diffusion_gemma"
 ]
-"""Answers of transformers' `generate`."""
+"""Recorded answers of `generate` of transformers."""
 SHORT = {"max_denoising_steps": 12, "confidence_threshold": 0.35}
 ENDS = [11, 12, 13]
 
 
 def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
-    """Ids [B, length] and their padding mask: one row, three, or three of which two are padded on the left."""
+    """Ids [B, length] and padding mask: one row, three rows, or three rows of which two are padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(14, GEMMA_VOCAB, (1 if case == "one" else 3, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -112,7 +112,7 @@ def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> Non
 
 
 def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
-    """transformers decodes and encodes past a row's end; paradec cuts that off."""
+    """transformers continues after a row's end; paradec cuts this part off."""
     module, finished = tiny_gemma(), 0
     for seed in range(4):
         answer, _, out = both(module, "equal", seed, ENDS, True, pad=None)
@@ -190,7 +190,7 @@ def test_a_filtered_row_equals_a_plain_loop(asked: dict[str, float]) -> None:
     assert out.sequences[0].tolist() == tokens and out.denoising_calls == [sum(counts)]
 
 
-def test_what_is_unset_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_settings_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
     request = {"max_new_tokens": 20, "seed": 0}
 

@@ -53,7 +53,7 @@ def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool
     torch.testing.assert_close(store.data[..., :stop, :], other.data[..., :stop, :], atol=1e-12, rtol=0)
 
 
-def test_by_hand() -> None:
+def test_scales_equal_plain_loops() -> None:
     model = tiny_var()
     module, vq = model.module, model.vq
     scale, total = 2.5, torch.zeros(1, 4, SCALES[-1], SCALES[-1], dtype=torch.float64)
@@ -61,9 +61,9 @@ def test_by_hand() -> None:
     with torch.no_grad():
         for index, side in enumerate(SCALES):
             both = torch.tensor([3, module.classes])
-            found = module(both, inputs.expand(2, -1, -1), 0, index)[:, -(side**2) :]
+            logits = module(both, inputs.expand(2, -1, -1), 0, index)[:, -(side**2) :]
             weight = (scale - 1) * index / (len(SCALES) - 1)
-            best = ((1 + weight) * found[0] - weight * found[1]).argmax(-1)
+            best = ((1 + weight) * logits[0] - weight * logits[1]).argmax(-1)
             tokens += best.tolist()
             grid = vq.codes[best].T.reshape(1, 4, side, side)
             if index < len(SCALES) - 1:
@@ -90,7 +90,7 @@ def test_splits_at_the_ends() -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])
-def test_any_split_by_hand(split: int) -> None:
+def test_every_split_equals_a_plain_loop(split: int) -> None:
     model = tiny_var()
     large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
     tokens = torch.zeros(1, 0, dtype=torch.int64)
@@ -185,7 +185,7 @@ def test_what_is_encoded_is_decoded() -> None:
         model.encode(torch.rand(1, 3, 9, 8))
 
 
-def test_tokens_have_places_of_their_own() -> None:
+def test_tokens_of_one_image_draw_independently() -> None:
     model = copy.deepcopy(tiny_var())
     with torch.no_grad():
         model.module.head.weight.zero_()
@@ -225,7 +225,7 @@ def test_command(tmp_path: Any) -> None:
 
 @lru_cache
 def vae(name: str, dtype: torch.dtype = torch.float32) -> MultiScaleVQ:
-    """`name`: "var/vae"."""
+    """Load a recorded model. name: such as "var/vae"."""
     return load_multi_scale_vq(image_file("", f"{name}.safetensors")).to(dtype)
 
 
@@ -236,7 +236,7 @@ def model(system: str, name: str, dtype: torch.dtype = torch.float32) -> VARMode
 
 
 def dtype_of(record: dict[str, Any]) -> torch.dtype:
-    """A margin this small is no matter of float32; torch draws other numbers in float64."""
+    """Whether the margin is too small for float32. (In float64 PyTorch draws different numbers.)"""
     return torch.float32 if record["margin"] >= 1e-4 or "manual_seed" in record["draws"] else torch.float64
 
 
@@ -310,7 +310,7 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             if branches == 2:  # without guidance the reference evaluates a half that nothing reads
                 stop = state.ends[state.index]
                 assert step["cached"] == stop
-                if query.store.data is not None and query.store.shape[4] >= stop:  # ours keeps none of the last scale
+                if query.store.data is not None and query.store.shape[4] >= stop:  # ours does not store the last scale
                     for layer, pair in zip(query.store.data, step["kv"], strict=True):
                         for ours, theirs in zip(layer, pair, strict=True):
                             assert_checksum(ours[:, :, :stop], theirs)
