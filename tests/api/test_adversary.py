@@ -129,12 +129,12 @@ def plain_fast_dllm(
     for block in range(blocks):
         start, end, step, store = len(prompt) + block * length, len(prompt) + (block + 1) * length, 0, {}
         while (x[start:end] == mask).any():
-            at, seen = torch.arange(len(x)), None
+            positions, seen = torch.arange(len(x)), None
             if step and cache != "none":
-                at = torch.arange(start, len(x) if cache == "prefix" else end)
+                positions = torch.arange(start, len(x) if cache == "prefix" else end)
                 seen = torch.arange(len(x)) < (start if cache == "prefix" else len(x))
             logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
-            logits[at] = net(x[at], at, store, seen)
+            logits[positions] = net(x[positions], positions, store, seen)
             tokens = best(logits, mask)
             scores = share(logits, tokens)
             scores[:start], scores[end:], scores[x != mask] = -torch.inf, -torch.inf, -torch.inf
@@ -149,7 +149,7 @@ def plain_fast_dllm(
                     count += 1
             made = order[:count]
             x[made] = tokens[made]
-            calls.append((len(at), made))
+            calls.append((len(positions), made))
             step += 1
     return x, calls
 
@@ -162,17 +162,17 @@ def plain_dkv(
     for block in range(blocks):
         end, known, store = len(prompt) + (block + 1) * length, x != mask, {}
         for step, count in enumerate(quota(length, steps // blocks)):
-            whole = step <= 1 or step % interval == 0
-            at = torch.arange(len(x)) if whole else (~known).nonzero()[:, 0]
+            full = step <= 1 or step % interval == 0
+            positions = torch.arange(len(x)) if full else (~known).nonzero()[:, 0]
             logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
-            logits[at] = net(x[at], at, store, None if whole else known)
+            logits[positions] = net(x[positions], positions, store, None if full else known)
             known = x != mask
             tokens = best(logits, mask)
             scores = share(logits, tokens)
             scores[end:], scores[x != mask] = -torch.inf, -torch.inf
             chosen = scores.topk(count).indices
             x[chosen] = tokens[chosen]
-            calls.append((len(at), chosen.tolist()))
+            calls.append((len(positions), chosen.tolist()))
     return x, calls
 
 
@@ -380,9 +380,9 @@ def test_trees_of_drafts() -> None:
             expected.append(token_ids[child])
         rule = NodeRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
         rows = [torch.tensor(x).unsqueeze(0) for x in (tokens, p, q)]
-        found = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), hits=False)
-        accepted = int(found.accepted)
-        assert [int(tokens[0]), *found.tokens[0, :accepted].tolist()] == expected
-        np.testing.assert_allclose(normalized(found.weights)[0].numpy(), probs, atol=1e-9)
-        assert int(found.tokens[0, accepted]) == inverse(probs, uniform[accepted, -1])
+        actual = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), hits=False)
+        accepted = int(actual.accepted)
+        assert [int(tokens[0]), *actual.tokens[0, :accepted].tolist()] == expected
+        np.testing.assert_allclose(normalized(actual.weights)[0].numpy(), probs, atol=1e-9)
+        assert int(actual.tokens[0, accepted]) == inverse(probs, uniform[accepted, -1])
     assert all(ended.values())

@@ -113,8 +113,8 @@ TOGETHER = [
 
 @pytest.mark.parametrize(("arguments", "fragments"), [(arguments, rest) for arguments, *rest in TOGETHER])
 def test_arguments_that_do_not_go_together(llada: Counted, arguments: dict, fragments: list[str]) -> None:
-    given = {"prompt": PROMPT, "max_new_tokens": 8, "sampler": "low_confidence"} | arguments
-    refused(llada, lambda: paradec.generate(llada.model, **given), *fragments)
+    request = {"prompt": PROMPT, "max_new_tokens": 8, "sampler": "low_confidence"} | arguments
+    refused(llada, lambda: paradec.generate(llada.model, **request), *fragments)
 
 
 PROMPTS = [
@@ -276,8 +276,8 @@ def test_the_confidence_is_read_anyway(llada: Counted) -> None:
 def test_select_must_return_a_mask_over_the_window(llada: Counted, select: Any, what: str, joined: bool) -> None:
     sampler = own(select=select)()
     sampler = samplers.Union(rules=("threshold", sampler)) if joined else sampler
-    said = f"select of 'own' returned {what}; it must return torch.bool [R, W], here [2, 4]"
-    with pytest.raises(ValueError, match=re.escape(said)):
+    message = f"select of 'own' returned {what}; it must return torch.bool [R, W], here [2, 4]"
+    with pytest.raises(ValueError, match=re.escape(message)):
         paradec.generate(llada.model, [[1, 2], [3, 4, 5]], sampler=sampler, max_new_tokens=4, block_length=4)
 
 
@@ -290,9 +290,9 @@ def test_classes_that_lack_a_name_or_are_no_dataclass(monkeypatch: pytest.Monkey
         bare = type("Own", (base,), {"name": "own", "__annotations__": {"kind": "ClassVar[str]"}})
         for make in (nameless, lambda: registry.register("own", nameless)):  # noqa: B023
             refuses(make, f"^{kind} class Own has no name; give it one", TypeError)
-        said = f"^{kind} class Own is no dataclass, so share cannot be set; put @dataclass.frozen=True. before it"
+        message = f"^{kind} class Own is no dataclass, so share cannot be set; put @dataclass.frozen=True. before it"
         for make in (plain, lambda: plain(share=2.0), lambda: registry.register("own", plain)):  # noqa: B023
-            refuses(make, said, TypeError)
+            refuses(make, message, TypeError)
         assert bare().name == "own"  # without settings there is nothing to set
     with pytest.raises(TypeError, match="sampler class Own has no select"):
         bare = type("Own", (MaskedSampler,), {"name": "own"})

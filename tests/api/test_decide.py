@@ -49,10 +49,10 @@ QUESTIONS: dict[str, Any] = {
 STATE = {"text": "WIN a phone <|mask|> now<|end|>", "n": [1, 2.5, None]}
 
 
-def check_answers(found: paradec.Decisions, expected: dict[str, Any], tolerance: float) -> None:
-    assert [*found] == [*expected]
+def check_answers(actual: paradec.Decisions, expected: dict[str, Any], tolerance: float) -> None:
+    assert [*actual] == [*expected]
     for name, answer in expected.items():
-        one = found[name]
+        one = actual[name]
         assert one.type == answer["type"]
         assert sum(one.probabilities.values()) == pytest.approx(1)
         if one.type == "noul":
@@ -82,9 +82,9 @@ def pipeline_answers(module: Any, template: str | None, temperature: dict[str, f
 @pytest.mark.parametrize("seed", range(3))
 def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
     module, temperature = chat_network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
-    found = paradec.decide(chat_model("causal", module=module), STATE, QUESTIONS, temperature=temperature)
-    check_answers(found, pipeline_answers(module, None, temperature), 2e-6)
-    assert found.forwards == 2  # what the three prompts begin with is evaluated once
+    actual = paradec.decide(chat_model("causal", module=module), STATE, QUESTIONS, temperature=temperature)
+    check_answers(actual, pipeline_answers(module, None, temperature), 2e-6)
+    assert actual.forwards == 2  # what the three prompts begin with is evaluated once
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
@@ -130,7 +130,7 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
     prompt, texts = chat_ids(f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"), [chat_ids(label) for label in labels]
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
     begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
-    found = []
+    actual = []
     for own in texts:
         follows = [[token] for token in own]
         if begins if is_causal else len(own) < longest:
@@ -143,8 +143,8 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
                 begin = len(prompt) if model.facts.block_align == "prompt" else 0
                 row += [CHAT_END] * (-(len(row) - begin) % model.facts.block_unit)
             total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
-        found.append(total)
-    return found
+        actual.append(total)
+    return actual
 
 
 MODELS = {
@@ -180,14 +180,14 @@ def canvas_model(**more: Any) -> Any:
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
     model, texts = canvas_model(), ["Yes", "No only"]
-    found = paradec.decide(model, "Answer: level", {"q": Span("What?", texts)}, seeds=seeds)["q"]
+    actual = paradec.decide(model, "Answer: level", {"q": Span("What?", texts)}, seeds=seeds)["q"]
     prompt = chat_ids("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")
-    at = torch.arange(len(prompt), len(prompt) + CANVAS)
+    positions = torch.arange(len(prompt), len(prompt) + CANVAS)
 
     def log_p(given: list[int], place: int, ids: list[int]) -> float:
         total = 0.0
         for key in torch.as_tensor(row_keys([*range(seeds)], [prompt] * seeds)):
-            noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), at[None], 1, 4)[0, :, 0]
+            noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), positions[None], 1, 4)[0, :, 0]
             canvas = (noise * CHAT_VOCAB).long()
             for slot, token in enumerate(given):
                 canvas[slot] = canvas[slot] if token == -1 else token
@@ -196,7 +196,7 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
                 causal(model.module, len(prompt)),
                 ("self_conditioning_logits", "self_conditioning_mask"),
             )
-            given_to = {"decoder_input_ids": canvas[None], "decoder_position_ids": at[None]} | dict.fromkeys(
+            given_to = {"decoder_input_ids": canvas[None], "decoder_position_ids": positions[None]} | dict.fromkeys(
                 conditioning
             )
             with torch.no_grad():
@@ -211,7 +211,7 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
         log_p([-1, -1, CHAT_END], 0, one) + log_p([one[0], -1, CHAT_END], 1, [CHAT_END]),
         log_p([-1, -1, CHAT_END], 0, two[:1]) + log_p([two[0], -1, CHAT_END], 1, two[1:]),
     ]
-    assert found.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
+    assert actual.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
 
 
 @pytest.mark.thinned
@@ -238,29 +238,29 @@ def test_models_that_take_no_padding() -> None:
 def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
     model = chat_model("bidirectional")
     plain, empty = (paradec.decide(model, state, QUESTIONS) for state in ("only level", ""))
-    found = paradec.decide(model, "only level", QUESTIONS, prior="empty", temperature=2.0)
+    actual = paradec.decide(model, "only level", QUESTIONS, prior="empty", temperature=2.0)
     for name in QUESTIONS:
         scores = np.subtract(plain[name].log_scores, empty[name].log_scores)
-        assert found[name].log_scores == pytest.approx(scores, rel=1e-9)
+        assert actual[name].log_scores == pytest.approx(scores, rel=1e-9)
         weights = np.exp(scores / 2)
-        assert [*found[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
-        assert found[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # of the state's own row
+        assert [*actual[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
+        assert actual[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # of the state's own row
 
 
 def test_rotated_options_have_every_label_once() -> None:
     model, options = chat_model("causal"), ["calm", "pushy", "loud"]
     questions = {"tone": Pick("Tone?", options), "spam": QUESTIONS["spam"]}
-    found = paradec.decide(model, "only level", questions, rotate=True)
+    actual = paradec.decide(model, "only level", questions, rotate=True)
     scores = dict.fromkeys(options, 0.0)
     for by in range(3):
         turned = options[by:] + options[:by]
         one = paradec.decide(model, "only level", {"tone": Pick("Tone?", turned)})["tone"]
         for option, score in zip(turned, one.log_scores, strict=True):
             scores[option] += score / 3
-    assert found["tone"].log_scores == pytest.approx([*scores.values()], rel=1e-9)
-    assert [*found["tone"].probabilities] == options
+    assert actual["tone"].log_scores == pytest.approx([*scores.values()], rel=1e-9)
+    assert [*actual["tone"].probabilities] == options
     plain = paradec.decide(model, "only level", {"spam": QUESTIONS["spam"]})
-    assert found["spam"].log_scores == pytest.approx(plain["spam"].log_scores, rel=1e-9)
+    assert actual["spam"].log_scores == pytest.approx(plain["spam"].log_scores, rel=1e-9)
 
 
 def test_fitted_temperatures_make_right_answers_likeliest() -> None:
@@ -271,11 +271,13 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         model = chat_model(
             "causal", module=ConstantLogits(logits | {chat_ids("Yes")[0]: draw.gauss(0, 2), chat_ids("No")[0]: 0.0})
         )
-        asked = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
-        found = paradec.decide(model, "s", asked)
-        weights = [math.exp(score / 2.5) for score in found["q"].log_scores]  # answers of a model that is less sure
-        decided.append(found)
-        right.append({"q": draw.choices("xyz", weights)[0], "s": draw.random() < 0.5, "u": int(found["u"].value < 0.5)})
+        request = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
+        actual = paradec.decide(model, "s", request)
+        weights = [math.exp(score / 2.5) for score in actual["q"].log_scores]  # answers of a model that is less sure
+        decided.append(actual)
+        right.append(
+            {"q": draw.choices("xyz", weights)[0], "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)}
+        )
     fitted = paradec.fit_temperature(decided, right)
 
     def loss(name: str, temperature: float) -> float:
@@ -290,9 +292,9 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         assert loss(name, fitted[kind]) <= grid + 1e-9
     assert 1.5 < fitted["choice"] < 4
     assert fitted["score"] > 900  # always the other one than was likelier
-    again = paradec.decide(model, "s", asked, temperature=fitted)
-    assert again["q"].log_scores == found["q"].log_scores and again["q"].confidence < found["q"].confidence
-    assert paradec.fit_temperature(decided, [{"u": round(found["u"].value)} for found in decided])["score"] < 0.002
+    repeated = paradec.decide(model, "s", request, temperature=fitted)
+    assert repeated["q"].log_scores == actual["q"].log_scores and repeated["q"].confidence < actual["q"].confidence
+    assert paradec.fit_temperature(decided, [{"u": round(actual["u"].value)} for actual in decided])["score"] < 0.002
     for wrong, said in (({"q": "w"}, "'w'"), ({"s": 1}, "1 to 's'"), ({"none": 1}, "none"), ({}, "no right")):
         with pytest.raises(ValueError, match=said):
             paradec.fit_temperature(decided, [wrong] * 60)
@@ -315,10 +317,10 @@ def test_recorded_answers(name: str) -> None:
             assert type(question)(told, criteria).labels == labels  # without being told
         ids = [chat_ids(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
-            model = chat_model(topology, module=ConstantLogits(dict(zip(ids, case["logits"][key], strict=True))))
-            found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
-            check_answers(found, {key: case["expected"]["answers"][key]}, 1e-9)
-            assert found[key].mass == pytest.approx(1)
+            model = chat_model(topology, module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
+            actual = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
+            check_answers(actual, {key: case["expected"]["answers"][key]}, 1e-9)
+            assert actual[key].mass == pytest.approx(1)
 
 
 def test_special_tokens_in_a_state_are_text() -> None:
@@ -336,16 +338,16 @@ def test_two_threads_get_what_each_gets_alone() -> None:
 
 def test_a_template_of_ones_own_and_the_packaged_model() -> None:
     model = paradec.load()
-    whole = Span(texts=[" ".join(order) for order in itertools.permutations(["apple", "fig", "pear"])])
-    assert paradec.decide(model, "Sort: pear fig apple", {"all": whole})["all"].value == "apple fig pear"
-    asked = {"kind": Pick("Sort: fig", ["x", "y"], labels=["pear", "fig"])}
+    full = Span(texts=[" ".join(order) for order in itertools.permutations(["apple", "fig", "pear"])])
+    assert paradec.decide(model, "Sort: pear fig apple", {"all": full})["all"].value == "apple fig pear"
+    request = {"kind": Pick("Sort: fig", ["x", "y"], labels=["pear", "fig"])}
     seen: list[Any] = []
 
     def template(state: str, question: Any) -> str:
         seen.append((state, question.options, question.labels))
         return str(question.instructions)
 
-    assert paradec.decide(model, {"a": 1}, asked, template=template)["kind"].value == "y"
+    assert paradec.decide(model, {"a": 1}, request, template=template)["kind"].value == "y"
     assert seen == [('{"a": 1}', ["x", "y"], ["pear", "fig"])]
 
 
@@ -354,21 +356,21 @@ def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
     tokenizer.chat_template = None
     model = chat_model("bidirectional")
     model.tokenizer = tokenizer
-    found = paradec.decide(model, "only level", {"q": Span("What?", ["Yes", "No"])})["q"]
+    actual = paradec.decide(model, "only level", {"q": Span("What?", ["Yes", "No"])})["q"]
     row = [*chat_ids("only level\n\nWhat?\n"), CHAT_MASK, CHAT_END]
     expected = [plain_log_p(model, row, len(row) - 2, chat_ids(label)) for label in ("Yes", "No")]
-    assert found.log_scores == pytest.approx(expected, rel=1e-9)
+    assert actual.log_scores == pytest.approx(expected, rel=1e-9)
     refuses(lambda: paradec.decide(model, "a<|mask|>b", FEW), "'<|mask|>', a special token")
 
 
 def test_values_are_copied_saved_and_compared() -> None:
-    found = paradec.decide(chat_model("bidirectional"), "x", QUESTIONS)
-    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
-        assert other == found and other["tone"].probabilities == found["tone"].probabilities
+    actual = paradec.decide(chat_model("bidirectional"), "x", QUESTIONS)
+    for other in (copy.deepcopy(actual), pickle.loads(pickle.dumps(actual))):
+        assert other == actual and other["tone"].probabilities == actual["tone"].probabilities
     for one in (*QUESTIONS.values(), *FEW.values()):
         assert pickle.loads(pickle.dumps(one)) == one == copy.deepcopy(one)
-    data = json.loads(json.dumps(found.to_dict()))
-    assert data["answers"]["spam"]["probabilities"][0] == [True, found["spam"].probabilities[True]]
+    data = json.loads(json.dumps(actual.to_dict()))
+    assert data["answers"]["spam"]["probabilities"][0] == [True, actual["spam"].probabilities[True]]
     assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]
 
 

@@ -106,12 +106,12 @@ def test_an_interrupt_keeps_what_there_is(tiny: LlamaGenModel) -> None:
 
     with pytest.raises(paradec.Interrupted) as caught:
         make(tiny, callback=callback)
-    out, whole = caught.value.output, make(tiny)
+    out, full = caught.value.output, make(tiny)
     assert out.images is None and len(out.accepted) == 3
     assert out.tokens_per_forward == out.accepted.sum() / sum(out.row_nfe)  # not of what is still to come
-    assert whole.tokens_per_forward == whole.tokens.numel() / sum(whole.row_nfe)
+    assert full.tokens_per_forward == full.tokens.numel() / sum(full.row_nfe)
     for row, count in enumerate(out.accepted.sum(0)):
-        assert torch.equal(out.tokens[row, :count], whole.tokens[row, :count])
+        assert torch.equal(out.tokens[row, :count], full.tokens[row, :count])
 
 
 def test_without_pillow(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +149,13 @@ def test_every_sampler_makes_pictures(tiny: LlamaGenModel, name: str) -> None:
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
 def test_a_smaller_model_drafts(condition: str) -> None:
     model, drafter = tiny_llamagen(condition), tiny_llamagen(condition, seed=5)
-    given = {"class_labels": [1, 2, 3]}
+    arguments = {"class_labels": [1, 2, 3]}
     if condition == "t2i":
         torch.manual_seed(2)
-        given = {"prompts": [torch.randn(length, 16) for length in (3, 6)], "class_labels": None}
-    drafted = make(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **given)
-    assert torch.equal(drafted.tokens, make(model, sampler=SJD(window=1), temperature=0, **given).tokens)
-    assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **given).nfe < 8
+        arguments = {"prompts": [torch.randn(length, 16) for length in (3, 6)], "class_labels": None}
+    drafted = make(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **arguments)
+    assert torch.equal(drafted.tokens, make(model, sampler=SJD(window=1), temperature=0, **arguments).tokens)
+    assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **arguments).nfe < 8
 
 
 def test_packaged_model_draws_what_is_asked_for() -> None:
@@ -200,10 +200,10 @@ def test_command(tmp_path: Path) -> None:
     arguments = ["image", "--class", "0-2,7", "-n", "2", "--seed", "3", "--out", str(sheet), "--trace", str(trace)]
     done = RUNNER.invoke(app, [*arguments, "--set", "window=8", "--columns", "4", "--enlarge", "2", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found["class_labels"] == [0, 1, 2, 7] and len(found["codes"]) == 8 and found["sampler"]["window"] == 8
+    actual = json.loads(done.stdout)
+    assert actual["class_labels"] == [0, 1, 2, 7] and len(actual["codes"]) == 8 and actual["sampler"]["window"] == 8
     assert Image.open(sheet).size == (4 * 56 + 3 * 2, 2 * 56 + 2)
     assert Image.open(trace).size == (4 * 154 + 3 * 2, 2 * 154 + 2)
-    assert sum(found["accepted"][0]) == 49 and found["nfe"] == max(found["row_nfe"]) < 49
-    again = RUNNER.invoke(app, ["image", "--class", "0,1,2,7", "-n", "2", "--seed", "3", "--out", str(sheet)])
-    assert again.exit_code == 0 and "8 pictures of 7 x 7 tokens" in again.stdout and "forwards" in again.stdout
+    assert sum(actual["accepted"][0]) == 49 and actual["nfe"] == max(actual["row_nfe"]) < 49
+    repeated = RUNNER.invoke(app, ["image", "--class", "0,1,2,7", "-n", "2", "--seed", "3", "--out", str(sheet)])
+    assert repeated.exit_code == 0 and "8 pictures of 7 x 7 tokens" in repeated.stdout and "forwards" in repeated.stdout

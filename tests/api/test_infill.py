@@ -38,8 +38,8 @@ def check_filled(model: Model, out: paradec.Output, rows: list[list[int]], new: 
     for index, row in enumerate(rows):
         start = width - new - len(row)
         assert out.attention_mask[index].tolist() == [0] * start + [1] * (width - start)
-        got = out.sequences[index, start : start + len(row)].tolist()
-        assert [a for a, b in zip(got, row, strict=True) if b != _] == [b for b in row if b != _]
+        actual = out.sequences[index, start : start + len(row)].tolist()
+        assert [a for a, b in zip(actual, row, strict=True) if b != _] == [b for b in row if b != _]
         assert out.filled[index].tolist() == [False] * start + ([token == _ for token in row] + [True] * new)
 
 
@@ -89,8 +89,8 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
     check_filled(model, out, rows, new)
     assert all(nfe <= row.count(_) + new for nfe, row in zip(out.row_nfe, rows, strict=True))
     request_ = request_ | {"holes_eos_inf": True}
-    again = paradec.generate(model, input_ids=ids, cache=cache, max_new_tokens=new, **request_)
-    assert torch.equal(again.sequences, out.sequences)
+    repeated = paradec.generate(model, input_ids=ids, cache=cache, max_new_tokens=new, **request_)
+    assert torch.equal(repeated.sequences, out.sequences)
 
 
 def test_blocks_run_from_the_first_mask(model: Model) -> None:
@@ -99,11 +99,11 @@ def test_blocks_run_from_the_first_mask(model: Model) -> None:
     out = paradec.infill(model, row, sampler="random", block_length=3, seed=0, trace=True)
     order = [commit[1] for step in out.trace.steps for commit in step.commits]
     assert sorted(order[:2]) == [2, 4] and sorted(order[2:]) == [8, 10]
-    whole = []
+    full = []
     for seed in range(8):
         steps = paradec.infill(model, row, sampler="random", seed=seed, trace=True).trace.steps
-        whole.append([commit[1] for step in steps for commit in step.commits])
-    assert any(max(first[:2]) > 4 for first in whole)  # by default all holes are one block
+        full.append([commit[1] for step in steps for commit in step.commits])
+    assert any(max(first[:2]) > 4 for first in full)  # by default all holes are one block
 
 
 class Insists(nn.Module):
@@ -154,8 +154,8 @@ def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
     assert (out.tokens, out.finished) == ([3, 1], [True, True])
     # ids with masks in `generate` are taken as they were
     assert paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler).sequences.tolist() == [[1, 6, 2]]
-    again = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
-    assert again.sequences.tolist() == [[1, 0, 2]]
+    repeated = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
+    assert repeated.sequences.tolist() == [[1, 0, 2]]
     everything = {"suppress_tokens": range(6), "sampler": sampler}
     refuses(lambda: paradec.infill(model, [1, 7, 2], **everything), "holes_eos_inf=True also excludes")
     assert paradec.infill(model, [1, 7], **everything).sequences.tolist() == [[1, 6]]

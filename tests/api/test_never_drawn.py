@@ -97,9 +97,9 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
 
 
 def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: list[int]) -> None:
-    found, expected = (decoded(model, name, request) for model in models)
-    assert found == expected
-    assert not {*token_ids} & {token for row in found[0] for token in row}
+    actual, expected = (decoded(model, name, request) for model in models)
+    assert actual == expected
+    assert not {*token_ids} & {token for row in actual[0] for token in row}
 
 
 @pytest.mark.thinned
@@ -161,10 +161,10 @@ class Wide(nn.Module):
         self.value = value
 
     def forward(self, ids: Tensor) -> Tensor:
-        at = torch.arange(ids.shape[1])
-        logits = self.table[(ids.cumsum(1) + 7 * at) % 60].clone()
+        positions = torch.arange(ids.shape[1])
+        logits = self.table[(ids.cumsum(1) + 7 * positions) % 60].clone()
         token_id = torch.arange(6000)
-        out = (token_id + at.unsqueeze(1) + (ids == 5999).sum()) % 3 > 0
+        out = (token_id + positions.unsqueeze(1) + (ids == 5999).sum()) % 3 > 0
         return logits.masked_fill_(out & (token_id != 1234), self.value)
 
 
@@ -187,11 +187,11 @@ def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
     conditional, unconditional = torch.randn(2, 2, 40, 12, generator=draw, dtype=torch.float64)
     for logits in (conditional, unconditional):
         logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=draw) < 0.33] = -INF
-    found = apply_guidance(torch.cat((conditional, unconditional)), scale).softmax(-1)
+    actual = apply_guidance(torch.cat((conditional, unconditional)), scale).softmax(-1)
     low = torch.full((), -1e6, dtype=torch.float64)
     c, u = (logits.maximum(low) for logits in (conditional, unconditional))
-    torch.testing.assert_close(found, (u + scale * (c - u)).softmax(-1), rtol=1e-8, atol=1e-12)
-    assert (found[conditional.isinf() & unconditional.isinf()] == 0).all()
+    torch.testing.assert_close(actual, (u + scale * (c - u)).softmax(-1), rtol=1e-8, atol=1e-12)
+    assert (actual[conditional.isinf() & unconditional.isinf()] == 0).all()
 
 
 @pytest.mark.thinned

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import supported_fields
-from drafters import decode_answers, eagle_weights, exactness, tiny_base, write_eagle
+from drafters import eagle_weights, exactness, tiny_base, write_eagle
 from small_models import tiny
 from torch import Tensor
 
@@ -52,18 +52,18 @@ CAUSAL.remove("self_speculative")  # which these models are not for
 
 def ways() -> list[tuple[str, str, str]]:
     """(sampler, drafter, drafts): every sampler by itself, and with both kinds of drafters; fewer of lossy ones."""
-    found = []
+    actual = []
     for name in CAUSAL:
         kind = samplers.get(name)
         if name == "zipar":  # its rows of a picture stand in for drafts
             continue
         if not getattr(kind, "needs_drafter", False):
-            found += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
+            actual += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
         if issubclass(kind, DraftingSampler):
-            found += [(name, "table", shape) for shape in (TREES if kind.lossless else EAGLE)]
-            found += [(name, "eagle", shape) for shape in EAGLE]
-            found += [(name, "llama", "dynamic")] if kind.lossless else []
-    return found
+            actual += [(name, "table", shape) for shape in (TREES if kind.lossless else EAGLE)]
+            actual += [(name, "eagle", shape) for shape in EAGLE]
+            actual += [(name, "llama", "dynamic")] if kind.lossless else []
+    return actual
 
 
 def fits(name: str, shape: str) -> bool:
@@ -81,8 +81,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any
     base.codebook = base.token_embeddings
     table = exactness.TableModel.random(5, seed=0)
     small = exactness.TableModel.random(5, seed=1, near=table)
-    found = {"none": (table, None), "table": (table, small), "eagle": (base, eagle)}
-    return found | {"llama": (base, tiny_base(layers=1))}
+    actual = {"none": (table, None), "table": (table, small), "eagle": (base, eagle)}
+    return actual | {"llama": (base, tiny_base(layers=1))}
 
 
 def made(name: str, drafter: Any, shape: str) -> Sampler:
@@ -140,8 +140,8 @@ def test_temperature_0_is_greedy_decoding(
         expected = [ids[:new] for ids in plain[drafter, scale]]
         for rows in ([PROMPTS, PROMPTS[:1]][new % 2], [*PROMPTS, LONG]):
             request = guided(scale, len(rows)) | {"max_new_tokens": new, "temperature": 0, "seed": 0}
-            found, state = decode_answers(sampler, model, rows, **request)
-            assert found == expected[: len(rows)], (new, len(rows))
+            actual, state = answers(sampler, model, rows, **request)
+            assert actual == expected[: len(rows)], (new, len(rows))
             assert np.sum(state.accepted, 0).tolist() == [new] * len(rows)
 
 
@@ -154,12 +154,12 @@ def test_drafted_rows_do_not_depend_on_their_neighbours(
     sampler = made(name, small, shape)
     for new, scale in ((2, 1.0), (3, 1.7)) if sampler.lossless and drafter != "none" else ((3, 1.7),):
         request: dict[str, Any] = {"max_new_tokens": new, "temperature": 1.0, "guidance_scale": scale}
-        found = []
+        actual = []
         for rows in (PROMPTS[:1], PROMPTS * 6, [*PROMPTS * 6, LONG]):
             if scale != 1:
                 request["negative_prompt"] = [[2, 1]] * len(rows)
-            found.append(decode_answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
-        alone, short, beside = found
+            actual.append(answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
+        alone, short, beside = actual
         assert alone == short[:1] and short == beside[:-1], new
 
 
@@ -195,10 +195,8 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
                 ids.append(forced if forced >= 0 else int(logits.masked_fill(~allowed, -torch.inf).argmax()))
             expected.append(ids)
         for rows in (PROMPTS[:1], [PROMPTS[0], LONG]):
-            found, _ = decode_answers(
-                sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows))
-            )
-            assert found == expected[: len(rows)], (sampler, grid)
+            actual, _ = answers(sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows)))
+            assert actual == expected[: len(rows)], (sampler, grid)
 
 
 @pytest.mark.thinned

@@ -79,14 +79,14 @@ def test_everything_comes_once_and_final(name: str, kind: str, request: pytest.F
     out = paradec.generate(model, rows, streamer=streamer, callback=look, **arguments)
     assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe
     assert streamer.ends == 1
-    got = torch.cat(streamer.puts, dim=1)
+    actual = torch.cat(streamer.puts, dim=1)
     assert streamer.puts[0].tolist() == out.sequences[:, :5].tolist()
     assert all(put.shape[0] == 3 and put.shape[1] > 0 for put in streamer.puts)
-    assert (got != mask).all()
-    assert torch.equal(got, out.sequences[:, : got.shape[1]])
+    assert (actual != mask).all()
+    assert torch.equal(actual, out.sequences[:, : actual.shape[1]])
     # what was not sent is padding of all rows
-    assert (out.sequences[:, got.shape[1] :] == model.facts.fill_token_id).all()
-    assert got.shape[1] == 5 + max(out.tokens)
+    assert (out.sequences[:, actual.shape[1] :] == model.facts.fill_token_id).all()
+    assert actual.shape[1] == 5 + max(out.tokens)
     unfinished = [(canvas, length) for canvas, length, done in snapshots if not done]
     assert len(unfinished) > 0
     for draft, (canvas, length) in zip(streamer.drafts, unfinished, strict=True):
@@ -270,7 +270,9 @@ def test_text_is_found_as_in_the_whole_answer(name: str, data: st.DataObject) ->
     stops = [stop for stop in data.draw(st.lists(cut, min_size=1, max_size=2)) if stop] or ["no such text"]
     rule, row, before = StopStrings(stops, tokenizer, np.array([first])), np.array([0]), list[int]()
     for answer in answers:
-        same = next((at for at, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer)))
+        same = next(
+            (index for index, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer))
+        )
         begin = data.draw(st.integers(0, same))
         tokens = np.array([answer[begin:]], np.int64)
         (end,) = rule.find_ends(row, np.array([first + begin]), tokens, np.array([first + len(answer)]))

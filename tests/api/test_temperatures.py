@@ -102,12 +102,12 @@ def left(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10
     """[V]: what a token is drawn from, token by token."""
     weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
     order, before = sorted(range(len(weights)), key=lambda token: -weights[token]), 0.0
-    found = torch.zeros(len(weights), dtype=torch.float64)
+    actual = torch.zeros(len(weights), dtype=torch.float64)
     for rank, token in enumerate(order):
         if rank < top_k and before <= top_p * math.fsum(weights):
-            found[token] = weights[token]
+            actual[token] = weights[token]
         before += weights[token]
-    return found / found.sum()
+    return actual / actual.sum()
 
 
 class Constant(Table):
@@ -205,13 +205,15 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
     sampler, outputs = samplers.create(name, **settings), []
     rows = [[1, 2], [4, 5, 6]]
     for changes in IDLE:
-        given = {"seed": 1} | changes
+        arguments = {"seed": 1} | changes
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
-            out = paradec.generate(table(name=name), rows, sampler=sampler, max_new_tokens=8, block_length=4, **given)
+            out = paradec.generate(
+                table(name=name), rows, sampler=sampler, max_new_tokens=8, block_length=4, **arguments
+            )
         filters = {} if sampler.needs.score_from == "sampled" else changes
         idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
-        idle += [f"seed={given['seed']}"] * (name not in DRAWN)
+        idle += [f"seed={arguments['seed']}"] * (name not in DRAWN)
         said = [str(one.message) for one in heard if "temperature 0" in str(one.message)]
         assert [one.split(" ha")[0] for one in said] == [", ".join(idle)] * bool(idle)
         outputs.append((out.sequences.tolist(), out.nfe))
@@ -221,12 +223,12 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
 
 
 def test_it_is_said_once_where_the_request_is_made() -> None:
-    given = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
+    arguments = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
     many = [{"prompt": [1, 2]}] * 3
     entries: list[Callable[[], Any]] = [
-        lambda: paradec.generate(table(), [1, 2], **given),
-        lambda: list(paradec.generate_many(table(), many, batch_size=2, **given)),
-        lambda: paradec.generate(table(), [1, 2], preset=paradec.Request(temperature=0.0, top_k=3), **given),
+        lambda: paradec.generate(table(), [1, 2], **arguments),
+        lambda: list(paradec.generate_many(table(), many, batch_size=2, **arguments)),
+        lambda: paradec.generate(table(), [1, 2], preset=paradec.Request(temperature=0.0, top_k=3), **arguments),
     ]
     for entry in entries:
         with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as heard:
@@ -238,7 +240,7 @@ def test_it_is_said_once_where_the_request_is_made() -> None:
     for changes in quiet:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            paradec.generate(table(), [1, 2], **given | changes)
+            paradec.generate(table(), [1, 2], **arguments | changes)
     drawn = {"suffix": "uniform:2:1", "block_length": 1, "max_new_tokens": 4, "seed": 3}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -269,16 +271,16 @@ def test_masked_samplers_take_extreme_logits(
 @pytest.mark.parametrize("name", [name for name in MASKED if hasattr(samplers.get(name), "alg_temp")])
 @pytest.mark.parametrize("alg_temp", [COLD, 1e-3, 5.0])
 def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> None:
-    prompts, asked = [[1, 2, 3]], {"max_new_tokens": 16, "steps": 4, "block_length": 16, "seed": 0}
-    out = paradec.generate(table(), prompts, sampler=samplers.create(name, alg_temp=alg_temp), **asked)
+    prompts, request = [[1, 2, 3]], {"max_new_tokens": 16, "steps": 4, "block_length": 16, "seed": 0}
+    out = paradec.generate(table(), prompts, sampler=samplers.create(name, alg_temp=alg_temp), **request)
     assert out.nfe <= 4
     if alg_temp == COLD:
-        top = paradec.generate(table(), prompts, sampler=samplers.create(name), **asked)
+        top = paradec.generate(table(), prompts, sampler=samplers.create(name), **request)
         assert torch.equal(out.sequences, top.sequences)
     ends = Table(50, torch.float64, 8.0)
     ends.facts = dataclasses.replace(ends.facts, eos_token_ids=tuple(range(0, 49, 2)))
     last = {"confidence_eos_eot_inf": True, "eos_early_stop": False}
-    out = paradec.generate(ends, prompts, sampler=samplers.create(name, alg_temp=alg_temp), **last, **asked)
+    out = paradec.generate(ends, prompts, sampler=samplers.create(name, alg_temp=alg_temp), **last, **request)
     assert out.nfe <= 4
 
 
@@ -360,12 +362,12 @@ def test_broken_distributions_are_reported_at_every_temperature(name: str) -> No
     for index, (kind, (vocab, dtype), temperature) in enumerate(itertools.product(KINDS, SIZES, (0.0, 0.2))):
         model = CausalTable(vocab, dtype, 8.0, **causal)
         sampler = with_drafter(name, lambda model=model: model)
-        asked = {"max_new_tokens": 3, "temperature": temperature, "seed": 0, "suppress_tokens": model.suppressed}
-        asked |= FILTERS[index % 4]
-        paradec.generate(model, [1, 2], sampler=sampler, **asked)
+        request = {"max_new_tokens": 3, "temperature": temperature, "seed": 0, "suppress_tokens": model.suppressed}
+        request |= FILTERS[index % 4]
+        paradec.generate(model, [1, 2], sampler=sampler, **request)
         model.table = broken(vocab, dtype, kind).table
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-            paradec.generate(model, [1, 2], sampler=sampler, **asked)
+            paradec.generate(model, [1, 2], sampler=sampler, **request)
 
 
 @pytest.mark.thinned
@@ -383,9 +385,9 @@ def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
     rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
     sampler = samplers.create("speculative", drafter=drafter, tree=tree, **rule)
     for temperature in (0.0, 1.0):
-        asked = {"max_new_tokens": 5, "temperature": temperature, "suppress_tokens": [1, 3, 5, 7, 9, 11]}
+        request = {"max_new_tokens": 5, "temperature": temperature, "suppress_tokens": [1, 3, 5, 7, 9, 11]}
         with pytest.raises(FloatingPointError, match="the drafter returned NaN or infinite logits"):
-            paradec.generate(model, [3, 1], sampler=sampler, seed=0, **asked)
+            paradec.generate(model, [3, 1], sampler=sampler, seed=0, **request)
 
 
 @lru_cache
@@ -412,13 +414,13 @@ def test_image_samplers_at_every_temperature(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in DRAFTING if samplers.get(name).lossless])
 def test_causal_samplers_at_every_temperature(name: str) -> None:
     def tokens(temperature: float, **request: Any) -> Tensor:
-        asked = {"max_new_tokens": 5, "seed": 1, "suppress_tokens": [0, 3, 4, 5, 6, 7]}
+        arguments = {"max_new_tokens": 5, "seed": 1, "suppress_tokens": [0, 3, 4, 5, 6, 7]}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             out = paradec.generate(
-                model, [[3, 1], [4, 2]], sampler=sampler, temperature=temperature, **asked, **request
+                model, [[3, 1], [4, 2]], sampler=sampler, temperature=temperature, **arguments, **request
             )
-        assert not torch.isin(out.new_tokens, torch.tensor(asked["suppress_tokens"])).any()
+        assert not torch.isin(out.new_tokens, torch.tensor(arguments["suppress_tokens"])).any()
         return out.new_tokens
 
     model, sampler = wrap_causal(mask_token_id=0), with_drafter(name, close_model, window=4)
@@ -446,10 +448,10 @@ def test_image_families_at_every_temperature(name: str) -> None:
 def test_masked_images_at_every_temperature() -> None:
     model = paradec.load("digits-maskgit", dtype="float64")
     for name in ("maskgit", "halton", "recap"):
-        asked = {"class_labels": [3], "steps": 3, "seed": 0, "output_type": "latent", "cache": "none"}
+        request = {"class_labels": [3], "steps": 3, "seed": 0, "output_type": "latent", "cache": "none"}
         sampler = samplers.create(name, **one_draw(name))
         drawn = {
-            temperature: paradec.generate_images(model, sampler=sampler, temperature=temperature, **asked).codes
+            temperature: paradec.generate_images(model, sampler=sampler, temperature=temperature, **request).codes
             for temperature in (0.0, COLD, *TEMPERATURES[::3])
         }
         assert torch.equal(drawn[0.0], drawn[COLD]) and not torch.equal(drawn[0.0], drawn[2.0])
