@@ -100,8 +100,8 @@ def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[st
         turns.append({"role": "user", "content": turn})
         assert (talk.last.cost.reused_tokens[0] > 0) == (len(turns) > 1)
         if topology == "block_causal":
-            whole = paradec.generate(model, turns, sampler="low_confidence", max_new_tokens=8, cache="block", seed=0)
-            assert torch.equal(whole.new_tokens, talk.last.new_tokens) and whole.cost.reused_tokens[0] == 0
+            full = paradec.generate(model, turns, sampler="low_confidence", max_new_tokens=8, cache="block", seed=0)
+            assert torch.equal(full.new_tokens, talk.last.new_tokens) and full.cost.reused_tokens[0] == 0
         turns.append({"role": "assistant", "content": talk.last.text})
     assert talk.turns == turns
     assert capsys.readouterr().out.splitlines() == [turn["content"] for turn in turns[1::2]]

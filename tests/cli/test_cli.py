@@ -90,9 +90,9 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     file = tmp_path / "own.py"
     file.write_text(OWN)
-    found = report(PROMPT, "--sampler", f"{file}:Mine(threshold=0.5)", "--cache", f"{file}:Kept", "--block-length", 8)
-    assert found["sampler"]["sampler"] == "mine_of_a_file" and found["sampler"]["threshold"] == 0.5
-    assert found["cache"] == "kept_of_a_file"
+    actual = report(PROMPT, "--sampler", f"{file}:Mine(threshold=0.5)", "--cache", f"{file}:Kept", "--block-length", 8)
+    assert actual["sampler"]["sampler"] == "mine_of_a_file" and actual["sampler"]["threshold"] == 0.5
+    assert actual["cache"] == "kept_of_a_file"
     joined = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
     assert [rule["sampler"] for rule in joined["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
     assert ok("chat", stdin=f"/sampler {file}:Mine\n").startswith("mine_of_a_file(threshold=0.9, ")
@@ -173,15 +173,15 @@ def test_several_answers_and_several_prompts() -> None:
 @pytest.mark.parametrize("command", [("generate", "Shuffle: pear fig apple"), ("infill", "fox <mask:2> cow <mask>")])
 def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("-n", 7, "--temperature", 1, "--top-p", 0.95, "--top-k", 20, "--seed", 3, "--json")
-    whole = json.loads(ok(*command, *flags))
-    assert len(set(whole["text"])) > 1
+    full = json.loads(ok(*command, *flags))
+    assert len(set(full["text"])) > 1
     monkeypatch.setattr(work, "MOST_ROWS", 3)
     parts = json.loads(ok(*command, *flags))
-    assert parts.pop("seconds") > 0 and whole.pop("seconds") > 0
-    assert parts.pop("nfe") >= whole.pop("nfe")  # of all batches
-    assert parts == whole
+    assert parts.pop("seconds") > 0 and full.pop("seconds") > 0
+    assert parts.pop("nfe") >= full.pop("nfe")  # of all batches
+    assert parts == full
     lines = ok(*command, *flags[:-1]).splitlines()
-    assert sorted(lines) == [f"[{number}] {text}" for number, text in enumerate(whole["text"], 1)]
+    assert sorted(lines) == [f"[{number}] {text}" for number, text in enumerate(full["text"], 1)]
     message = refused(*command, *flags[:-1], "--trace", "steps.json")
     assert "--trace records one batch, which is 3 answers here, not 7" in message
 
@@ -389,11 +389,11 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
     changed = {"seed": 4, "temperature": 0.5, "max_new_tokens": 2}
     flags = ["--seed", "4", "--temperature", "0.5", "--max-new-tokens", "2"]
     for more, changes in (([], {}), (flags, changed)):
-        found = report(PROMPT, "--preset", path, *more)
-        assert len(found["new_tokens"]) <= changes.get("max_new_tokens", 8)
-        wanted = paradec.generate(model, PROMPT, preset=path, **changes)
-        assert found["text"] == wanted.text and found["cache"] == "dual"
-        assert found["new_tokens"] == wanted.new_tokens[0, : wanted.tokens[0]].tolist()
+        actual = report(PROMPT, "--preset", path, *more)
+        assert len(actual["new_tokens"]) <= changes.get("max_new_tokens", 8)
+        expected = paradec.generate(model, PROMPT, preset=path, **changes)
+        assert actual["text"] == expected.text and actual["cache"] == "dual"
+        assert actual["new_tokens"] == expected.new_tokens[0, : expected.tokens[0]].tolist()
     assert "give --sampler" in refused("generate", PROMPT, "--preset", path, "--set", "threshold=0.9")
     path.write_text('{"temprature": 1}')
     assert "did you mean 'temperature'" in refused("infill", "a <mask>", "--preset", path)
@@ -406,35 +406,35 @@ def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tiny_gemma(vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    given = ["one two", "--model", str(tmp_path), "--seed", "1", "--max-new-tokens", "20", "--json"]
-    own = json.loads(run("generate", *given).stdout)
+    arguments = ["one two", "--model", str(tmp_path), "--seed", "1", "--max-new-tokens", "20", "--json"]
+    own = json.loads(run("generate", *arguments).stdout)
     assert own["sampler"]["sampler"] == "diffusion_gemma" and own["cache"] == "canvas"
     assert own["nfe"] > own["encoder_calls"] == 2
-    other = json.loads(run("generate", *given, "--sampler", "entropy_threshold").stdout)
+    other = json.loads(run("generate", *arguments, "--sampler", "entropy_threshold").stdout)
     assert other["sampler"]["rule"]["sampler"] == "entropy_threshold"
-    default = json.loads(run("generate", *given, "--sampler", "threshold").stdout)  # said, though it is the default
+    default = json.loads(run("generate", *arguments, "--sampler", "threshold").stdout)  # said, though it is the default
     assert default["sampler"]["rule"]["sampler"] == "threshold"
-    assert "t_max and t_min are settings of the sampler" in refused("generate", *given, "--temperature", "0.5")
+    assert "t_max and t_min are settings of the sampler" in refused("generate", *arguments, "--temperature", "0.5")
 
 
 def test_log_probabilities_are_printed_and_in_json() -> None:
-    found = json.loads(run("generate", PROMPT, "--logprobs", "2", "--json").stdout)
+    actual = json.loads(run("generate", PROMPT, "--logprobs", "2", "--json").stdout)
     model = paradec.load()
     out = paradec.generate(model, PROMPT, logprobs=2)
-    entries = found["logprobs"]
-    assert [entry["token"] for entry in entries] == [model.tokenizer.decode([token]) for token in found["new_tokens"]]
+    entries = actual["logprobs"]
+    assert [entry["token"] for entry in entries] == [model.tokenizer.decode([token]) for token in actual["new_tokens"]]
     expected = out.logprobs.chosen[0, -len(out.new_tokens[0]) :][: len(entries)].tolist()
     assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
     assert all(len(entry["likely"]) == 2 and entry["likely"][0][0] == entry["token"] for entry in entries)
     lines = run("generate", PROMPT, "--logprobs", "0").stdout.splitlines()
-    assert lines[0] == found["text"] and len(lines) == 1 + len(entries) and "'apple'" in lines[1]
+    assert lines[0] == actual["text"] and len(lines) == 1 + len(entries) and "'apple'" in lines[1]
 
 
 def test_decide_answers_questions_as_the_function_does() -> None:
     fruit = ("apple", "fig", "pear")
     expected = paradec.decide(paradec.load(), PROMPT, {"span": paradec.Span(texts=fruit)})["span"]
-    found = json.loads(run("decide", PROMPT, "--span", "=apple|fig|pear", "--json").stdout)["answers"]["span"]
-    assert found["value"] == expected.value and dict(found["probabilities"]) == dict(expected.probabilities)
+    actual = json.loads(run("decide", PROMPT, "--span", "=apple|fig|pear", "--json").stdout)["answers"]["span"]
+    assert actual["value"] == expected.value and dict(actual["probabilities"]) == dict(expected.probabilities)
     lines = run("decide", PROMPT, "--span", "=apple|fig|pear").stdout.splitlines()
     assert lines[1].split("\t")[:2] == ["span", expected.value]
     twice = ["--span", "=apple|fig", "--span", "=pear|fig"]

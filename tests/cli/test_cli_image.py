@@ -83,10 +83,10 @@ def mar(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_packaged_dit(tmp_path: Path) -> None:
-    given = ["--model", "digits-dit", "--class", "3,8", "--steps", "6", "--compare"]
-    found, sheet = run(tmp_path, *given, "--sampler", "taylorseer", "--interval", "3")
-    assert found["full_steps"] == [0, 3] and len(found["calls"]) == 6 and found["sampler"]["interval"] == 3
-    assert 0 < found["pixel_difference"] < 0.2 and found["class_labels"] == [3, 8]
+    arguments = ["--model", "digits-dit", "--class", "3,8", "--steps", "6", "--compare"]
+    actual, sheet = run(tmp_path, *arguments, "--sampler", "taylorseer", "--interval", "3")
+    assert actual["full_steps"] == [0, 3] and len(actual["calls"]) == 6 and actual["sampler"]["interval"] == 3
+    assert 0 < actual["pixel_difference"] < 0.2 and actual["class_labels"] == [3, 8]
     picture = Image.open(sheet)
     assert picture.size == (2 * 28 + 2, 2 * 28 + 2)
     pipe = PixelDiTPipeline.digits()
@@ -96,7 +96,7 @@ def test_packaged_dit(tmp_path: Path) -> None:
     for column, image in enumerate(expected):
         box = (30 * column, 30, 30 * column + 28, 58)
         assert ImageChops.difference(picture.crop(box), image).getbbox() is None
-    same, _ = run(tmp_path, *given, "--interval", "1")
+    same, _ = run(tmp_path, *arguments, "--interval", "1")
     assert same["pixel_difference"] == 0 and same["full_steps"] == list(range(6))
 
 
@@ -104,8 +104,8 @@ def test_packaged_dit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
-    given = ["--model", "digits-maskgit", "--class-labels", "3,8", "--steps", "4", "--trace", str(trace)]
-    report, sheet = run(tmp_path, *given, "--sampler", sampler)
+    arguments = ["--model", "digits-maskgit", "--class-labels", "3,8", "--steps", "4", "--trace", str(trace)]
+    report, sheet = run(tmp_path, *arguments, "--sampler", sampler)
     assert report["nfe"] == 4 and report["sampler"]["sampler"] == sampler
     assert report["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else report["forwarded_tokens"] == 4 * 2 * 100
     assert colours(trace) == 4 + 1  # a colour for each step, and the gap
@@ -113,20 +113,20 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
 
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
-    given = ["--model", mar, "--class", "1-3", "--set", "head_steps=2"]
-    found, sheet = run(tmp_path, *given, "--sampler", "recap", "--trace", str(trace))
-    assert found["nfe"] == 6 and found["codes"] is None and found["sampler"]["local_steps"] == 1
+    arguments = ["--model", mar, "--class", "1-3", "--set", "head_steps=2"]
+    actual, sheet = run(tmp_path, *arguments, "--sampler", "recap", "--trace", str(trace))
+    assert actual["nfe"] == 6 and actual["codes"] is None and actual["sampler"]["local_steps"] == 1
     assert Image.open(sheet).size == (2 * 4 + 2, 2 * 4 + 2) and colours(trace) == 6 + 1
-    assert run(tmp_path, *given)[0]["sampler"]["local_steps"] == 0  # without a name it is mar
+    assert run(tmp_path, *arguments)[0]["sampler"]["local_steps"] == 0  # without a name it is mar
 
 
 def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
-    given = ["--model", mar, "--class", "1-3", "--set", "head_steps=2,1", "--steps", "8", "--sampler", "cspd"]
-    given += ["--set", "num_draft=3", "--drafter", mar]
-    found, _ = run(tmp_path, *given)
-    assert found["row_nfe"] == [5] * 3 and found["draft_nfe"] == [6] * 3
-    assert found["sampler"]["draft"] == Path(mar).name and found["sampler"]["head_steps"] == [2, 1]
-    done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "sheet.png"), *given])
+    arguments = ["--model", mar, "--class", "1-3", "--set", "head_steps=2,1", "--steps", "8", "--sampler", "cspd"]
+    arguments += ["--set", "num_draft=3", "--drafter", mar]
+    actual, _ = run(tmp_path, *arguments)
+    assert actual["row_nfe"] == [5] * 3 and actual["draft_nfe"] == [6] * 3
+    assert actual["sampler"]["draft"] == Path(mar).name and actual["sampler"]["head_steps"] == [2, 1]
+    done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "sheet.png"), *arguments])
     assert ": 5 forwards (15 row calls), 6 forwards (18 row calls) of the drafter, " in done.stdout
 
 
@@ -134,15 +134,26 @@ def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
-    given = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
-    given += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b", "--height", "8", "--width", "8"]
-    report, sheet = run(tmp_path, *given, "--trace", str(trace))
+    arguments = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
+    arguments += [
+        "--sampler",
+        sampler,
+        "--temperature",
+        "1.5",
+        "--negative-prompt",
+        "b",
+        "--height",
+        "8",
+        "--width",
+        "8",
+    ]
+    report, sheet = run(tmp_path, *arguments, "--trace", str(trace))
     assert report["pictures"] == 2 and report["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
     assert colours(trace) == 5 + 1
     cells = report.get("cells")
-    assert cells is None if sampler != "recap" else [some < whole for some, whole in cells] == [0, 1, 0, 1, 0]
+    assert cells is None if sampler != "recap" else [some < full for some, full in cells] == [0, 1, 0, 1, 0]
     pixels = Image.open(sheet).tobytes()
-    assert Image.open(run(tmp_path, *given)[1]).tobytes() == pixels  # the seed decides
+    assert Image.open(run(tmp_path, *arguments)[1]).tobytes() == pixels  # the seed decides
 
 
 @pytest.mark.thinned
@@ -211,9 +222,9 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
         arguments += ["--enlarge", "1"]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
-        wanted = paradec.generate_images(model, class_labels=3, preset=path, **changes)
-        assert json.loads(done.stdout)["nfe"] == wanted.nfe
-        assert Image.open(sheet).convert("L").tobytes() == wanted.images[0].convert("L").tobytes()
+        expected = paradec.generate_images(model, class_labels=3, preset=path, **changes)
+        assert json.loads(done.stdout)["nfe"] == expected.nfe
+        assert Image.open(sheet).convert("L").tobytes() == expected.images[0].convert("L").tobytes()
     path.write_text('{"chat": true}')
     done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
     assert done.exit_code == 2 and "chat=True has no meaning for pictures" in done.stderr

@@ -90,11 +90,11 @@ def test_wrong_arguments(arguments: list[str], message: str, runs: list[Path], t
 @pytest.mark.parametrize("model", ["digits-ar", "digits-maskgit", "digits-dit"])
 def test_pictures(model: str, tmp_path: Path) -> None:
     file, data = tmp_path / "run.html", tmp_path / "run.json"
-    given = ["image", "--model", model, "--class", "3", "--seed", "1", "--enlarge", 1, "--out", tmp_path / "x.png"]
-    given += [] if model == "digits-ar" else ["--steps", "6"]
-    ok(*given, "--trace", file)
+    arguments = ["image", "--model", model, "--class", "3", "--seed", "1", "--enlarge", 1, "--out", tmp_path / "x.png"]
+    arguments += [] if model == "digits-ar" else ["--steps", "6"]
+    ok(*arguments, "--trace", file)
     assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    ok(*given, "--trace", data)
+    ok(*arguments, "--trace", data)
     trace = Trace.load(data)
     assert trace.images is not None and len(trace.images) == 1
     if model == "digits-dit":

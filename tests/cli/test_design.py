@@ -35,10 +35,10 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -> None:
-    given = ("--seed", 5, "--fixed", "A2,B8-10", "--temperature", 2.0, "-n", 9)
-    found = run(WEIGHTS, small, *given, "--json", "--batch", 2)
-    assert found.exit_code == 0, found.output
-    entries = json.loads(found.stdout)["designs"]
+    arguments = ("--seed", 5, "--fixed", "A2,B8-10", "--temperature", 2.0, "-n", 9)
+    actual = run(WEIGHTS, small, *arguments, "--json", "--batch", 2)
+    assert actual.exit_code == 0, actual.output
+    entries = json.loads(actual.stdout)["designs"]
     structure = read_structure(small)
     model = paradec.load_protein_mpnn(WEIGHTS, structure)
     kept = [1, 7, 8, 9]
@@ -49,12 +49,14 @@ def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -
         assert entry["recovery"] == sum(letters[i] == structure.sequence[i] for i in designed) / 8
         assert entry["seed"] == 5 + number and entry["calls"] <= 8 == entry["designed"]
         assert 0.5 < entry["score"] < 6
-    fasta = run(WEIGHTS, small, *given, "--batch", 8).stdout.splitlines()
+    fasta = run(WEIGHTS, small, *arguments, "--batch", 8).stdout.splitlines()
     assert fasta[1::2] == [entry["sequence"] for entry in entries] and len({*fasta[1::2]}) == 9
     assert any(entry["recovery"] for entry in entries)
-    said = f">small, seed=5, score={entries[0]['score']:.4f}, recovery={entries[0]['recovery']:.4f}, designed=8, calls="
-    assert fasta[0].startswith(said)
-    first = json.loads(run(WEIGHTS, small, *given, "--order", "chain", "--json").stdout)["designs"][0]
+    message = (
+        f">small, seed=5, score={entries[0]['score']:.4f}, recovery={entries[0]['recovery']:.4f}, designed=8, calls="
+    )
+    assert fasta[0].startswith(message)
+    first = json.loads(run(WEIGHTS, small, *arguments, "--order", "chain", "--json").stdout)["designs"][0]
     out = paradec.generate(
         model, model.prompt(fixed=kept), sampler="jacobi", order="chain", temperature=2.0, seed=5, logprobs=0
     )
@@ -71,9 +73,9 @@ def test_residues_to_redesign_by_their_names(small: Path, tmp_path: Path) -> Non
     file.write_text("\n".join(f"{line[:21]}A{line[22:]}" for line in inserted) + "\n", encoding="utf-8")
     sequence = read_structure(file).sequence
     for names, places in (("A6A", [6]), ("A6", [5]), ("A5-6", [4, 5, 6]), ("A6A-8,1", [0, 6, 7]), ("A:6a", [6])):
-        found = json.loads(run(WEIGHTS, file, "--seed", 1, "--redesign", names, "--json").stdout)["designs"][0]
-        assert found["designed"] == len(places)
-        assert all(a == b for i, (a, b) in enumerate(zip(found["sequence"], sequence, strict=True)) if i not in places)
+        actual = json.loads(run(WEIGHTS, file, "--seed", 1, "--redesign", names, "--json").stdout)["designs"][0]
+        assert actual["designed"] == len(places)
+        assert all(a == b for i, (a, b) in enumerate(zip(actual["sequence"], sequence, strict=True)) if i not in places)
     assert "no such residue" in run(WEIGHTS, file, "--redesign", "A7").stderr
     weighted = json.loads(run(WEIGHTS, file, "--tie", "A1*1.0=A3*0.0", "--json", "--seed", 1).stdout)["designs"][0]
     assert weighted["sequence"][0] == weighted["sequence"][2]
@@ -92,24 +94,24 @@ def _text(file: Path) -> Path:
 
 
 def test_chains_and_samplers(small: Path) -> None:
-    found = json.loads(run(WEIGHTS, small, "--chains", "B", "--sampler", "margin", "--json").stdout)["designs"][0]
-    assert found["sequence"].startswith("MQIFVK:") and found["designed"] == 6
+    actual = json.loads(run(WEIGHTS, small, "--chains", "B", "--sampler", "margin", "--json").stdout)["designs"][0]
+    assert actual["sequence"].startswith("MQIFVK:") and actual["designed"] == 6
     assert run(WEIGHTS, small, "--sampler", "margin", "--order", "chain").exit_code == 2
 
 
 def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: Path) -> None:
     shutil.copy(small, tmp_path / "again.pdb")
     (tmp_path / "broken.pdb").write_text("HEADER\n", encoding="utf-8")
-    found = run(WEIGHTS, tmp_path, "--seed", 1)
-    assert found.exit_code == 1 and "broken.pdb: broken.pdb is not a structure" in found.stderr
-    lines = found.stdout.splitlines()
+    actual = run(WEIGHTS, tmp_path, "--seed", 1)
+    assert actual.exit_code == 1 and "broken.pdb: broken.pdb is not a structure" in actual.stderr
+    lines = actual.stdout.splitlines()
     assert [line.split(",")[0] for line in lines[::2]] == [">again", ">small"] and lines[1] == lines[3]
 
 
 def run_json(*arguments: object) -> dict[str, Any]:
-    found = run(*arguments, "--json")
-    assert found.exit_code == 0, found.output
-    return dict(json.loads(found.stdout)["designs"][0])
+    actual = run(*arguments, "--json")
+    assert actual.exit_code == 0, actual.output
+    return dict(json.loads(actual.stdout)["designs"][0])
 
 
 LIGAND, BOUND = GOLDEN / "ligands" / "small_ligand.pt", GOLDEN / "ligands" / "bound-two.pdb"
@@ -123,9 +125,9 @@ def test_bias_and_excluded_letters(small: Path) -> None:
 
 
 def test_ties(small: Path) -> None:
-    found = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9,A6=B12", "--temperature", 2, "--seed", 0)
-    first, second = found["sequence"].split(":")
-    assert first[:3] == second[:3] and first[5] == second[5] and found["designed"] == 12 and found["calls"] <= 8
+    actual = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9,A6=B12", "--temperature", 2, "--seed", 0)
+    first, second = actual["sequence"].split(":")
+    assert first[:3] == second[:3] and first[5] == second[5] and actual["designed"] == 12 and actual["calls"] <= 8
     bound = read_structure(BOUND)
     design = run_json(LIGAND, BOUND, "--homo-oligomer", "--temperature", 2)["sequence"].replace(":", "")
     assert all(design[a] == design[b] for a, b in bound.copies())

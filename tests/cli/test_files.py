@@ -33,10 +33,10 @@ def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Pa
 
 def lines(file: Path) -> list[dict[str, Any]]:
     """What the file holds beside the settings, which are the same in every line."""
-    found = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
-    settings = [entry.pop("settings") for entry in found]
-    assert settings == settings[:1] * len(found)
-    return found
+    actual = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    settings = [entry.pop("settings") for entry in actual]
+    assert settings == settings[:1] * len(actual)
+    return actual
 
 
 def given(*texts: Any) -> list[Any]:
@@ -74,11 +74,11 @@ def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path)
         file.write("\n{no json\n")
     result = run("generate", "--in", source, "--out", out)
     assert result.exit_code == 1 and "2 answers in" in result.stdout and "7 failed" in result.stdout
-    found = lines(out)
-    assert [entry["line"] for entry in found] == [1, 2, 3, 4, 5, 6, 7, 8, 10]
-    assert found[0]["id"] == "a" and found[2]["id"] == 7 and "id" not in found[1]
-    assert [entry.get("text") for entry in found] == ["apple fig pear", *[None] * 4, "fig fox cow", *[None] * 3]
-    errors = [entry.get("error", "") for entry in found]
+    actual = lines(out)
+    assert [entry["line"] for entry in actual] == [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    assert actual[0]["id"] == "a" and actual[2]["id"] == 7 and "id" not in actual[1]
+    assert [entry.get("text") for entry in actual] == ["apple fig pear", *[None] * 4, "fig fox cow", *[None] * 3]
+    errors = [entry.get("error", "") for entry in actual]
     assert "outside the model's vocabulary: 'Hello'" in errors[1] and "must be a text" in errors[2]
     assert "empty" in errors[3] and "neither a text nor an object" in errors[4] and "role" in errors[6]
     assert "512" in errors[7] and "no JSON" in errors[8]
@@ -92,16 +92,16 @@ def test_a_job_that_was_killed_goes_on_to_the_same_lines(
 ) -> None:
     """At every byte of its output, in the order of the prompts, whatever the order of the lines that are there."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
-    source, whole, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    source, full, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
-    assert run("generate", "--in", source, "--out", whole, *flags).exit_code == 1
-    data = whole.read_bytes()
-    assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in lines(whole)] == [1, 2, 3]
+    assert run("generate", "--in", source, "--out", full, *flags).exit_code == 1
+    data = full.read_bytes()
+    assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in lines(full)] == [1, 2, 3]
     write, seen = files.write_lines, []
     # what the run that goes on leaves behind if it is killed as well, before it has put the lines in order
     monkeypatch.setattr(files, "write_lines", lambda *given: (seen.append(out.read_bytes()), write(*given)))
-    inside = [at for at, byte in enumerate(data) if byte & 0xC0 == 0x80]
-    ends = [at + beside for at, byte in enumerate(data) if byte == 10 for beside in (0, 1)]
+    inside = [index for index, byte in enumerate(data) if byte & 0xC0 == 0x80]
+    ends = [index + beside for index, byte in enumerate(data) if byte == 10 for beside in (0, 1)]
     for cut in range(len(data) + 1) if every else sorted({0, 1, 9, len(data) // 2, *inside, *ends}):
         out.write_bytes(data[:cut])
         result = run("generate", "--in", source, "--out", out, "--resume", *flags)
@@ -113,11 +113,11 @@ def test_a_job_that_was_killed_goes_on_to_the_same_lines(
         assert run("generate", "--in", source, "--out", out, "--resume", *flags).exit_code == 1
         assert out.read_bytes() == data
     drawn = ("--temperature", 1, "--batch", 1)  # a seed that was drawn goes on too
-    whole.unlink()
-    assert run("generate", "--in", source, "--out", whole, *drawn).exit_code == 1
-    out.write_bytes(whole.read_bytes()[: len(data) // 2])
+    full.unlink()
+    assert run("generate", "--in", source, "--out", full, *drawn).exit_code == 1
+    out.write_bytes(full.read_bytes()[: len(data) // 2])
     assert run("generate", "--in", source, "--out", out, "--resume", *drawn).exit_code == 1
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == full.read_bytes()
 
 
 OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
@@ -132,8 +132,8 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
     settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # of a prompt that failed
-    asked = {"temperature": 1.0, "seed": 3, "draws": DRAWS}
-    assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": asked}
+    request = {"temperature": 1.0, "seed": 3, "draws": DRAWS}
+    assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": request}
     out.write_bytes(out.read_bytes()[:-30])
     before = out.read_bytes()
     for flags, named in OTHER:
@@ -151,19 +151,19 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
     flags = ("generate", "--in", source, "--out", out)
     ok(*flags, "--sampler", "credit", "--set", "threshold=0.8", "--cache", "dual")
-    again = ("--resume", "--sampler", "credit", "--cache", "dual")
-    assert "sampler.threshold is 0.8 there and 0.9 here. Give" in refused(*flags, *again)
+    repeated = ("--resume", "--sampler", "credit", "--cache", "dual")
+    assert "sampler.threshold is 0.8 there and 0.9 here. Give" in refused(*flags, *repeated)
     assert " cache is {'cache': 'dual', " in refused(*flags, "--resume", "--sampler", "credit")
     text = out.read_text()
     saved = json.loads(text)["settings"]["request"]
     (tmp_path / "preset.json").write_text(json.dumps(saved))  # what a line says is a preset
     ok(*flags, "--resume", "--preset", tmp_path / "preset.json")
     out.write_text(text.replace(f'"paradec": "{paradec.__version__}"', '"paradec": "0.0.1"'))
-    result = run(*flags, *again, "--set", "threshold=0.8")
+    result = run(*flags, *repeated, "--set", "threshold=0.8")
     assert result.exit_code == 0 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("warning: ") and "has answers of paradec '0.0.1'" in result.stderr
     out.write_text(json.dumps(json.loads(text) | {"settings": {"request": 3}}) + "\n")
-    assert "does not say the settings of line 1" in refused(*flags, *again)
+    assert "does not say the settings of line 1" in refused(*flags, *repeated)
 
 
 def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_a_prompt_that_is_no_unicode_or_has_no_end_fails_alone(tmp_path: Path) -
     source.write_text("\n".join(each.decode() if isinstance(each, bytes) else json.dumps(each) for each in entries))
     for resume in ((), ("--resume",)):
         assert run("generate", "--in", source, "--out", out, *resume).exit_code == 1
-        found = lines(out)
-        assert "is not UTF-8 text" in found[0]["error"] and "more than 100 deep" in found[2]["error"]
-        assert (found[0]["prompt"], found[0]["id"], found[1]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
+        actual = lines(out)
+        assert "is not UTF-8 text" in actual[0]["error"] and "more than 100 deep" in actual[2]["error"]
+        assert (actual[0]["prompt"], actual[0]["id"], actual[1]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
 
 
 def test_files_that_cannot_be(tmp_path: Path) -> None:
@@ -221,10 +221,10 @@ def test_plain_lines_and_more_answers_than_fit_at_once(tmp_path: Path, monkeypat
     ok("generate", "--in", source, "--out", out, "-n", 3, "--temperature", 1, "--seed", 5)
     texts = ["Shuffle: pear fig apple", "Copy: fig fox cow"]
     expected = paradec.generate(paradec.load(), texts, num_return_sequences=3, temperature=1.0, seed=5)
-    found = lines(out)
-    assert [entry["line"] for entry in found] == [1, 3]
-    assert [text for entry in found for text in entry["text"]] == expected.text
-    assert [nfe for entry in found for nfe in entry["nfe"]] == expected.row_nfe
+    actual = lines(out)
+    assert [entry["line"] for entry in actual] == [1, 3]
+    assert [text for entry in actual for text in entry["text"]] == expected.text
+    assert [nfe for entry in actual for nfe in entry["nfe"]] == expected.row_nfe
 
 
 UNEVEN = ["Reverse: pear fig apple kiwi plum", "Copy: fig", "Sort: pear fig apple", "Copy: fig cow"]
@@ -276,56 +276,16 @@ def test_a_constraint_of_a_line_s_own(tmp_path: Path) -> None:
         {"prompt": "Copy: fox cow", "constraint": {"regex": "(fox ){9}fox"}},
     ]
     source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
-    asked = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
-    assert run(*asked).exit_code == 1
-    found = lines(out)
-    assert found[0]["text"].startswith("kiwi") and "constraint" not in found[0]
+    arguments = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
+    assert run(*arguments).exit_code == 1
+    actual = lines(out)
+    assert actual[0]["text"].startswith("kiwi") and "constraint" not in actual[0]
     model, together = paradec.load(), [entry["prompt"] for entry in entries[1:3]]
-    wanted = paradec.generate(model, together, constraint=first, max_new_tokens=6)
-    assert [entry["text"] for entry in found[1:3]] == wanted.text and {*wanted.text} <= {*first["choice"]}
-    assert [entry["constraint"] for entry in found[1:4]] == [first, first, second]
-    assert found[3]["text"].startswith("fox ") and found[3]["id"] == "a"
-    assert "lookahead" in found[4]["error"] and "max_new_tokens=6" in found[5]["error"]
+    expected = paradec.generate(model, together, constraint=first, max_new_tokens=6)
+    assert [entry["text"] for entry in actual[1:3]] == expected.text and {*expected.text} <= {*first["choice"]}
+    assert [entry["constraint"] for entry in actual[1:4]] == [first, first, second]
+    assert actual[3]["text"].startswith("fox ") and actual[3]["id"] == "a"
+    assert "lookahead" in actual[4]["error"] and "max_new_tokens=6" in actual[5]["error"]
     entries[3]["constraint"] = first
     prompts(tmp_path, entries)
-    assert "answers another prompt than line 4" in refused(*asked, "--resume")
-
-
-def test_logprobs_of_a_file_are_those_of_json(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, given(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
-    ok("generate", "--in", source, "--out", out, "--logprobs", 2, "--batch", 1)
-    for entry in lines(out):
-        expected = json.loads(ok("generate", entry["prompt"], "--logprobs", 2, "--json"))["logprobs"]
-        assert entry["logprobs"] == expected and len(expected[0]["likely"]) == 2
-    several = tmp_path / "several.jsonl"
-    ok("generate", "--in", source, "--out", several, "--logprobs", 0, "-n", 2, "--temperature", 1)
-    assert [len(entry["logprobs"]) for entry in lines(several)] == [2, 2]
-
-
-def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
-    assert run("generate", "--in", source, "--out", out).exit_code == 1
-    assert lines(out)[0]["error"].endswith("the line has 'id', 'text'")
-
-
-def test_questions_about_every_line(tmp_path: Path) -> None:
-    entries = [{"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": GOOD[2], "constraint": {"regex": "a"}}]
-    source, out = prompts(tmp_path, [*entries, GOOD[2]]), tmp_path / "labels.jsonl"
-    flags = ("decide", "--in", source, "--out", out, "--span", "=apple|fig|pear")
-    result = run(*flags)
-    assert result.exit_code == 1 and f"2 answers in {out}, 2 failed" in result.stdout
-    found = lines(out)
-    question = paradec.Span(texts=["apple", "fig", "pear"])
-    for entry, prompt in ((found[0], GOOD[0]), (found[3], GOOD[2])):
-        expected = paradec.decide(paradec.load(), prompt, {"span": question}).to_dict()["answers"]
-        assert entry["prompt"] == prompt and entry["answers"] == json.loads(json.dumps(expected))
-    assert found[0]["id"] == "a" and "vocabulary" in found[1]["error"] and "constraint" in found[2]["error"]
-    whole = out.read_bytes()
-    out.write_bytes(whole[: len(whole) // 2])
-    data = json.loads(run(*flags, "--resume", "--json").stdout)
-    assert out.read_bytes() == whole and data["there_before"] + data["answered"] == 2 and "tokens" not in data
-    assert "holds something" in refused(*flags)
-    assert "questions.pick is not set there" in refused(*flags, "--pick", "=a|b", "--resume")
-    assert "temperature is 1.0 there and 2.0" in refused(*flags, "--temperature", 2, "--resume")
-    for wrong in ((), ("x", "--in", source, "--out", out), ("--in", source), ("x", "--out", out), ("x", "--resume")):
-        assert "give one text, or --in" in refused("decide", *wrong, "--span", "=a|b")
+    assert "answers another prompt than line 4" in refused(*arguments, "--resume")

@@ -63,11 +63,11 @@ def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -
     registry = getattr(paradec, f"{kind}s")
     for name in registry.names():
         cls = registry.get(name)
-        whole = re.sub(r"\s", "", on_terminal(monkeypatch, width, f"{kind}s", name))
-        assert re.sub(r"\s", "", cls.summary) in whole
-        assert not cls.arxiv or cls.arxiv in whole
+        full = re.sub(r"\s", "", on_terminal(monkeypatch, width, f"{kind}s", name))
+        assert re.sub(r"\s", "", cls.summary) in full
+        assert not cls.arxiv or cls.arxiv in full
         for setting in cls.settings():
-            assert f"{setting}=" in whole, (name, setting)
+            assert f"{setting}=" in full, (name, setting)
 
 
 @pytest.mark.thinned
@@ -139,9 +139,9 @@ def test_own_classes_are_described_as_built_in_ones(tmp_path: Path, monkeypatch:
 def test_caches_of_a_model(tmp_path: Path) -> None:
     config = json.loads((TINY / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = json.loads(ok("caches", "--model", tmp_path, "--json"))
-    block = [entry["verdict"] for entry in found if entry["cache"] == "block"]
-    assert set(block) == {"refused"} and {"exact"} <= {entry["verdict"] for entry in found}
+    actual = json.loads(ok("caches", "--model", tmp_path, "--json"))
+    block = [entry["verdict"] for entry in actual if entry["cache"] == "block"]
+    assert set(block) == {"refused"} and {"exact"} <= {entry["verdict"] for entry in actual}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     assert "model_type='gpt2'" in refused("caches", "--model", tmp_path)
 
