@@ -107,9 +107,9 @@ def test_what_the_files_say(tmp_path: Path) -> None:
     assert output.sequences[0, : -output.new_tokens.shape[1]].tolist() == WORDS("one two")["input_ids"]
     assert WORDS("one two")["input_ids"][0] == 0
     model.save_pretrained(tmp_path / "again")
-    again = paradec.load(tmp_path / "again")
-    assert again.facts.eos_token_ids == (1, 2)
-    assert torch.equal(paradec.generate(again, "one two", sampler="sjd").sequences, output.sequences)
+    repeated = paradec.load(tmp_path / "again")
+    assert repeated.facts.eos_token_ids == (1, 2)
+    assert torch.equal(paradec.generate(repeated, "one two", sampler="sjd").sequences, output.sequences)
 
 
 def test_shards_and_dtypes(tmp_path: Path) -> None:
@@ -270,7 +270,9 @@ def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
     other = samplers.create("speculative", drafter=module_of("llama", vocab_size=VOCAB + 1))
     refuses(lambda: paradec.generate(paradec.wrap(module), ROWS, sampler=other), "drafter LlamaForCausalLM")
     size = len(WORDS)
-    backwards = Tokenizer(models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - at): at for at in range(size)}, "a"))
+    backwards = Tokenizer(
+        models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - index): index for index in range(size)}, "a")
+    )
     strange = paradec.wrap(module, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backwards))
     sampler = samplers.create("speculative", drafter=strange)
     with pytest.raises(ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; the") as error:
@@ -296,8 +298,8 @@ ASCII = {"suppress_tokens": [at for at in range(VOCAB) if not WORDS.decode([at])
 
 def makers(model: Any) -> dict[str, Any]:
     drafted = {"speculative": {"window": 4}, "tree": {"tree": (2, 2)}}
-    found = {name: samplers.create("speculative", drafter=model, **shape) for name, shape in drafted.items()}
-    return found | {"sjd": "sjd", "gsd": "gsd", "scd": "scd", "token by token": samplers.create("sjd", window=1)}
+    actual = {name: samplers.create("speculative", drafter=model, **shape) for name, shape in drafted.items()}
+    return actual | {"sjd": "sjd", "gsd": "gsd", "scd": "scd", "token by token": samplers.create("sjd", window=1)}
 
 
 @pytest.mark.thinned
@@ -311,7 +313,9 @@ def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str
     output = paradec.generate(speaking, ROWS, sampler=sampler, stop_strings=stops, **DRAWN, **ASCII)
     criterion = StopStringCriteria(speaking.tokenizer, stops)
     for index, answer in enumerate(answers):
-        ends = (at for at in range(1, len(answer) + 1) if criterion(torch.tensor([answer[:at]]), None)[0])
+        ends = (
+            position for position in range(1, len(answer) + 1) if criterion(torch.tensor([answer[:position]]), None)[0]
+        )
         expected = next(ends, len(answer))
         assert output.tokens[index] == expected
         assert output.new_tokens[index, :expected].tolist() == answer[:expected]
@@ -342,11 +346,11 @@ def test_transformers_own_generate(speaking: Any) -> None:
     module = module_of("llama")
     ids = torch.tensor([[0, 0, *ROWS[2]], ROWS[0][:5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
-    given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    expected = module.generate(ids, **given)
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = module.generate(ids, **arguments)
     for sampler in ("sjd", samplers.create("speculative", drafter=module)):
-        found = module.generate(ids, **given, custom_generate=paradec.hf_generate, sampler=sampler)
-        assert torch.equal(found, expected)
+        actual = module.generate(ids, **arguments, custom_generate=paradec.hf_generate, sampler=sampler)
+        assert torch.equal(actual, expected)
     bound = functools.partial(paradec.hf_generate, tokenizer=WORDS)
     text = WORDS.decode(expected[1, 5:9].tolist())
     cut = module.generate(ids[1:], max_new_tokens=12, custom_generate=bound, sampler="sjd", stop_strings=text)

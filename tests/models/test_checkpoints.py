@@ -42,10 +42,10 @@ def test_golden_logits(name: str, attn_implementation: str) -> None:
     stored = load_file(GOLDEN / name / "logits_check.safetensors")
     for part in ("full", "half"):
         with torch.inference_mode():
-            found = model.module(input_ids=stored[f"ids_{part}"].long()).logits
+            actual = model.module(input_ids=stored[f"ids_{part}"].long()).logits
         # In float32 the stored logits themselves are off by 2e-4 in places, and processors differ by 6e-5 there.
         expected = stored[f"logits_{part}"]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.thinned
@@ -222,8 +222,8 @@ def test_revisions_of_a_cached_repository(hub: Path) -> None:
         ref.parent.mkdir(exist_ok=True)
         ref.write_text(commit)
     for seed, revision in enumerate(commits):
-        found = logits(paradec.load("some/model", revision=revision, dtype="float64"), IDS)
-        torch.testing.assert_close(found, Net(LLADA, random_weights(LLADA, seed))(torch.tensor(IDS)), **CLOSE)
+        actual = logits(paradec.load("some/model", revision=revision, dtype="float64"), IDS)
+        torch.testing.assert_close(actual, Net(LLADA, random_weights(LLADA, seed))(torch.tensor(IDS)), **CLOSE)
     refuses(lambda: paradec.load("some/model", revision="nowhere"), "some/model", paradec.CheckpointError)
 
 
@@ -416,9 +416,9 @@ def test_weights_are_pages_of_the_file_while_a_model_has_them(large: Path) -> No
     model = paradec.load(large)
     expected = forward(model)
     assert mapped(large) and own_bytes() - before < 0.1 * size
-    again = pickle.loads(pickle.dumps(model))
+    repeated = pickle.loads(pickle.dumps(model))
     del model
-    assert not mapped(large) and torch.equal(forward(again), expected)
+    assert not mapped(large) and torch.equal(forward(repeated), expected)
 
 
 def test_weights_that_change_in_memory_leave_the_file(large: Path, tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
     model = shared_model("llada") if topology == "bidirectional" else tiny(2, topology)
     request = supported_fields(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
     prompts = paradec.core.prompts.encode(model, ROWS[:2], None, None)
-    whole = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
+    full = decode(sampler, model, sampler.start(model, prompts, **request)).canvas
     with torch.inference_mode():
         state = sampler.start(model, prompts, **request)
         sampler.commit(state, sampler.step(model, state))
     while not state.done:
         sampler.commit(state, sampler.step(model, state))
-    assert torch.equal(state.canvas, whole)
+    assert torch.equal(state.canvas, full)
 
 
 def half() -> torch.autocast:
@@ -74,8 +74,8 @@ def cast_alone(model: Any) -> Any:
 def test_autocast_is_for_the_model_alone(kind: str) -> None:
     model = single(kind)
     with half():
-        found = decode_briefly(model, kind)
-    assert torch.equal(found, decode_briefly(cast_alone(model), kind))
+        actual = decoded(model, kind)
+    assert torch.equal(actual, decoded(cast_alone(model), kind))
 
 
 AUTOCAST: dict[str, str] = {
@@ -105,21 +105,21 @@ def test_autocast_changes_no_method(name: str) -> None:
         return paradec.generate(model, ROWS, **request).new_tokens
 
     with half():
-        found = run(model)
-    assert torch.equal(found, run(cast_alone(model)))
+        actual = run(model)
+    assert torch.equal(actual, run(cast_alone(model)))
 
 
 def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
     forked = multiprocessing.get_context("fork")
-    found = forked.Queue()
-    forked.Process(target=lambda: found.put(work()), daemon=True).start()
-    return found.get(timeout=patience)
+    actual = forked.Queue()
+    forked.Process(target=lambda: actual.put(work()), daemon=True).start()
+    return actual.get(timeout=patience)
 
 
 @pytest.mark.thinned
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
 def test_a_forked_process_decodes(kind: str) -> None:
-    model, whole = shared_model(kind), expected(kind)
-    assert in_child(lambda: decode_briefly(model, kind).tolist()) == whole.tolist()
-    assert torch.equal(decode_briefly(model, kind), whole)
+    model, full = shared(kind), expected(kind)
+    assert in_child(lambda: decoded(model, kind).tolist()) == full.tolist()
+    assert torch.equal(decoded(model, kind), full)

@@ -70,12 +70,12 @@ def test_a_drafter_is_copied_with_its_base() -> None:
     base, drafter = tiny_llamagen(), tiny_llamagen(seed=1)
     sampler = samplers.create("speculative", drafter=drafter)
     request = {"class_labels": [3, 9], "seed": 0, "output_type": "latent"}
-    whole = paradec.generate_images(base, sampler=sampler, **request)
+    full = paradec.generate_images(base, sampler=sampler, **request)
     for way in WAYS.values():
         other, method = way((base, sampler))
         assert method.drafter is not drafter
         out = paradec.generate_images(other, sampler=method, **request)
-        assert torch.equal(out.tokens, whole.tokens) and out.row_nfe == whole.row_nfe
+        assert torch.equal(out.tokens, full.tokens) and out.row_nfe == full.row_nfe
 
 
 def same(one: Any, other: Any) -> bool:
@@ -101,14 +101,14 @@ def same(one: Any, other: Any) -> bool:
 def test_outputs_hold_the_same(kind: str, way: str) -> None:
     model = shared_model(kind)
     if kind in TEXT:
-        given: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 0}
-        given |= {"cache": "dual", "block_length": 4, "keep_prefix": True} if kind == "llada" else {}
-        given |= {"sampler": "sjd"} if kind == "Llama causal" else {}
-        out = paradec.generate(model, ROWS, **given)
+        arguments: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 0}
+        arguments |= {"cache": "dual", "block_length": 4, "keep_prefix": True} if kind == "llada" else {}
+        arguments |= {"sampler": "sjd"} if kind == "Llama causal" else {}
+        out = paradec.generate(model, ROWS, **arguments)
     else:
-        given = {"sampler": samplers.create("mar", head_steps=2)} if kind == "mar" else {}
-        given |= {"steps": 3} if kind == "digits-maskgit" else {}
-        out = paradec.generate_images(model, class_labels=[1, 7], seed=0, trace=True, **given)
+        arguments = {"sampler": samplers.create("mar", head_steps=2)} if kind == "mar" else {}
+        arguments |= {"steps": 3} if kind == "digits-maskgit" else {}
+        out = paradec.generate_images(model, class_labels=[1, 7], seed=0, trace=True, **arguments)
     copied = WAYS[way](out)
     assert type(copied) is type(out) and same(out, copied)
     assert copied.nfe == out.nfe
@@ -120,15 +120,15 @@ def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Te
     with torch.inference_mode():
         for _ in range(2):
             if not state.done:
-                first, again = sampler.step(model, state), sampler.step(model, state)
-                assert torch.equal(first.values, again.values)
-                sampler.commit(state, again)
+                first, repeated = sampler.step(model, state), sampler.step(model, state)
+                assert torch.equal(first.values, repeated.values)
+                sampler.commit(state, repeated)
                 with pytest.raises(ValueError, match="earlier state"):
                     sampler.commit(state, first)
     copies = [copy.deepcopy(state), pickled(state)]
-    whole = end(decode(sampler, model, state))
+    full = end(decode(sampler, model, state))
     for copied in copies:
-        assert torch.equal(end(decode(sampler, model, copied)), whole)
+        assert torch.equal(end(decode(sampler, model, copied)), full)
         assert (copied.counts == state.counts).all()
 
 

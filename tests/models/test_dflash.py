@@ -213,8 +213,8 @@ def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transform
 def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
     base = tiny_base(layers=4)
     method = speculative(loaded(base))
-    found, state = decode_answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
-    assert found == greedy(base.module, PROMPTS, 20)
+    actual, state = answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
+    assert actual == greedy(base.module, PROMPTS, 20)
     assert (state.accepted[0] == 1).all() and len(set(state.nfe.tolist())) > 1 and (state.nfe < 20).all()
     assert (state.draft_nfe <= state.nfe).all() and (state.draft_nfe > 0).all()
     assert decode_answers(
@@ -235,10 +235,10 @@ def test_the_distribution_of_the_answers_is_the_model_s(loaded: Any, request_: d
 def test_over_llamagen(loaded: Any) -> None:
     model = tiny_llamagen()
     drafter = loaded(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
-    given = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}
-    found = paradec.generate_images(model, sampler=speculative(drafter), **given)
-    plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **given)
-    assert torch.equal(found.tokens, plain.tokens)
+    arguments = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}
+    output = paradec.generate_images(model, sampler=speculative(drafter), **arguments)
+    plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **arguments)
+    assert torch.equal(output.tokens, plain.tokens)
 
 
 WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = [

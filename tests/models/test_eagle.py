@@ -178,9 +178,9 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
 
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
         """Of the base's own evaluation of whole rows, which its tests compare with the public code."""
-        whole = CausalQuery(np.arange(state.batch), state.context, every, branches=2, keep_hidden=True)
-        request.model(whole)
-        return whole.hidden[branch * state.batch + row]
+        full = CausalQuery(np.arange(state.batch), state.context, every, branches=2, keep_hidden=True)
+        request.model(full)
+        return full.hidden[branch * state.batch + row]
 
     def turned(branch: int, row: int) -> Callable[[Tensor], Tensor]:
         return by_cells(int(state.prompt_length[row]), 4)

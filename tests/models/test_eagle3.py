@@ -40,9 +40,9 @@ def tensors() -> dict[str, Tensor]:
 
 class Recording(Eagle3Drafter):
     def __call__(self, query: Any, features: Tensor, store: Any) -> tuple[Tensor, Tensor]:
-        found = super().__call__(query, features, store)
-        self.calls.append((found[0][0, -1], found[1][0, -1]))
-        return found
+        actual = super().__call__(query, features, store)
+        self.calls.append((actual[0][0, -1], actual[1][0, -1]))
+        return actual
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="no drafters were recorded")

@@ -94,8 +94,8 @@ def decode(model: Any, prompt: Any = ([5, 6, 7, 8, 9], [11, 12])) -> list[list[i
     return [row[:count].tolist() for row, count in zip(output.new_tokens, output.tokens, strict=True)]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ def test_float32_gives_the_answers_of_the_folder(name: str, tmp_path: Path) -> N
     saved, original = (load_file(path / "model.safetensors") for path in (tmp_path / "saved", folder))
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[key], original[key].float()) for key in saved)
-    again = paradec.load(tmp_path / "saved")
-    assert again.facts == replace(model.facts, name="saved")
-    assert decode(again) == decode(expected)
+    repeated = paradec.load(tmp_path / "saved")
+    assert repeated.facts == replace(model.facts, name="saved")
+    assert decode(repeated) == decode(expected)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_shifted_logits(name: str, tmp_path: Path) -> None:
         model = paradec.load(file)
         assert model.facts.prediction == ("shifted" if is_shifted else "same")
         model.save_pretrained(tmp_path / "saved")
-        again = paradec.load(tmp_path / "saved")
-        assert again.facts.prediction == model.facts.prediction
-        assert decode(again) == decode(model)
+        repeated = paradec.load(tmp_path / "saved")
+        assert repeated.facts.prediction == model.facts.prediction
+        assert decode(repeated) == decode(model)
 
 
 # ---- int8 -----------------------------------------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def test_packed_weights_become_int8_on_a_cpu(large: Callable[..., Path], tmp_pat
     assert paradec.load(large("BF16")).dtype == torch.float32
     assert isinstance(paradec.load(large("BF16"), quantization="int8").module.model.layers[0].mlp.up_proj, Int8Linear)
     model.save_pretrained(tmp_path)
-    again = paradec.load(tmp_path)
-    assert torch.equal(logits(again), logits(model))
-    assert decode(again) == decode(model)
+    repeated = paradec.load(tmp_path)
+    assert torch.equal(logits(repeated), logits(model))
+    assert decode(repeated) == decode(model)
 
 
 def test_one_layer_at_a_time_is_unpacked(large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +339,8 @@ def test_tokenizers(pre: str, split: str | None, tmp_path: Path) -> None:
         assert name == "bos_token" or getattr(model.tokenizer, name) == expected
     assert paradec.generate(model, "one two", max_new_tokens=4).text
     model.save_pretrained(tmp_path / "saved")
-    again = paradec.load(tmp_path / "saved")
-    assert again.tokenizer(TEXT)["input_ids"] == original(TEXT)["input_ids"]
+    repeated = paradec.load(tmp_path / "saved")
+    assert repeated.tokenizer(TEXT)["input_ids"] == original(TEXT)["input_ids"]
 
 
 def test_the_first_token(tmp_path: Path) -> None:

@@ -43,12 +43,12 @@ BASES = sorted(TARGETS)
 
 def products(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
     drawn = torch.Generator().manual_seed(0)
-    found = {}
+    actual = {}
     for name, weight in load_file(GOLDEN / base / "model.safetensors").items():
         if name.removesuffix(".weight").endswith(tuple(targets or TARGETS[base])) and weight.ndim == 2:
             down, up = (torch.randn(shape, generator=drawn) for shape in ((rank, weight.shape[1]), (len(weight), rank)))
-            found[name.removesuffix(".weight")] = down * 0.1, up * 0.5
-    return found
+            actual[name.removesuffix(".weight")] = down * 0.1, up * 0.5
+    return actual
 
 
 def write(folder: Path, base: str, pairs: dict | None = None, **fields: Any) -> Path:
@@ -141,9 +141,9 @@ def test_merged_weights_in_blocks_without_a_name(tmp_path: Path) -> None:
     before = paradec.generate(model, ids, max_new_tokens=20).sequences.tolist()
     model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved" / "adapter_config.json").exists()
-    for again in (paradec.load(tmp_path / "saved"), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        assert again.facts.block_length == 16 and again.facts.block_align == "prompt"
-        assert paradec.generate(again, ids, max_new_tokens=20).sequences.tolist() == before
+    for repeated in (paradec.load(tmp_path / "saved"), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert repeated.facts.block_length == 16 and repeated.facts.block_align == "prompt"
+        assert paradec.generate(repeated, ids, max_new_tokens=20).sequences.tolist() == before
     assert paradec.load(tmp_path / "saved", topology="bidirectional").facts.topology == "bidirectional"
     shorter = paradec.load(tmp_path / "saved", block_length=4)
     assert paradec.generate(shorter, ids, max_new_tokens=20).sequences.tolist() != before

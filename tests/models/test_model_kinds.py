@@ -26,11 +26,11 @@ def causal() -> Model:
 def given() -> dict[str, Any]:
     from pipelines import dit_pipeline
 
-    found: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
-    found |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
-    found["canvas"] = paradec.wrap(tiny_gemma())
-    found |= {"module": found["causal text"].module, "name": "digits-ar", "none": None, "class": type(found["mar"])}
-    return found
+    actual: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
+    actual |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
+    actual["canvas"] = paradec.wrap(tiny_gemma())
+    actual |= {"module": actual["causal text"].module, "name": "digits-ar", "none": None, "class": type(actual["mar"])}
+    return actual
 
 
 OURS = {

@@ -47,11 +47,11 @@ def heads(request: pytest.FixtureRequest) -> tuple[Model, MtpDrafter]:
 
 class Calls(MtpDrafter):
     def __call__(self, query: Any, features: Tensor, store: Any, layer: int = 0) -> tuple[Tensor, Tensor]:
-        found = super().__call__(query, features, store, layer)
+        actual = super().__call__(query, features, store, layer)
         if not layer:
             self.noted.append((query, features[0], []))
-        self.noted[-1][2].append(found[0][0, -1])
-        return found
+        self.noted[-1][2].append(actual[0][0, -1])
+        return actual
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,9 +79,9 @@ def test_recorded_calls(name: str) -> None:
                 shared = min(len(features), len(read["hidden"]))  # how many columns are read again is ours
                 for part, recorded in read.items():
                     torch.testing.assert_close(own[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
-                found = torch.stack(logits)
-                torch.testing.assert_close(found, tensors[f"{key}/logits"][: len(found)], rtol=0, atol=1e-4)
-                assert found.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(found)].tolist()
+                actual = torch.stack(logits)
+                torch.testing.assert_close(actual, tensors[f"{key}/logits"][: len(actual)], rtol=0, atol=1e-4)
+                assert actual.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(actual)].tolist()
 
 
 def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
@@ -89,20 +89,20 @@ def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
     module, ids = drafter.base.module, torch.tensor([[*tokens, *drafts.tolist()]])
     last: list[Tensor] = []
     handle = module.model.norm.register_forward_hook(lambda *given: last.append(given[-1]))
-    found, count = [], len(tokens) - 1
+    actual, count = [], len(tokens) - 1
     with torch.no_grad():
         module(ids[:, :count])
         handle.remove()
         states, mask = last[0], torch.ones(1, 1, count, count, dtype=torch.bool).tril()
         for layer in range(len(drafts)):
             read, positions = ids[:, 1 + layer : 1 + layer + count], torch.arange(count)[None] + 1 + layer
-            given = {"position_ids": positions, "attention_mask": mask}
+            arguments = {"position_ids": positions, "attention_mask": mask}
             rotation = module.model.rotary_emb(states, positions)
             states = drafter.module.layers[layer](
-                module.model.embed_tokens(read), states, False, position_embeddings=rotation, **given
+                module.model.embed_tokens(read), states, False, position_embeddings=rotation, **arguments
             )
-            found.append(module.lm_head(states[0, -1]))
-    return torch.stack(found)
+            actual.append(module.lm_head(states[0, -1]))
+    return torch.stack(actual)
 
 
 def deeper(folder: Path, layers: int) -> Path:
@@ -164,12 +164,12 @@ def test_the_distribution_of_the_answers_is_the_models(
 def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
     source = PACKAGED / "mtp-1" / "model"
     weights = load_file(source / "model.safetensors")
-    found = {new: tensor for old, tensor in weights.items() if (new := name(old)) is not None}
+    actual = {new: tensor for old, tensor in weights.items() if (new := name(old)) is not None}
     stated = json.loads((source / "config.json").read_text()) | (config or {})
     if change is not None:
-        change(stated, found)
+        change(stated, actual)
     folder.mkdir(exist_ok=True)
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(actual, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(stated))
     return folder
 
@@ -184,14 +184,14 @@ def in_a_list(name: str) -> str | None:
 
 
 def in_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str | None:
-    found = name.removeprefix("model.layers.3.")
-    if found == name:
+    actual = name.removeprefix("model.layers.3.")
+    if actual == name:
         return name
-    part = found.rpartition(".")[0]
+    part = actual.rpartition(".")[0]
     if part in ("embed_tokens", "shared_head.head"):
         return None
     own = dict(zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), parts, strict=True))
-    return f"{outer}{own[part]}.weight" if part in own else inner + found
+    return f"{outer}{own[part]}.weight" if part in own else inner + actual
 
 
 def swap(config: Any, weights: dict[str, Tensor]) -> None:
@@ -280,11 +280,21 @@ def test_the_command_line_takes_the_models_own_heads(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    asked = ["generate", "w5 w9 w2", "--model", str(tmp_path), "--raw", "--max-new-tokens", "6", "--temperature", "0"]
-    found = [
-        CliRunner().invoke(app, [*asked, "--sampler", *method])
+    arguments = [
+        "generate",
+        "w5 w9 w2",
+        "--model",
+        str(tmp_path),
+        "--raw",
+        "--max-new-tokens",
+        "6",
+        "--temperature",
+        "0",
+    ]
+    actual = [
+        CliRunner().invoke(app, [*arguments, "--sampler", *method])
         for method in (["sjd"], ["speculative", "--drafter", "mtp"])
     ]
-    assert [each.exit_code for each in found] == [0, 0], found[1].output
-    assert found[0].stdout.splitlines()[0] == found[1].stdout.splitlines()[0]
-    assert "of the drafter" in found[1].output
+    assert [each.exit_code for each in actual] == [0, 0], actual[1].output
+    assert actual[0].stdout.splitlines()[0] == actual[1].stdout.splitlines()[0]
+    assert "of the drafter" in actual[1].output

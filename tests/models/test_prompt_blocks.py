@@ -127,8 +127,8 @@ def test_adaptive_blocks_stay_inside_the_models() -> None:
 def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
     model = from_prompt(2, prediction)
     pairs = [([1, 2, 3], [5, 6, 7, 8, 9, 1]), ([4], [3, 2]), ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15])]
-    found = list(log_likelihoods(model, pairs, method="chain", order="left_to_right"))
-    for (context, continuation), ours in zip(pairs, found, strict=True):
+    actual = list(log_likelihoods(model, pairs, method="chain", order="left_to_right"))
+    for (context, continuation), ours in zip(pairs, actual, strict=True):
         total = 0.0
         for number, token in enumerate(continuation):
             ids = context + continuation[:number] + [MASK] * ((-(-(number + 1) // BLOCK) * BLOCK) - number)

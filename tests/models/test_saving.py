@@ -67,10 +67,10 @@ def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str,
         config = {name: value for name, value in SDAR.items() if name != "max_window_layers"} | NEMOTRON | fields
         weights = family_weights("nemotron", config | {"tie_word_embeddings": True})
         names = {name: name.replace("model.", "encoder.", 1) for name in weights}
-        found = {names[name]: weight for name, weight in weights.items()}
+        actual = {names[name]: weight for name, weight in weights.items()}
         if not config["tie_word_embeddings"]:
-            found["diffusion_head.weight"] = 0.4 * torch.randn_like(found["encoder.embed_tokens.weight"])
-        return config, found
+            actual["diffusion_head.weight"] = 0.4 * torch.randn_like(actual["encoder.embed_tokens.weight"])
+        return config, actual
     by_type = {"llada": LLADA, "Dream": DREAM} | {config["model_type"]: config for config in CONFIGS.values()}
     config = by_type[model_type] | {"vocab_size": len(FAMILY_WORDS), "auto_map": {"AutoConfig": "code.Config"}} | fields
     if model_type in ("llada", "Dream"):
@@ -414,22 +414,22 @@ def test_a_process_that_is_killed_while_files_are_exchanged(
     """Nothing runs any more after a rename, no way back either: no file is lost, and half and half is never loaded."""
     model, folder = twice
     old = {name: digest for name, digest in state(folder).items() if name.endswith((".safetensors", ".json"))}
-    for at in range(1, 100):
-        shutil.copytree(folder, tmp_path / str(at))
+    for index in range(1, 100):
+        shutil.copytree(folder, tmp_path / str(index))
         with monkeypatch.context() as patch:
-            interrupted(patch, os, "replace", at, for_good=True)
+            interrupted(patch, os, "replace", index, for_good=True)
             try:
-                model.save_pretrained(tmp_path / str(at), max_shard_size=15000)
+                model.save_pretrained(tmp_path / str(index), max_shard_size=15000)
                 break
             except Stopped:
-                assert set(old.values()) <= set(state(tmp_path / str(at)).values())
-        if at > 1:
-            refuses(partial(paradec.load, tmp_path / str(at)), "has no config.json", paradec.CheckpointError)
-    assert at > 10
+                assert set(old.values()) <= set(state(tmp_path / str(index)).values())
+        if index > 1:
+            refuses(partial(paradec.load, tmp_path / str(index)), "has no config.json", paradec.CheckpointError)
+    assert index > 10
     # the next save goes through, and leaves the draft with the old files alone
-    model.save_pretrained(tmp_path / str(at - 1), max_shard_size=15000)
-    assert_equal(model, paradec.load(tmp_path / str(at - 1)))
-    assert len(list((tmp_path / str(at - 1)).glob(".saving-*"))) == 1
+    model.save_pretrained(tmp_path / str(index - 1), max_shard_size=15000)
+    assert_equal(model, paradec.load(tmp_path / str(index - 1)))
+    assert len(list((tmp_path / str(index - 1)).glob(".saving-*"))) == 1
 
 
 def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[str], Path]) -> None:
@@ -441,9 +441,9 @@ def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[st
 
     each = zip(models, (1500, 3000, 100000, 4000), strict=True)
     assert run_in_threads(*(partial(save, model, size) for model, size in each)) == [None] * 4
-    found = paradec.load(tmp_path / "shared")
-    expected = next(model for model in models if type(model.module) is type(found.module))
-    assert torch.equal(logits(found, IDS), logits(expected, IDS))
+    actual = paradec.load(tmp_path / "shared")
+    expected = next(model for model in models if type(model.module) is type(actual.module))
+    assert torch.equal(logits(actual, IDS), logits(expected, IDS))
     assert not list((tmp_path / "shared").glob(".saving*"))
 
 
@@ -462,14 +462,14 @@ def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: P
     facts = model.facts
     same_facts = {name: getattr(facts, name) for name in ("mask_token_id", "pad_token_id", "prediction", "topology")}
     same_facts |= {"eos_token_id": facts.eos_token_ids, "block_length": facts.block_length}
-    again = paradec.wrap(module, **same_facts, block_align="prompt" if facts.prompt_aligned else "absolute")
+    repeated = paradec.wrap(module, **same_facts, block_align="prompt" if facts.prompt_aligned else "absolute")
     answers = [
-        paradec.generate(each, [5, 6, 7], max_new_tokens=8, block_length=4).new_tokens for each in (model, again)
+        paradec.generate(each, [5, 6, 7], max_new_tokens=8, block_length=4).new_tokens for each in (model, repeated)
     ]
     assert torch.equal(*answers)
     refuses(lambda: paradec.load(tmp_path), "it was written by a module's save_pretrained", paradec.CheckpointError)
-    again.unwrap().set_attn_implementation("eager")
-    refuses(lambda: paradec.wrap(again.module, topology="causal", prediction="shifted"), "config.is_causal=False")
+    repeated.unwrap().set_attn_implementation("eager")
+    refuses(lambda: paradec.wrap(repeated.module, topology="causal", prediction="shifted"), "config.is_causal=False")
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
@@ -480,10 +480,10 @@ def test_wrapped_decoders(tmp_path: Path, topology: str) -> None:
     module = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert same(dict(module.state_dict()), dict(model.module.state_dict()))
     block = {"block_length": 4} if topology == "block_causal" else {}
-    again = paradec.wrap(module, mask_token_id=MASK, eos_token_id=END, topology=topology, prediction="same", **block)
-    assert again.facts == replace(model.facts, **{"delete_token_id": None, "split_token_id": None})
+    repeated = paradec.wrap(module, mask_token_id=MASK, eos_token_id=END, topology=topology, prediction="same", **block)
+    assert repeated.facts == replace(model.facts, **{"delete_token_id": None, "split_token_id": None})
     if topology != "causal":
-        assert torch.equal(*[paradec.generate(each, [5, 6], max_new_tokens=8).new_tokens for each in (model, again)])
+        assert torch.equal(*[paradec.generate(each, [5, 6], max_new_tokens=8).new_tokens for each in (model, repeated)])
 
 
 def test_a_wrapped_encoder_with_its_tokenizer(tmp_path: Path, sources: Callable[[str], Path]) -> None:
@@ -493,9 +493,9 @@ def test_a_wrapped_encoder_with_its_tokenizer(tmp_path: Path, sources: Callable[
     model = paradec.wrap(transformers.BertForMaskedLM(config).double(), tokenizer=tokenizer)
     model.save_pretrained(tmp_path)
     module = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
-    again = paradec.wrap(module, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path))
-    assert again.facts == model.facts
-    texts = [paradec.generate(each, "w1 w2", max_new_tokens=4).text for each in (again, model)]
+    repeated = paradec.wrap(module, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert repeated.facts == model.facts
+    texts = [paradec.generate(each, "w1 w2", max_new_tokens=4).text for each in (repeated, model)]
     assert texts[0] == texts[1]
 
 
@@ -610,8 +610,8 @@ def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) ->
     with paradec.accelerate(pipe, cache="block"):  # hooks are no weights
         model.save_pretrained(tmp_path / "model")
     loaded = paradec.load(tmp_path / "model")
-    again = LLaDA2Pipeline.from_pretrained(tmp_path, model=BlockCausalModule(loaded), tokenizer=loaded.tokenizer)
+    repeated = LLaDA2Pipeline.from_pretrained(tmp_path, model=BlockCausalModule(loaded), tokenizer=loaded.tokenizer)
     request = {"gen_length": 8, "num_inference_steps": 8, "mask_token_id": 3, "eos_token_id": 2}
-    texts = [pipeline("w1 w2 w3", use_chat_template=False, **request).texts for pipeline in (pipe, again)]
+    texts = [pipeline("w1 w2 w3", use_chat_template=False, **request).texts for pipeline in (pipe, repeated)]
     assert texts[0] == texts[1]
     refuses(lambda: LLaDA2Pipeline.from_pretrained(tmp_path, tokenizer=loaded.tokenizer), "expected .*model")

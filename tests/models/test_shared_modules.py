@@ -57,11 +57,11 @@ def test_models_of_one_module() -> None:
     module = decoder()
     first, second = (paradec.wrap(module, **TOPOLOGIES[name], **WRAP_IDS) for name in ("bidirectional", "block_causal"))
     assert not torch.equal(logits(first), logits(second))
-    wanted, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **WRAP_IDS)
+    expected, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **WRAP_IDS)
     assert torch.equal(logits(causal), plain(module))
     refuses(lambda: logits(first), "wrapped anew or changed: it attends with 'sdpa'", RuntimeError)
     causal.unwrap()
-    assert torch.equal(logits(first), wanted)
+    assert torch.equal(logits(first), expected)
     module.set_attn_implementation("eager")
     refuses(lambda: logits(second), "it attends with 'eager'", RuntimeError)
     second.unwrap()
@@ -167,9 +167,9 @@ def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
     assert model.kind == "decoder"
     torch.testing.assert_close(logits(model), own, rtol=0, atol=1e-6)
     assert (how in ("device_map", "compiled")) == torch.allclose(own.double(), of_class, atol=1e-4)
-    wanted = torch.tensor([[1, 8], [0, 3]])
-    columns = wanted.unsqueeze(-1).expand(-1, -1, own.shape[-1])
-    torch.testing.assert_close(logits(model, wanted=wanted), own.gather(1, columns), rtol=0, atol=1e-6)
+    expected = torch.tensor([[1, 8], [0, 3]])
+    columns = expected.unsqueeze(-1).expand(-1, -1, own.shape[-1])
+    torch.testing.assert_close(logits(model, wanted=expected), own.gather(1, columns), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "moe/llada2-tiny", "moe/sdar-moe-tiny"])

@@ -62,18 +62,18 @@ def shorter(model: Model) -> Any:
 @pytest.fixture(scope="module")
 def prompts(model: Model) -> list[list[int]]:
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
-    found = [model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True) for chat in chats]
-    return [list(ids["input_ids"] if hasattr(ids, "keys") else ids) for ids in found]
+    actual = [model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True) for chat in chats]
+    return [list(ids["input_ids"] if hasattr(ids, "keys") else ids) for ids in actual]
 
 
 @pytest.fixture(scope="module")
 def expected(model: Model, prompts: list[list[int]]) -> list[list[int]]:
-    found = []
+    actual = []
     for row in prompts:
         mask = torch.ones(1, len(row), dtype=torch.int64)
         out = model.module.generate(torch.tensor([row]), attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-        found.append(out[0, len(row) :].tolist())
-    return found
+        actual.append(out[0, len(row) :].tolist())
+    return actual
 
 
 def test_what_the_file_says(model: Model) -> None:

@@ -75,8 +75,8 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             try:
-                found = CHECKS[check](rank, **(json.loads(arguments) or {}))
-                Path(folder, f"{rank}.json").write_text(json.dumps(found))
+                actual = CHECKS[check](rank, **(json.loads(arguments) or {}))
+                Path(folder, f"{rank}.json").write_text(json.dumps(actual))
                 while rank == 0 and len(list(Path(folder).glob("*.json"))) < int(size):  # it holds the store
                     time.sleep(0.02)
                 os._exit(0)
@@ -101,7 +101,7 @@ def load(name: str, folder: str | None, **arguments: Any) -> Model:
 
 
 def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = []
+    actual = []
     for case in cases:
         request = REQUEST | case
         if request.pop("sparse", False):
@@ -112,8 +112,8 @@ def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if out.attention is not None:
             entry["sparse"] = sum(out.attention.sparse_calls)
             entry["pattern"] = out.attention.pattern_bytes
-        found.append(entry)
-    return found
+        actual.append(entry)
+    return actual
 
 
 def answer_grid(rank: int, formats: dict[str, list[dict[str, Any]]], folder: str | None = None) -> Any:
@@ -129,27 +129,27 @@ def refused(call: Callable[[], Any]) -> str:
 
 def loads(rank: int, folder: str) -> dict[str, Any]:
     source, broken = GOLDEN / "llada-tiny", Path(folder, "broken")
-    found = {"half a checkpoint": refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))}
+    actual = {"half a checkpoint": refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))}
     other = GOLDEN / "dream-tiny" if rank else source
-    return found | {"another checkpoint": refused(lambda: paradec.load(other, tp_plan="auto"))}
+    return actual | {"another checkpoint": refused(lambda: paradec.load(other, tp_plan="auto"))}
 
 
 def requests(rank: int) -> dict[str, Any]:
     model = paradec.load(GOLDEN / "llada-tiny", dtype="float64", tp_plan="auto")
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
 
     def asked(prompt: Any = PROMPTS, **request: Any) -> Any:
         return paradec.generate(model, prompt, **(REQUEST | request)).new_tokens.tolist()
 
-    found["prompt"] = asked(prompt=[[5, 6, 7 + rank]])
-    found["seed"] = asked(seed=3 + rank)
-    found["request"] = asked(sampler=["threshold", "credit"][rank], max_new_tokens=12 - 4 * rank)
+    actual["prompt"] = asked(prompt=[[5, 6, 7 + rank]])
+    actual["seed"] = asked(seed=3 + rank)
+    actual["request"] = asked(sampler=["threshold", "credit"][rank], max_new_tokens=12 - 4 * rank)
     torch.manual_seed(rank)
-    found["drawn"] = [asked(seed=None), torch.initial_seed()]
+    actual["drawn"] = [asked(seed=None), torch.initial_seed()]
     generator = torch.Generator().manual_seed(5 + rank)
-    found["generator"] = asked(seed=None, generator=generator)
+    actual["generator"] = asked(seed=None, generator=generator)
     reference = {"sampler": "low_confidence", "prompt": PROMPTS[:1], "rng": "reference", "seed": None, "cache": "none"}
-    found["reference"] = asked(**reference, generator=generator)
+    actual["reference"] = asked(**reference, generator=generator)
     for name, call in {
         "Batch": lambda: Batch(model),
         "generate_many": lambda: list(paradec.generate_many(model, PROMPTS)),
@@ -159,7 +159,7 @@ def requests(rank: int) -> dict[str, Any]:
         "too long": lambda: asked(cache="dual", max_new_tokens=10**6),
         "thread": lambda: ThreadPoolExecutor(1).submit(asked).result(),
     }.items():
-        found[name] = refused(call)
+        actual[name] = refused(call)
 
     def failing(state: Any, commit: Any) -> None:
         if rank or not alone:
@@ -167,15 +167,15 @@ def requests(rank: int) -> dict[str, Any]:
 
     failing_request: dict[str, Any] = {"callback": failing, "sampler": "low_confidence"}
     alone = False
-    found["all"] = refused(lambda: asked(**failing_request))
-    found["again"] = asked()
+    actual["all"] = refused(lambda: asked(**failing_request))
+    actual["again"] = asked()
     alone, begin = True, time.monotonic()
     tensor_parallel.FAILURE_WAIT = timedelta(seconds=1)
-    found["one"] = refused(lambda: asked(**failing_request))
-    found["seconds"] = time.monotonic() - begin
+    actual["one"] = refused(lambda: asked(**failing_request))
+    actual["seconds"] = time.monotonic() - begin
     if rank:
-        found["after"] = refused(asked)
-    return found
+        actual["after"] = refused(asked)
+    return actual
 
 
 def command(rank: int, words: list[str]) -> list[Any]:
@@ -197,8 +197,8 @@ def command(rank: int, words: list[str]) -> list[Any]:
 
 
 def check_all(rank: int, formats: Any, folder: str, words: list[str]) -> dict[str, Any]:
-    found = {"loads": loads(rank, folder), "grid": answer_grid(rank, formats, folder)}
-    return found | {"command": command(rank, words), "requests": requests(rank)}
+    actual = {"loads": loads(rank, folder), "grid": answer_grid(rank, formats, folder)}
+    return actual | {"command": command(rank, words), "requests": requests(rank)}
 
 
 CHECKS: dict[str, Callable[..., Any]] = {"short": check_all, "grid": answer_grid}
@@ -225,10 +225,10 @@ def expected(formats: dict[str, list[dict[str, Any]]], folder: Path) -> dict[str
     return {name: answers(load(name, str(folder)), cases) for name, cases in formats.items()}
 
 
-def check_same(found: list[Any], wanted: dict[str, Any], size: int) -> None:
-    for rank in found:
-        assert rank.keys() == wanted.keys()
-        for name, cases in wanted.items():
+def check_same(actual: list[Any], expected: dict[str, Any], size: int) -> None:
+    for rank in actual:
+        assert rank.keys() == expected.keys()
+        for name, cases in expected.items():
             for mine, one in zip(rank[name], cases, strict=True):
                 assert mine["tokens"] == one["tokens"], name
                 assert mine["nfe"] == one["nfe"], name
@@ -266,7 +266,7 @@ def test_all_decode_what_rank_0_asks_for(short: list[Any]) -> None:
     first, second = (rank["requests"] for rank in short)
     model = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
     generator = torch.Generator().manual_seed(5)
-    asked: dict[str, dict[str, Any]] = {
+    arguments: dict[str, dict[str, Any]] = {
         "prompt": {"prompt": [[5, 6, 7]]},
         "seed": {},
         "request": {"sampler": "threshold"},
@@ -274,7 +274,7 @@ def test_all_decode_what_rank_0_asks_for(short: list[Any]) -> None:
         "reference": {"sampler": "low_confidence", "prompt": PROMPTS[:1], "rng": "reference", "seed": None}
         | {"cache": "none", "generator": generator},
     }
-    for name, request in asked.items():
+    for name, request in arguments.items():
         alone = paradec.generate(model, request.pop("prompt", PROMPTS), **(REQUEST | request)).new_tokens.tolist()
         assert first[name] == second[name] == alone, name
     assert first["drawn"][1] != second["drawn"][1]  # their generators differ
@@ -290,18 +290,18 @@ def test_a_checkpoint_that_one_cannot_read(short: list[Any]) -> None:
 
 
 def test_what_a_spread_model_refuses(short: list[Any]) -> None:
-    for found in (each["requests"] for each in short):
+    for actual in (each["requests"] for each in short):
         for name in ("Batch", "generate_many", "update_weights", "save_pretrained", "a copy or pickle"):
             message = f"ValueError: {name} does not work with llada-tiny, which is spread over processes (tp_plan)"
-            assert found[name] == message
-        assert found["thread"].startswith("RuntimeError: a model that is spread over processes is used by one thread")
+            assert actual[name] == message
+        assert actual["thread"].startswith("RuntimeError: a model that is spread over processes is used by one thread")
 
 
 def test_an_error_of_all_leaves_the_model_usable(short: list[Any]) -> None:
-    for found in (each["requests"] for each in short):
-        assert found["too long"].startswith("ValueError: ")
-        assert found["all"] == "ZeroDivisionError: of its own"
-        assert found["again"] == found["seed"]
+    for actual in (each["requests"] for each in short):
+        assert actual["too long"].startswith("ValueError: ")
+        assert actual["all"] == "ZeroDivisionError: of its own"
+        assert actual["again"] == actual["seed"]
 
 
 def test_a_rank_that_fails_ends_the_others(short: list[Any]) -> None:
@@ -364,9 +364,9 @@ def test_commands_that_several_processes_cannot_run(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    found = CliRunner().invoke(app, command.split())
-    assert found.exit_code == 2
-    assert message in found.output
+    actual = CliRunner().invoke(app, command.split())
+    assert actual.exit_code == 2
+    assert message in actual.output
 
 
 ORDERED = "dkv_greedy"

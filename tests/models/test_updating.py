@@ -78,8 +78,8 @@ def test_weights_that_change_on_the_way_are_named() -> None:
         with torch.no_grad():
             model.module.lm_head.weight.mul_(1.01)
 
-    found = paradec.generate(model, ROWS, rollout=True, callback=step, **GIVEN).rollout
-    assert found.approximation == "weights that changed while decoding" and found.version == 0
+    output = paradec.generate(model, ROWS, rollout=True, callback=step, **GIVEN).rollout
+    assert output.approximation == "weights that changed while decoding" and output.version == 0
 
 
 @pytest.mark.parametrize("made", ["as ever", "in inference mode"])
@@ -87,9 +87,9 @@ def test_what_was_kept_of_older_weights_is_refused(made: str) -> None:
     with torch.inference_mode(made != "as ever"):
         model = tiny(2, "block_causal")
     assert model.module.lm_head.weight.is_inference() == (made != "as ever")
-    given: dict[str, Any] = {**GIVEN, "cache": "block"}
-    prefix = paradec.generate(model, [list(range(20))], keep_prefix=True, **given).prefix
-    batch = Batch(model, batch_size=2, prefix_memory=2**20, **given)
+    arguments: dict[str, Any] = {**GIVEN, "cache": "block"}
+    prefix = paradec.generate(model, [list(range(20))], keep_prefix=True, **arguments).prefix
+    batch = Batch(model, batch_size=2, prefix_memory=2**20, **arguments)
 
     def decoded() -> tuple[Any, int]:
         ticket = batch.add(list(range(20)))
@@ -99,10 +99,12 @@ def test_what_was_kept_of_older_weights_is_refused(made: str) -> None:
 
     assert torch.equal(decoded()[0], decoded()[0]) and decoded()[1] == 2
     model.update_weights(changed(model))
-    refuses(lambda: paradec.generate(model, [list(range(20))], prefix=prefix, **given), "was kept before the weights")
-    fresh = paradec.generate(model, [list(range(20))], **given).sequences
-    again, hits = decoded()
-    assert torch.equal(again, fresh) and hits == 2
+    refuses(
+        lambda: paradec.generate(model, [list(range(20))], prefix=prefix, **arguments), "was kept before the weights"
+    )
+    fresh = paradec.generate(model, [list(range(20))], **arguments).sequences
+    repeated, hits = decoded()
+    assert torch.equal(repeated, fresh) and hits == 2
 
 
 def test_wrong_weights_are_refused_before_anything_is_written() -> None:
@@ -158,11 +160,11 @@ def test_threads_decode_with_one_version_or_the_other() -> None:
     for weights in (new, old):
         model.update_weights(weights)
         expected.append(tokens(model).tolist())
-    found, over = list[Any](), threading.Event()
+    actual, over = list[Any](), threading.Event()
 
     def decode() -> None:
         while not over.is_set():
-            found.append(paradec.generate(model, ROWS, rollout=True, **GIVEN))
+            actual.append(paradec.generate(model, ROWS, rollout=True, **GIVEN))
 
     threads = [threading.Thread(target=decode) for _ in range(2)]
     for thread in threads:
@@ -173,9 +175,9 @@ def test_threads_decode_with_one_version_or_the_other() -> None:
     over.set()
     for thread in threads:
         thread.join()
-    assert found and all(output.rollout.exact for output in found)
-    assert {str(output.sequences.tolist()) for output in found} <= {str(each) for each in expected}
-    for output in found:
+    assert actual and all(output.rollout.exact for output in actual)
+    assert {str(output.sequences.tolist()) for output in actual} <= {str(each) for each in expected}
+    for output in actual:
         assert output.sequences.tolist() == expected[1 - output.rollout.version % 2]
 
 

@@ -39,9 +39,9 @@ def tensors() -> dict[str, Tensor]:
     return read_arrays(RECORDED / "cases.safetensors")
 
 
-def close(found: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
+def close(actual: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
     """The reference's norms and angles are float32 inside; `largest` is what values reach."""
-    torch.testing.assert_close(found.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
+    torch.testing.assert_close(actual.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.thinned
@@ -81,11 +81,11 @@ def test_recorded_blocks_and_what_they_were_drawn_from(
                 )
                 continue
             close(made.base_logits[0], tensors[f"{key}/base_logits"])
-            again = type(made)(drafter, states, made.guide)
-            logits = torch.cat([again.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
+            repeated = type(made)(drafter, states, made.guide)
+            logits = torch.cat([repeated.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
             close(logits, tensors[f"{key}/logits"])
             if f"{key}/confidence_logit" in tensors:
-                confidence = torch.cat([again.confidence(slot, before[slot][None]) for slot in range(len(drafts))])
+                confidence = torch.cat([repeated.confidence(slot, before[slot][None]) for slot in range(len(drafts))])
                 close(confidence, tensors[f"{key}/confidence_logit"].flatten())
 
 

@@ -33,10 +33,10 @@ from paradec.models.adapter import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
 
 
-def call(model: Model, ids: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+def call(model: Model, ids: Tensor, expected: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
     rows, length = ids.shape
     positions = torch.arange(length).expand(rows, length)
-    query = Query(rows=torch.arange(rows).numpy(), tokens=ids, positions=positions, wanted=wanted, valid=valid)
+    query = Query(rows=torch.arange(rows).numpy(), tokens=ids, positions=positions, wanted=expected, valid=valid)
     with torch.inference_mode():
         return model(query)
 
@@ -90,7 +90,7 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
     head = model.module.head if kind == "Opaque" else model.module.get_output_embeddings()
     seen: list[int] = []
     head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
-    some = call(model, ids, wanted=wanted)
+    some = call(model, ids, expected=wanted)
     everything = call(model, ids)
     expected = everything.gather(1, wanted.unsqueeze(-1).expand(-1, -1, everything.shape[-1]))
     torch.testing.assert_close(some, expected, rtol=0, atol=1e-12)
@@ -105,8 +105,8 @@ def test_a_base_model_that_is_passed_by() -> None:
     torch.manual_seed(0)
     module = transformers.OPTForCausalLM(config).double()
     model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **WRAP_IDS)
-    wanted = torch.tensor([[1, 2]])
-    torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
+    expected = torch.tensor([[1, 2]])
+    torch.testing.assert_close(call(model, random_ids(1, 6), expected), call(model, random_ids(1, 6))[:, 1:3])
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +139,9 @@ def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, re
     ids = random_ids(2, 9)
     loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
     torch.testing.assert_close(call(wrapped_remote, ids), call(loaded, ids), rtol=0, atol=1e-5)
-    wanted = torch.tensor([[1, 8], [0, 3]])
-    some = call(wrapped_remote, ids, wanted)
-    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
+    expected = torch.tensor([[1, 8], [0, 3]])
+    some = call(wrapped_remote, ids, expected)
+    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, expected[row]] for row in (0, 1)]))
 
 
 @pytest.mark.thinned
@@ -155,10 +155,10 @@ def test_remote_code_decodes_as_the_loaded_checkpoint(
     if not fits(name, wrapped_remote):  # some ask for masks of attention, which no opaque module takes
         refuses(lambda: paradec.generate(wrapped_remote, prompts, **request), f"sampler {name!r}.* LLaDAModelLM is ")
         return
-    found = paradec.generate(wrapped_remote, prompts, **request)
+    output = paradec.generate(wrapped_remote, prompts, **request)
     expected = paradec.generate(llada64, prompts, **request)
-    assert found.new_tokens.tolist() == expected.new_tokens.tolist()
-    assert found.row_nfe == expected.row_nfe
+    assert output.new_tokens.tolist() == expected.new_tokens.tolist()
+    assert output.row_nfe == expected.row_nfe
     assert {length for _, length in remote.calls} == {11, 13}  # never padded: rows of one length share a call
 
 
@@ -205,8 +205,8 @@ def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
         assert batch.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
         assert batch.row_nfe[row] == alone.row_nfe[0]
         ours, theirs = (
-            [entry[1:] for step in out.trace.steps for entry in step.commits if entry[0] == wanted]
-            for out, wanted in ((batch, row), (alone, 0))
+            [entry[1:] for step in out.trace.steps for entry in step.commits if entry[0] == expected]
+            for out, expected in ((batch, row), (alone, 0))
         )
         assert [entry[:2] for entry in ours] == [entry[:2] for entry in theirs]
         confidences = ([entry[2] for entry in entries] for entries in (ours, theirs))
@@ -246,7 +246,7 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
     attention = getattr(module.config, "_attn_implementation", None)
     model = paradec.wrap(module.train(), **facts, **WRAP_IDS)
     assert not any(part.training for part in module.modules())
-    call(model, ids, wanted=torch.tensor([[1], [2]]))
+    call(model, ids, expected=torch.tensor([[1], [2]]))
     if facts.get("topology") != "causal":
         paradec.generate(model, ROWS, max_new_tokens=4)
     assert model.unwrap() is module
@@ -323,8 +323,8 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
     # one that hides nothing changes nothing
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
     module = nn.Module()
-    whole, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
-    assert torch.equal(whole, wide)
+    full, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
+    assert torch.equal(full, wide)
 
 
 def test_a_cache_goes_by_the_name_that_the_module_has() -> None:

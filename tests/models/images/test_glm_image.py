@@ -64,8 +64,8 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
         if len(free[row]) == grid.length:  # nothing is left out, nothing stops
-            found = call(laid, row, [*prompt, *free[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
-            assert np.array_equal(found, free[row])
+            actual = call(laid, row, [*prompt, *free[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
+            assert np.array_equal(actual, free[row])
 
 
 @pytest.mark.thinned
@@ -93,11 +93,11 @@ def test_glm_image_replays_draws(name: str) -> None:
     for row, prompt in enumerate(laid.prompts.rows):
         logits = call(laid, row, [*prompt, *arrays["sampled"][row].tolist()])[None, len(prompt) - 1 : -1]
         positions = torch.arange(len(prompt), len(prompt) + grid.length)[None]
-        found = state.distribution(logits, np.array([row]), positions)[0].numpy()
+        actual = state.distribution(logits, np.array([row]), positions)[0].numpy()
         codes = arrays["laws"].shape[-1]
-        np.testing.assert_allclose(found[:, :codes], arrays["laws"][row], atol=1e-6)
-        assert (found[:, codes:] == 0).all()  # no end token
-        assert np.array_equal((found.cumsum(1) > arrays["uniforms"][row][:, None]).argmax(1), arrays["sampled"][row])
+        np.testing.assert_allclose(actual[:, :codes], arrays["laws"][row], atol=1e-6)
+        assert (actual[:, codes:] == 0).all()  # no end token
+        assert np.array_equal((actual.cumsum(1) > arrays["uniforms"][row][:, None]).argmax(1), arrays["sampled"][row])
     assert np.array_equal(grid.prior_token_ids(torch.from_numpy(arrays["sampled"])).numpy(), arrays["prior_sampled"])
 
 
@@ -124,10 +124,10 @@ def test_many_pictures_of_several_sizes_are_those_of_each_size_alone(small_previ
     prompt = [100, 101, 102, 64]
     prompts = [{"prompt": prompt, "height": height, "width": width} for height, width in sizes]
     many = list(paradec.generate_many(model(), prompts, batch_size=3, height=64, width=64, **request))
-    for (height, width), found in zip(sizes, many, strict=True):
+    for (height, width), actual in zip(sizes, many, strict=True):
         alone = paradec.generate_images(model(), prompt, height=height, width=width, **request)
-        assert found.error is None and found.tokens.tolist() == alone.tokens.tolist()
-        assert found.codes.shape == alone.codes.shape and found.grid == alone.grid
+        assert actual.error is None and actual.tokens.tolist() == alone.tokens.tolist()
+        assert actual.codes.shape == alone.codes.shape and actual.grid == alone.grid
     wrong = list(paradec.generate_many(model(), [{"prompt": prompt, "height": 33}], height=64, width=64, **request))
     assert "height=33" in str(wrong[0].error)
 
@@ -138,8 +138,8 @@ def test_rows_that_come_and_go(small_previews: None) -> None:
     alone = [paradec.generate_images(model(), prompt, **request).tokens[0] for prompt in prompts]
     many = list(paradec.generate_many(model(), prompts * 2, batch_size=2, **request))
     assert len(many) == 4
-    for found in many:
-        assert torch.equal(found.tokens[0], alone[found.index % 2])
+    for actual in many:
+        assert torch.equal(actual.tokens[0], alone[actual.index % 2])
 
 
 def test_previews_are_the_processors() -> None:
@@ -152,9 +152,9 @@ def test_glm_image_loads(tmp_path: Any) -> None:
     assert isinstance(paradec.load(RECORDED / "model"), GlmImageModel)
     (tmp_path / "vision_language_encoder").symlink_to(RECORDED / "model", target_is_directory=True)
     (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
-    found = paradec.load(tmp_path, dtype="float64")
-    assert found.dtype == torch.float64 and found.defaults["top_p"] == 0.75 and found.cells == range(64)
-    assert found.codebook().shape == (72, 16) and found.codebook()[64:].isnan().all()
+    actual = paradec.load(tmp_path, dtype="float64")
+    assert actual.dtype == torch.float64 and actual.defaults["top_p"] == 0.75 and actual.cells == range(64)
+    assert actual.codebook().shape == (72, 16) and actual.codebook()[64:].isnan().all()
 
 
 GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
@@ -196,9 +196,9 @@ def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
         p = state.distribution(logits, np.array([0]), torch.arange(3, 5)[None])[0].numpy()
         law |= {(first, second): p[0, first] * p[1, second] for second in range(64)}
     paradec.decode(method, laid.model, state)
-    found = [tuple(pair) for pair in model().read(state, grid).tokens.tolist()]
-    assert all(law[pair] > 0 for pair in found)
+    actual = [tuple(pair) for pair in model().read(state, grid).tokens.tolist()]
+    assert all(law[pair] > 0 for pair in actual)
     likely = [pair for pair, chance in law.items() if chance * rows >= 5]
-    counts, expected = np.array([found.count(pair) for pair in likely]), rows * np.array([law[p] for p in likely])
+    counts, expected = np.array([actual.count(pair) for pair in likely]), rows * np.array([law[p] for p in likely])
     assert len(likely) > 5 and expected.sum() > 0.98 * rows
     assert chisquare(counts, expected / expected.sum() * counts.sum()).pvalue > 1e-3

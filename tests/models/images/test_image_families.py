@@ -66,26 +66,26 @@ def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
             )  # fmt: skip
             laid.model(query, fresh)
             for layer, kind in itertools.product(range(2), ("layer_keys", "layer_values")):
-                found, expected = getattr(state.store, kind)[layer][at], getattr(fresh, kind)[layer][branch]
-                assert (found[:length] - expected[:length]).abs().max() < 1e-5
+                actual, expected = getattr(state.store, kind)[layer][at], getattr(fresh, kind)[layer][branch]
+                assert (actual[:length] - expected[:length]).abs().max() < 1e-5
 
 
 def test_janus_is_transformers() -> None:
     model, grid, laid, request = small_grid("janus")
-    found = greedy(laid, grid, 5.0)
+    actual = greedy(laid, grid, 5.0)
     for row, prompt in enumerate(request["prompts"]):
         ids = torch.tensor([prompt])
         expected = model.module.generate(
             ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, guidance_scale=5.0
         )
-        assert torch.equal(found[row : row + 1], expected)
-    pixels = (model.module.decode_image_tokens(found).permute(0, 3, 1, 2) / 2 + 0.5).clamp(0, 1)
-    assert torch.allclose(model.decode(found, grid).double(), pixels, atol=1e-6)
+        assert torch.equal(actual[row : row + 1], expected)
+    pixels = (model.module.decode_image_tokens(actual).permute(0, 3, 1, 2) / 2 + 0.5).clamp(0, 1)
+    assert torch.allclose(model.decode(actual, grid).double(), pixels, atol=1e-6)
 
 
 def test_emu3_is_transformers() -> None:
     model, grid, laid, request = small_grid("emu3")
-    found, negative = greedy(laid, grid, 3.0), torch.tensor(request["negative_prompt"])
+    actual, negative = greedy(laid, grid, 3.0), torch.tensor(request["negative_prompt"])
     for row, prompt in enumerate(request["prompts"]):
         ids = torch.tensor([prompt])
 
@@ -94,15 +94,15 @@ def test_emu3_is_transformers() -> None:
             return list(grid.cells) if forced < 0 else [forced]
 
         against = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": torch.ones_like(negative)}
-        given = {
+        arguments = {
             "attention_mask": torch.ones_like(ids),
             "max_new_tokens": grid.length,
             "prefix_allowed_tokens_fn": allowed,
         }
-        expected = model.module.generate(ids, **given, **against, do_sample=False, guidance_scale=3.0)
-        assert torch.equal(found[row : row + 1], expected[:, len(prompt) :])
-    pixels = model.module.decode_image_tokens(image_tokens=found, height=grid.height, width=grid.width) / 2 + 0.5
-    assert torch.allclose(model.decode(found, grid).double(), pixels.clamp(0, 1), atol=1e-6)
+        expected = model.module.generate(ids, **arguments, **against, do_sample=False, guidance_scale=3.0)
+        assert torch.equal(actual[row : row + 1], expected[:, len(prompt) :])
+    pixels = model.module.decode_image_tokens(image_tokens=actual, height=grid.height, width=grid.width) / 2 + 0.5
+    assert torch.allclose(model.decode(actual, grid).double(), pixels.clamp(0, 1), atol=1e-6)
 
 
 def test_chameleon_names_image_tokens_again() -> None:
@@ -160,8 +160,8 @@ class Words:
     ids = {"<s>": 1, "fox": 50, "no": 51, "fog": 52, "3*4": 53, "<|image start|>": 54, "<|image token|>": 55}
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        found = re.findall("|".join(map(re.escape, self.ids)), text)
-        return {"input_ids": [1] * add_special_tokens + [self.ids[word] for word in found]}
+        actual = re.findall("|".join(map(re.escape, self.ids)), text)
+        return {"input_ids": [1] * add_special_tokens + [self.ids[word] for word in actual]}
 
     def get_vocab(self) -> dict[str, int]:
         return self.ids

@@ -92,26 +92,26 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
             name.removeprefix(f"{condition}.logits_") for name in expected if name.startswith(f"{condition}.logits_")
         ]
         windows = sorted(tuple(map(int, name.split("_"))) for name in names if name != "prefill")
-        whole = torch.cat((torch.tensor(prompts), ids), 1)
-        query = Query(rows=np.arange(rows), tokens=whole, positions=torch.arange(whole.shape[1]).expand(rows, -1))
+        full = torch.cat((torch.tensor(prompts), ids), 1)
+        query = Query(rows=np.arange(rows), tokens=full, positions=torch.arange(full.shape[1]).expand(rows, -1))
         logits = request.model(query)
-        found = {"prefill": logits[:, :first]}
-        found |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
-        for name, part in found.items():
+        actual = {"prefill": logits[:, :first]}
+        actual |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
+        for name, part in actual.items():
             # captions are padded on the left there; what stands on padding is nobody's
             assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
 
-        store = model.make_store(rows, whole.shape[1])
-        again = [request.model(window(prompts, ids, -1, 0), store)]
+        store = model.make_store(rows, full.shape[1])
+        repeated = [request.model(window(prompts, ids, -1, 0), store)]
         for step, (start, stop) in enumerate(windows[:-1], start=1):
-            again.append(request.model(window(prompts, ids, start, stop, step), store))
+            repeated.append(request.model(window(prompts, ids, start, stop, step), store))
         wrong, (start, stop), step = (ids + 1) % vocab, windows[-1], len(windows)
         discarded = request.model(window(prompts, wrong, start, stop, step), store)
         store.clear_from(np.arange(rows), np.full(rows, first + start))
-        again.append(request.model(window(prompts, ids, start, stop, step + 1), store))
-        for part, expected_name in zip(again, found, strict=True):
+        repeated.append(request.model(window(prompts, ids, start, stop, step + 1), store))
+        for part, expected_name in zip(repeated, actual, strict=True):
             assert (part - expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]).abs().max() < 1e-5
-        assert (discarded - again[-1]).abs().max() > 0.1
+        assert (discarded - repeated[-1]).abs().max() > 0.1
 
 
 def test_ragged_captions_do_not_see_each_other() -> None:
@@ -141,8 +141,8 @@ def test_captions_are_replaced_by_the_last_learned_features() -> None:
             learned = network.cls_embedding.cap_proj(network.cls_embedding.uncond_embedding)
             columns = torch.cat((learned, network.tok_embeddings(torch.tensor(ids)))).unsqueeze(0)
             expected = network.head(network.backbone(columns, column.unsqueeze(0) - full, seen[None, None]))[0, -1]
-        found = last_logits(request.model, row, request.unconditional.rows[row] + ids, branch=1)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual = last_logits(request.model, row, request.unconditional.rows[row] + ids, branch=1)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("path", "part"), parts("vq", "code"))
@@ -181,7 +181,7 @@ def diffusers_names(model: VQModel) -> dict[str, Tensor]:
     attention = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
     levels = len(model.config.channel_mult)
     middle = {"mid.0": "resnets.0", "mid.1": "attentions.0", "mid.2": "resnets.1"}
-    found = {}
+    actual = {}
     for name, tensor in model.state_dict().items():
         half, _, rest = name.partition(".")
         if half == "encoder":
@@ -195,8 +195,8 @@ def diffusers_names(model: VQModel) -> dict[str, Tensor]:
                 rest = rest.replace(f"conv_blocks.{level}.res.", f"down_blocks.{level}.resnets.")
                 rest = rest.replace(f"conv_blocks.{level}.downsample.", f"down_blocks.{level}.downsamplers.0.")
             rest = rest.replace("nin_shortcut", "conv_shortcut").replace("norm_out", "conv_norm_out")
-        found[f"{half}.{rest}"] = tensor
-    return {name: tensor for name, tensor in found.items() if name.startswith(("encoder.", "quant_conv."))}
+        actual[f"{half}.{rest}"] = tensor
+    return {name: tensor for name, tensor in actual.items() if name.startswith(("encoder.", "quant_conv."))}
 
 
 def test_vq_encodes_as_diffusers_does() -> None:
@@ -247,12 +247,12 @@ def test_taming_names(tmp_path: Path) -> None:
     }
     file = tmp_path / "vqgan.ckpt"
     torch.save({"state_dict": theirs | {"loss.discriminator.main.0.weight": torch.zeros(1)}}, file)
-    found = load_vq(file, model.config).double()
+    actual = load_vq(file, model.config).double()
     codes = torch.randint(CODES, (1, 3, 2))
-    assert torch.allclose(found.decode(codes), model.decode(codes), atol=1e-5)
+    assert torch.allclose(actual.decode(codes), model.decode(codes), atol=1e-5)
     # without its encoder too
     half = load_vq(file, VQConfig(**{**model.config.to_dict(), "encoder": False}))
-    assert torch.allclose(half.decode(codes), found.float().decode(codes), atol=1e-5)
+    assert torch.allclose(half.decode(codes), actual.float().decode(codes), atol=1e-5)
 
 
 def save_pt(wrapping: str | None) -> Callable[[Path, dict[str, Tensor]], Path]:

@@ -95,8 +95,8 @@ def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
     model = recorded(said["model"], dtype)
     given = (torch.tensor(said[key]) for key in ("codes", "labels", "orders"))
     with torch.no_grad():
-        found = model.module(*given, said["group_sizes"])
-    assert (found - arrays["logits_in_order"]).abs().max() < 1e-4
+        actual = model.module(*given, said["group_sizes"])
+    assert (actual - arrays["logits_in_order"]).abs().max() < 1e-4
 
 
 ORDERS: list[Any] = [
@@ -118,8 +118,8 @@ def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
         sampler.commit(state, sampler.propose(state, [logits], queries))
     codes, ranks = state.canvas[:, 1:], torch.as_tensor(state.groups.order.copy())
     with torch.no_grad():
-        whole = model.module(codes, torch.tensor([3, 0, 4]), ranks, state.groups.sizes)
-    assert torch.allclose(torch.cat(seen, 1), whole, atol=1e-10, rtol=0)
+        full = model.module(codes, torch.tensor([3, 0, 4]), ranks, state.groups.sizes)
+    assert torch.allclose(torch.cat(seen, 1), full, atol=1e-10, rtol=0)
     assert len(seen) == len(state.groups) == state.nfe[0]
 
 
@@ -138,8 +138,10 @@ def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
     assert (single.facts.name, folder.defaults["top_k"], single.defaults["top_k"]) == ("tiny", 9, None)
     made = [paradec.generate_images(m, class_labels=[1], seed=0, output_type="latent") for m in (single, folder)]
     assert not torch.equal(made[0].codes, made[1].codes)  # other defaults
-    again = paradec.generate_images(single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9)
-    assert torch.equal(made[1].codes, again.codes)
+    repeated = paradec.generate_images(
+        single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9
+    )
+    assert torch.equal(made[1].codes, repeated.codes)
     assert {parameter.dtype for parameter in paradec.load(tmp_path).module.parameters()} == {torch.float32}
 
 
@@ -178,8 +180,8 @@ def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
 
 
 def make(model: LPDModel, **request: Any) -> Any:
-    given = {"class_labels": [1, 2], "seed": 0, "guidance_scale": 2.0, "output_type": "latent"}
-    return paradec.generate_images(model, **(given | request))
+    arguments = {"class_labels": [1, 2], "seed": 0, "guidance_scale": 2.0, "output_type": "latent"}
+    return paradec.generate_images(model, **(arguments | request))
 
 
 def test_pictures_come_of_codes() -> None:
@@ -209,11 +211,11 @@ def test_guidance_grows_with_the_rank() -> None:
     sampler = samplers.create("groups", order={"order": "raster", "sizes": [1, 3, 12]})
     request = {"seed": 0, "guidance_scale": 5.0, "negative_prompt": laid.unconditional}
     state = sampler.start(model, laid.prompts, **request)
-    found = []
+    actual = []
     while not state.done:
-        found += sampler.guidance(state).flatten().tolist()
+        actual += sampler.guidance(state).flatten().tolist()
         sampler.commit(state, sampler.step(model, state))
-    assert found == [1 + 4 * rank / 16 for rank in range(16)]
+    assert actual == [1 + 4 * rank / 16 for rank in range(16)]
     assert replace(sampler, guidance_schedule="constant").guidance(state) == 5.0
     # off is one branch, and the same pictures
     assert make(model, guidance_scale=1.0).row_forwards == 10 and make(model).row_forwards == 20

@@ -39,7 +39,7 @@ def make(model: MARModel, **request: Any) -> Any:
 def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
     """Rename the decoder weights of diffusers' KL autoencoder as in latent diffusion's files."""
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
-    found = {}
+    actual = {}
     for name, tensor in state.items():
         if not name.startswith(("decoder.", "post_quant_conv.")):
             continue
@@ -53,8 +53,8 @@ def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
         for level in range(levels):
             name = name.replace(f"up_blocks.{level}.resnets", f"up.{levels - 1 - level}.block")
             name = name.replace(f"up_blocks.{level}.upsamplers.0", f"up.{levels - 1 - level}.upsample")
-        found[name] = tensor.clone()
-    return found
+        actual[name] = tensor.clone()
+    return actual
 
 
 def test_decoder_equals_diffusers(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_decoder_equals_diffusers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_weights_tell_the_sizes(preset: str) -> None:
     with torch.device("meta"):
-        found = read_sizes(MAR(**PRESETS[preset]).state_dict())
-    assert {**PRESETS[preset], **found} == {**found, "heads": PRESETS[preset]["heads"]}
-    assert (found["side"], found["channels"], found["classes"], found["buffer"]) == (16, 16, 1000, 64)
+        actual = read_sizes(MAR(**PRESETS[preset]).state_dict())
+    assert {**PRESETS[preset], **actual} == {**actual, "heads": PRESETS[preset]["heads"]}
+    assert (actual["side"], actual["channels"], actual["classes"], actual["buffer"]) == (16, 16, 1000, 64)
 
 
 def test_load(model: MARModel, tmp_path: Path) -> None:
@@ -150,5 +150,5 @@ def test_output_types_and_steps(model: MARModel) -> None:
 
 def test_a_generator_seeds(model: MARModel) -> None:
     draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
-    first, again, other = (make(model, seed=None, generator=draw).tokens for draw in draws)
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    first, repeated, other = (make(model, seed=None, generator=draw).tokens for draw in draws)
+    assert torch.equal(first, repeated) and not torch.equal(first, other)

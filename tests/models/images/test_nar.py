@@ -26,11 +26,13 @@ from paradec.samplers.pictures.nar import diagonal
 
 def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NARModel:
     config, weights = image_case("nar", f"{name}.config")
-    given = {"num_classes": config["num_classes"]}
+    arguments = {"num_classes": config["num_classes"]}
     if config["model_type"] == "t2i":
-        given = {"caption_length": config["cls_token_num"], "caption_dim": config["caption_dim"]}
+        arguments = {"caption_length": config["cls_token_num"], "caption_dim": config["caption_dim"]}
     sizes = {key: config[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "rope_base", "norm_eps")}
-    module = NAR(NARConfig(**sizes, **given, ffn_dim=config["ffn_hidden"], condition=config["model_type"], grid=grid))
+    module = NAR(
+        NARConfig(**sizes, **arguments, ffn_dim=config["ffn_hidden"], condition=config["model_type"], grid=grid)
+    )
     module.load_state_dict(weights)
     return NARModel(module.to(dtype))
 
@@ -99,14 +101,14 @@ def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
 
 def of_cells(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
     """[B, T + N, 2, V] -> the logits of the cells row by row [B, N, V], cell by cell as the paper says it."""
-    found = []
+    actual = []
     for cell in range(grid.length):
         i, j = divmod(cell, grid.width)
         said = [heads[:, prompt + cell - 1, 0]] if j else []
         said += [heads[:, prompt + cell - grid.width, 1]] if i else []
         said = said or [heads[:, prompt - 1, 0], heads[:, prompt - 1, 1]]
-        found.append(sum(said) / len(said))
-    return torch.stack(found, 1)
+        actual.append(sum(said) / len(said))
+    return torch.stack(actual, 1)
 
 
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
@@ -135,25 +137,25 @@ def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> Non
             torch.cat((positions, pad)).unsqueeze(0),  # where all would see it
             valid=(torch.arange(count + 2) < count).unsqueeze(0),
         )
-        found = of_cells(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
-        torch.testing.assert_close(found[0], cached[row], atol=1e-12, rtol=0)
+        actual = of_cells(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
+        torch.testing.assert_close(actual[0], cached[row], atol=1e-12, rtol=0)
 
 
 def test_guidance_ends_and_leaves_one_branch() -> None:
     model = tiny_nar()
     laid = model.request([3], model.grid())
     sampler = paradec.samplers.create("nar", cfg_interval=2)  # one and three tokens stand before diagonals 1 and 2
-    given: dict[str, Any] = {"negative_prompt": laid.unconditional, "seed": 4}
-    state = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=3.0, **given))
+    arguments: dict[str, Any] = {"negative_prompt": laid.unconditional, "seed": 4}
+    state = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=3.0, **arguments))
     assert state.row_forwards.tolist() == [2 * 2 + 5] and state.nfe.tolist() == [7]
     plain = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=1.0, seed=4))
     assert plain.row_forwards.tolist() == [7]
     # up to 1 it is off, as in the public code
-    half = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=0.5, **given))
+    half = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=0.5, **arguments))
     assert torch.equal(half.canvas, plain.canvas) and half.row_forwards.tolist() == [7]
     for scale in (3.0, 1.0):
         never = paradec.samplers.create("nar")
-        state = decode(never, model, never.start(model, laid.prompts, guidance_scale=scale, **given))
+        state = decode(never, model, never.start(model, laid.prompts, guidance_scale=scale, **arguments))
         assert state.row_forwards.tolist() == [7 * (2 if scale > 1 else 1)]
 
 
@@ -175,9 +177,9 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "c2i_B_256.safetensors")
     for nested in ("model", "module", "state_dict", None):
         torch.save({nested: weights} if nested else weights, tmp_path / "c2i_B_256.pt")
-        found = paradec.load(tmp_path / "c2i_B_256.pt", n_head=4, grid=4, dtype="float64")
-        assert isinstance(found, NARModel) and found.module.config.n_layer == 2
-        tokens = paradec.generate_images(found, class_labels=[1, 2], seed=0, output_type="latent").tokens
+        actual = paradec.load(tmp_path / "c2i_B_256.pt", n_head=4, grid=4, dtype="float64")
+        assert isinstance(actual, NARModel) and actual.module.config.n_layer == 2
+        tokens = paradec.generate_images(actual, class_labels=[1, 2], seed=0, output_type="latent").tokens
         assert torch.equal(tokens, expected)
     assert load_nar(tmp_path / "c2i_B_256.safetensors", n_head=4).module.config.grid == 16
 

@@ -41,7 +41,7 @@ def loop(
     """Tie after tie: averaged logits, the bias, the column's noise. And the mean log-probability without bias."""
     groups, rules = model.columns[number].residues, model.rules[number]
     row, size = list(row), len(model.structures[number])
-    decided, total = [at for at, token in enumerate(row[1:]) if token != MASK_ID], []
+    decided, total = [index for index, token in enumerate(row[1:]) if token != MASK_ID], []
     for column in (column for column in order if row[1 + column] == MASK_ID):
         letters, rank = torch.zeros(1, size, dtype=torch.int64), torch.full((1, size), 99)
         for when, known in enumerate(decided):
@@ -105,8 +105,8 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
         out = paradec.generate(some, rows, sampler="jacobi", temperature=temperature, order=orders, seed=number)
         keys = torch.as_tensor(row_keys([number] * len(rows), rows))
         for index, (row, order) in enumerate(zip(rows, orders, strict=True)):
-            wanted, mean = loop(some, row, order, keys[index], temperature, of[index])
-            assert out.sequences[index, -len(row) :].tolist() == wanted, (number, index)
+            expected, mean = loop(some, row, order, keys[index], temperature, of[index])
+            assert out.sequences[index, -len(row) :].tolist() == expected, (number, index)
             assert out.row_nfe[index] <= row.count(MASK_ID)
             assert some.score(row, out.sequences[index, -len(row) :][None], [order])[0] == pytest.approx(mean, abs=1e-9)
             text = some.letters(out.sequences[index][None])[0]
@@ -142,9 +142,9 @@ def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNN
                 mean = four.module(four.encodings[0], shown, rank)[0, own].mean(0)[at]
                 chance *= float(((mean + bias) / temperature).softmax(-1)[design[column]])
             expected[index] += chance / len(orders)
-    asked = {"temperature": temperature, "seed": 3, "num_return_sequences": 2_000}
-    asked |= {"order": order} if name != "random" else {}
-    out = paradec.generate(four, prompt, sampler=name, **asked)
+    request = {"temperature": temperature, "seed": 3, "num_return_sequences": 2_000}
+    request |= {"order": order} if name != "random" else {}
+    out = paradec.generate(four, prompt, sampler=name, **request)
     index = {token: number for number, token in enumerate(at)}
     numbers = torch.tensor([[index[token] for token in row] for row in out.sequences[:, 1:].tolist()])
     counts = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
@@ -171,9 +171,9 @@ def test_weights_of_a_tie_multiply_its_residues_logits(model: ProteinMPNNModel, 
 def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
     some = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
     prompts = [some.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
-    given = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
-    together = paradec.generate(some, prompts, **given)
-    for out in paradec.generate_many(some, prompts, batch_size=2, **given):
+    arguments = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
+    together = paradec.generate(some, prompts, **arguments)
+    for out in paradec.generate_many(some, prompts, batch_size=2, **arguments):
         assert out.error is None
         row = together.sequences[out.index, -len(prompts[out.index]) :]
         assert torch.equal(out.sequences[0, -len(row) :], row)
@@ -185,9 +185,9 @@ def test_ligands_in_any_order_and_with_masked_samplers() -> None:
     model = load_protein_mpnn(BOUND / "small_ligand.pt", structure, rules=rules, dtype=torch.float64)
     assert len(model.columns[0]) == 24 - len(structure.copies()) and model.facts.name == "small_ligand"
     prompt = model.prompt()
-    asked = {"temperature": 0.5, "seed": 2, "order": "chain"}
-    out = paradec.generate(model, prompt, sampler="jacobi", **asked)
-    one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **asked)
+    request = {"temperature": 0.5, "seed": 2, "order": "chain"}
+    out = paradec.generate(model, prompt, sampler="jacobi", **request)
+    one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
     assert torch.equal(out.sequences, one.sequences) and out.nfe < one.nfe == len(prompt) - 1
     for name in ("margin", "threshold"):
         design = model.letters(paradec.generate(model, prompt, sampler=name, temperature=0.5, seed=1).sequences)[0]

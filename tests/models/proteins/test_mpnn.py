@@ -62,14 +62,14 @@ def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, tempe
 def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sampler: str) -> None:
     prompt = model.prompt("long")
     out = paradec.generate(model, prompt, sampler=sampler, steps=5, temperature=1.0, seed=1, trace=True, logprobs=0)
-    letters, found = out.sequences[0, 1:], out.logprobs.chosen[0, 1:]
+    letters, actual = out.sequences[0, 1:], out.logprobs.chosen[0, 1:]
     decided: list[int] = []
     several = []
     for step in commits_of(out, 0):
         for residue in step:
             others = [i for i in range(len(letters)) if i not in decided and i != residue]
             expected = distribution(model, 0, letters, [*decided, residue, *others])[residue, letters[residue]]
-            assert found[residue] == pytest.approx(float(expected), abs=1e-5)
+            assert actual[residue] == pytest.approx(float(expected), abs=1e-5)
             if residue != min(step):
                 joint = distribution(model, 0, letters, [*decided, *sorted(step), *set(others) - {*step}])
                 several.append(abs(float(joint[residue, letters[residue]] - expected)))
@@ -80,26 +80,26 @@ def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sam
 def test_drafts_stand_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
     prompts = [model.prompt("long", fixed=range(10)), model.prompt("short", fixed=range(9))]
     for base in ("low_confidence", "random"):
-        wanted = paradec.generate(model, prompts, sampler=base, temperature=0.5, seed=2, logprobs=0)
+        expected = paradec.generate(model, prompts, sampler=base, temperature=0.5, seed=2, logprobs=0)
         drafted = paradec.samplers.create("freedave", base=base)
-        found = paradec.generate(model, prompts, sampler=drafted, temperature=0.5, seed=2, logprobs=0)
-        assert torch.equal(found.sequences, wanted.sequences)
-        torch.testing.assert_close(found.logprobs.chosen, wanted.logprobs.chosen, equal_nan=True)
-        assert found.nfe < wanted.nfe and found.row_forwards > sum(found.row_nfe)
+        output = paradec.generate(model, prompts, sampler=drafted, temperature=0.5, seed=2, logprobs=0)
+        assert torch.equal(output.sequences, expected.sequences)
+        torch.testing.assert_close(output.logprobs.chosen, expected.logprobs.chosen, equal_nan=True)
+        assert output.nfe < expected.nfe and output.row_forwards > sum(output.row_nfe)
 
 
 def test_branches_are_refused_and_lopa_without_them_is_its_base(model: ProteinMPNNModel) -> None:
     """A branch's token would come before those of its own step, which no order of steps says."""
     prompt = model.prompt("short", fixed=range(9))
     refuses(lambda: paradec.generate(model, prompt, sampler="lopa"), "sampler 'lopa' does not work with .* reads")
-    asked = {"temperature": 0.5, "seed": 2}
-    wanted = paradec.generate(model, prompt, sampler="threshold", **asked)
-    found = paradec.generate(model, prompt, sampler=paradec.samplers.create("lopa", branches=0), **asked)
-    assert torch.equal(found.sequences, wanted.sequences) and found.nfe == wanted.nfe > 1
+    request = {"temperature": 0.5, "seed": 2}
+    expected = paradec.generate(model, prompt, sampler="threshold", **request)
+    output = paradec.generate(model, prompt, sampler=paradec.samplers.create("lopa", branches=0), **request)
+    assert torch.equal(output.sequences, expected.sequences) and output.nfe == expected.nfe > 1
     sampler = paradec.samplers.create("lopa", branches=0)
-    state = sampler.start(model, prompt, **asked)
+    state = sampler.start(model, prompt, **request)
     decode(sampler, model, state)
-    assert set(state.features["decision_order"].decided_at[0, 10:].tolist()) == set(range(wanted.nfe))
+    assert set(state.features["decision_order"].decided_at[0, 10:].tolist()) == set(range(expected.nfe))
 
 
 @pytest.mark.parametrize(
@@ -157,13 +157,13 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
 
 def test_rows_that_are_refilled_keep_their_order(model: ProteinMPNNModel) -> None:
     prompts = [model.prompt(number, fixed=fixed) for number in (0, 1) for fixed in (range(9), range(12))]
-    given = {"sampler": "random", "temperature": 0.5, "seed": 7, "logprobs": 0}
-    together = paradec.generate(model, prompts, **given)
-    found = {out.index: out for out in paradec.generate_many(model, prompts, batch_size=2, **given)}
+    arguments = {"sampler": "random", "temperature": 0.5, "seed": 7, "logprobs": 0}
+    together = paradec.generate(model, prompts, **arguments)
+    actual = {out.index: out for out in paradec.generate_many(model, prompts, batch_size=2, **arguments)}
     for index, prompt in enumerate(prompts):
         expected = together.sequences[index, -len(prompt) :]
-        assert torch.equal(found[index].sequences[0, -len(prompt) :], expected)
-        sums = [float(out.logprobs.sums()[row]) for out, row in ((found[index], 0), (together, index))]
+        assert torch.equal(actual[index].sequences[0, -len(prompt) :], expected)
+        sums = [float(out.logprobs.sums()[row]) for out, row in ((actual[index], 0), (together, index))]
         assert sums[0] == pytest.approx(sums[1], abs=1e-4)
 
 
@@ -301,12 +301,12 @@ def test_pdb_files(tmp_path: Path) -> None:
     text += lines("LEU", "B", 10, occupancy="0.00") + lines("LEU", "B", 11) + "ENDMDL\n" + lines("PRO", "B", 12)
     other = LINE.format("CA", "ALA", "A", -1, " ", 9, 9, 9, "1.00")
     file.write_text("HEADER\n" + text.replace("ENDMDL", other.replace(" ALA", "BALA") + "\nENDMDL"), encoding="utf-8")
-    found = read_structure(file)
-    assert (found.sequence, found.chains, found.numbers) == ("AWGXXL", tuple("AAAABB"), (-1, 5, 5, 6, 7, 11))
-    assert found.index == [-1, 5, 6, 7, 8, 12] and found.name == "made"
-    assert found.insertions == ("", "", "A", "", "", "")
-    assert found.complete.tolist() == [True, True, True, False, True, True]
-    assert found.coordinates[0, 1].tolist() == [1, 2, 3] and found.coordinates[3, 3].isnan().all()
+    actual = read_structure(file)
+    assert (actual.sequence, actual.chains, actual.numbers) == ("AWGXXL", tuple("AAAABB"), (-1, 5, 5, 6, 7, 11))
+    assert actual.index == [-1, 5, 6, 7, 8, 12] and actual.name == "made"
+    assert actual.insertions == ("", "", "A", "", "", "")
+    assert actual.complete.tolist() == [True, True, True, False, True, True]
+    assert actual.coordinates[0, 1].tolist() == [1, 2, 3] and actual.coordinates[3, 3].isnan().all()
     assert read_structure(file, "B").sequence == "XL"
     refuses(lambda: read_structure(file, "AC"), r"chains=\['C'\] are not in made.pdb")
     file.write_text("HEADER\nATOM      1  CA  ALA A   1      cut off\n", encoding="utf-8")
@@ -330,26 +330,26 @@ def test_mmcif_and_gz_files_hold_what_pdb_files_hold(name: str, tmp_path: Path) 
     (tmp_path / f"{name}.pdb.gz").write_bytes(gzip.compress(source.read_bytes()))
     (tmp_path / f"{name}.CIF.GZ").write_bytes(gzip.compress(text.encode()))
     for file in sorted(tmp_path.iterdir()):
-        found = read_structure(file)
-        assert torch.equal(found.coordinates.nan_to_num(), expected.coordinates.nan_to_num()), file
-        assert torch.equal(found.atoms, expected.atoms) and found.elements == expected.elements
+        actual = read_structure(file)
+        assert torch.equal(actual.coordinates.nan_to_num(), expected.coordinates.nan_to_num()), file
+        assert torch.equal(actual.atoms, expected.atoms) and actual.elements == expected.elements
         for field in ("sequence", "chains", "numbers", "insertions", "name"):
-            assert getattr(found, field) == getattr(expected, field), (file, field)
+            assert getattr(actual, field) == getattr(expected, field), (file, field)
 
 
 def test_mmcif_files_that_are_cut_off(tmp_path: Path) -> None:
     gemmi = pytest.importorskip("gemmi")
     source = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
     text = gemmi.read_pdb(str(source)).make_mmcif_document().as_string()
-    whole, file = read_structure(source), tmp_path / "1ubi.cif"
+    full, file = read_structure(source), tmp_path / "1ubi.cif"
     for end in [0, *range(1, len(text), len(text) // 60)]:
         file.write_text(text[:end], encoding="utf-8")
         try:
-            found = read_structure(file)
+            actual = read_structure(file)
         except ValueError as error:
             assert "1ubi.cif" in str(error)
         else:  # cut between two atoms
-            assert whole.sequence.startswith(found.sequence)
+            assert full.sequence.startswith(actual.sequence)
     packed = tmp_path / "1ubi.pdb.gz"
     for end in (0, 3, 40):
         packed.write_bytes(gzip.compress(source.read_bytes())[:end])

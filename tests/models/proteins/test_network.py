@@ -85,10 +85,10 @@ def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, c
 def test_a_design_is_drawn_from_the_same_probabilities(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     sample = case["sample"]
     logits = model.module(model.encodings[0], letters_of(sample["letters"]), rank_of(sample["order"]))[0]
-    found = (logits[:, :20].float() / sample["temperature"]).softmax(-1)  # X is left out
+    actual = (logits[:, :20].float() / sample["temperature"]).softmax(-1)  # X is left out
     at = structure_of(case)
     designed = [i for i in range(len(at)) if i not in sample["fixed"] and at.complete[i]]
-    assert (found - torch.tensor(sample["probs"]))[
+    assert (actual - torch.tensor(sample["probs"]))[
         designed
     ].abs().max() < 1e-4  # a temperature of 0.1 is a factor of 10
     assert all(sample["letters"][i] == at.sequence[i] for i in range(len(at)) if i not in designed)
@@ -127,8 +127,8 @@ def test_one_call_is_a_loop_over_the_residues() -> None:
     network = load_protein_mpnn(WEIGHTS, structure, dtype=torch.float64).module
     letters, order = letters_of(structure.sequence), torch.randperm(len(structure)).tolist()
     with torch.no_grad():
-        found = network(network.encode(structure), letters, rank_of(order))[0]
-        torch.testing.assert_close(found, plain(network, structure, letters[0], order), rtol=0, atol=1e-12)
+        actual = network(network.encode(structure), letters, rank_of(order))[0]
+        torch.testing.assert_close(actual, plain(network, structure, letters[0], order), rtol=0, atol=1e-12)
 
 
 @pytest.mark.full
@@ -140,7 +140,7 @@ def test_the_published_weights_give_the_public_codes_probabilities(name: str) ->
     theirs.load_state_dict(torch.load(file, weights_only=True)["model_state_dict"])
     structure = read_structure(BACKBONES / f"{name}.pdb")
     ours, letters = load_protein_mpnn(file, structure), letters_of(structure.sequence)
-    given = {
+    arguments = {
         "X": structure.coordinates.float()[None], "S": letters, "mask": torch.ones_like(letters),
         "chain_mask": torch.ones_like(letters), "R_idx": torch.tensor([structure.index]),
         "chain_labels": torch.zeros_like(letters),
@@ -148,6 +148,6 @@ def test_the_published_weights_give_the_public_codes_probabilities(name: str) ->
         "symmetry_residues": [[]],
     }  # fmt: skip
     with torch.no_grad():
-        expected = theirs.score(given, use_sequence=True)
-    found = ours.module(ours.encodings[0], letters, expected["decoding_order"].argsort())
-    assert (found.softmax(-1) - expected["log_probs"].exp()).abs().max() < 1e-5
+        expected = theirs.score(arguments, use_sequence=True)
+    actual = ours.module(ours.encodings[0], letters, expected["decoding_order"].argsort())
+    assert (actual.softmax(-1) - expected["log_probs"].exp()).abs().max() < 1e-5

@@ -25,8 +25,8 @@ CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.jsonl")) for case 
 
 def structure_of(case: dict[str, Any]) -> Structure:
     backbone = BACKBONES / case["file"]
-    found = read_structure(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
-    return dataclasses.replace(found, membrane=case["membrane"]) if "membrane" in case else found
+    actual = read_structure(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
+    return dataclasses.replace(actual, membrane=case["membrane"]) if "membrane" in case else actual
 
 
 def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
@@ -65,9 +65,9 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
     assert structure.atoms is not None
     near = (cb[:, None] - structure.atoms.float()).square().sum(-1).argsort(1)[:, :count]
     kinds = torch.tensor([ELEMENTS.index(element) + 1 for element in structure.elements], dtype=torch.int64)
-    found = torch.zeros(1, len(structure), count, 3)
+    actual = torch.zeros(1, len(structure), count, 3)
     kind, real = torch.zeros(1, len(structure), count, dtype=torch.int64), torch.zeros(1, len(structure), count)
-    found[0, :, : near.shape[1]], kind[0, :, : near.shape[1]] = structure.atoms.float()[near], kinds[near]
+    actual[0, :, : near.shape[1]], kind[0, :, : near.shape[1]] = structure.atoms.float()[near], kinds[near]
     real[0, :, : near.shape[1]] = 1
     chains = [*dict.fromkeys(structure.chains or ())]
     return {
@@ -80,7 +80,7 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
         "randn": torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)),
         "batch_size": 1,
         "symmetry_residues": [[]],
-        "Y": found,
+        "Y": actual,
         "Y_t": kind,
         "Y_m": real,
         "membrane_per_residue_labels": torch.tensor([labels or [0] * len(structure)]),
@@ -107,8 +107,8 @@ def test_the_published_weights_give_the_public_codes_probabilities(file: str, ca
         structure = dataclasses.replace(structure, membrane=labels)
     with torch.no_grad():
         expected = theirs.score(public_input(structure, around, labels), use_sequence=True)
-    found = said(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
-    assert (found - expected["log_probs"][0].exp()).abs().max() < 1e-5
+    actual = said(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
+    assert (actual - expected["log_probs"][0].exp()).abs().max() < 1e-5
 
 
 def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_elements_of_files(tmp_path: Path) -> None:
     ]
     file = tmp_path / "made.pdb"
     file.write_text("\n".join(text) + "\n", encoding="utf-8")
-    found = read_structure(file)
-    assert found.sequence == "A" and found.elements == ("CA", "C", "FE", "P", "CA")
-    assert found.atoms is not None and found.atoms[:, 0].tolist() == [5, 6, 7, 12, 13]
-    assert read_structure(file, "A").elements == found.elements
+    actual = read_structure(file)
+    assert actual.sequence == "A" and actual.elements == ("CA", "C", "FE", "P", "CA")
+    assert actual.atoms is not None and actual.atoms[:, 0].tolist() == [5, 6, 7, 12, 13]
+    assert read_structure(file, "A").elements == actual.elements
 
 
 def test_a_ligand_model_decodes_from_a_file() -> None:

@@ -90,13 +90,13 @@ def test_eager_attention_is_the_same(folder: Path) -> None:
 def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
     model = paradec.load(folder)
     model.save_pretrained(tmp_path / "again")
-    again = paradec.load(tmp_path / "again")
-    assert (again.facts.eos_token_ids, again.denoising, again.default_max_new_tokens) == (
+    repeated = paradec.load(tmp_path / "again")
+    assert (repeated.facts.eos_token_ids, repeated.denoising, repeated.default_max_new_tokens) == (
         model.facts.eos_token_ids,
         model.denoising,
         40,
     )
-    assert torch.equal(answers(model), answers(again))
+    assert torch.equal(answers(model), answers(repeated))
 
 
 @pytest.mark.parametrize(

@@ -232,10 +232,10 @@ def test_logits_equal_an_explicit_mask(
 ) -> None:
     model = paradec.load(folders[family], dtype="float64", attn_implementation=attn_implementation)
     for rows in ([list(range(4, 18))], [[4, 5, 6], list(range(7, 18)), [9] * 8]):
-        found = call(model, rows)
+        actual = call(model, rows)
         for index, row in enumerate(rows):
             expected = one_shot(plain[family], row)
-            torch.testing.assert_close(found[index, : len(row)], expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(actual[index, : len(row)], expected, rtol=0, atol=1e-10)
     other = one_shot(plain[family], list(range(4, 18)), block=3)
     assert (call(model, [list(range(4, 18))])[0] - other).abs().max() > 1e-3  # the test can fail
 
@@ -261,7 +261,7 @@ def test_every_step_equals_a_one_shot_forward(
             queries, outputs, proposal = capture(model, sampler, state)
             window = state.window
             for query, output in zip(queries, outputs):
-                for at, row in enumerate(query.rows):
+                for index, row in enumerate(query.rows):
                     row = int(row)
                     end = int(state.length[row])
                     expected = shifted(family, one_shot(plain[family], state.canvas[row, :end].tolist()))
@@ -270,7 +270,7 @@ def test_every_step_equals_a_one_shot_forward(
                     assert start % FAMILY_BLOCK == 0 or start == len(PROMPTS[row])
                     running = int(np.flatnonzero(window.rows == row)[0])
                     assert window.host_positions[running, : stop - start].tolist() == list(range(start, stop))
-                    torch.testing.assert_close(output[at, : stop - start], expected[start:stop], **CLOSE)
+                    torch.testing.assert_close(output[index, : stop - start], expected[start:stop], **CLOSE)
                     compared += stop - start
             sampler.commit(state, proposal)
             steps += 1
@@ -298,7 +298,7 @@ def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> No
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: str) -> None:
-    families = [found for found in loaded.values() if fits(name, found)] or [tiny(2, topology_of(name))]
+    families = [actual for actual in loaded.values() if fits(name, actual)] or [tiny(2, topology_of(name))]
     model = families[MASKED.index(name) % len(families)]  # the families take turns
     request = {"sampler": name, "max_new_tokens": 7, "seed": 2, "temperature": 0.7, "eos_early_stop": False}
     request = supported_fields(name, request)
@@ -336,13 +336,13 @@ def test_guidance(model: Model, plain: dict[str, Any], family: str, cache: str) 
         while not state.done:
             queries, outputs, proposal = capture(model, sampler, state)
             for query, output in zip(queries, outputs):
-                for at, row in enumerate(map(int, query.rows)):
+                for index, row in enumerate(map(int, query.rows)):
                     ids = state.canvas[row, : int(state.length[row])].tolist()
                     blind = [3] * len(PROMPTS[row]) + ids[len(PROMPTS[row]) :]
                     start, stop = int(state.block_start[row]), int(state.block_end[row])
                     for branch, tokens in enumerate((ids, blind)):
                         expected = shifted(family, one_shot(plain[family], tokens))[start:stop]
-                        logits = output[at + branch * len(query.rows), : stop - start]
+                        logits = output[index + branch * len(query.rows), : stop - start]
                         torch.testing.assert_close(logits, expected, **CLOSE)
             sampler.commit(state, proposal)
 
@@ -416,6 +416,6 @@ def test_antiberty_knows_antibodies() -> None:
     position = torch.arange(len(ids))
     masked = (position % 8 == torch.arange(8).unsqueeze(1)) & (position > 0) & (position < len(ids) - 1)
     rows = ids.repeat(8, 1).masked_fill(masked, model.facts.mask_token_id)
-    found = model(Query(rows=np.arange(8), tokens=rows, positions=position.expand_as(rows))).argmax(-1)
+    actual = model(Query(rows=np.arange(8), tokens=rows, positions=position.expand_as(rows))).argmax(-1)
     assert masked.sum() == len(TRASTUZUMAB)
-    assert (found == ids)[masked].double().mean() > 0.7
+    assert (actual == ids)[masked].double().mean() > 0.7

@@ -90,8 +90,8 @@ def test_over_a_store(path: Path, number: int) -> None:
     with replay(f"{path.parent.name}, {case['name']}"):
         store = model.make_store(1, 64)
         for each in case["calls"]:
-            found = call(model, [each["input_ids"]], each["start"], store)[0]
-            assert (found - tensors[each["logits"]]).abs().max() < 2e-4
+            actual = call(model, [each["input_ids"]], each["start"], store)[0]
+            assert (actual - tensors[each["logits"]]).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize(("path", "number"), of_kind("router"))

@@ -148,10 +148,10 @@ def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
         if block is None and model.facts.topology == "block_causal":
             visible = torch.ones(len(rows), width, width, dtype=torch.bool)
         positions = torch.arange(width).expand_as(ids)
-        found = model(Query(rows=np.arange(len(rows)), tokens=ids, positions=positions, valid=valid, visible=visible))
+        actual = model(Query(rows=np.arange(len(rows)), tokens=ids, positions=positions, valid=valid, visible=visible))
         for row, case in enumerate(members):
             with replay(f"{checkpoint.name}, {case['name']}"):
-                assert (found[row, : lengths[row]] - expected[case["name"]][0]).abs().max() < TOLERANCE, case["name"]
+                assert (actual[row, : lengths[row]] - expected[case["name"]][0]).abs().max() < TOLERANCE, case["name"]
 
 
 @pytest.mark.parametrize(("checkpoint", "kind"), of_kinds("cached"))
@@ -168,8 +168,8 @@ def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
                 positions = (call["start"] + torch.arange(ids.shape[1])).expand_as(ids)
                 slots = positions if call["stored"] else None
                 where = StoreCall(torch.arange(rows), slots, visible_length=length)
-                found = model(Query(np.arange(rows), ids, positions, kind="window", store=where), store)
-                assert (found - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
+                actual = model(Query(np.arange(rows), ids, positions, kind="window", store=where), store)
+                assert (actual - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 
 
 def test_hidden_states_and_routing(checkpoint: Path) -> None:
@@ -179,8 +179,8 @@ def test_hidden_states_and_routing(checkpoint: Path) -> None:
         with replay(f"{checkpoint.name}, {hidden['name']}"):
             seen = outputs_of(model, hidden, dict(enumerate(model.module.model.layers)))
             names = hidden["tensors"]
-            for at, key in enumerate(names[:-1]):
-                torch.testing.assert_close(seen[at][0], expected[key], **close)
+            for index, key in enumerate(names[:-1]):
+                torch.testing.assert_close(seen[index][0], expected[key], **close)
             torch.testing.assert_close(seen["norm"][1], expected[names[-1]], **close)
     for router in cases(checkpoint, "router"):
         with replay(f"{checkpoint.name}, {router['name']}"):
@@ -476,14 +476,14 @@ def test_stable_diffcoder(tmp_path: Path) -> None:
     mask = torch.zeros(10, 10, dtype=torch.float64).masked_fill(block[:, None] < block[None, :], -torch.inf)
     with torch.inference_mode():
         expected = module(input_ids=ids, attention_mask=mask[None, None], use_cache=False).logits
-    found = model(Query(rows=np.arange(1), tokens=ids, positions=torch.arange(10).unsqueeze(0)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    actual = model(Query(rows=np.arange(1), tokens=ids, positions=torch.arange(10).unsqueeze(0)))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
     request: dict[str, Any] = {"max_new_tokens": 9, "sampler": "threshold", "eos_early_stop": False}
     plain = paradec.generate(model, PROMPTS, **request)
     assert torch.equal(paradec.generate(model, PROMPTS, cache="block", **request).new_tokens, plain.new_tokens)
     model.save_pretrained(tmp_path / "saved")
-    again = paradec.load(tmp_path / "saved")
-    assert (again.facts.block_length, again.facts.mask_token_id) == (4, 5)
+    repeated = paradec.load(tmp_path / "saved")
+    assert (repeated.facts.block_length, repeated.facts.mask_token_id) == (4, 5)
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int
 
 
 def forwards() -> list[Any]:
-    found = []
+    actual = []
     for path in sorted(golden("autumn").glob("**/forwards.json")):
         if read_head(path)["schema"].startswith("paradec-golden-nld/"):
             names = [case["name"] for case in read_head(path)["cases"]]
-            found += [pytest.param(path, at, id=f"{path.parent.name}-{name}") for at, name in enumerate(names)]
-    return found
+            actual += [pytest.param(path, index, id=f"{path.parent.name}-{name}") for index, name in enumerate(names)]
+    return actual
 
 
 @pytest.mark.parametrize("path", sorted({param.values[0] for param in forwards()}), ids=lambda path: path.parent.name)
@@ -131,17 +131,17 @@ def test_forwards(path: Path, number: int) -> None:
 
 def traces(mode: str) -> list[Any]:
     """Recorded files of one mode: those whose draws are argmaxes, or that are ours to put the uniforms in."""
-    found = []
+    actual = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
         if read_head(path)["mode"] == mode:
-            found.append(pytest.param(path, id=path.stem))
-    return found
+            actual.append(pytest.param(path, id=path.stem))
+    return actual
 
 
-def in_turns(found: list[Any]) -> list[Any]:
+def in_turns(actual: list[Any]) -> list[Any]:
     """Each with and without a cache. By default every setting runs on one checkpoint, with caches in turns."""
-    models, cases = sorted({read_head(param.values[0])["model"] for param in found}), []
-    for number, param in enumerate(found):
+    models, cases = sorted({read_head(param.values[0])["model"] for param in actual}), []
+    for number, param in enumerate(actual):
         (path,) = param.values
         for turn, cache in enumerate(("none", "block")):
             runs = (number + models.index(read_head(path)["model"])) % 2 == 0 and number // 2 % 2 == turn
@@ -198,7 +198,7 @@ def test_the_causal_mode(path: Path) -> None:
                 sampler.commit(state, sampler.step(model, state))
             begin = len(case["prompt_ids"])
             assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
-            later = [[begin + at, 1, 1, 1, 0] for at in range(int(state.nfe[0]) - 1)]
+            later = [[begin + index, 1, 1, 1, 0] for index in range(int(state.nfe[0]) - 1)]
             assert case["calls"] == [[0, begin, 1, 1, 0], *later] and case["forwards"] == len(case["calls"])
 
 
@@ -290,8 +290,8 @@ def test_a_block_s_first_token_is_the_causal_one() -> None:
     )
     for sampler in METHODS:
         blocks = paradec.FixedBlocks(1)
-        found = paradec.generate(model, prompts(model), sampler=sampler, blocks=blocks, max_new_tokens=NEW)
-        assert found.new_tokens.tolist() == causal.new_tokens.tolist()
+        output = paradec.generate(model, prompts(model), sampler=sampler, blocks=blocks, max_new_tokens=NEW)
+        assert output.new_tokens.tolist() == causal.new_tokens.tolist()
 
 
 def test_holes_and_guidance() -> None:
@@ -300,14 +300,14 @@ def test_holes_and_guidance() -> None:
     block = model.facts.block_length
     holes = [*row, *[mask] * block, 40, *[mask] * (block + 1), 41, mask]
     for request in ({}, {"guidance_scale": 1.5}):
-        found = [
+        actual = [
             paradec.generate(model, [holes], sampler="credit", cache=cache, max_new_tokens=0, **request)
             for cache in ("none", "block")
         ]
-        assert found[0].sequences.tolist() == found[1].sequences.tolist()
-        assert mask not in found[0].sequences
+        assert actual[0].sequences.tolist() == actual[1].sequences.tolist()
+        assert mask not in actual[0].sequences
         kept = [at for at, token in enumerate(holes) if token != mask]
-        assert [int(found[0].sequences[0, at]) for at in kept] == [holes[at] for at in kept]
+        assert [int(actual[0].sequences[0, at]) for at in kept] == [holes[at] for at in kept]
 
 
 @pytest.mark.parametrize(
@@ -377,9 +377,9 @@ def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
     saved, source = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDERS[0]))
     assert saved.keys() == source.keys()
     for mode in (None, "causal"):
-        again, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0], mode)
-        assert again.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": again.facts.name})
+        repeated, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0], mode)
+        assert repeated.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": repeated.facts.name})
         for name, (down, up, scale) in before.own_drafts.adapter.products.items():
-            product = again.own_drafts.adapter.products[name]
+            product = repeated.own_drafts.adapter.products[name]
             assert torch.equal(product[0], down) and torch.equal(product[1], up) and product[2] == scale
     assert (FOLDERS[0] / "linear_spec_lora").is_dir() == (tmp_path / "linear_spec_lora").is_dir()
