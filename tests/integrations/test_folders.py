@@ -23,9 +23,9 @@ DIGITS = ROOT / "paradec" / "assets" / "digits-dit"
 
 def module_of(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    actual = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(actual)
+    return actual
 
 
 def test_generate_s_folder(tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ def test_generate_s_folder(tmp_path: Path) -> None:
     for sampler in (None, "scd"):
         for given in ((ids,), ()):
             more = {"inputs": ids} if not given else {}
-            found = generate(
+            actual = generate(
                 *given, model=model, max_new_tokens=9, do_sample=False, sampler=sampler, top_k=None, **more
             )
-            assert torch.equal(found, plain)
+            assert torch.equal(actual, plain)
     with pytest.raises(ValueError, match="did you mean 'scd'"):
         generate(ids, model=model, max_new_tokens=9, sampler="scdd")
 

@@ -51,15 +51,15 @@ def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     blocks = {} if "block_length" in settings else {"block_length": 12}
     ours = {name.removeprefix("kv_"): value for name, value in settings.items()}
     expected = paradec.generate(loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **ours)
-    given = {"attention_mask": ATTENTION, **arguments, **blocks, **settings}
-    out = plain.generate(PADDED, max_new_tokens=12, return_dict_in_generate=True, **given)
+    request = {"attention_mask": ATTENTION, **arguments, **blocks, **settings}
+    out = plain.generate(PADDED, max_new_tokens=12, return_dict_in_generate=True, **request)
     longest = max(expected.tokens)
     assert out.sequences.shape == (2, 5 + longest)
     assert torch.equal(out.sequences[:, 5:], expected.new_tokens[:, :longest])
     assert torch.equal(out.sequences[:, :5][ATTENTION.bool()], PADDED[ATTENTION.bool()])
     assert (out.nfe, out.tokens_per_forward) == (expected.nfe, expected.tokens_per_forward)
     # max_length counts the prompt
-    assert torch.equal(plain.generate(PADDED, max_length=17, **given), out.sequences)
+    assert torch.equal(plain.generate(PADDED, max_length=17, **request), out.sequences)
 
 
 def test_sampling_settings_are_transformers_own(pair: Any) -> None:
@@ -214,15 +214,15 @@ def test_cache_is_not_ours(pair: Any) -> None:
 
 def test_the_length_may_stand_in_either_field(pair: Any) -> None:
     plain, loaded, arguments = pair
-    given = {name: value for name, value in arguments.items() if name != "custom_generate"}
+    request = {name: value for name, value in arguments.items() if name != "custom_generate"}
     ids = torch.tensor([[1, 2, 3]])
     ends = {"eos_token_id": list(loaded.facts.eos_token_ids), "pad_token_id": loaded.facts.pad_token_id}
     expected = plain.generate(ids, max_new_tokens=6, **arguments)
     for length in ({"max_new_tokens": 6}, {"max_length": 9}):
-        found = paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**length, **ends), **given)
-        assert torch.equal(found, expected)
+        actual = paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**length, **ends), **request)
+        assert torch.equal(actual, expected)
     with pytest.raises(ValueError, match="generation_config has neither max_new_tokens nor max_length"):
-        paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**ends), **given)
+        paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**ends), **request)
 
 
 def test_it_is_for_transformers_to_call() -> None:

@@ -106,23 +106,23 @@ def asked(call: dict[str, Any]) -> dict[str, Any]:
     def drawn(words: str) -> torch.Generator:
         return torch.Generator("cpu").manual_seed(int(re.findall(r"\d+", words)[-1]))
 
-    found = call | {"generator": drawn(call["generator"])}
+    actual = call | {"generator": drawn(call["generator"])}
     if "prompt_embeds" in call:
         words, source = call["prompt_embeds"], drawn(call["prompt_embeds"])
         shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"randn\(([\d,]+)\)", words)]
-        whole, pooled = (torch.randn(shape, generator=source) for shape in shapes)
-        found |= {"prompt_embeds": whole, "pooled_prompt_embeds": pooled}
-    return found
+        full, pooled = (torch.randn(shape, generator=source) for shape in shapes)
+        actual |= {"prompt_embeds": full, "pooled_prompt_embeds": pooled}
+    return actual
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Any]:
-    found = {}
+    actual = {}
     for path in LATENTS:
         facts = read_json(path)
         weights = {kind: find_weights(f"golden_tiny_{kind}.safetensors", "diffusion") for kind in ("dit", "flux")}
-        found[path] = {"dit": dit_pipeline(facts, weights["dit"]), "flux": flux_pipeline(facts, weights["flux"])}
-    return found
+        actual[path] = {"dit": dit_pipeline(facts, weights["dit"]), "flux": flux_pipeline(facts, weights["flux"])}
+    return actual
 
 
 @pytest.mark.thinned
@@ -202,12 +202,12 @@ BRANCHES = {
 def test_modules_are_the_papers(name: str) -> None:
     """Attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
     module, inputs = tiny_transformer(name)
-    found = find_places(module, "module")
-    assert {place.name.split(".")[-1] for place in found} == BRANCHES[name]
-    singles = {place.block for place in found if place.name.endswith("proj_out")}
+    actual = find_places(module, "module")
+    assert {place.name.split(".")[-1] for place in actual} == BRANCHES[name]
+    singles = {place.block for place in actual if place.name.endswith("proj_out")}
     assert len(singles) == (2 if name in ("FLUX", "HunyuanVideo") else 0)
-    assert all((place.kind == "skip") == (place.sink is not None) for place in found)
-    calls = counted(module, [place.name for place in found])
+    assert all((place.kind == "skip") == (place.sink is not None) for place in actual)
+    calls = counted(module, [place.name for place in actual])
     with accelerate(module, Forecast(when=[0, 2], order=1)):
         denoise(module, inputs, 5)
     assert set(calls.values()) == {2}, calls
@@ -277,11 +277,11 @@ def test_runs_of_a_bare_transformer(rises: bool) -> None:
         for run in range(1, 4):
             module.blocks[0].attn.weight.add_(1)  # what was remembered of the run before would be wrong
             for time in times:
-                found = module(latent, time)
+                actual = module(latent, time)
             report = session.report()
             assert [call.kind for call in report.calls] == ["full", "full", *["forecast", "forecast", "full"] * 2]
             assert [call.step for call in report.calls] == list(range(8)) and report.runs == run
-    torch.testing.assert_close(found, module(latent, times[-1]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, module(latent, times[-1]), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.thinned
@@ -523,10 +523,13 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
         for step in range(7):
             module(torch.zeros(1, 40), timestep=torch.tensor(6 - step))
 
-    found = calibrate_bac(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
-    for index, (name, steps) in enumerate(found.modules):
+    actual = calibrate_bac(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
+    for index, (name, steps) in enumerate(actual.modules):
         stride = next(stride for stride in range(1, 41) if len(range(0, 40, stride)) <= samples)
-        seen = [[[row[at] for at in range(0, 40, stride)] for row in table] for table in tables[:, index].tolist()]
+        seen = [
+            [[row[position] for position in range(0, 40, stride)] for row in table]
+            for table in tables[:, index].tolist()
+        ]
 
         def loss(a: list[float], b: list[float]) -> float:
             if metric == "cosine":
@@ -639,8 +642,11 @@ def test_a_transformer_compiled_as_a_whole() -> None:
         latent = inputs["hidden_states"]
         with torch.no_grad():
             for i in range(3):
-                given = inputs | {"hidden_states": latent, "timestep": torch.full((2,), 1000.0 * (3 - i) / 3).long()}
-                latent = latent - compiled(**given, return_dict=False)[0][:, :4] / 3
+                arguments = inputs | {
+                    "hidden_states": latent,
+                    "timestep": torch.full((2,), 1000.0 * (3 - i) / 3).long(),
+                }
+                latent = latent - compiled(**arguments, return_dict=False)[0][:, :4] / 3
     torch.testing.assert_close(latent, expected)
 
 

@@ -25,12 +25,12 @@ CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for 
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    found = glm_image_pipeline(RECORDED)
-    config = found.vision_language_encoder.config
+    actual = glm_image_pipeline(RECORDED)
+    config = actual.vision_language_encoder.config
     codes, names = config.vq_config.num_embeddings, config.text_config.vision_vocab_size
-    own = found.vision_language_encoder.generation_config
+    own = actual.vision_language_encoder.generation_config
     own.top_k, own.suppress_tokens = 1, list(range(codes, names))
-    return found
+    return actual
 
 
 def run(pipe: Any, prompt: Any = ("a fox", "cat"), seed: int = 0, **options: Any) -> Tensor:
@@ -44,8 +44,8 @@ def run(pipe: Any, prompt: Any = ("a fox", "cat"), seed: int = 0, **options: Any
 @replays("name")
 def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     arrays, facts = read_arrays(RECORDED / f"{name}.npz"), CASES[name]
-    given = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
-    inputs = {key: torch.from_numpy(arrays[key]) for key in given}
+    arguments = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
+    inputs = {key: torch.from_numpy(arrays[key]) for key in arguments}
     with accelerate(pipe, prior={"sampler": "scd", "temperature": 0}):
         generated_ids = pipe.vision_language_encoder.generate(
             **inputs, max_new_tokens=facts["tokens"] + 1, do_sample=True
@@ -97,7 +97,7 @@ def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) 
 def test_pictures_are_edited(pipe: Any) -> None:
     draw, encoder = np.random.default_rng(0), pipe.vision_language_encoder
     pictures = [Image.fromarray(draw.integers(0, 255, (32, 64, 3), np.uint8)) for _ in range(2)]
-    found = []
+    actual = []
     for order in (pictures, pictures[::-1]):
         texts = [f"<start><|image|><end>{words}" for words in ("a fox", "cat")]
         size = {"target_h": 64, "target_w": 96, "padding": True, "return_tensors": "pt"}
@@ -108,8 +108,8 @@ def test_pictures_are_edited(pipe: Any) -> None:
             tokens = encoder.generate(**inputs, max_new_tokens=7, do_sample=True)
         assert session.latest.grid.preview == (0, 0) and session.latest.tokens.shape == (2, 6)
         assert torch.equal(tokens, expected[:, :-1])
-        found.append(session.latest.tokens)
-    assert not torch.equal(*found)
+        actual.append(session.latest.tokens)
+    assert not torch.equal(*actual)
 
 
 def test_draws_follow_the_pipeline_s_generator(pipe: Any) -> None:

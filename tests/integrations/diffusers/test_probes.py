@@ -91,7 +91,7 @@ def test_calibration_equals_diffusers(
     run(pipe, 1)  # diffusers hangs its own hook on a transformer that runs for the first time
     before, seeds = attributes(pipe.transformer), iter(range(runs))
     draw = torch.Generator().manual_seed
-    found = calibrate_magcache(pipe, lambda: run(pipe, 6, generator=draw(next(seeds))), runs=runs)
+    actual = calibrate_magcache(pipe, lambda: run(pipe, 6, generator=draw(next(seeds))), runs=runs)
     assert attributes(pipe.transformer) == before and next(seeds, None) is None
     for seed in range(runs):
         pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=6))
@@ -99,12 +99,12 @@ def test_calibration_equals_diffusers(
         pipe.transformer.disable_cache()
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
     assert len(said) == runs * (1 + (name == "wan")) == len(set(map(tuple, said)))
-    assert found.values == pytest.approx([sum(step) / len(said) for step in zip(*said, strict=True)], rel=1e-5)
-    assert found.values[0] == 1 and len(set(found.values)) > 3
-    found.save(tmp_path / "ratios.json")
-    assert MagRatios.load(tmp_path / "ratios.json") == found
-    values = torch.tensor(found.values, dtype=torch.float64)
-    assert MagCache(tmp_path / "ratios.json") == MagCache(found) == MagCache(values)
+    assert actual.values == pytest.approx([sum(step) / len(said) for step in zip(*said, strict=True)], rel=1e-5)
+    assert actual.values[0] == 1 and len(set(actual.values)) > 3
+    actual.save(tmp_path / "ratios.json")
+    assert MagRatios.load(tmp_path / "ratios.json") == actual
+    values = torch.tensor(actual.values, dtype=torch.float64)
+    assert MagCache(tmp_path / "ratios.json") == MagCache(actual) == MagCache(values)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 10, 28])
@@ -331,12 +331,12 @@ def test_dicache_in_pipelines(name: str, request: Any) -> None:
     pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
     plain = run(pipe, 8)
     with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
-        found = run(pipe, 8)
+        actual = run(pipe, 8)
         made = kinds(session)
-        assert torch.equal(run(pipe, 8), found) and kinds(session) == made
+        assert torch.equal(run(pipe, 8), actual) and kinds(session) == made
     branches = len(made) // 8
     assert made == "F" * 2 * branches + "." * 5 * branches + "F" * branches
-    assert not torch.equal(found, plain) and torch.equal(run(pipe, 8), plain)
+    assert not torch.equal(actual, plain) and torch.equal(run(pipe, 8), plain)
 
 
 def test_a_residual_is_forecast_by_any_basis() -> None:
@@ -374,8 +374,8 @@ def test_what_is_added_between_blocks_is_added_once() -> None:
 def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
     plain = run_flux(flux, steps)
     with accelerate(flux, rule) as session:
-        found = run_flux(flux, steps)
-    assert torch.equal(found, plain) == (kinds(session) == "F" * steps)
+        actual = run_flux(flux, steps)
+    assert torch.equal(actual, plain) == (kinds(session) == "F" * steps)
     assert kinds(session)[0] == "F" and (rule.name != "first_block" or kinds(session) == "F."[:steps])
 
 

@@ -121,19 +121,19 @@ def session(case: Case) -> Iterator[Any]:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def call() -> None:
         try:
-            found.append(function())
+            actual.append(function())
         except BaseException as error:
-            found.append(error)
+            actual.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join(60)
-    assert found, "the thread hangs"
-    return found[0]
+    assert actual, "the thread hangs"
+    return actual[0]
 
 
 def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[..., Any]:

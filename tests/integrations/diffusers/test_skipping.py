@@ -86,8 +86,8 @@ def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.M
         assert branches and len(seen) == branches * case["steps"] and case["changes"][0] is None
         for branch in range(branches):
             rows = [zip(new, old, strict=True) for old, new in itertools.pairwise(seen[branch::branches])]
-            found = [np.mean([rules.relative_change(new, old) for new, old in pairs]) for pairs in rows]
-            np.testing.assert_allclose(found, case["changes"][1:], atol=1e-5)
+            actual = [np.mean([rules.relative_change(new, old) for new, old in pairs]) for pairs in rows]
+            np.testing.assert_allclose(actual, case["changes"][1:], atol=1e-5)
         assert full_steps(session) == case["full_steps"]
         expected, plain, noise = (arrays[f"{number}/{part}"] for part in ("latents", "plain", "noise"))
         np.testing.assert_allclose(latents.numpy(), expected, atol=1e-4, rtol=0)
@@ -131,11 +131,11 @@ def test_seacache_config_of_diffusers() -> None:
 
 def placed(cells: Tensor, rows: int, columns: int) -> np.ndarray:
     """Cells [1, rows columns, 4 C] of 2 x 2 as a picture [C, 2 rows, 2 columns], number by number."""
-    found = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
+    actual = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
     for cell, row, column in itertools.product(range(cells.shape[1]), range(2), range(2)):
         at = 2 * (cell // columns) + row, 2 * (cell % columns) + column
-        found[:, at[0], at[1]] = cells[0, cell, 2 * row + column :: 4]
-    return found
+        actual[:, at[0], at[1]] = cells[0, cell, 2 * row + column :: 4]
+    return actual
 
 
 def denoised(picture: np.ndarray, level: float) -> np.ndarray:
@@ -226,8 +226,8 @@ def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
             pipe.scheduler.set_begin_index(begin)
             latent = inputs["hidden_states"]
             for t in pipe.scheduler.timesteps[begin:]:
-                given = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
-                latent = pipe.scheduler.step(pipe.transformer(**given).sample, t, latent).prev_sample
+                arguments = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
+                latent = pipe.scheduler.step(pipe.transformer(**arguments).sample, t, latent).prev_sample
             first = [0, 1] if rule.name == "easycache" else [0]
             assert full_steps(session) == [[*first, 8 - begin]], rule
     assert levels == pipe.scheduler.sigmas[begin:-1].tolist()
@@ -246,10 +246,10 @@ def by_hand(
         evaluated = i < kept or i == steps - 1 or rate is None or total >= threshold
         made = torch.zeros_like(latent)
         for call in range(calls):
-            given = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
-            given["encoder_hidden_states"] = inputs["encoder_hidden_states"] * (1 - 2 * call)
+            arguments = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
+            arguments["encoder_hidden_states"] = inputs["encoder_hidden_states"] * (1 - 2 * call)
             if evaluated:
-                v = pipe.transformer(**given, return_dict=False)[0]
+                v = pipe.transformer(**arguments, return_dict=False)[0]
                 away[call] = v - latent
                 if call == 0:
                     if v_full is not None:
@@ -267,7 +267,7 @@ def by_hand(
 @torch.no_grad()
 def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
     pipe, inputs = loop_pipeline(name)
-    found = set()
+    actual = set()
     for threshold, kept in ((0.0, 1), (0.3, 3), (1.0, 2), (1e9, 0), (0.6, 7)):
         with accelerate(pipe, EasyCache(threshold, ret_steps=kept)) as session:
             latent = pipe(inputs, 14, calls)
@@ -275,8 +275,8 @@ def test_easycache_beside_a_plain_loop(name: str, calls: int) -> None:
         expected, full = by_hand(pipe, inputs, 14, calls, threshold, kept)
         assert full_steps(session) == [full] * calls and session.transformers[0].run_progress.memory == {}
         torch.testing.assert_close(latent, expected, rtol=1e-4, atol=1e-5)
-        found.add(tuple(full))
-    assert len(found) > 3 and (0, 1, 13) in found, found
+        actual.add(tuple(full))
+    assert len(actual) > 3 and (0, 1, 13) in actual, actual
 
 
 def test_easycache_is_refused() -> None:

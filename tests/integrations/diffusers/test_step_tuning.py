@@ -51,8 +51,8 @@ def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
     assert choose["best"] <= choose["even"] and tuned.num_sets <= 4 + 3
     # resumed: full runs alone are made again
     seen.clear()
-    again = tune_steps(digits, run, **call, study=tmp_path / "study.json")
-    assert again.to_dict() == tuned.to_dict() and seen == [0, 1, 5, 9]
+    repeated = tune_steps(digits, run, **call, study=tmp_path / "study.json")
+    assert repeated.to_dict() == tuned.to_dict() and seen == [0, 1, 5, 9]
     # interrupted: what was measured until then is there, and the search ends where it would have
     count = itertools.count()
 
@@ -77,9 +77,9 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
         kept: list[Any] = []
 
         def step(output: Any, t: Any, sample: Any, own: Any = own, kept: list = kept, **options: Any) -> Any:
-            found = own(output, t, sample, **options)
-            kept.append((sample.double(), found[0].double()))
-            return found
+            actual = own(output, t, sample, **options)
+            kept.append((sample.double(), actual[0].double()))
+            return actual
 
         pipe.scheduler.step = step
         try:
@@ -91,8 +91,8 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
         finally:
             del pipe.scheduler.step
         latents.append((kept[0][0], kept[-1][1]))
-    (noise, full), (_, found) = latents
-    return float((found - full).norm() / (full - noise).norm())
+    (noise, full), (_, actual) = latents
+    return float((actual - full).norm() / (full - noise).norm())
 
 
 def test_the_whole_budget_is_the_full_run(digits: Any) -> None:
@@ -103,10 +103,10 @@ def test_the_whole_budget_is_the_full_run(digits: Any) -> None:
 
 def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     pipe = wan_pipeline()
-    found = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
-    found.save(tmp_path / "steps.json")
+    actual = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
+    actual.save(tmp_path / "steps.json")
     sampler = Forecast(when=str(tmp_path / "steps.json"))
-    assert sampler.when == found and sampler.rule.where == "stack"
+    assert sampler.when == actual and sampler.rule.where == "stack"
     assert TaylorSeer.from_dict(json.loads(json.dumps(sampler.to_dict()))) == sampler
     with accelerate(pipe, sampler) as session:
         run_wan(pipe, 6)
@@ -125,7 +125,7 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     with accelerate(loop, StepSchedule((0, 2), 4, None, 4.0)) as session:
         loop(inputs, 4)
         assert "the run's guidance_scale is unknown, so" in str(session.report())
-    refuses(lambda: Forecast(when=found, where="module"), "leave where='module' out")
+    refuses(lambda: Forecast(when=actual, where="module"), "leave where='module' out")
     (tmp_path / "other.json").write_text('{"steps": [0]}')
     for wrong, message in (("other.json", "is not a schedule of"), ("none.json", "is not a schedule file")):
         refuses(partial(Forecast, when=tmp_path / wrong), message)
@@ -175,5 +175,5 @@ def test_arguments_are_checked(digits: Any) -> None:
         refuses(partial(tune_steps, digits, run, budget=budget, seeds=1, report=2), message)
     loop, inputs = loop_pipeline("SD3")
     with pytest.warns(UserWarning, match="the guidance scale is unknown"):
-        found = tune_steps(loop, lambda seed: loop(inputs, 2), budget=2, seeds=1, report=2)
-    assert found.schedule.guidance is None
+        actual = tune_steps(loop, lambda seed: loop(inputs, 2), budget=2, seeds=1, report=2)
+    assert actual.schedule.guidance is None

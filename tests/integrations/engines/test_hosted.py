@@ -105,8 +105,8 @@ def test_an_edit_says_what_is_stored() -> None:
 
     def step(token: int) -> tuple[list[int], bool, bool]:
         logits = 20.0 * torch.nn.functional.one_hot(torch.tensor([9, 9, 9, token]), VOCAB).double()
-        found = hosted.step({0: logits})[0]
-        return found.tokens.tolist(), found.changed, found.closed
+        actual = hosted.step({0: logits})[0]
+        return actual.tokens.tolist(), actual.changed, actual.closed
 
     assert step(5) == ([1, 2, 3, 5], True, False)
     assert step(6) == ([1, 2, 3, 6], True, False)  # what was given is nobody's to edit
@@ -143,11 +143,11 @@ def test_logits_that_are_not_finite_hurt_their_row_alone() -> None:
     alone.open("a", [1, 2, 3, 4], 8)
     broken = logits["b"].clone()
     broken[2, 3] = torch.nan
-    found = hosted.step(logits | {"b": broken})
+    actual = hosted.step(logits | {"b": broken})
     expected = alone.step({"a": logits["a"]})["a"]
-    assert isinstance(found["b"].error, FloatingPointError) and "at its step 0" in str(found["b"].error)
-    assert not found["b"].changed and found["b"].tokens.tolist() == [MASK] * 4
-    assert found["a"].tokens.equal(expected.tokens) and found["a"].error is None and found["a"].changed
+    assert isinstance(actual["b"].error, FloatingPointError) and "at its step 0" in str(actual["b"].error)
+    assert not actual["b"].changed and actual["b"].tokens.tolist() == [MASK] * 4
+    assert actual["a"].tokens.equal(expected.tokens) and actual["a"].error is None and actual["a"].changed
     # the row goes on as if nothing had been
     assert hosted.step({"b": logits["a"]})["b"].tokens.equal(expected.tokens)
 
@@ -165,19 +165,19 @@ def test_what_is_handed_over_is_not_written_to() -> None:
 def test_memory_goes_from_row_to_row() -> None:
     torch.manual_seed(0)
     logits = [3 * torch.randn(4, VOCAB) for _ in range(8)]
-    whole, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)
-    whole.open(0, [1, 2, 3, 4], 8, eos_early_stop=False)
+    full, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)
+    full.open(0, [1, 2, 3, 4], 8, eos_early_stop=False)
     parts.open(0, [1, 2, 3, 4], 4, eos_early_stop=False)
     at = 0
     while not parts.done(0):
         parts.step({0: logits[at]})
-        whole.step({0: logits[at]})
+        full.step({0: logits[at]})
         at += 1
     assert int(parts.remembered(0)["count"]) == 4
     parts.open(1, [1, 2, 3, 4, *parts.answer(0)], 4, eos_early_stop=False)
     parts.remember(1, parts.remembered(0))
-    while not whole.done(0):
-        one, two = whole.step({0: logits[at]})[0], parts.step({1: logits[at]})[1]
+    while not full.done(0):
+        one, two = full.step({0: logits[at]})[0], parts.step({1: logits[at]})[1]
         assert one.tokens.equal(two.tokens)
         at += 1
     refuses(lambda: parts.remember(1, parts.remembered(0)), "key=1 has been stepped")

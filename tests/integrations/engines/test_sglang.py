@@ -65,12 +65,12 @@ def test_steps_of_generate(name: str, fdfo: bool, model: Model) -> None:
 
 
 def test_every_masked_sampler_of_text_is_there() -> None:
-    wanted = {"Combination"}
+    expected = {"Combination"}
     for name in samplers.names():
         kind = samplers.get(name)
         if kind.family == "masked" and "text" in kind.models:
-            wanted.add(kind.__name__)
-    assert {PREFIX + name for name in wanted} == {*ALGORITHMS}
+            expected.add(kind.__name__)
+    assert {PREFIX + name for name in expected} == {*ALGORITHMS}
     for name, kind in ALGORITHMS.items():
         assert kind.__name__ == name and issubclass(kind, Base)
         if name == "ParadecCombination":

@@ -64,27 +64,29 @@ def test_draws_are_those_of_generate(engine: Engine, name: str) -> None:
 
 def test_an_answer_ends_where_vllm_ends_it(engine: Engine) -> None:
     prompt = prompts(3)[3]
-    whole = engine.expected(prompt, 12, eos_early_stop=False)
-    (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True))
-    assert list(found.token_ids) == whole
-    stop = whole[5]
-    (found,) = engine.answers([prompt], engine.params(12, ignore_eos=True, stop_token_ids=[stop]))
-    assert list(found.token_ids) == whole[: whole.index(stop) + 1] and found.stop_reason == stop
+    full = engine.expected(prompt, 12, eos_early_stop=False)
+    (actual,) = engine.answers([prompt], engine.params(12, ignore_eos=True))
+    assert list(actual.token_ids) == full
+    stop = full[5]
+    (actual,) = engine.answers([prompt], engine.params(12, ignore_eos=True, stop_token_ids=[stop]))
+    assert list(actual.token_ids) == full[: full.index(stop) + 1] and actual.stop_reason == stop
 
 
 def test_a_template_is_filled(engine: Engine) -> None:
     prompt = prompts(4)[4]
     template = [MASK, 7, MASK, 9, 10, 11, 12, 13, 14, MASK, 16]
     for new in (0, 5):
-        (found,) = engine.answers([prompt], engine.params(len(template) + new, {"template": template}, ignore_eos=True))
+        (actual,) = engine.answers(
+            [prompt], engine.params(len(template) + new, {"template": template}, ignore_eos=True)
+        )
         row = [*prompt, *template]
         answers = [
             paradec.generate(model, [row], max_new_tokens=new, eos_early_stop=False)
             for model in (engine.model, engine.exact)
         ]
         expected, exact = (answer.sequences[0, len(prompt) :].tolist() for answer in answers)
-        assert list(found.token_ids) == expected == exact
-        assert [mine for mine, given in zip(found.token_ids, template) if given != MASK] == [
+        assert list(actual.token_ids) == expected == exact
+        assert [mine for mine, given in zip(actual.token_ids, template) if given != MASK] == [
             given for given in template if given != MASK
         ]
 

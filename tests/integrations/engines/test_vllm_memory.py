@@ -38,11 +38,11 @@ def test_requests_that_are_taken_out_go_on(engine: Engine) -> None:
     )
     try:
         batch = [text(10 + index, 27 - index) for index in range(4)]
-        found = engine.answers(batch, engine.params(40, ignore_eos=True))
+        actual = engine.answers(batch, engine.params(40, ignore_eos=True))
     finally:
         scheduler._preempt_request = take
     assert any(request.num_output_tokens for request in taken)
-    for prompt, answer in zip(batch, found, strict=True):
+    for prompt, answer in zip(batch, actual, strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 40, eos_early_stop=False)
 
 

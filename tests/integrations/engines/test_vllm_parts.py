@@ -67,13 +67,13 @@ def test_whatever_fails_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch:
 def test_settings_are_those_of_the_request_over_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, '{"sampler": "klass", "steps": 4, "temperature": 0.5}')
     defaults = server_defaults(SimpleNamespace(paradec={"steps": 8}))
-    found = settings_of(params(top_p=0.9, top_k=7, extra_args={"paradec": '{"temperature": 0.25}'}), defaults, "a")
-    assert found.sampler == paradec.samplers.create("klass")
-    seed = found.fields.pop("seed")
-    assert found.fields == {"steps": 8, "temperature": 0.25, "top_p": 0.9, "top_k": 7}
-    again, other = (settings_of(params(), defaults, name).fields["seed"] for name in ("a", "b"))
-    assert seed == again != other
-    assert found.stop_ids == (END,) and found.max_new_tokens == 16
+    actual = settings_of(params(top_p=0.9, top_k=7, extra_args={"paradec": '{"temperature": 0.25}'}), defaults, "a")
+    assert actual.sampler == paradec.samplers.create("klass")
+    seed = actual.fields.pop("seed")
+    assert actual.fields == {"steps": 8, "temperature": 0.25, "top_p": 0.9, "top_k": 7}
+    repeated, other = (settings_of(params(), defaults, name).fields["seed"] for name in ("a", "b"))
+    assert seed == repeated != other
+    assert actual.stop_ids == (END,) and actual.max_new_tokens == 16
     defaults, extra = {"top_p": 0.5, "top_k": 3}, {"extra_args": {"paradec": {"top_p": 0.7}}}
     for own, top_p in (({"top_p": 0.9}, 0.9), ({}, 0.5), ({"top_p": 0.9, **extra}, 0.7)):
         assert settings_of(params(**own), defaults).fields == {"top_p": top_p, "top_k": 3}
@@ -103,9 +103,9 @@ def test_settings_that_are_refused(said: dict[str, Any], words: str) -> None:
 def test_configs_are_those_that_load_reads() -> None:
     from checkpoints import FAST_DLLM, SDAR
 
-    found = SDARConfig.from_dict(SDAR)
-    assert found.canvas_length == SDAR["block_size"] and found.architectures == ["SDARForCausalLM"]
-    assert found.rope_parameters["rope_theta"] == SDAR["rope_theta"] and found.head_dim == SDAR["head_dim"]
+    actual = SDARConfig.from_dict(SDAR)
+    assert actual.canvas_length == SDAR["block_size"] and actual.architectures == ["SDARForCausalLM"]
+    assert actual.rope_parameters["rope_theta"] == SDAR["rope_theta"] and actual.head_dim == SDAR["head_dim"]
     assert FastDLLMConfig.from_dict(FAST_DLLM).canvas_length == FAST_DLLM["bd_size"]
     refuses(lambda: SDARConfig.from_dict(SDAR | {"hidden_act": "gelu"}), "hidden_act='gelu'", CheckpointError)
     named = {name: value for name, value in SDAR.items() if name != "block_size"}
@@ -154,8 +154,8 @@ class Runner:
         self.ready: set[int] = set()
         self.drafts = torch.zeros((SLOTS, BLOCK), dtype=torch.int64)
         base = SimpleNamespace(sampling_states=None, req_states=SimpleNamespace(draft_tokens=self.drafts))
-        again = bool(model.facts.shift)
-        self.sampler = BlockSampler(base, self.slots, BLOCK, model.facts.mask_id, again, SimpleNamespace)
+        repeated = bool(model.facts.shift)
+        self.sampler = BlockSampler(base, self.slots, BLOCK, model.facts.mask_id, repeated, SimpleNamespace)
 
     def add(self, number: int, prompt: list[int], said: Any) -> None:
         try:
@@ -192,11 +192,11 @@ class Runner:
             prefill_len_np=np.array([self.prompts[number] for number in numbers]),
             num_computed_tokens_np=np.array([self.computed[number] for number in numbers]),
         )
-        found = self.sampler(torch.cat(logits) if logits else torch.zeros((0, self.model.facts.vocab_size)), batch)
+        actual = self.sampler(torch.cat(logits) if logits else torch.zeros((0, self.model.facts.vocab_size)), batch)
         emitted = {}
         for index, number in enumerate(numbers):
-            emitted[number] = found.sampled_token_ids[index, : int(found.num_sampled[index])].tolist()
-            self.computed[number] += sizes[index + 1] - int(found.num_rejected[index])
+            emitted[number] = actual.sampled_token_ids[index, : int(actual.num_sampled[index])].tolist()
+            self.computed[number] += sizes[index + 1] - int(actual.num_rejected[index])
             self.tokens[number] += emitted[number]
         return emitted
 
@@ -271,8 +271,8 @@ def test_answers_end_where_vllm_ends_them() -> None:
 def test_a_request_that_was_taken_out_goes_on_with_its_template() -> None:
     served = Served(tiny(2, "block_causal").facts, {})
     said = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
-    whole = served.opened([1, 2], said).state(0).canvas[0].tolist()
-    assert whole[:5] == [1, 2, 5, MASK, 6] and whole[5:11] == [MASK] * 6
+    full = served.opened([1, 2], said).state(0).canvas[0].tolist()
+    assert full[:5] == [1, 2, 5, MASK, 6] and full[5:11] == [MASK] * 6
     for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
         state = served.opened([1, 2], said, written).state(0)
-        assert state.canvas[0].tolist() == [1, 2, *written, *whole[2 + len(written) :]] and state.requested_end == [11]
+        assert state.canvas[0].tolist() == [1, 2, *written, *full[2 + len(written) :]] and state.requested_end == [11]

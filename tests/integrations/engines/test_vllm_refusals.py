@@ -54,10 +54,10 @@ def test_the_server_says_what_requests_do_not(engine: Engine) -> None:
 
 def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
     config = engine.llm.llm_engine.vllm_config
-    again = pickle.loads(pickle.dumps(config))
-    assert again.model_config.hf_config.to_dict() == config.model_config.hf_config.to_dict()
-    assert again.scheduler_config.scheduler_cls == config.scheduler_config.scheduler_cls
-    assert again.num_speculative_tokens == BLOCK
+    repeated = pickle.loads(pickle.dumps(config))
+    assert repeated.model_config.hf_config.to_dict() == config.model_config.hf_config.to_dict()
+    assert repeated.scheduler_config.scheduler_cls == config.scheduler_config.scheduler_cls
+    assert repeated.num_speculative_tokens == BLOCK
 
 
 @pytest.mark.parametrize(

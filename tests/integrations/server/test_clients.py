@@ -21,10 +21,10 @@ def test_langchain_chats_streams_and_calls_tools() -> None:
         model = langchain.ChatOpenAI(**options, max_tokens=200, stream_usage=True)
         assert model.invoke("hi").content == f"Well. {CALL}"
         chunks = list(model.stream("hi"))
-        whole = chunks[0]
+        full = chunks[0]
         for chunk in chunks[1:]:
-            whole += chunk
-        assert whole.content == f"Well. {CALL}" and whole.usage_metadata["output_tokens"] > 0
+            full += chunk
+        assert full.content == f"Well. {CALL}" and full.usage_metadata["output_tokens"] > 0
         bound = model.bind_tools([WEATHER])
         answer = bound.invoke("hi")
         assert [(call["name"], call["args"]) for call in answer.tool_calls] == [("f", {"x": "\u00e9"})]
@@ -52,8 +52,8 @@ def test_litellm_chats_streams_and_calls_tools() -> None:
         (call,) = litellm.completion(**ask, tools=[WEATHER]).choices[0].message.tool_calls
         assert (call.function.name, call.function.arguments) == ("f", '{"x": "\u00e9"}')
         pieces = [piece.choices[0].delta for piece in litellm.completion(**ask, tools=[WEATHER], stream=True)]
-        found = [call.function.arguments for delta in pieces for call in delta.tool_calls or []]
-        assert "".join(found) == '{"x": "\u00e9"}'
+        actual = [call.function.arguments for delta in pieces for call in delta.tool_calls or []]
+        assert "".join(actual) == '{"x": "\u00e9"}'
         options["model"] = f"text-completion-openai/{NAME}"
         answer = litellm.text_completion(**options, prompt=[BEGIN, f"x{BEGIN}"], max_tokens=200)
         assert [choice.text for choice in answer.choices] == [f"Well. {CALL}"] * 2

@@ -36,8 +36,8 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Sort: pear fig apple"}]}).encode()
     headers = {"content-type": "application/json", "authorization": "Bearer secret"}
     with urllib.request.urlopen(urllib.request.Request(f"{address}/chat/completions", body, headers)) as answer:
-        found = json.loads(answer.read())
-    assert (found["model"], found["choices"][0]["message"]["content"]) == ("mine", "apple fig pear")
+        actual = json.loads(answer.read())
+    assert (actual["model"], actual["choices"][0]["message"]["content"]) == ("mine", "apple fig pear")
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130 and errors == ""

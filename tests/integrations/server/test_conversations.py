@@ -112,9 +112,9 @@ def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(m
         assert text.usage.prompt_tokens_details.cached_tokens == 0
         with urllib.request.urlopen(f"{server.address}/metrics") as page:
             lines = page.read().decode().splitlines()
-        found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        assert (float(found["paradec_prefix_rows"]), float(found["paradec_prefix_tokens"])) == (3, 96)
-        assert float(found["paradec_prefix_bytes"]) > 0
+        actual = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        assert (float(actual["paradec_prefix_rows"]), float(actual["paradec_prefix_tokens"])) == (3, 96)
+        assert float(actual["paradec_prefix_bytes"]) > 0
         for salt in ("", 3, "x" * 257):
             status, _, said = server.post(chat(cache_salt=salt))
             assert status == 422 and json.loads(said)["error"]["param"] == "cache_salt"
@@ -164,10 +164,10 @@ def test_calls_are_read_from_an_answer_in_pieces(size: int, bad: str) -> None:
 
     assert response_template_of(Tokenizer()) is HERMES
     text = f" Hi <tool_call>{bad}</tool_call> more \n" if bad else " Well."
-    whole = f"{text}\n{CALL}\n{CALL}\n"
+    full = f"{text}\n{CALL}\n{CALL}\n"
     parser = AnswerParser(None, HERMES, None)
-    found = [parser.feed(whole[begin : begin + size]) for begin in range(0, len(whole), size)]
-    found.append(parser.feed("", is_last=True))
-    assert "".join(parts.content for parts in found) == text.rstrip()
-    calls = [call for parts in found for call in parts.calls]
+    actual = [parser.feed(full[begin : begin + size]) for begin in range(0, len(full), size)]
+    actual.append(parser.feed("", is_last=True))
+    assert "".join(parts.content for parts in actual) == text.rstrip()
+    calls = [call for parts in actual for call in parts.calls]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("f", {"x": [1, {"y": "}"}]})] * 2

@@ -76,10 +76,10 @@ def client(server: Running) -> openai.OpenAI:
 
 
 def check(text: str) -> None:
-    found = json.loads(text)
-    assert list(found) == ["name", "tags", "size", "ok"] and isinstance(found["ok"], bool)
-    assert len(found["name"]) <= 4 and 5 <= found["size"]["n"] <= 120
-    assert len(found["tags"]) <= 2 and all(tag in ("a", "b c", 3) for tag in found["tags"])
+    actual = json.loads(text)
+    assert list(actual) == ["name", "tags", "size", "ok"] and isinstance(actual["ok"], bool)
+    assert len(actual["name"]) <= 4 and 5 <= actual["size"]["n"] <= 120
+    assert len(actual["tags"]) <= 2 and all(tag in ("a", "b c", 3) for tag in actual["tags"])
 
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
@@ -87,15 +87,15 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHE
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_schemas(client: openai.OpenAI, stream: bool) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 128, "temperature": 1.0}
-    found = client.chat.completions.create(response_format=FORMAT, stream=stream, seed=5, **asked)
+    request: dict[str, Any] = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 128, "temperature": 1.0}
+    actual = client.chat.completions.create(response_format=FORMAT, stream=stream, seed=5, **request)
     if stream:
-        chunks = list(found)
+        chunks = list(actual)
         check("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
         assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["stop"]
     else:
-        check(found.choices[0].message.content)
-        assert found.choices[0].finish_reason == "stop"
+        check(actual.choices[0].message.content)
+        assert actual.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.thinned
@@ -147,15 +147,15 @@ def test_a_constraint_of_the_server_or_a_preset_holds_where_the_body_has_none(mo
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "put"}}])
 def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
-    asked: Any = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 96, "tools": [TOOL, OTHER]}
-    found = client.chat.completions.create(tool_choice=choice, temperature=1.0, seed=2, stream=stream, **asked)
+    request: Any = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 96, "tools": [TOOL, OTHER]}
+    actual = client.chat.completions.create(tool_choice=choice, temperature=1.0, seed=2, stream=stream, **request)
     if stream:
-        chunks = list(found)
+        chunks = list(actual)
         calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
         assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["tool_calls"]
     else:
-        calls = found.choices[0].message.tool_calls
-        assert found.choices[0].finish_reason == "tool_calls"
+        calls = actual.choices[0].message.tool_calls
+        assert actual.choices[0].finish_reason == "tool_calls"
     (name,) = [call.function.name for call in calls if call.function.name]
     arguments = json.loads("".join(call.function.arguments or "" for call in calls))
     assert name in ("put", "go") and (choice == "required" or name == "put")
@@ -184,7 +184,11 @@ def of_schema(schema: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, 422, '"json_object" alone'),
         (of_schema(nested_objects(200)), 422, "nested too deeply|more than|parts"),
         (of_schema(nested_arrays(22, minItems=2)), 422, "more than"),
-        ({"guided_choice": [f"{at:09d} {at * 7919 % 10**12:012d}" for at in range(30_000)]}, 422, "choices take more"),
+        (
+            {"guided_choice": [f"{index:09d} {index * 7919 % 10**12:012d}" for index in range(30_000)]},
+            422,
+            "choices take more",
+        ),
         ({"structured_outputs": {"structural_tag": "x"}}, 422, "unknown key of constraint: 'structural_tag'"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "unknown key of constraint: 'choice'"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both set the form of an answer"),
@@ -203,8 +207,8 @@ def of_schema(schema: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_refused(server: Running, extra: dict[str, Any], status: int, part: str) -> None:
-    found, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
-    assert found == status, text
+    actual, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
+    assert actual == status, text
     assert re.search(part, json.loads(text)["error"]["message"]), text
     assert server.engine.alive and server.engine.batch.occupied == 0
 
@@ -220,16 +224,16 @@ def test_tables_that_are_too_large_are_refused(server: Running, monkeypatch: pyt
 def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> None:
 
     def ask(number: int) -> str:
-        asked: Any = {"model": NAME, "messages": chat(f"x{number}")["messages"], "temperature": 1.0, "seed": number}
+        request: Any = {"model": NAME, "messages": chat(f"x{number}")["messages"], "temperature": 1.0, "seed": number}
         if number % 4 == 0:
             return str(
-                client.chat.completions.create(response_format=FORMAT, max_tokens=128, **asked)
+                client.chat.completions.create(response_format=FORMAT, max_tokens=128, **request)
                 .choices[0]
                 .message.content
             )
         pattern = "[a-d]{1,20}" if number % 4 < 3 else "(a|aa)*(b?.){60}c"
         try:
-            done = client.chat.completions.create(extra_body={"guided_regex": pattern}, max_tokens=32, **asked)
+            done = client.chat.completions.create(extra_body={"guided_regex": pattern}, max_tokens=32, **request)
         except openai.UnprocessableEntityError as error:
             return str(error)
         return str(done.choices[0].message.content)

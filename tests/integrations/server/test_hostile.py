@@ -27,9 +27,9 @@ MOST = 100 * 2**20
 
 
 def allocated() -> int:
-    found = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())
+    actual = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())
     Path("/proc/self/clear_refs").write_text("5")
-    return (int(found[0]) - int(found[1])) * 1024
+    return (int(actual[0]) - int(actual[1])) * 1024
 
 
 def decoded(model: Any, own: Any) -> None:
@@ -127,7 +127,7 @@ STOPPED_IT = [
 
 @pytest.mark.parametrize("own", STOPPED_IT, ids=lambda own: json.dumps(next(iter(own.values())))[:40])
 def test_a_request_that_stopped_the_server_is_refused(server: Running, own: dict[str, Any]) -> None:
-    (kind, (_, (name, value))) = next((kind, tuple(found.items())) for kind, found in own.items())
+    (kind, (_, (name, value))) = next((kind, tuple(actual.items())) for kind, actual in own.items())
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError, match=rf"{name}={str(value)[:20]}.* must be an integer from [01] to"):
         client.chat.completions.create(model=NAME, messages=chat()["messages"], extra_body={"paradec": own})
@@ -154,5 +154,5 @@ def test_no_body_stops_the_server(server: Running) -> None:
     ],
 )
 def test_clients_send_no_templates(server: Running, options: dict[str, Any], status: int, message: str) -> None:
-    found, _, text = server.post(chat(chat_template_kwargs=options))
-    assert found == status and message in text, text
+    actual, _, text = server.post(chat(chat_template_kwargs=options))
+    assert actual == status and message in text, text

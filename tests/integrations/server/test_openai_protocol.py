@@ -64,8 +64,8 @@ def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
             assert plain == streamed == (content, "", arguments * calls, "length")
         body = {"model": NAME, **chat("hi"), "tools": [TOOL], "n": 3}
         answer = client.chat.completions.create(**body, max_tokens=200)
-        found = [call.id for choice in answer.choices for call in choice.message.tool_calls]
-        assert len({*found}) == 6 and answer.choices[0].message.content == "Well."
+        actual = [call.id for choice in answer.choices for call in choice.message.tool_calls]
+        assert len({*actual}) == 6 and answer.choices[0].message.content == "Well."
         for given in ("", None, "{}", {}):
             call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
             history = [{"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -145,19 +145,19 @@ def test_reasoning_comes_before_an_answer_of_a_form(markers: tuple[str, ...]) ->
         assert both(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
         own = {"choice": ["no", "yes"], "after": "</think>"}
         for more in ({}, {"thinking_budget": 200}):
-            asked: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
-            assert both(client, **asked) == [("no", "I think.", [], "stop")] * 2
-        plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **asked).choices[0].text
+            request: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
+            assert both(client, **request) == [("no", "I think.", [], "stop")] * 2
+        plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **request).choices[0].text
         assert plain == ("I think.</think>no" if not markers else "I think.no")
-        asked["extra_body"]["paradec"]["constraint"] |= {"thinking_budget": 2}
+        request["extra_body"]["paradec"]["constraint"] |= {"thinking_budget": 2}
         cut = server.engine.model.tokenizer.decode(token_ids(server.engine.model.tokenizer, text)[:2])
-        content, reasoning, _, _ = both(client, **asked)[0]
+        content, reasoning, _, _ = both(client, **request)[0]
         assert reasoning.startswith(cut) and content in ("no", "yes") and "think>" not in reasoning
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
         for extra in ({"guided_choice": ["no", "yes"]}, {"structured_outputs": {"regex": "no|yes"}}):
             assert both(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
-        asked = {"extra_body": opened, "tools": [TOOL], "tool_choice": "required"}
-        (content, reasoning, calls, reason), streamed = both(client, **asked)
+        request = {"extra_body": opened, "tools": [TOOL], "tool_choice": "required"}
+        (content, reasoning, calls, reason), streamed = both(client, **request)
         assert (content, reasoning, len(calls), reason) == ("", "I think.", 1, "tool_calls") == (
             *streamed[:2], len(streamed[2]), streamed[3]
         )  # fmt: skip
@@ -194,10 +194,10 @@ def test_tokens_are_named_by_their_bytes() -> None:
         assert [entry.bytes for entry in streamed] == [entry.bytes for entry in entries]
         part = next(entry for entry in entries if entry.bytes[0] >= 128)
         assert part.token == "bytes:" + "".join(f"\\x{byte:02x}" for byte in part.bytes)
-        found = client.completions.create(model=NAME, prompt=BEGIN, logprobs=5, max_tokens=20).choices[0].logprobs
-        assert all(len(top) == 5 and token in top for token, top in zip(found.tokens, found.top_logprobs))
+        actual = client.completions.create(model=NAME, prompt=BEGIN, logprobs=5, max_tokens=20).choices[0].logprobs
+        assert all(len(top) == 5 and token in top for token, top in zip(actual.tokens, actual.top_logprobs))
         smile = text.index("😀")
-        assert sorted({*found.text_offset}) == [n for n in range(len(text)) if n <= smile or n == smile + 1]
+        assert sorted({*actual.text_offset}) == [n for n in range(len(text)) if n <= smile or n == smile + 1]
 
 
 def test_usage_comes_in_a_chunk_of_its_own_on_request() -> None:
@@ -223,7 +223,7 @@ def test_lists_of_prompts_and_echo() -> None:
         body: Any = {"model": NAME, "prompt": ["x y", rows[1]], "echo": True, "max_tokens": 0, "logprobs": 2}
         for choice, row in zip(client.completions.create(**body).choices, (token_ids(model.tokenizer, "x y"), rows[1])):
             scores = model.unwrap()(torch.tensor([row]))[0].double().log_softmax(-1)
-            expected = [float(scores[at, token]) for at, token in enumerate(row[1:])]
+            expected = [float(scores[index, token]) for index, token in enumerate(row[1:])]
             assert choice.logprobs.token_logprobs[0] is None
             assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-6)
             assert choice.finish_reason == "length" and choice.text == model.tokenizer.decode(
@@ -342,5 +342,5 @@ def test_the_model_by_its_name_and_pages_of_other_origins() -> None:
         request = urllib.request.Request(f"{server.address}/v1/chat/completions", headers=headers, method="OPTIONS")
         with urllib.request.urlopen(request) as answer:
             assert answer.headers["access-control-allow-origin"] == "*"
-        status, found, _ = server.post(chat(), Origin="http://page")
-        assert status == 401 and found["access-control-allow-origin"] == "*"
+        status, actual, _ = server.post(chat(), Origin="http://page")
+        assert status == 401 and actual["access-control-allow-origin"] == "*"

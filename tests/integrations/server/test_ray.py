@@ -29,14 +29,14 @@ def predictor() -> jobs.Predictor:
 
 
 def test_answers_depend_on_prompt_id_and_seed_alone(predictor: jobs.Predictor) -> None:
-    found = predictor(ROWS)
-    assert found["kept"] is ROWS["kept"] and found["text"][3] == "" and "'Hello'" in found["error"][3]
+    actual = predictor(ROWS)
+    assert actual["kept"] is ROWS["kept"] and actual["text"][3] == "" and "'Hello'" in actual["error"][3]
     seeds = [jobs.seed_of(3, int(name)) for name in ROWS["id"][:3]]
     alone = paradec.generate(predictor.model, [str(text) for text in ROWS["prompt"][:3]], seed=seeds, **REQUEST)
-    assert found["text"][:3] == alone.text and found["tokens"][:3] == alone.tokens
-    assert found["forwards"][:3] == alone.row_nfe and found["error"][:3] == [""] * 3
-    assert predictor({name: values[2::-1] for name, values in ROWS.items()})["text"] == found["text"][2::-1]
-    assert predictor({name: values[1:2] for name, values in ROWS.items()})["text"] == found["text"][1:2]
+    assert actual["text"][:3] == alone.text and actual["tokens"][:3] == alone.tokens
+    assert actual["forwards"][:3] == alone.row_nfe and actual["error"][:3] == [""] * 3
+    assert predictor({name: values[2::-1] for name, values in ROWS.items()})["text"] == actual["text"][2::-1]
+    assert predictor({name: values[1:2] for name, values in ROWS.items()})["text"] == actual["text"][1:2]
 
 
 def test_seeds_of_rows_differ() -> None:

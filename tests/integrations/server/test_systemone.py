@@ -41,16 +41,16 @@ def server(model: Any) -> Iterator[Running]:
 
 
 def asked(server: Running, body: Any, status: int = 200) -> dict[str, Any]:
-    found, _, text = server.post(body, PATH)
-    assert found == status, text
+    actual, _, text = server.post(body, PATH)
+    assert actual == status, text
     assert len(text) < 5000
     return json.loads(text)
 
 
-def close(found: Any, expected: Any, tolerance: float = 2e-6) -> bool:
+def close(actual: Any, expected: Any, tolerance: float = 2e-6) -> bool:
     if isinstance(expected, dict):
-        return [*found] == [*expected] and all(close(found[key], expected[key], tolerance) for key in expected)
-    return found == (pytest.approx(expected, abs=tolerance) if isinstance(expected, float) else expected)
+        return [*actual] == [*expected] and all(close(actual[key], expected[key], tolerance) for key in expected)
+    return actual == (pytest.approx(expected, abs=tolerance) if isinstance(expected, float) else expected)
 
 
 def test_the_answer_is_that_of_the_pipeline(server: Running, model: Any) -> None:
@@ -58,12 +58,12 @@ def test_the_answer_is_that_of_the_pipeline(server: Running, model: Any) -> None
 
     pipeline = DecisionPipeline(model=chat_network(0, torch.float32), tokenizer=chat_tokenizer())
     request = {"state": STATE, "questions": QUESTIONS}
-    found = asked(server, BODY)
-    assert [*found] == ["model", "answers", "usage"] and found["model"] == NAME
-    assert close(found["answers"], pipeline(request))
+    actual = asked(server, BODY)
+    assert [*actual] == ["model", "answers", "usage"] and actual["model"] == NAME
+    assert close(actual["answers"], pipeline(request))
     tokens = sum(inputs["input_ids"].shape[-1] for inputs, _ in pipeline.preprocess(request)["prompts"])
-    assert found["usage"] == {"input_tokens": tokens, "output_tokens": 0}
-    assert asked(server, {key: BODY[key] for key in ("state", "questions")}) == found  # the model is known
+    assert actual["usage"] == {"input_tokens": tokens, "output_tokens": 0}
+    assert asked(server, {key: BODY[key] for key in ("state", "questions")}) == actual  # the model is known
 
 
 def test_many_at_once_beside_chats(server: Running) -> None:
@@ -90,9 +90,9 @@ def test_recorded_answers(name: str) -> None:
         key, question, expected = parsed.name, build_question(parsed), case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [chat_ids(label)[0] for label in question.labels]
-        model = chat_model("bidirectional", module=ConstantLogits(dict(zip(ids, case["logits"][key], strict=True))))
-        found = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
-        assert close(parsed.answer([*found[key].probabilities.values()]), expected["answers"][key], 1e-9)
+        model = chat_model("bidirectional", module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
+        actual = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
+        assert close(parsed.answer([*actual[key].probabilities.values()]), expected["answers"][key], 1e-9)
 
 
 def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
@@ -107,16 +107,16 @@ def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
     with running(chat_model("bidirectional", module=module)) as server:
         seen.clear()
         body = {"state": "<|mask|> and <|mask|>", "questions": {key: QUESTIONS[key] for key in ("spam", "tone")}}
-        found = asked(server, body)["answers"]
-    assert found["spam"]["noul"] == pytest.approx(1 / (1 + math.exp(-1))) and found["tone"]["choice"] == "pushy"
+        actual = asked(server, body)["answers"]
+    assert actual["spam"]["noul"] == pytest.approx(1 / (1 + math.exp(-1))) and actual["tone"]["choice"] == "pushy"
     assert sum(len(ids) for ids in seen) == 2 and all((ids == CHAT_MASK).sum() == len(ids) for ids in seen)
 
 
 def nested(depth: int) -> Any:
-    found: Any = "x"
+    actual: Any = "x"
     for _ in range(depth):
-        found = [found]
-    return found
+        actual = [actual]
+    return actual
 
 
 def with_question(**question: Any) -> dict[str, Any]:
@@ -203,8 +203,10 @@ def test_settings_of_a_folder(tmp_path: Path) -> None:
     tone = paradec.Pick(None, QUESTIONS["tone"]["criteria"], labels=["level", "only"])
     expected = paradec.decide(loaded, STATE, {"tone": tone}, temperature=2.0)["tone"]
     with running(loaded) as server:
-        found = asked(server, BODY)["answers"]
-        assert [*found["tone"]["probabilities"].values()] == pytest.approx([*expected.probabilities.values()], abs=1e-6)
+        actual = asked(server, BODY)["answers"]
+        assert [*actual["tone"]["probabilities"].values()] == pytest.approx(
+            [*expected.probabilities.values()], abs=1e-6
+        )
     (tmp_path / "decision_template.jinja").write_text("{{ state }}<|mark|>", encoding="utf-8")
     with running(loaded) as server:
         assert "decision_template.jinja" in asked(server, BODY, 400)["error"]["message"]
