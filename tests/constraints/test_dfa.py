@@ -147,7 +147,7 @@ WHOLE, FRACTIONS = ["0", "1", "5", "9", "10", "12", "13", "99", "100", "105", "1
 
 def test_bounds_are_those_of_decimals() -> None:
     """All numbers of a grid of digits, at each bound; above and below it, also what doubles tell apart alone."""
-    for text in (sign + whole + fraction for sign in ("", "-") for whole in WHOLE for fraction in FRACTIONS):
+    for text in (sign + full + fraction for sign in ("", "-") for full in WHOLE for fraction in FRACTIONS):
         number = Decimal(text)
         assert matches(PLAIN, text) == (number != 0 or text[0] != "-")
         if text[0] == "-" and not number:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import UNREADY, supported_fields
+from decoding import UNREADY
 from oracles.json_schema import is_valid
 from small_models import random_llama, tiny_gemma
 from tokenized_models import byte_level_tokenizer
@@ -168,17 +168,22 @@ def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, a
     schema |= {"$defs": FUNCTIONS[function].get("$defs", {})}
     value = paradec.JsonSchema(schema, after=after, thinking_budget=None if after is None else 6)
     shortest = int(token_automaton(value, tokenizer, len(tokenizer), (), ()).distance[0])
-    asked: dict[str, Any] = {"constraint": value, "temperature": temperature, "seed": 3, "max_new_tokens": shortest + 8}
+    request: dict[str, Any] = {
+        "constraint": value,
+        "temperature": temperature,
+        "seed": 3,
+        "max_new_tokens": shortest + 8,
+    }
     if name == "adablock":
-        asked["blocks"] = "fixed"
+        request["blocks"] = "fixed"
     settings: dict[str, Any] = {"drafter": "prompt_lookup"} if name == "speculative" else {}
-    if paradec.samplers.get(name).family == "renoising" and asked.pop("temperature"):
+    if paradec.samplers.get(name).family == "renoising" and request.pop("temperature"):
         settings = {"t_min": temperature, "t_max": temperature}
     model = model_for(name, tokenizer)
     why = REFUSED.get(name, DRAWN.get(name) if temperature else None)
     try:
         sampler = paradec.samplers.create(name, **settings)
-        out = paradec.generate(model, [[9, 10]], sampler=sampler, **supported_fields(sampler, asked))
+        out = paradec.generate(model, [[9, 10]], sampler=sampler, **supported(sampler, request))
     except ValueError as error:
         assert why is not None and "constraint=" in str(error) and why in str(error), error
         return

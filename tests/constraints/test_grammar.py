@@ -109,14 +109,14 @@ def test_draws_have_the_distribution_of_masked_decoding(way: str, causal: Model)
     "way", [pytest.param(way, marks=() if way in ("sjd", "lookup") else pytest.mark.full) for way in WAYS]
 )
 def test_answers_that_end_are_texts_of_the_grammar(way: str, causal: Model) -> None:
-    asked: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 14}
+    request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 14}
     drawn = paradec.generate(
-        causal, [[1, 2, 3], [4]] * 8, sampler=sampler_of(way), temperature=1.0, seed=[*range(16)], **asked
+        causal, [[1, 2, 3], [4]] * 8, sampler=sampler_of(way), temperature=1.0, seed=[*range(16)], **request
     )
     for text, finished in zip(drawn.text, drawn.finished, strict=True):
         assert whole(text) if finished else begins(text), text
     assert sum(drawn.finished) > 4
-    greedy = [paradec.generate(causal, [[1, 2, 3], [4]], sampler=sampler_of(each), **asked) for each in (way, "sjd")]
+    greedy = [paradec.generate(causal, [[1, 2, 3], [4]], sampler=sampler_of(each), **request) for each in (way, "sjd")]
     assert greedy[0].text == greedy[1].text
 
 
@@ -182,11 +182,11 @@ def test_llguidance_allows_nothing_that_the_automata_lack() -> None:
                 ours = np.zeros(size, bool)
                 for index in automaton.after(state)[0]:
                     ours[automaton.members[index]] = True
-                found = texts.fits(theirs)
-                assert not (found & ~ours).any(), (pattern, theirs)
-                assert (found == ours).all() or found.sum() == 1, (pattern, theirs)
-                alike, states = alike + bool((found == ours).all()), states + 1
-                token = int(draw.choice(np.flatnonzero(found)))
+                actual = texts.fits(theirs)
+                assert not (actual & ~ours).any(), (pattern, theirs)
+                assert (actual == ours).all() or actual.sum() == 1, (pattern, theirs)
+                alike, states = alike + bool((actual == ours).all()), states + 1
+                token = int(draw.choice(np.flatnonzero(actual)))
                 if token in ends:
                     break
                 state, theirs = automaton.step(state, token), texts.after(theirs, token)  # type: ignore[assignment]

@@ -129,10 +129,10 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_all_texts_of_a_small_vocabulary(name: str) -> None:
     """All sequences of up to seven parts: accepted is what is valid, with keys in the schema's order and once."""
-    schema, automaton, found = SMALL[name], automaton_of(SMALL[name], depth=8), 0
+    schema, automaton, actual = SMALL[name], automaton_of(SMALL[name], depth=8), 0
 
     def extend(text: str, state: int, size: int) -> None:
-        nonlocal found
+        nonlocal actual
         for part in TOKENS:
             after = state
             for byte in part.encode():
@@ -142,7 +142,7 @@ def test_all_texts_of_a_small_vocabulary(name: str) -> None:
                 extend(text + part, after, size - 1)
 
     def check(text: str, accepted: bool) -> None:
-        nonlocal found
+        nonlocal actual
         try:
             pairs = json.loads(text, object_pairs_hook=list)
             value = json.loads(text)
@@ -152,10 +152,10 @@ def test_all_texts_of_a_small_vocabulary(name: str) -> None:
         keys = [pair[0] for pair in pairs if isinstance(pair, tuple)] if isinstance(pairs, list) else []
         in_order = keys == [key for key in ("a", "b") if key in keys]
         assert accepted == (in_order and is_valid(value, schema, schema)), text
-        found += accepted
+        actual += accepted
 
     extend("", 0, 7)
-    assert found >= 2
+    assert actual >= 2
 
 
 NAMES, SIMPLE = ["a", "b", "ab", "c"], [1, "a", None, 0.5, True, {}]
@@ -290,17 +290,17 @@ def test_malformed_schemas_name_keyword_and_path(schema: Any, part: str) -> None
 
 
 def test_sizes_and_times() -> None:
-    inner = {"type": "object", "properties": {f"m{at}": {"type": "boolean"} for at in range(12)}}
-    twice = automaton_of({"type": "object", "properties": {f"k{at}": inner for at in range(12)}})
+    inner = {"type": "object", "properties": {f"m{index}": {"type": "boolean"} for index in range(12)}}
+    twice = automaton_of({"type": "object", "properties": {f"k{index}": inner for index in range(12)}})
     assert len(twice.accept) < 2500  # 12 objects, each once
     begin = time.process_time()
-    levels = {f"t{at}": {"type": "object", "properties": {name: {"$ref": f"#/$defs/t{at + 1}"} for name in "abc"}}
-              for at in range(5)}  # fmt: skip
+    levels = {f"t{index}": {"type": "object", "properties": {name: {"$ref": f"#/$defs/t{index + 1}"} for name in "abc"}}
+              for index in range(5)}  # fmt: skip
     automaton_of({"$defs": levels | {"t5": {"type": "null"}}, "$ref": "#/$defs/t0"})
     assert len(automaton_of({"type": "string", "maxLength": 500}).accept) < 8003
     assert len(automaton_of({"type": "string", "pattern": "^[0-9]{0,500}$"}).accept) == 503
     assert time.process_time() - begin < 5
-    strings = {f"p{at}": {"type": "string", "maxLength": 30_000} for at in range(20)}
+    strings = {f"p{index}": {"type": "string", "maxLength": 30_000} for index in range(20)}
     long = automaton_of({"type": "object", "properties": strings})
     assert accepts(long, {"p0": "x" * 64}) and not accepts(long, {"p0": "x" * 20_000})
 
@@ -350,27 +350,27 @@ def spelled(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
 
 def sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
     """All accepted sequences of up to `most` tokens."""
-    found, todo = list[list[int]](), [(list[int](), 0)]
+    actual, todo = list[list[int]](), [(list[int](), 0)]
     for ids, state in todo:
         if automaton.accept[state]:
-            found.append(ids)
+            actual.append(ids)
         for index, target in zip(*automaton.after(state), strict=True):
             if len(ids) < most:
                 todo += [([*ids, token], int(target)) for token in automaton.members[index].tolist()]
-    return found
+    return actual
 
 
 def test_literals_have_the_tokenizer_s_spelling() -> None:
     """A schema of literals alone: each of its texts once, in the tokens of the whole text; in any spelling, more."""
     schema = {**CLOSED, "properties": {"one": {"enum": [True, "two"]}, "three": {"const": None}}, "required": ["one"]}
     own, free = spelled(schema), spelled(schema, "any")
-    found = sequences(own, 60)
-    texts = [TOKENIZER.decode(ids) for ids in found]
+    actual = sequences(own, 60)
+    texts = [TOKENIZER.decode(ids) for ids in actual]
     value = paradec.JsonSchema(schema)
     assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
-    assert found == [encode(text) for text in texts]
-    for ids in found:
-        letters = [token for sign in TOKENIZER.decode(ids) for token in encode(sign)]
+    assert actual == [ids_of(text) for text in texts]
+    for ids in actual:
+        letters = [token for sign in TOKENIZER.decode(ids) for token in ids_of(sign)]
         assert accepted(free, ids) and accepted(free, letters)
         assert not accepted(own, letters) or letters == ids
 

@@ -56,20 +56,20 @@ def test_marginals(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
     ours, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
     assert len(canvas) == len(case["p"]) == case["slots"]
-    found = Marginals(ours, torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf), canvas, 0, ours.accept)
-    assert math.exp(found.log_z()) == pytest.approx(expected["z"], rel=1e-9)
+    actual = Marginals(ours, torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf), canvas, 0, ours.accept)
+    assert math.exp(actual.log_z()) == pytest.approx(expected["z"], rel=1e-9)
     undecided = [at for at, token in enumerate(canvas) if token is None]
-    marginals = found.conditioned().softmax(-1)[:, :size]
+    marginals = actual.conditioned().softmax(-1)[:, :size]
     wanted = torch.tensor(expected["marginals"], dtype=torch.float64)[undecided]
     torch.testing.assert_close(marginals, wanted, rtol=1e-9, atol=1e-15)
     best = [*canvas]
-    for at, token in zip(undecided, found.best().tolist(), strict=True):
+    for at, token in zip(undecided, actual.best().tolist(), strict=True):
         best[at] = token
     assert best == expected["best"]
     probability = math.prod(case["p"][at][best[at]] for at in undecided)
     assert probability == pytest.approx(expected["best_probability"], rel=1e-9)
     for uniform, text in zip(expected["uniforms"], expected["draws"], strict=True):
-        assert found.sample(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
+        assert actual.sample(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
     fits = passes.possible(ours, canvas, 0, ours.accept)
     allowed = [sorted(np.concatenate([ours.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits]
     assert [allowed[at] for at in undecided] == [expected["allowed"][at] for at in undecided]
@@ -79,28 +79,28 @@ def test_marginals(name: str) -> None:
     assert total == pytest.approx(expected["z"], rel=1e-9)
     for at in undecided:
         for token in range(size):
-            whole = math.fsum(mass for text, mass in listed.items() if text[at] == token)
-            assert expected["marginals"][at][token] == pytest.approx(whole, rel=1e-9, abs=1e-15)
+            full = math.fsum(mass for text, mass in listed.items() if text[at] == token)
+            assert expected["marginals"][at][token] == pytest.approx(full, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", case_names("refused"))
 @replays("name")
 def test_lengths(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
-    with_ends, whole = automaton_of(case, ends=True), automaton_of(case, ends=False)
+    with_ends, full = automaton_of(case, ends=True), automaton_of(case, ends=False)
     assert len(case["canvas"]) == case["slots"]
     stated = automaton_of(case)
     assert bool(passes.completions(stated, case["canvas"], stated.accept)[0, 0]) == expected["feasible"]
     assert np.flatnonzero(passes.lengths(with_ends, 20))[0] == expected["shortest"]
-    assert np.flatnonzero(passes.lengths(whole, 7)).tolist() == expected["lengths"]
+    assert np.flatnonzero(passes.lengths(full, 7)).tolist() == expected["lengths"]
 
 
 @pytest.mark.parametrize("name", case_names("marginals"))
 def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
     ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
     logits[0, ours.runs.tokens[0]] = -torch.inf
-    found = _scattered_sums(ours.runs, logits.index_select(-1, torch.as_tensor(ours.runs.tokens)))
-    np.testing.assert_allclose(found, _run_sums(ours.runs, logits), rtol=1e-12)
+    actual = _scattered_sums(ours.runs, logits.index_select(-1, torch.as_tensor(ours.runs.tokens)))
+    np.testing.assert_allclose(actual, _run_sums(ours.runs, logits), rtol=1e-12)
 
 
 def test_vocabularies_of_several_stretches() -> None:
@@ -110,7 +110,7 @@ def test_vocabularies_of_several_stretches() -> None:
     edges = np.array([[0, 0, 0], [0, 1, 1], [1, 2, 0], [1, 1, 1]])
     automaton = TokenAutomaton(size, members, edges, np.array([False, True]))
     logits = torch.as_tensor(4 * draw.standard_normal((3, size)))
-    found = Marginals(automaton, logits, [None] * 3, 0, automaton.accept)
+    actual = Marginals(automaton, logits, [None] * 3, 0, automaton.accept)
     p = logits.softmax(-1).numpy()
     step = np.full((2, size), -1)
     for state, index, target in edges.tolist():
@@ -130,8 +130,8 @@ def test_vocabularies_of_several_stretches() -> None:
             state = step[state, tokens[-1]]
         return tokens
 
-    assert found.best().tolist() == text(lambda slot, w: w.argmax(), np.max)
-    assert math.exp(found.log_z()) == pytest.approx(weights(0, 0, np.sum).sum(), rel=1e-9)
+    assert actual.best().tolist() == text(lambda slot, w: w.argmax(), np.max)
+    assert math.exp(actual.log_z()) == pytest.approx(weights(0, 0, np.sum).sum(), rel=1e-9)
     for uniform in draw.random((60, 3)):
         chosen = text(lambda slot, w: np.searchsorted(w.cumsum(), uniform[slot] * w.sum(), side="right"), np.sum)  # noqa: B023
-        assert found.sample(uniform).tolist() == chosen
+        assert actual.sample(uniform).tolist() == chosen

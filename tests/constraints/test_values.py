@@ -47,18 +47,18 @@ def some_text(automaton: ByteAutomaton, draw: np.random.Generator, most: int = 4
     for _ in range(len(distance)):
         ahead = np.where(automaton.step >= 0, distance[automaton.step], 10**9).min(1) + 1
         distance = np.minimum(distance, ahead)
-    state, found, left = 0, bytearray(), int(draw.integers(0, 40))
+    state, actual, left = 0, bytearray(), int(draw.integers(0, 40))
     bytes_of = [np.flatnonzero(automaton.letter_of == letter) for letter in range(automaton.step.shape[1])]
-    while len(found) < most:
+    while len(actual) < most:
         if automaton.accept[state] and left <= 0:
-            return found.decode()
+            return actual.decode()
         letters = np.flatnonzero(automaton.step[state] >= 0)
         if not len(letters):
-            return found.decode()
+            return actual.decode()
         if left <= 0:
             letters = letters[distance[automaton.step[state, letters]] < distance[state]]
         letter = draw.choice(letters)
-        found.append(draw.choice(bytes_of[letter]))
+        actual.append(draw.choice(bytes_of[letter]))
         state, left = int(automaton.step[state, letter]), left - 1
     return None
 
@@ -134,10 +134,10 @@ def valid(value: Any, schema: Any, whole: Any) -> bool:
         return not isinstance(value, bool) and isinstance(value, int if kind == "integer" else (int, float))
 
     if "$ref" in schema:
-        found = whole
+        actual = whole
         for name in schema["$ref"].split("/")[1:]:
-            found = found[name]
-        return valid(value, found, whole)
+            actual = actual[name]
+        return valid(value, actual, whole)
     said = [True]
     if "type" in schema:
         said.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
@@ -173,13 +173,13 @@ def valid(value: Any, schema: Any, whole: Any) -> bool:
 def test_texts_of_schemas_are_valid(schema: Any) -> None:
     value = paradec.JsonSchema(schema, depth=2)
     automaton = byte_automaton(value.node())
-    draw, found = np.random.default_rng(0), 0
+    draw, actual = np.random.default_rng(0), 0
     for _ in range(40):
         text = some_text(automaton, draw)
         if text is not None:
             assert valid(json.loads(text), schema, schema), text
-            found += 1
-    assert found > 10
+            actual += 1
+    assert actual > 10
 
 
 @pytest.mark.parametrize(
@@ -549,9 +549,9 @@ def test_the_automaton_is_that_of_this_process(compiler: Compiler, monkeypatch: 
         expected = value.to_token_automaton(TOKENIZER, VOCAB)
         assert compiler.compile(make, argument) == value
         monkeypatch.setattr(type(value), "to_token_automaton", None)  # it is found
-        found = token_automaton(value, TOKENIZER, VOCAB, (), ())
+        actual = token_automaton(value, TOKENIZER, VOCAB, (), ())
         for name in ("edges", "accept", "class_of"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+            np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
     monkeypatch.setattr(compiler, "_ask", None)
     assert compiler.compile(Regex, "[ab]{2,5}c?") == values[0]  # nothing is compiled again
 
