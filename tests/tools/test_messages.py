@@ -85,9 +85,9 @@ def test_a_wrong_file_is_named_with_its_line(
     file.write_text(text)
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         read(file)
-    said = str(caught.value)
-    assert "\n" not in said and all(word in said for word in words), said
-    assert "wrong.jsonl" in said or "none.json" in said
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+    assert "wrong.jsonl" in message or "none.json" in message
     file.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(ValueError, match=r"wrong\.jsonl"):
         read(file)
@@ -156,8 +156,8 @@ CALLS: list[tuple[Any, ...]] = [
 def test_a_wrong_argument_is_named(call: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises((ValueError, TypeError, OSError)) as caught:
         call()
-    said = str(caught.value)
-    assert "\n" not in said and all(word in said for word in words), said
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
 
 
 def test_filters_of_another_format_or_of_other_weights_are_refused(tmp_path: Path) -> None:

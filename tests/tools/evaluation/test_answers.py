@@ -36,12 +36,12 @@ def judged(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
 def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     lm = Answering(packaged64, batch_size=3)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
-    whole, stopped, short = lm.generate_until(
+    full, stopped, short = lm.generate_until(
         asked((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
     )
-    assert whole == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
+    assert full == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
     assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
-    assert Answering(packaged64, until=False).generate_until(asked((prompt, {"until": ["fig"]}))) == [whole]
+    assert Answering(packaged64, until=False).generate_until(asked((prompt, {"until": ["fig"]}))) == [full]
     own = Answering(packaged64, max_new_tokens=1)  # what the model says wins over the task
     assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 
@@ -93,9 +93,9 @@ def test_penalties_of_a_task_are_those_of_generate(packaged64: Model) -> None:
     prompt = "Shuffle: pear fig apple kiwi"
     asked_for: dict[str, Any] = {"repetition_penalty": 1, "bad_words": ["fig"], "min_new_tokens": 3, "max_gen_toks": 12}
     lm = Answering(packaged64)
-    (found,) = lm.generate_until(asked((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for)))
+    (actual,) = lm.generate_until(asked((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for)))
     controls = {"bad_words": ["fig"], "min_new_tokens": 3, "max_new_tokens": 12}
-    assert found == paradec.generate(packaged64, prompt, **controls).text and "fig" not in found
+    assert actual == paradec.generate(packaged64, prompt, **controls).text and "fig" not in actual
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -104,11 +104,11 @@ def test_log_likelihoods_say_how_sure_they_are_and_what_is_greedy(packaged64: Mo
     lm = Answering(packaged64, mc_num=4, mc_batch=2, seed=3, batch_size=batch)
     chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat fox pear"}])
     answers = ["kiwi goat fox pear", "kiwi fox goat pear", "kiwi", "goat kiwi fox", "goat kiwi pear apple"]
-    found = judged(lm, *((chat, answer) for answer in answers))
-    assert [greedy for _, greedy in found] == [True, False, True, False, False]
+    actual = judged(lm, *((chat, answer) for answer in answers))
+    assert [greedy for _, greedy in actual] == [True, False, True, False, False]
     pairs = [(lm.tok_encode(chat), lm.tok_encode(answer)) for answer in answers]
     expected = list(log_likelihoods(packaged64, pairs, samples=4, stratum=2, seed=3))
-    assert [value for value, _ in found] == pytest.approx([one.value for one in expected], abs=1e-9)
+    assert [value for value, _ in actual] == pytest.approx([one.value for one in expected], abs=1e-9)
     errors, said = sorted(one.error for one in expected), lm.get_model_info()["log_likelihoods"]
     assert errors[0] == 0 < errors[2]
     assert (said["median_standard_error"], said["largest_standard_error"]) == pytest.approx((errors[2], errors[4]))
@@ -179,10 +179,10 @@ def test_choices_that_are_decoded(packaged64: Model) -> None:
     )
     orders = ["apple pear fig", "apple fig pear", "apple fig"]
     pairs = [*((sort, order) for order in orders), (copy, "kiwi fig owl"), (sort, orders[1]), (sort, orders[0])]
-    found = judged(lm, *pairs)
+    actual = judged(lm, *pairs)
     no, yes = (-math.inf, False), (0.0, True)
-    assert found[:3] == [no, yes, no] and found[4:] == [yes, no]
-    assert found[3] == judged(scoring, pairs[3])[0]
+    assert actual[:3] == [no, yes, no] and actual[4:] == [yes, no]
+    assert actual[3] == judged(scoring, pairs[3])[0]
     out = paradec.generate(packaged64, "Sort: pear fig apple", constraint=paradec.Choice(orders), max_new_tokens=4)
     assert out.text == orders[1] and lm.spent.answers == 2
     assert lm.spent.row_calls <= 4 and len(lm.likelihoods) == 1

@@ -106,10 +106,10 @@ def test_seeds_and_blocks_are_those_of_generate(packaged: Model) -> None:
     assert len({len(row) % 4 for row in encode(model, prompts).rows}) > 1
     warm, few = Configuration("factor", {"temperature": 2.0}), Configuration("low_confidence", {"steps": 1 / 4})
     request = {"max_new_tokens": 12, "seed": 5}
-    found = evaluation.compare(model, questions=questions, names=[warm, few], batch=6, **request)
+    actual = evaluation.compare(model, questions=questions, names=[warm, few], batch=6, **request)
     drawn = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request)
     spread = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
-    for result, output in zip(found.results[1:], (drawn, spread), strict=True):
+    for result, output in zip(actual.results[1:], (drawn, spread), strict=True):
         assert (result.row_calls, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
     other = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 1})
     assert (sum(other.row_nfe), sum(other.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
@@ -169,22 +169,22 @@ def test_a_table_is_read_back(format_: str) -> None:
     rows = [["a|b", "x_1 & 5%", "1.0"], ["\\back{s}", 'say "a, b"\nc', "#2"]]
     text = FORMATS[format_](["one", "two", "right %"], rows)
     if format_ == "csv":
-        found = list(csv.reader(io.StringIO(text)))[1:]
+        actual = list(csv.reader(io.StringIO(text)))[1:]
     elif format_ == "markdown":
         lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines()]
         assert [set(cell) for cell in lines.pop(1)] == [{"-"}, {"-"}, {"-", ":"}]
-        found = [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in line] for line in lines[1:]]
+        actual = [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in line] for line in lines[1:]]
     else:
         body = text.partition("\\midrule\n")[2].partition("\n\\bottomrule")[0].splitlines()
-        found = []
+        actual = []
         for line in body:
             assert line.endswith(r" \\") and "%" not in line.replace(r"\%", "") and line.count(" & ") == 2
             cells = line.removesuffix(r" \\").split(" & ")
             plain = [cell.replace(r"\textbackslash{}", "\0") for cell in cells]
-            found.append([re.sub(r"\\(.)", r"\1", cell).replace("\0", "\\") for cell in plain])
+            actual.append([re.sub(r"\\(.)", r"\1", cell).replace("\0", "\\") for cell in plain])
         assert text.startswith("\\begin{tabular}{llr}") and text.endswith("\\end{tabular}")
     expected = rows if format_ == "csv" else [[cell.replace("\n", " ") for cell in row] for row in rows]
-    assert found == expected
+    assert actual == expected
 
 
 def stop_after(count: int) -> Callable[..., None]:
@@ -207,7 +207,7 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
     assert not partial.complete and partial.to_dict()["complete"] is False
     assert [r.configuration.name for r in partial.results] == ["threshold", "factor"]
     measured = []
-    whole = evaluation.compare(
+    full = evaluation.compare(
         packaged,
         questions=questions,
         batch=8,
@@ -218,7 +218,7 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
     assert "factor" not in [name for name, _ in measured] and len(measured) == 5
     shares = [share for _, share in measured]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
-    assert without_times(whole.to_dict()) == without_times(small.to_dict())
+    assert without_times(full.to_dict()) == without_times(small.to_dict())
     # a gap in the middle: what stands after it survives an interrupt
     gap = replace(small, results=[r for r in small.results if r.configuration.name != "factor"])
     with pytest.raises(paradec.Interrupted) as caught:
@@ -252,10 +252,10 @@ def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: 
 def test_caches_are_compared_too(packaged: Model) -> None:
     questions = evaluation.packaged_questions("shuffle", limit=4)
     arguments: dict[str, Any] = {"questions": questions, "names": "threshold", "max_new_tokens": 16, "batch": 4}
-    found = evaluation.compare(packaged, cache="dual", block_length=4, **arguments)
-    assert found.setup["cache"] == "dual" and found.setup["blocks"] == "FixedBlocks(length=4, align='prompt')"
+    actual = evaluation.compare(packaged, cache="dual", block_length=4, **arguments)
+    assert actual.setup["cache"] == "dual" and actual.setup["blocks"] == "FixedBlocks(length=4, align='prompt')"
     plain = evaluation.compare(packaged, block_length=4, **arguments)
-    assert found.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
+    assert actual.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
 
 
 def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
@@ -273,9 +273,9 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
     assert [question.many for question in questions] == [None, True, None, None, None]
     some = evaluation.read_questions(file, tasks=["regex", "wrong"])  # in the file's order
     assert [question.prompt for question in some] == [question.prompt for question in questions[2:]]
-    found = evaluation.compare(packaged, questions=questions, names="threshold", batch=5, max_new_tokens=12)
-    assert found.baseline.tasks == {"prompts": (2, 2), "wrong": (0, 1), "regex": (1, 2)}
-    assert "one answer %" not in found.columns()
+    actual = evaluation.compare(packaged, questions=questions, names="threshold", batch=5, max_new_tokens=12)
+    assert actual.baseline.tasks == {"prompts": (2, 2), "wrong": (0, 1), "regex": (1, 2)}
+    assert "one answer %" not in actual.columns()
     assert len(evaluation.read_questions(file, limit=1)) == 3
     assert [question.prompt for question in evaluation.read_questions(file, tasks="wrong")] == ["Copy: kiwi fig owl"]
     with pytest.raises(ValueError, match="no-such-task"):
@@ -318,14 +318,14 @@ def test_constraints_of_all_prompts_and_of_a_line_s_own(packaged: Model, tmp_pat
     file.write_text("\n".join(json.dumps(line) for line in lines))
     questions = evaluation.read_questions(file)
     every = paradec.Regex("[a-z]+ owl")
-    asked: dict[str, Any] = {"questions": questions, "max_new_tokens": 6, "constraint": every}
-    found = evaluation.compare(packaged, names="low_confidence", defaults=True, batch=3, **asked)
-    for result in found.results:
+    request: dict[str, Any] = {"questions": questions, "max_new_tokens": 6, "constraint": every}
+    actual = evaluation.compare(packaged, names="low_confidence", defaults=True, batch=3, **request)
+    for result in actual.results:
         texts = [answer["text"] for answer in result.answers or ()]
         assert texts[0].endswith(" owl") and texts[1] in ("kiwi fig", "fig kiwi") and texts[2].endswith(" owl")
-    assert found.setup["constraint"] == {"regex": every.pattern}
+    assert actual.setup["constraint"] == {"regex": every.pattern}
     with pytest.raises(ValueError, match="constraint="):
-        evaluation.compare(packaged, names="threshold", resume=found, **asked | {"constraint": None})
+        evaluation.compare(packaged, names="threshold", resume=actual, **request | {"constraint": None})
     with pytest.warns(UserWarning, match="wino is left out: .*replaces decided tokens"):
         evaluation.compare(packaged, questions=questions[:1], defaults=True, max_new_tokens=4, constraint=every)
 
@@ -344,13 +344,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s are of a busy machine")]
     assert result.exit_code == 0 and not notes
     lines = [line.split("\t") for line in result.stdout.splitlines()]
-    found = Comparison.from_json(file)
-    assert lines == [found.columns(), *found.table()] and len(lines) == 5 and found.complete
+    actual = Comparison.from_json(file)
+    assert lines == [actual.columns(), *actual.table()] and len(lines) == 5 and actual.complete
     # everything is there already: nothing is decoded again
     monkeypatch.setattr(sys.modules["paradec.tools.evaluation.compare"], "generate", None)
-    again = run(*FEW, "--out", file, "--resume", "--json")
-    assert again.exit_code == 0
-    assert json.loads(again.stdout)["results"] == json.loads(file.read_text())["results"]
+    repeated = run(*FEW, "--out", file, "--resume", "--json")
+    assert repeated.exit_code == 0
+    assert json.loads(repeated.stdout)["results"] == json.loads(file.read_text())["results"]
 
 
 def test_long_comparisons_print_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,9 +385,9 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file, out = tmp_path / "own.py", tmp_path / "results.json"
     file.write_text(OWN)
     flags = ("--tasks", "copy", "--limit", 2, "--batch", 4, "--max-new-tokens", 6, "--out", out)
-    found = run(*flags, "--samplers", f"klass,{file}:Mine", "--format", "csv")
-    assert found.exit_code == 0, found.output
-    names = [row["sampler"] for row in csv.DictReader(io.StringIO(found.stdout))]
+    actual = run(*flags, "--samplers", f"klass,{file}:Mine", "--format", "csv")
+    assert actual.exit_code == 0, actual.output
+    names = [row["sampler"] for row in csv.DictReader(io.StringIO(actual.stdout))]
     assert names.count("mine_of_a_file") == 2 and names[0] == "threshold" and "klass" in names
     rows = json.loads(out.read_text())["results"]
     best, all_of_them = (row for row in rows if row["sampler"] == "mine_of_a_file")
@@ -397,11 +397,11 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     measured = []
     work = show.Bar.work
     monkeypatch.setattr(show.Bar, "work", lambda bar, name, *more: (measured.append(name), work(bar, name, *more)))
-    again = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
-    assert again.exit_code == 0 and measured == []
+    repeated = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
+    assert repeated.exit_code == 0 and measured == []
     file.write_text(OWN + "\n# another rule\n")
-    again = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
-    assert again.exit_code == 0 and {*measured} == {"mine_of_a_file", "mine_of_a_file(all_of_them=True)"}
+    repeated = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
+    assert repeated.exit_code == 0 and {*measured} == {"mine_of_a_file", "mine_of_a_file(all_of_them=True)"}
 
 
 def test_the_plot(small: Comparison, tmp_path: Path) -> None:

@@ -59,33 +59,33 @@ def test_exact_match_is_that_of_compare_at_every_batch_size(packaged64: Model) -
     # the harness takes the first prompts of a task, and compare some of all lengths: the questions are the first ones
     questions = [question for task in SOME for question in evaluation.packaged_questions(task)[:limit]]
     of_compare = evaluation.compare(packaged64, questions=questions, names=["threshold"], batch=4).baseline
-    wanted = {f"paradec_{task}": right / count for task, (right, count) in of_compare.tasks.items()}
+    expected = {f"paradec_{task}": right / count for task, (right, count) in of_compare.tasks.items()}
     spent, texts = [], []
     for batch in (1, 5):
         recipe = Recipe(tasks=tasks, limit=limit, batch=batch)
-        found = running.evaluate(recipe, model=packaged64, log_samples=True, bootstrap_iters=0)
-        assert {task: found["results"][task]["exact_match,none"] for task in tasks} == wanted
-        spent.append({name: found["config"]["spent"][name] for name in ("row_calls", "tokens", "answers")})
-        texts.append([sample["resps"] for task in tasks for sample in found["samples"][task]])
-        assert found["met"]["chat"] and found["met"]["dtype"] == "float64"
-        assert found["recipe"]["batch"] == batch and found["met"]["versions"]["lm_eval"]
+        actual = running.evaluate(recipe, model=packaged64, log_samples=True, bootstrap_iters=0)
+        assert {task: actual["results"][task]["exact_match,none"] for task in tasks} == expected
+        spent.append({name: actual["config"]["spent"][name] for name in ("row_calls", "tokens", "answers")})
+        texts.append([sample["resps"] for task in tasks for sample in actual["samples"][task]])
+        assert actual["met"]["chat"] and actual["met"]["dtype"] == "float64"
+        assert actual["recipe"]["batch"] == batch and actual["met"]["versions"]["lm_eval"]
     assert texts[0] == texts[1] and spent[0] == spent[1]
     assert spent[0]["row_calls"] == of_compare.row_calls and spent[0]["tokens"] == of_compare.tokens
-    json.dumps(found)
+    json.dumps(actual)
 
 
 @pytest.mark.full
 def test_every_packaged_task_has_the_score_of_compare(packaged64: Model) -> None:
     of_compare = evaluation.compare(packaged64, names=["threshold"], batch=16).baseline
-    found = running.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
+    actual = running.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
     for task, (right, count) in of_compare.tasks.items():
-        assert found["results"][f"paradec_{task}"]["exact_match,none"] == right / count
-    assert found["groups"]["paradec"]["exact_match,none"] == pytest.approx(of_compare.accuracy())
+        assert actual["results"][f"paradec_{task}"]["exact_match,none"] == right / count
+    assert actual["groups"]["paradec"]["exact_match,none"] == pytest.approx(of_compare.accuracy())
 
 
 def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("paradec_copy",), limit=5, batch=2)
-    whole = running.evaluate(recipe, model=packaged64, log_samples=True)
+    full = running.evaluate(recipe, model=packaged64, log_samples=True)
     answered = 0
 
     class Impatient(ParadecLM):
@@ -106,9 +106,9 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         lm_eval.simple_evaluate(Impatient(packaged64, batch_size=2), **arguments)
     lm = ParadecLM(packaged64, batch_size=2)
-    found = lm_eval.simple_evaluate(lm, **arguments)
+    actual = lm_eval.simple_evaluate(lm, **arguments)
     assert lm.spent.answers == 2
-    assert found["results"]["paradec_copy"]["exact_match,none"] == whole["results"]["paradec_copy"]["exact_match,none"]
+    assert actual["results"]["paradec_copy"]["exact_match,none"] == full["results"]["paradec_copy"]["exact_match,none"]
 
 
 @pytest.fixture
@@ -137,15 +137,15 @@ def choices(tmp_path: Path) -> Path:
 
 def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("choices",), include=str(choices), likelihood="monte_carlo", mc_num=4, mc_batch=2)
-    found = [
+    actual = [
         running.evaluate(dataclasses.replace(recipe, batch=batch), model=packaged64, log_samples=True)
         for batch in (1, 7)
     ]
-    assert [f["results"]["choices"]["acc,none"] for f in found] == [1.0, 1.0]
-    said = found[0]["config"]["log_likelihoods"]
+    assert [f["results"]["choices"]["acc,none"] for f in actual] == [1.0, 1.0]
+    said = actual[0]["config"]["log_likelihoods"]
     assert (said["judged"], said["method"], said["samples"]) == (5, "monte_carlo", 4)
     assert said["median_standard_error"] >= 0 and said["largest_standard_error"] >= said["median_standard_error"]
-    first, second = ([sample["filtered_resps"] for sample in f["samples"]["choices"]] for f in found)
+    first, second = ([sample["filtered_resps"] for sample in f["samples"]["choices"]] for f in actual)
     for a, b in zip(sum(first, []), sum(second, []), strict=True):
         assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]
     assert [greedy for row in first for _, greedy in row] == [True, False, False, True, False]
@@ -160,7 +160,7 @@ def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -
     ids = lm.tok_encode("kiwi goat fox pear fig apple")
     assert len(ids) == 6
     windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # 5 tokens each, none judged twice
-    expected = sum(found.value for found in log_likelihoods(packaged64, windows, method="chain"))
+    expected = sum(actual.value for actual in log_likelihoods(packaged64, windows, method="chain"))
     entry: Any = SimpleNamespace(args=("kiwi goat fox pear fig apple",))
     assert lm.loglikelihood_rolling([entry])[0] == pytest.approx(expected, abs=1e-9)
     assert lm.check_greedy
@@ -170,14 +170,14 @@ def test_the_command_repeats_its_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("tasks: [paradec_copy]\nlimit: 3\nrequest: {sampler: klass, history: 1}\n")
     out = tmp_path / "result.json"
-    given = ["eval", str(recipe), "--batch", "4", "--out", str(out), "--request", "history=2"]
-    shown = CliRunner().invoke(cli.app, given)
+    arguments = ["eval", str(recipe), "--batch", "4", "--out", str(out), "--request", "history=2"]
+    shown = CliRunner().invoke(cli.app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "paradec_copy\texact_match\t1.0000" in shown.stdout and "forwards each" in shown.stdout
-    found = json.loads(out.read_text())
-    assert found["changed"] == ["batch", "request"]
-    assert found["recipe"]["request"] == {"sampler": "klass", "history": 2} and found["recipe"]["batch"] == 4
-    assert found["config"]["request"]["sampler"]["history"] == 2 and found["met"]["versions"]["torch"]
+    actual = json.loads(out.read_text())
+    assert actual["changed"] == ["batch", "request"]
+    assert actual["recipe"]["request"] == {"sampler": "klass", "history": 2} and actual["recipe"]["batch"] == 4
+    assert actual["config"]["request"]["sampler"]["history"] == 2 and actual["met"]["versions"]["torch"]
 
 
 @pytest.mark.full

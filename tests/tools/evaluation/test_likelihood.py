@@ -49,9 +49,9 @@ def one(model: Model, context: list[int] = CONTEXT, continuation: list[int] = CO
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_all_maskings_are_the_expectation(prediction: str) -> None:
     model = tiny(1, prediction=prediction)
-    found = one(model, samples=15)
-    assert (found.variance, found.samples, found.forwards) == (0.0, 15, 15)
-    assert found.value == pytest.approx(expectation(model, CONTEXT + CONTINUATION, len(CONTEXT)), abs=1e-9)
+    actual = one(model, samples=15)
+    assert (actual.variance, actual.samples, actual.forwards) == (0.0, 15, 15)
+    assert actual.value == pytest.approx(expectation(model, CONTEXT + CONTINUATION, len(CONTEXT)), abs=1e-9)
 
 
 def test_all_orders_have_the_expectation_as_their_mean() -> None:
@@ -72,8 +72,8 @@ def test_all_orders_have_the_expectation_as_their_mean() -> None:
 def test_draws_estimate_the_expectation_and_their_variance() -> None:
     model = tiny(1)
     truth = expectation(model, CONTEXT + CONTINUATION, len(CONTEXT))
-    found = [one(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
-    values, variances = np.array([f.value for f in found]), np.array([f.variance for f in found])
+    actual = [one(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
+    values, variances = np.array([f.value for f in actual]), np.array([f.variance for f in actual])
     assert abs(values.mean() - truth) < 4 * values.std(ddof=1) / math.sqrt(len(values))
     assert 0.6 < variances.mean() / values.var(ddof=1) < 1.6
     # Student's t with 5 degrees of freedom: 95 % lie within 2.57 standard errors
@@ -100,9 +100,9 @@ def test_standard_errors_are_those_of_means(method: str, topology: str) -> None:
         value += statistics.mean(strata)
         variance += statistics.variance(strata) / len(strata) if part.drawn else 0
     assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
-    found = one(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
-    assert found.value == pytest.approx(value, abs=1e-9) and found.variance == pytest.approx(variance, abs=1e-9)
-    assert found.error == math.sqrt(found.variance) > 0
+    actual = one(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
+    assert actual.value == pytest.approx(value, abs=1e-9) and actual.variance == pytest.approx(variance, abs=1e-9)
+    assert actual.error == math.sqrt(actual.variance) > 0
 
 
 @pytest.mark.parametrize(("length", "stratum"), [(8, 16), (24, 16), (5, 16), (40, 16), (7, 1)])
@@ -134,18 +134,18 @@ def test_blocks_are_judged_one_after_the_other(longest: int) -> None:
             one(model, [1, *CONTEXT])
     assert one(model, method="chain").value == pytest.approx(expected, abs=1e-9)
     parts = [one(model, CONTEXT, row[5:8], samples=7), one(model, row[:8], row[8:], samples=1)]
-    found = one(model, samples=7)
-    assert found.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and found.forwards == 8
-    assert found.samples == one(model, row[:3], row[3:7], samples=7).samples == 7  # of the larger part, wherever it is
+    actual = one(model, samples=7)
+    assert actual.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and actual.forwards == 8
+    assert actual.samples == one(model, row[:3], row[3:7], samples=7).samples == 7  # of the larger part, wherever it is
 
 
 def test_causal_models_are_exact() -> None:
     model = wrap_kind("Llama causal")
     row = [3, 17, 8, 30, 2, 6, 21]
     read = distributions(model, row)
-    found = one(model, row[:3], row[3:])
-    assert found.value == pytest.approx(sum(read[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
-    assert (found.variance, found.samples, found.forwards, found.greedy) == (0.0, 1, 1, False)
+    actual = one(model, row[:3], row[3:])
+    assert actual.value == pytest.approx(sum(read[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
+    assert (actual.variance, actual.samples, actual.forwards, actual.greedy) == (0.0, 1, 1, False)
     likeliest = paradec.generate(model, input_ids=row[:3], max_new_tokens=4, sampler="jacobi", eos_early_stop=False)
     assert one(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
 
@@ -156,8 +156,8 @@ def test_guidance_masks_the_context() -> None:
     conditional = distributions(model, masked(row, [at], MASK))[at]
     without = distributions(model, masked(row, range(6), MASK))[at]
     expected = (without + scale * (conditional - without)).log_softmax(-1)[5].item()
-    found = one(model, continuation=[5], guidance_scale=scale)
-    assert found.value == pytest.approx(expected, abs=1e-9) and found.forwards == 2
+    actual = one(model, continuation=[5], guidance_scale=scale)
+    assert actual.value == pytest.approx(expected, abs=1e-9) and actual.forwards == 2
     off = one(model, continuation=[5], guidance_scale=1)
     assert off.forwards == 1 and off.value == pytest.approx(conditional[5].item(), abs=1e-9)
 

@@ -19,8 +19,8 @@ def test_the_prompts_are_parallelbench_s_tasks() -> None:
 @pytest.mark.parametrize("settings", [2, 3, 5])
 @pytest.mark.parametrize("name", SWEEPS)
 def test_sweeps_are_equal_in_number(name: str, settings: int) -> None:
-    found = sweep(name, settings)
-    assert len({c.name for c in found}) == settings and found[0].changes == {}
+    actual = sweep(name, settings)
+    assert len({c.name for c in actual}) == settings and actual[0].changes == {}
     swept = sweep(name, 5)
     if name == "threshold":
         values = sorted(c.make().threshold for c in swept)
@@ -32,26 +32,37 @@ def test_sweeps_are_equal_in_number(name: str, settings: int) -> None:
 
 
 def test_areas_lie_under_equal_numbers_of_points() -> None:
-    found = parallel(
+    actual = parallel(
         names=["low_confidence", "credit"], settings=2, tasks=["copy", "shuffle"], limit=2, batch=4, max_new_tokens=12
     )
-    counts = Counter(result.configuration.sampler for result in found.results)
+    counts = Counter(result.configuration.sampler for result in actual.results)
     assert counts == {"threshold": 2, "low_confidence": 2, "credit": 2}
-    best = max(100 * result.accuracy() for result in found.results)
-    for name, area in found.aup().items():
-        own = [result for result in found.results if result.configuration.sampler == name]
+    best = max(100 * result.accuracy() for result in actual.results)
+    for name, area in actual.aup().items():
+        own = [result for result in actual.results if result.configuration.sampler == name]
         assert area == aup([(r.tokens_per_forward, 100 * r.accuracy()) for r in own], best)
-    assert set(found.aup()) == set(counts) and found.many == {"copy": False, "shuffle": True}
+    assert set(actual.aup()) == set(counts) and actual.many == {"copy": False, "shuffle": True}
 
 
 def test_the_command(tmp_path: Path) -> None:
     out, plot = tmp_path / "found.json", tmp_path / "curve.svg"
-    given = ["bench", "parallel", "--samplers", "factor", "--settings", "2", "--tasks", "sort,shuffle", "--limit", "2"]
-    given += ["--max-new-tokens", "12", "--batch", "4", "--out", str(out), "--plot", str(plot)]
-    shown = CliRunner().invoke(cli.app, given)
+    arguments = [
+        "bench",
+        "parallel",
+        "--samplers",
+        "factor",
+        "--settings",
+        "2",
+        "--tasks",
+        "sort,shuffle",
+        "--limit",
+        "2",
+    ]
+    arguments += ["--max-new-tokens", "12", "--batch", "4", "--out", str(out), "--plot", str(plot)]
+    shown = CliRunner().invoke(cli.app, arguments)
     assert shown.exit_code == 0, shown.output
-    found = json.loads(out.read_text())
-    assert found["complete"] and set(found["aup"]) == {"threshold", "factor"} and len(found["results"]) == 4
+    actual = json.loads(out.read_text())
+    assert actual["complete"] and set(actual["aup"]) == {"threshold", "factor"} and len(actual["results"]) == 4
     assert "tokens per forward" in plot.read_text() or plot.stat().st_size > 1000
     wrong = CliRunner().invoke(cli.app, ["bench", "parallel", "--samplers", "klass"])
     assert wrong.exit_code == 2 and "settings=" in wrong.stderr

@@ -54,20 +54,20 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def trace(model: Model) -> Trace:
-    found = paradec.generate(model, ROWS, sampler="wino", max_new_tokens=8, block_length=4, trace=True).trace
-    assert found is not None
-    return found
+    output = paradec.generate(model, ROWS, sampler="wino", max_new_tokens=8, block_length=4, trace=True).trace
+    assert output is not None
+    return output
 
 
 def test_a_page_is_one_file_that_asks_for_nothing(trace: Trace, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     text = trace.to_html(file)
     assert file.read_text(encoding="utf-8") == text
-    found = Reader(text)
-    assert not any({"src", "href", "srcset", "action"} & set(attributes) for _, attributes in found.tags)
-    assert not {"link", "base", "iframe", "object", "embed"} & {tag for tag, _ in found.tags}
+    actual = Reader(text)
+    assert not any({"src", "href", "srcset", "action"} & set(attributes) for _, attributes in actual.tags)
+    assert not {"link", "base", "iframe", "object", "embed"} & {tag for tag, _ in actual.tags}
     assert not re.search(r"https?:|//\w|@import|url\(|fetch\(|XMLHttp|WebSocket|import\(", text.replace("// ", ""))
-    policy = next(a["content"] for tag, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(a["content"] for tag, a in actual.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'")
 
 
@@ -87,13 +87,13 @@ def test_no_token_does_harm(tmp_path: Path) -> None:
     text = page([hostile_trace(), hostile_trace()], [name, HOSTILE[1]], HOSTILE[0])
     text.encode("utf-8")  # the lone surrogate is gone
     page([scripts_trace()], ["\udce9"]).encode("utf-8")
-    found = Reader(text)
+    actual = Reader(text)
     plain = Reader(page([scripts_trace(), scripts_trace()]))
-    assert "<" not in found.data
-    assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags] and text.count("</script>") == 2
-    run = found.runs()[0]
+    assert "<" not in actual.data
+    assert [tag for tag, _ in actual.tags] == [tag for tag, _ in plain.tags] and text.count("</script>") == 2
+    run = actual.runs()[0]
     assert [run["texts"][str(i)] for i in range(7)] == list(HOSTILE[:7]) and run["texts"]["7"] == "?"
-    assert run["settings"][HOSTILE[1]] == HOSTILE[2] and found.runs()[0]["name"] == name
+    assert run["settings"][HOSTILE[1]] == HOSTILE[2] and actual.runs()[0]["name"] == name
     hostile_trace().to_gif(tmp_path / "x.gif")
     framed = Reader(hostile_trace()._repr_html_())
     assert [tag for tag, _ in framed.tags] == ["iframe"]
@@ -238,15 +238,15 @@ def test_an_output_as_data() -> None:
 def test_notebooks_see_answers_as_text() -> None:
     model = paradec.load()
     out = paradec.generate(model, ["Sort: pear fig apple", "Reverse: fig"], max_new_tokens=8)
-    found = Reader(out._repr_html_())
+    actual = Reader(out._repr_html_())
     assert (
-        "apple fig pear" in found.words
-        and f"{out.nfe} forwards, " in found.words
+        "apple fig pear" in actual.words
+        and f"{out.nfe} forwards, " in actual.words
         and "<iframe" not in out._repr_html_()
     )
     out.text = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>" * 1000]
-    found = Reader(out._repr_html_())
-    assert "<script>alert(1)</script>" in found.words and not {"script", "img"} & {tag for tag, _ in found.tags}
-    assert len(found.words) < 2500
+    actual = Reader(out._repr_html_())
+    assert "<script>alert(1)</script>" in actual.words and not {"script", "img"} & {tag for tag, _ in actual.tags}
+    assert len(actual.words) < 2500
     traced = Reader(paradec.generate(model, "Sort: pear fig apple", max_new_tokens=8, trace=True)._repr_html_())
     assert [tag for tag, _ in traced.tags].count("iframe") == 1 and "4 tokens, 1 forward, " in traced.words

@@ -230,10 +230,10 @@ def recorded() -> list[dict[str, Any]]:
     drafts = paradec.generate(wrap_causal(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
     picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
     latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
-    found = [
+    actual = [
         text, open_, drafts, picture, scripts_trace(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
     ]  # fmt: skip
-    data = [json.loads(trace.to_json()) for trace in found]
+    data = [json.loads(trace.to_json()) for trace in actual]
     there = {name for run in data for each in (run, *run["steps"]) for name in each}
     assert there == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}
     return data
@@ -265,9 +265,9 @@ def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.Da
         if not at:
             break
     try:
-        found = Trace.from_json(json.dumps(trace))
+        actual = Trace.from_json(json.dumps(trace))
     except ValueError as error:
         named = re.match(r"the text is no trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
         assert named is not None and (named[1] or named[2] in vars(Trace([]))), str(error)
         return
-    assert "<html" in found.to_html() and Trace.from_json(found.to_json()).to_json() == found.to_json()
+    assert "<html" in actual.to_html() and Trace.from_json(actual.to_json()).to_json() == actual.to_json()

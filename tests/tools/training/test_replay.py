@@ -38,12 +38,12 @@ def checkpoint(name: str, dtype: str) -> Model:
 
 
 def recorded(number: int) -> Rollout:
-    case, found = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
-    length = torch.tensor([len(found["final"])])
+    case, actual = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
+    length = torch.tensor([len(actual["final"])])
     return Rollout(
-        tokens=found["final"][None],
-        step_map=found["step"][None],
-        logp=found["logp"][None],
+        tokens=actual["final"][None],
+        step_map=actual["step"][None],
+        logp=actual["logp"][None],
         logp_drawn=None,
         length=length,
         prompt_length=torch.tensor([len(case["prompt"])]),
@@ -53,8 +53,8 @@ def recorded(number: int) -> Rollout:
     )
 
 
-def assert_logp(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), equal_nan=True, rtol=0, atol=tolerance)
+def assert_logp(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), equal_nan=True, rtol=0, atol=tolerance)
 
 
 @pytest.mark.thinned
@@ -80,11 +80,11 @@ def test_recorded_cases(number: int) -> None:
         with torch.no_grad():
             assert_logp(paradec.replay(checkpoint(case["model"], "float32"), rollout), rollout.logp, 1e-4)
         if not case["settings"].get("temperature"):
-            given = {"max_new_tokens": case["max_new_tokens"], **case["settings"]}
-            again = paradec.generate(model, [case["prompt"]], rollout=True, **given).rollout
-            assert torch.equal(again.tokens, rollout.tokens) and torch.equal(again.step_map, rollout.step_map)
-            assert_logp(again.logp, rollout.logp, 1e-10)
-            assert int(again.step_map.max()) + 1 == case["steps"]
+            arguments = {"max_new_tokens": case["max_new_tokens"], **case["settings"]}
+            repeated = paradec.generate(model, [case["prompt"]], rollout=True, **arguments).rollout
+            assert torch.equal(repeated.tokens, rollout.tokens) and torch.equal(repeated.step_map, rollout.step_map)
+            assert_logp(repeated.logp, rollout.logp, 1e-10)
+            assert int(repeated.step_map.max()) + 1 == case["steps"]
 
 
 MODELS = ["llada", "dream", "mixture", "sdar", "shifted blocks"]
@@ -115,19 +115,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("name", "setting"), covering(MODELS, SETTINGS))
 def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
     for dtype, tolerance in EXACT.items():
-        model, given = model_of(name, dtype), dict(SETTINGS[setting])
+        model, arguments = model_of(name, dtype), dict(SETTINGS[setting])
         if model.facts.topology == "bidirectional":
-            given |= {"block_length": 5}
-            given.pop("cache", None)
-        rollout = paradec.generate(model, ROWS, max_new_tokens=11, rollout=True, **given).rollout
+            arguments |= {"block_length": 5}
+            arguments.pop("cache", None)
+        rollout = paradec.generate(model, ROWS, max_new_tokens=11, rollout=True, **arguments).rollout
         assert rollout.decided.sum() >= 18 and rollout.exact
         with torch.no_grad():
             replayed_logp = paradec.replay(model, rollout, batch_size=5)
             assert_logp(replayed_logp, rollout.logp, tolerance)
             if model.facts.block_length:
                 assert_logp(paradec.replay(model, rollout, one_forward=False), replayed_logp, tolerance)
-            if "temperature" in given:
-                drawn = paradec.replay(model, rollout, temperature=given["temperature"])
+            if "temperature" in arguments:
+                drawn = paradec.replay(model, rollout, temperature=arguments["temperature"])
                 assert_logp(drawn, rollout.logp_drawn, tolerance)
         if dtype == "float64" and name != "mixture":
             # norms of transformers are float32 inside
@@ -155,10 +155,10 @@ BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0
 def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> None:
     model, back = tiny(2, topology), set()
     for temperature in (0.0, 1.0):
-        given: dict[str, Any] = {"sampler": name, "temperature": temperature} | ({"seed": 5} if temperature else {})
+        arguments: dict[str, Any] = {"sampler": name, "temperature": temperature} | ({"seed": 5} if temperature else {})
         if topology == "bidirectional":
-            given["block_length"] = 6
-        rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, **given).rollout
+            arguments["block_length"] = 6
+        rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, **arguments).rollout
         back.add(bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > len(rollout.logp[rollout.decided]))
         with torch.no_grad():
             replayed_logp = paradec.replay(model, rollout, writes=True)
@@ -180,15 +180,15 @@ def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyP
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", normed)
-    given: dict[str, Any] = {"temperature": 1.0, "seed": 1, "guidance_scale": 1.3}
+    arguments: dict[str, Any] = {"temperature": 1.0, "seed": 1, "guidance_scale": 1.3}
     if kind == "causal":
         model = paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-        given["sampler"] = "sjd"
+        arguments["sampler"] = "sjd"
     elif kind == "taken back":
-        model, given["sampler"] = tiny(2), "saber"
+        model, arguments["sampler"] = tiny(2), "saber"
     else:
         model = tiny(2, kind)
-    rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True, **given).rollout
+    rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True, **arguments).rollout
     replay = functools.partial(paradec.replay, model, rollout, writes=kind == "taken back")
     model.module.train()  # in evaluation mode all the same
     weights = torch.linspace(-1, 1, replay().numel(), dtype=torch.float64).view(replay().shape)
@@ -228,8 +228,8 @@ def test_one_call_where_blocks_are_causal(monkeypatch: pytest.MonkeyPatch) -> No
 def test_blocks_that_are_open_together_are_replayed_state_by_state() -> None:
     model = tiny(2, "block_causal")
     blocks = paradec.PipelinedBlocks(4, add=0.1, full=0.5)
-    given = {"temperature": 1.0, "seed": 3, "blocks": blocks, "cache": "none"}
-    rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, sampler="threshold", **given).rollout
+    arguments = {"temperature": 1.0, "seed": 3, "blocks": blocks, "cache": "none"}
+    rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, sampler="threshold", **arguments).rollout
     first, second = (rollout.step_map[1, at : at + 4] for at in (4, 8))
     assert second.min() < first.max()
     assert_logp(paradec.replay(model, rollout).detach(), rollout.logp, 1e-10)
@@ -239,12 +239,12 @@ def test_blocks_that_are_open_together_are_replayed_state_by_state() -> None:
 
 def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
     model = tiny(2)
-    given: dict[str, Any] = {"sampler": "low_confidence", "block_length": 5, "cache": "dual"}
-    rollout = paradec.generate(model, ROWS, max_new_tokens=10, rollout=True, **given).rollout
+    arguments: dict[str, Any] = {"sampler": "low_confidence", "block_length": 5, "cache": "dual"}
+    rollout = paradec.generate(model, ROWS, max_new_tokens=10, rollout=True, **arguments).rollout
     with pytest.warns(UserWarning, match="decoded with cache='dual', a policy other than"):
-        found = paradec.replay(model, rollout).detach()
-    assert (found - rollout.logp).nan_to_num().abs().max() > 1e-3
-    assert_logp(found, masked_logp(model, rollout), 1e-5)
+        actual = paradec.replay(model, rollout).detach()
+    assert (actual - rollout.logp).nan_to_num().abs().max() > 1e-3
+    assert_logp(actual, masked_logp(model, rollout), 1e-5)
 
 
 def test_unfinished_short_and_mask_0() -> None:
@@ -279,9 +279,9 @@ def test_a_map_from_ids_to_logits() -> None:
     torch.manual_seed(0)
     model = Opaque(Table(), ModelFacts(vocab_size=41, mask_token_id=MASK))
     rollout = paradec.generate(model, ROWS, max_new_tokens=7, rollout=True, temperature=1.0, seed=0).rollout
-    found = paradec.replay(model, rollout)
-    assert_logp(found.detach(), rollout.logp, 1e-10)
-    found.nansum().backward()
+    actual = paradec.replay(model, rollout)
+    assert_logp(actual.detach(), rollout.logp, 1e-10)
+    actual.nansum().backward()
     assert model.module.weight.grad.abs().sum() > 0
 
 

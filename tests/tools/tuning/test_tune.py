@@ -62,12 +62,12 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def answers(model: Model) -> list[list[int]]:
     """Ids that are right: those of one token per step, every other one exchanged in a third of the prompts."""
-    found = []
+    actual = []
     for k, prompt in enumerate(PROMPTS):
         out = paradec.generate(model, prompt, sampler="low_confidence", max_new_tokens=6)
         ids = out.new_tokens[0, : out.tokens[0]].tolist()
-        found.append([(i + j % 2) % 39 if k % 3 == 0 else i for j, i in enumerate(ids)])
-    return found
+        actual.append([(i + j % 2) % 39 if k % 3 == 0 else i for j, i in enumerate(ids)])
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +87,13 @@ def plainly(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> 
     return sum(a == b for a, b in zip(ids, answer)) / max(len(ids), len(answer)), out.row_nfe[0]
 
 
-def timeless(found: Tuning) -> dict[str, Any]:
+def timeless(actual: Tuning) -> dict[str, Any]:
     def without(data: Any) -> Any:
         if isinstance(data, dict):
             return {name: without(value) for name, value in data.items() if name != "seconds"}
         return [without(value) for value in data] if isinstance(data, list) else data
 
-    return without(found.to_dict())
+    return without(actual.to_dict())
 
 
 def test_what_is_reported_is_what_the_preset_gives(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
@@ -122,8 +122,8 @@ def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_w
         if configuration.name == "low_confidence":
             continue  # one token per step
         request = paradec.Request(sampler=configuration.make(), max_new_tokens=6, **configuration.request(6))
-        found = [plainly(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
-        rows[configuration.name] = tuple(sum(values) / len(values) for values in zip(*found))
+        actual = [plainly(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
+        rows[configuration.name] = tuple(sum(values) / len(values) for values in zip(*actual))
     best = max(score for score, _ in rows.values())
     forwards, score = min((forwards, -score) for score, forwards in rows.values() if score >= best - 0.01)
     assert tuned.hand is not None and tuned.hand.name in rows and tuned.hand.by_hand
@@ -140,9 +140,9 @@ def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_w
 
 
 def test_all_that_was_set_by_hand_is_tried_however_few_trials_there_are(by_hand: tuple[Path, Tuning]) -> None:
-    _, found = by_hand
-    assert found.complete and found.trials["measured"] == 8 and found.trials["refused"] == 0
-    assert all(point.by_hand for point in found.points) and found.hand is found.points[found.chosen or 0]
+    _, actual = by_hand
+    assert actual.complete and actual.trials["measured"] == 8 and actual.trials["refused"] == 0
+    assert all(point.by_hand for point in actual.points) and actual.hand is actual.points[actual.chosen or 0]
 
 
 def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
@@ -150,24 +150,24 @@ def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
     prompts = [[a, b] for a in range(4) for b in range(12)]
     schedules = ["low_confidence", "entropy", "margin", "topk_margin", "random", "origin"]
     arguments = {**SMALL, "samplers": schedules, "trials": 0}
-    found = paradec.tune(model, prompts, answers=[[a] * 3 for a, _ in prompts], **arguments)
-    assert rungs(24, 3) == [8, 24] and found.trials["measured"] == 12 and found.trials["stopped early"] == 0
+    actual = paradec.tune(model, prompts, answers=[[a] * 3 for a, _ in prompts], **arguments)
+    assert rungs(24, 3) == [8, 24] and actual.trials["measured"] == 12 and actual.trials["stopped early"] == 0
     places = [(0.0, 1.0)] * 6 + [(0.0, 2.0)] * 5
     assert not is_promoted((0.0, 2.0), places, 3, 1.0), "as proposals some would have been stopped"
 
 
 def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     two = {**SMALL, "samplers": ["low_confidence", "threshold"]}
-    found = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
-    assert found.trials["refused"] >= 2 and {point.candidate.sampler for point in found.points} == {"threshold"}
-    assert found.trials["measured"] == 3 + 3  # set by hand, and proposed: what is refused uses up no trial
-    found = paradec.tune(model, PROMPTS, **two)
-    assert found.setup["score"] == "agreement"
-    for point in found.points:
+    actual = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
+    assert actual.trials["refused"] >= 2 and {point.candidate.sampler for point in actual.points} == {"threshold"}
+    assert actual.trials["measured"] == 3 + 3  # set by hand, and proposed: what is refused uses up no trial
+    actual = paradec.tune(model, PROMPTS, **two)
+    assert actual.setup["score"] == "agreement"
+    for point in actual.points:
         own = point.request
         assert not isinstance(own.sampler, LowConfidence) or own.steps is not None and own.steps < 6
-    assert found.reference is not None and set(found.reference.score) == {1.0}
-    assert "agreement too" in str(found) and "(itself)" in str(found)
+    assert actual.reference is not None and set(actual.reference.score) == {1.0}
+    assert "agreement too" in str(actual) and "(itself)" in str(actual)
 
 
 def test_batches_change_nothing(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
@@ -194,19 +194,19 @@ def test_holes_are_filled_and_judged(model: Model) -> None:
     for row in prompts:
         out = paradec.generate(model, row, sampler="low_confidence")
         truths.append(out.sequences[0][out.filled[0]].tolist())
-    found = paradec.tune(model, prompts, answers=truths, suppress_tokens=[END], **{**SMALL, "max_new_tokens": 0})
-    assert found.reference is not None and found.by_truth
-    assert found.reference.forwards == [3] * 6 and all(len(t) == 3 for t in truths)
-    assert max(found.reference.score) > 0.6, "one token per step is what they were made with"
-    assert found.preset.suppress_tokens == (END,)
+    actual = paradec.tune(model, prompts, answers=truths, suppress_tokens=[END], **{**SMALL, "max_new_tokens": 0})
+    assert actual.reference is not None and actual.by_truth
+    assert actual.reference.forwards == [3] * 6 and all(len(t) == 3 for t in truths)
+    assert max(actual.reference.score) > 0.6, "one token per step is what they were made with"
+    assert actual.preset.suppress_tokens == (END,)
 
 
 def test_seconds_caches_and_two_prompts(model: Model) -> None:
-    found = paradec.tune(model, [[1], [2]], **{**SMALL, "samplers": ["threshold"], "trials": 2}, objective="both")
-    assert found.costs == ("forwards", "seconds") and found.setup["prompts"]["choose"] == 1
-    assert "none" in found.setup["space"]["caches"]["threshold"]
-    assert len(found.setup["space"]["caches"]["threshold"]) > 3
-    assert found.default is not None and found.default.choosing.seconds[0] > 0
+    actual = paradec.tune(model, [[1], [2]], **{**SMALL, "samplers": ["threshold"], "trials": 2}, objective="both")
+    assert actual.costs == ("forwards", "seconds") and actual.setup["prompts"]["choose"] == 1
+    assert "none" in actual.setup["space"]["caches"]["threshold"]
+    assert len(actual.setup["space"]["caches"]["threshold"]) > 3
+    assert actual.default is not None and actual.default.choosing.seconds[0] > 0
 
 
 def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
@@ -237,7 +237,7 @@ def test_ctrl_c_loses_nothing(
 ) -> None:
     counted, file = Counted(monkeypatch), tmp_path / "study.db"
     paradec.tune(model, PROMPTS, answers=answers, **SMALL)
-    whole, counted.prompts, calls = counted.prompts, 0, 0
+    full, counted.prompts, calls = counted.prompts, 0, 0
 
     def stop(what: str, share: float) -> None:
         nonlocal calls
@@ -250,9 +250,9 @@ def test_ctrl_c_loses_nothing(
     part = caught.value.output
     assert not part.complete and all(point.reported is None for point in part.points)
     assert "Incomplete" in str(part) and all(len(line) <= 80 for line in str(part).splitlines())
-    again = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
-    assert timeless(again) == timeless(tuned), "as if nothing had happened"
-    assert counted.prompts == whole, "a rung or a batch that had its end is not decoded again"
+    repeated = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
+    assert timeless(repeated) == timeless(tuned), "as if nothing had happened"
+    assert counted.prompts == full, "a rung or a batch that had its end is not decoded again"
     before = counted.prompts
     assert timeless(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)) == timeless(tuned)
     assert counted.prompts == before, "a study that is done is read"
@@ -291,10 +291,10 @@ def test_a_setting_that_fails_is_said_and_the_rest_goes_on(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(paradec.samplers.get("factor"), "select", broken)
-    found = paradec.tune(model, PROMPTS, answers=answers, **SMALL)
+    actual = paradec.tune(model, PROMPTS, answers=answers, **SMALL)
     monkeypatch.setattr(paradec.samplers.get("factor"), "select", own)
-    assert found.trials["failed"] >= 3 and any("factor: out of memory" in reason for reason in found.failures)
-    assert "Failed: factor" in str(found) and {p.candidate.sampler for p in found.points} <= {
+    assert actual.trials["failed"] >= 3 and any("factor: out of memory" in reason for reason in actual.failures)
+    assert "Failed: factor" in str(actual) and {p.candidate.sampler for p in actual.points} <= {
         "threshold",
         "low_confidence",
     }
@@ -363,12 +363,12 @@ def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
     assert "6 prompts chose, by answers; 6 others are reported" in done.stdout
     assert "Only 6 prompts chose" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
-    found = json.loads(report.read_text())
-    assert found["complete"] and found["trials"]["failed"] == 0
-    chosen = next(point for point in found["points"] if point["chosen"])
+    actual = json.loads(report.read_text())
+    assert actual["complete"] and actual["trials"]["failed"] == 0
+    chosen = next(point for point in actual["points"] if point["chosen"])
     assert json.loads(preset.read_text()) == chosen["preset"] and f"preset {str(preset)!r}" in done.stderr
-    again = CliRunner().invoke(app, ["generate", "Reverse: pear fig", "--preset", str(preset), "--json"])
-    told = json.loads(again.stdout)
+    repeated = CliRunner().invoke(app, ["generate", "Reverse: pear fig", "--preset", str(preset), "--json"])
+    told = json.loads(repeated.stdout)
     out = paradec.generate(paradec.load(), "Reverse: pear fig", preset=preset)
     assert told["text"] == out.text and told["nfe"] == out.nfe
 
@@ -424,5 +424,5 @@ def test_steps_of_a_pipeline(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "chosen: " in done.stdout, done.stderr
     schedule = paradec.Forecast(when=str(files["out"])).refresh
     assert schedule.total == 6 and len(schedule.steps) == 2
-    again = CliRunner().invoke(app, [*call, "--json"])
-    assert json.loads(again.stdout) == json.loads(files["report"].read_text())
+    repeated = CliRunner().invoke(app, [*call, "--json"])
+    assert json.loads(repeated.stdout) == json.loads(files["report"].read_text())

@@ -60,22 +60,22 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
         {"input_ids": [1, 40, 2], "answer_ids": [7], "group": "g"},
     ]
     file.write_text("\n\n".join(map(json.dumps, lines)))
-    found = read_prompts(file)
-    assert [e.judged for e in found] == [True, True, False, True]
-    assert truth(found[0], [], " five ") == 1 and truth(found[0], [], "six") == 0
-    assert truth(found[1], [], "oh, Hello") == 1 and found[1].task == "manners"
-    assert truth(found[2], [], "x") is None
-    assert found[3].prompt == [1, 40, 2] and found[3].truth == (7,) and found[3].group == "g"
-    assert fingerprint(found) != fingerprint(found[:3]) and len(read_prompts(file, 2)) == 2
+    actual = read_prompts(file)
+    assert [e.judged for e in actual] == [True, True, False, True]
+    assert truth(actual[0], [], " five ") == 1 and truth(actual[0], [], "six") == 0
+    assert truth(actual[1], [], "oh, Hello") == 1 and actual[1].task == "manners"
+    assert truth(actual[2], [], "x") is None
+    assert actual[3].prompt == [1, 40, 2] and actual[3].truth == (7,) and actual[3].group == "g"
+    assert fingerprint(actual) != fingerprint(actual[:3]) and len(read_prompts(file, 2)) == 2
 
 
 def test_prompts_of_python() -> None:
     question = packaged_questions(limit=1)[0]
     prompts = ["a", [{"role": "user", "content": "b"}], np.array([1, 2]), question]
-    found = to_questions(prompts, ["x", None, [3, 4], None])
-    assert [e.judged for e in found] == [True, False, True, True]
-    assert found[1].prompt == [{"role": "user", "content": "b"}] and found[2].prompt == [1, 2]
-    assert found[2].truth == (3, 4) and found[3].task == question.task
+    actual = to_questions(prompts, ["x", None, [3, 4], None])
+    assert [e.judged for e in actual] == [True, False, True, True]
+    assert actual[1].prompt == [{"role": "user", "content": "b"}] and actual[2].prompt == [1, 2]
+    assert actual[2].truth == (3, 4) and actual[3].task == question.task
     with pytest.raises(ValueError, match="which has its judge"):
         to_questions([question], ["x"])
 
@@ -116,9 +116,9 @@ def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) -> None:
     cls = samplers.get(name)
-    found = domains(cls)
-    assert set(found) == {setting for changes in cls.sweep for setting in changes}
-    for setting, domain in found.items():
+    actual = domains(cls)
+    assert set(actual) == {setting for changes in cls.sweep for setting in changes}
+    for setting, domain in actual.items():
         own = {**cls.settings(), "steps": 1.0}
         values = [own[setting], *(changes[setting] for changes in cls.sweep if setting in changes)]
         if isinstance(domain, Span):
@@ -227,12 +227,12 @@ def test_a_search_keeps_its_promises(total: int, data: st.DataObject) -> None:
         return value(steps) if value(steps) < bound else math.inf
 
     starts = even_starts(total, budget)
-    even, found = search(loss, starts, total, runs, seed)
+    even, actual = search(loss, starts, total, runs, seed)
     assert len(set(said) - set(starts)) <= runs
-    assert value(even) == min(map(value, starts)) and value(found) == min(said.values()) <= value(even)
+    assert value(even) == min(map(value, starts)) and value(actual) == min(said.values()) <= value(even)
     if runs == 150:
-        assert all(value(near) >= value(found) for near in moves(found, total))
-    assert search(loss, starts, total, runs, seed) == (even, found)
+        assert all(value(near) >= value(actual) for near in moves(actual, total))
+    assert search(loss, starts, total, runs, seed) == (even, actual)
 
 
 @pytest.mark.parametrize("runs", [30, 60])
@@ -240,8 +240,8 @@ def test_a_search_finds_what_climbing_alone_does_not_need(runs: int) -> None:
     best = (0, 1, 2, 3, 15)
 
     def loss(steps: Steps, bound: float) -> float:
-        found = 0.1 + sum(abs(a - b) for a, b in zip(steps, best, strict=True))
-        return found if found < bound else math.inf
+        actual = 0.1 + sum(abs(a - b) for a, b in zip(steps, best, strict=True))
+        return actual if actual < bound else math.inf
 
-    even, found = search(loss, even_starts(20, 5), 20, 10 * runs)
-    assert found == best != even
+    even, actual = search(loss, even_starts(20, 5), 20, 10 * runs)
+    assert actual == best != even
