@@ -100,18 +100,18 @@ def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(wh
     module, model = tiny_gemma(), paradec.wrap(tiny_gemma(), pad_token_id=GEMMA_PAD)
     converged = 0
     for seed in range(3):
-        found, steps = in_pipeline(module, SCHEDULERS[which](), ROWS, seed)
+        actual, steps = in_pipeline(module, SCHEDULERS[which](), ROWS, seed)
         if any(step.timestep == STEPS - 1 for step in steps):  # the last step was reached: see the next test
             continue
         converged += 1
-        assert torch.equal(found, in_transformers(module, ROWS, seed))
+        assert torch.equal(actual, in_transformers(module, ROWS, seed))
         sampler = paradec.samplers.create(
             "diffusion_gemma", entropy_bound=BOUND, confidence_threshold=CONFIDENCE, max_denoising_steps=STEPS
         )
         out = paradec.generate(
             model, ROWS, max_new_tokens=2 * CANVAS, sampler=sampler, rng="reference", seed=seed, eos_early_stop=False
         )
-        assert torch.equal(found, out.new_tokens)
+        assert torch.equal(actual, out.new_tokens)
     model.unwrap()
     assert converged
 
@@ -121,11 +121,11 @@ def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(wh
 def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float | None) -> None:
     """transformers and `diffusion_gemma` return the best tokens of the last step, the pipeline its noisy canvas."""
     module, row = tiny_gemma(), ROWS[:1]
-    found, steps = in_pipeline(
+    actual, steps = in_pipeline(
         module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence
     )
     assert [step.timestep for step in steps] == [0, 1, 0, 1]
-    assert torch.equal(found[:, :CANVAS], steps[1].canvas)
+    assert torch.equal(actual[:, :CANVAS], steps[1].canvas)
     reference = in_transformers(module, row, 0, max_denoising_steps=2, confidence_threshold=1e-9)[:, :CANVAS]
     assert torch.equal(reference, steps[1].best) and not torch.equal(reference, steps[1].canvas)
     model = paradec.wrap(module, pad_token_id=GEMMA_PAD)

@@ -89,9 +89,9 @@ def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: T
 def test_no_mask_is_left(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
     sampling = {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "num_inference_steps": 1, "gen_length": 6}
-    out, again = (run_text(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
+    out, repeated = (run_text(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
     assert out.shape == (2, 6) and not (out == MASK).any()
-    assert torch.equal(out, again)
+    assert torch.equal(out, repeated)
 
 
 def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
@@ -137,8 +137,8 @@ def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> N
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
     seen = []
 
-    def once(_: Any, step: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        block = found["block_x"].clone()
+    def once(_: Any, step: int, timestep: int, actual: dict[str, Tensor]) -> dict[str, Tensor]:
+        block = actual["block_x"].clone()
         if not seen:
             block[:, -1], block[:, -2] = 7, MASK
         seen.append(step)
@@ -221,14 +221,14 @@ def test_block_causal_modules_attend_as_their_model_does() -> None:
     module.set_attn_implementation("eager")
     facts = {"topology": "block_causal", "prediction": "same", "block_length": 4, "mask_token_id": MASK}
     ids = torch.arange(1, 12)[None]
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(11)[None]}
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(11)[None]}
     with torch.inference_mode():
-        expected = BlockCausalModule(model)(**given).logits
-        found = BlockCausalModule(paradec.wrap(module, **facts))(**given).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        expected = BlockCausalModule(model)(**arguments).logits
+        actual = BlockCausalModule(paradec.wrap(module, **facts))(**arguments).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     model.facts = dataclasses.replace(model.facts, whole_blocks=True)
-    refuses(lambda: BlockCausalModule(model)(**given), "11 positions splits a block of 4")
-    BlockCausalModule(model)(**{name: value[:, :8] for name, value in given.items()})
+    refuses(lambda: BlockCausalModule(model)(**arguments), "11 positions splits a block of 4")
+    BlockCausalModule(model)(**{name: value[:, :8] for name, value in arguments.items()})
 
 
 def test_logits_are_those_of_the_block() -> None:
@@ -293,8 +293,8 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
     results: list[Any] = []
 
     def nested() -> None:
-        found = model(ids, attention_mask=mask, position_ids=positions).logits
-        results.append(torch.equal(found, direct) and torch.equal(run_text(beside, ids.flip(0)), plain[1]))
+        actual = model(ids, attention_mask=mask, position_ids=positions).logits
+        results.append(torch.equal(actual, direct) and torch.equal(run_text(beside, ids.flip(0)), plain[1]))
 
     with paradec.accelerate(pipe, cache="block") as session:
         assert torch.equal(run_text(beside, ids), plain[0]) and session.report().calls == 0
@@ -310,10 +310,10 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
 def after(step: int, function: Any) -> Any:
     """A callback of LLaDA2Pipeline that calls a function after this step."""
 
-    def callback(_: Any, index: int, timestep: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def callback(_: Any, index: int, timestep: int, actual: dict[str, Tensor]) -> dict[str, Tensor]:
         if index == step:
             function()
-        return {"block_x": found["block_x"]}
+        return {"block_x": actual["block_x"]}
 
     return callback
 
@@ -326,15 +326,15 @@ def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor,
     request = {"gen_length": 6}
     plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
-    second = lambda: found.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
-    nested = lambda: found.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
-    found: list[Any] = []
+    second = lambda: actual.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
+    nested = lambda: actual.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
+    actual: list[Any] = []
     with pytest.raises(RuntimeError, match=f"{cls.__name__} is in the middle of a run in another thread"):
         run_text(pipe, ids, **request, callback_on_step_end=after(1, second))
     assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=after(1, nested)), plain[0])
-    assert torch.equal(found[0], plain[1]) and torch.equal(found[1], plain[1])
-    found = run_in_threads(lambda: run_text(pipe, ids, **request), lambda: run_text(beside, ids.flip(0), **request))
-    assert all(map(torch.equal, found, plain))
+    assert torch.equal(actual[0], plain[1]) and torch.equal(actual[1], plain[1])
+    actual = run_in_threads(lambda: run_text(pipe, ids, **request), lambda: run_text(beside, ids.flip(0), **request))
+    assert all(map(torch.equal, actual, plain))
 
 
 def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
@@ -431,13 +431,13 @@ def test_amused_with_guidance_and_pictures(amused: AmusedPipeline) -> None:
 
 
 def latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -> Tensor:
-    found = pipeline(
+    actual = pipeline(
         prompt_embeds=torch.ones(1, 8), encoder_hidden_states=torch.ones(1, 8, 8),
         negative_prompt_embeds=-torch.ones(1, 8), negative_encoder_hidden_states=torch.zeros(1, 8, 8),
         num_inference_steps=6, height=8, width=8, num_images_per_prompt=2,
         generator=torch.Generator().manual_seed(seed), output_type="latent", **arguments,
     )  # fmt: skip
-    return found.images
+    return actual.images
 
 
 def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipeline) -> None:
@@ -460,7 +460,7 @@ def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipel
     amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
     expected, uneven, cells = [16], 0, []
 
-    def note(step: int, timestep: Tensor, found: Tensor) -> None:
+    def note(step: int, timestep: Tensor, actual: Tensor) -> None:
         nonlocal uneven, cells
         if session.local is not None:
             evaluated = [{divmod(cell, 4) for cell in row} for row in session.local.tolist()]
@@ -489,11 +489,11 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
     amused.scheduler = cls.from_config(config)
     beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
     plain = latents(amused)
-    found: list[Any] = []
+    actual: list[Any] = []
 
     def nested(step: int, timestep: Tensor, codes: Tensor) -> None:
         if step == 3:
-            found.extend(run_in_threads(lambda: latents(amused)))
+            actual.extend(run_in_threads(lambda: latents(amused)))
 
     with paradec.accelerate(amused, paradec.TaylorSeer(interval=3)) as session:
         fast = latents(amused)
@@ -501,7 +501,7 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
         assert torch.equal(latents(beside), plain)
         with pytest.raises(RuntimeError, match="in another thread|used by another thread"):
             latents(amused, callback=nested)
-        assert torch.equal(found[0], fast) and torch.equal(latents(amused), fast)
+        assert torch.equal(actual[0], fast) and torch.equal(latents(amused), fast)
     assert torch.equal(latents(amused), plain)
 
 
@@ -545,10 +545,10 @@ def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: typ
             sample = scheduler.step(logits, timestep, sample, generator=generators).prev_sample
         return sample
 
-    masks, whole = torch.full((1, 4, 4), 8), torch.ones(1, 4, 4, dtype=torch.int64)
+    masks, full = torch.full((1, 4, 4), 8), torch.ones(1, 4, 4, dtype=torch.int64)
     alone, other = filled(masks, [5]), filled(masks, [6])
     assert not torch.equal(alone, other)
-    assert torch.equal(filled(torch.cat((whole, masks)), [6, 5]), torch.cat((whole, alone)))
+    assert torch.equal(filled(torch.cat((full, masks)), [6, 5]), torch.cat((full, alone)))
 
 
 def test_rules_that_fill_masks_are_refused_without_one() -> None:
@@ -567,8 +567,8 @@ def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None
     scheduler = cls(**base, **changed)
     scheduler.save_pretrained(tmp_path)
     json.loads((tmp_path / "scheduler_config.json").read_text())
-    again = cls.from_pretrained(tmp_path)
-    assert type(again) is cls and again.sampler == scheduler.sampler
+    repeated = cls.from_pretrained(tmp_path)
+    assert type(repeated) is cls and repeated.sampler == scheduler.sampler
     theirs = (BlockRefinementScheduler if cls in TEXT_SCHEDULERS else AmusedScheduler).from_config(scheduler.config)
     assert cls.from_config(theirs.config).sampler == scheduler.sampler
     assert cls.__module__ == "paradec.schedulers"
@@ -705,9 +705,9 @@ def test_a_seed_is_a_generator(model: Model) -> None:
     preset = paradec.Request(sampler="threshold", block_length=BLOCK, max_new_tokens=8, temperature=0.8, seed=3)
     pipe = LLaDA2Pipeline(BlockCausal(model), schedulers.from_preset(preset))
     ids = torch.randint(0, MASK - 1, (2, 8), generator=torch.Generator().manual_seed(2))
-    first, again = (run_text(pipe, ids, **schedulers.call_arguments(preset)) for _ in range(2))
+    first, repeated = (run_text(pipe, ids, **schedulers.call_arguments(preset)) for _ in range(2))
     called = {**schedulers.call_arguments(preset), "generator": torch.Generator().manual_seed(3)}
-    assert torch.equal(first, again) and torch.equal(first, run_text(pipe, ids, **called))
+    assert torch.equal(first, repeated) and torch.equal(first, run_text(pipe, ids, **called))
     with pytest.raises(ValueError, match="seed of the preset=.1, 2."):
         schedulers.call_arguments(paradec.Request(seed=(1, 2)))
 
