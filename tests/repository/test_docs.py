@@ -170,8 +170,8 @@ def run(command: str) -> str:
 
 @pytest.mark.parametrize(("page", "command", "printed"), list(transcripts()))
 def test_commands_print_what_they_are_said_to(page: str, command: str, printed: str) -> None:
-    found, said = ([SECONDS.sub("", line) for line in text.splitlines()] for text in (run(command), printed))
-    assert found == said
+    actual, said = ([SECONDS.sub("", line) for line in text.splitlines()] for text in (run(command), printed))
+    assert actual == said
 
 
 @pytest.mark.parametrize(("page", "command"), list(commands()))
@@ -202,9 +202,9 @@ def executed(page: Path, blocks: list[str], names: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WHOLE], ids=lambda page: page.name)
 def test_code_prints_what_it_is_said_to(page: Path, tmp_path: Path) -> None:
     """What needs nothing but the package."""
-    found = [block for block in blocks(page, "python") if not ELSEWHERE.search(block)]
-    assert all("# -> " not in block for block in blocks(page, "python") if block not in found), "this block is not run"
-    executed(page, found, {}, tmp_path)
+    actual = [block for block in blocks(page, "python") if not ELSEWHERE.search(block)]
+    assert all("# -> " not in block for block in blocks(page, "python") if block not in actual), "this block is not run"
+    executed(page, actual, {}, tmp_path)
 
 
 @pytest.mark.parametrize(

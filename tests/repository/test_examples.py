@@ -61,8 +61,8 @@ def test_examples_run_offline() -> None:
     for name in ("llada_generate", "infill", "chat_loop", "transformers_generate", "accelerate_batch"):
         assert "kiwi apple fig pear" in printed[name]
     # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
-    found = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", printed["llada2_swap_in"])
-    assert [(int(forwards), answer) for _, forwards, answer in found] == [
+    actual = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", printed["llada2_swap_in"])
+    assert [(int(forwards), answer) for _, forwards, answer in actual] == [
         (8, "wrong"), (16, "right"), (13, "wrong"), (16, "right")
     ]  # fmt: skip
     assert "0 answered, 0 failed" in printed["batch_file"] and "largest_gap" in printed["own_sampler"]
@@ -108,9 +108,9 @@ def test_rollouts_are_replayed_before_the_weights_change(
 ) -> None:
     """At the first step of the optimizer all ratios are 1, at the second they are not."""
     lines = trained(monkeypatch, capsys, "--tiny")
-    found = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
-    assert [int(each[3]) for each in found if each] == [1, 2]
-    assert all(float(each[1]) < 1e-5 < float(each[2]) for each in found if each)
+    actual = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
+    assert [int(each[3]) for each in actual if each] == [1, 2]
+    assert all(float(each[1]) < 1e-5 < float(each[2]) for each in actual if each)
 
 
 @pytest.mark.full
