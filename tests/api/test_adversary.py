@@ -33,7 +33,7 @@ Calls = list[tuple[int, list[int]]]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=")
 
 
-def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def write_random_checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Tensor]]:
     heads, vocab = rng.choice([2, 4]), rng.choice([12, 20, 33])
     kv_heads, hidden = rng.choice([n for n in (1, 2, 4) if heads % n == 0]), heads * rng.choice([4, 6])
     mask, end = rng.sample(range(vocab), 2)
@@ -57,16 +57,16 @@ def checkpoint(kind: str, folder: Path, rng: random.Random) -> tuple[dict[str, A
     return config, weights
 
 
-def best(logits: Tensor, mask: int) -> Tensor:
+def likeliest_tokens(logits: Tensor, mask: int) -> Tensor:
     """The likeliest tokens but for the mask, whose share counts in probabilities all the same."""
     return logits.index_fill(-1, torch.tensor(mask), -torch.inf).argmax(-1)
 
 
-def share(logits: Tensor, tokens: Tensor) -> Tensor:
+def token_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def compare(
+def assert_decodes(
     model: Any, prompt: list[int], new: int, sampler: Any, expected: tuple[Tensor, Calls], **request: Any
 ) -> None:
     """Decode, and compare tokens and, for calls that committed something, positions evaluated and committed."""
@@ -81,7 +81,7 @@ def compare(
     assert ours == [(width * branches, sorted(made)) for width, made in calls if made]
 
 
-def quota(masks: int, steps: int) -> list[int]:
+def step_quotas(masks: int, steps: int) -> list[int]:
     return [masks // steps + (step < masks % steps) for step in range(steps)]
 
 
@@ -102,16 +102,16 @@ def plain_llada(
     given, temperature, scale = x != mask, request["temperature"], request["guidance_scale"]
     for block in range(blocks):
         end = len(prompt) + (block + 1) * length
-        for count in quota(length, steps // blocks):
+        for count in step_quotas(length, steps // blocks):
             logits = net(x)
             if scale != 1:
                 other = net(torch.where(given, mask, x))
                 logits = other + scale * (logits - other)
-            tokens = best(logits, mask)
+            tokens = likeliest_tokens(logits, mask)
             if temperature:
                 noise = torch.rand(logits.shape, dtype=torch.float64, generator=generator)
-                tokens = best(logits.exp() / (-noise.log()) ** temperature, mask)
-            scores = share(logits, tokens)
+                tokens = likeliest_tokens(logits.exp() / (-noise.log()) ** temperature, mask)
+            scores = token_probabilities(logits, tokens)
             if remasking == "random":
                 scores = torch.rand((1, len(x)), generator=generator)[0].double()
             scores[end:], scores[x != mask] = -torch.inf, -torch.inf
@@ -135,12 +135,12 @@ def plain_fast_dllm(
                 seen = torch.arange(len(x)) < (start if cache == "prefix" else len(x))
             logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
             logits[positions] = net(x[positions], positions, store, seen)
-            tokens = best(logits, mask)
-            scores = share(logits, tokens)
+            tokens = likeliest_tokens(logits, mask)
+            scores = token_probabilities(logits, tokens)
             scores[:start], scores[end:], scores[x != mask] = -torch.inf, -torch.inf, -torch.inf
             order = scores.argsort(descending=True)[: int((x[start:end] == mask).sum())].tolist()
             if rule == "fixed":
-                count = quota(length, steps // blocks)[step]
+                count = step_quotas(length, steps // blocks)[step]
             elif rule == "threshold":
                 count = max(1, int((scores >= value).sum()))
             else:
@@ -161,14 +161,14 @@ def plain_dkv(
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     for block in range(blocks):
         end, known, store = len(prompt) + (block + 1) * length, x != mask, {}
-        for step, count in enumerate(quota(length, steps // blocks)):
+        for step, count in enumerate(step_quotas(length, steps // blocks)):
             full = step <= 1 or step % interval == 0
             positions = torch.arange(len(x)) if full else (~known).nonzero()[:, 0]
             logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
             logits[positions] = net(x[positions], positions, store, None if full else known)
             known = x != mask
-            tokens = best(logits, mask)
-            scores = share(logits, tokens)
+            tokens = likeliest_tokens(logits, mask)
+            scores = token_probabilities(logits, tokens)
             scores[end:], scores[x != mask] = -torch.inf, -torch.inf
             chosen = scores.topk(count).indices
             x[chosen] = tokens[chosen]
@@ -180,7 +180,7 @@ def plain_dkv(
 @pytest.mark.parametrize("seed", range(5))
 def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    config, weights = checkpoint("llada", tmp_path, rng)
+    config, weights = write_random_checkpoint("llada", tmp_path, rng)
     model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
     token_ids = [token_id for token_id in range(config["vocab_size"]) if token_id != mask]
     prompt = rng.choices(token_ids, k=rng.choice([1, 2, 7]))
@@ -191,7 +191,7 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
         request = {"temperature": rng.choice([0.0, 0.7]), "guidance_scale": rng.choice([1.0, 1.25, 2.5])}
         expected = plain_llada(net, mask, prompt, blocks, length, steps, remasking, seed, **request)
         sampler = samplers.create(remasking)
-        compare(model, prompt, blocks * length, sampler, expected, seed=seed, steps=steps, **cut, **request)
+        assert_decodes(model, prompt, blocks * length, sampler, expected, seed=seed, steps=steps, **cut, **request)
     for cache in ("none", "prefix", "dual"):
         rule, value = rng.choice(
             [("fixed", 0.0), ("threshold", 0.3), ("threshold", 0.9), ("factor", 1.0), ("factor", 2.5)]
@@ -200,11 +200,11 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
         settings = {"fixed": {}, "threshold": {"threshold": value}, "factor": {"factor": value}}[rule]
         sampler = samplers.create("low_confidence" if rule == "fixed" else rule, **settings)
         planned = {"steps": steps} if rule == "fixed" else {}
-        compare(model, prompt, blocks * length, sampler, expected, cache=cache, **cut, **planned)
+        assert_decodes(model, prompt, blocks * length, sampler, expected, cache=cache, **cut, **planned)
     interval = rng.choice([1, 2, 4, 100])
     expected = plain_dkv(net, mask, prompt, blocks, length, steps, interval)
     cache = caches.create("dkv_decode", refresh_interval=interval)
-    compare(
+    assert_decodes(
         model, prompt, blocks * length, samplers.create("low_confidence"), expected, cache=cache, steps=steps, **cut
     )
 
@@ -228,7 +228,7 @@ def plain_dream(
         return logits
 
     def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = best(logits, mask)
+        tokens = likeliest_tokens(logits, mask)
         if temperature:
             probs = filtered(logits.index_fill(-1, torch.tensor(mask), -torch.inf) / temperature).softmax(-1)
             tokens = torch.multinomial(probs, 1, generator=generator).squeeze(-1)
@@ -269,7 +269,7 @@ def plain_dream(
 @pytest.mark.parametrize("seed", range(4))
 def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    config, weights = checkpoint("dream", tmp_path, rng)
+    config, weights = write_random_checkpoint("dream", tmp_path, rng)
     model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
     token_ids = [token_id for token_id in range(config["vocab_size"]) if token_id != mask]
     prompt, new = rng.choices(token_ids, k=rng.choice([1, 2, 7])), rng.choice([1, 3, 7, 16])
@@ -280,7 +280,7 @@ def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
         if alg != "origin":
             settings["alg_temp"] = rng.choice([None, 0.0, 0.5])
         expected = plain_dream(net, mask, prompt, new, alg=alg, seed=seed, **{"alg_temp": None} | settings, **request)
-        compare(model, prompt, new, samplers.create(alg, **settings), expected, seed=seed, **request)
+        assert_decodes(model, prompt, new, samplers.create(alg, **settings), expected, seed=seed, **request)
 
 
 def inverse(weights: np.ndarray, number: float) -> int:

@@ -42,7 +42,9 @@ def llada() -> Counted:
     return Counted(paradec.load(GOLDEN / "llada-tiny"))
 
 
-def refused(counted: Counted, call: Callable[[], Any], *fragments: str, error: Any = (ValueError, TypeError)) -> None:
+def assert_refused(
+    counted: Counted, call: Callable[[], Any], *fragments: str, error: Any = (ValueError, TypeError)
+) -> None:
     """`call` raises one line that holds all fragments, and the model was not called."""
     before = counted.calls
     with pytest.raises(error) as raised:
@@ -87,7 +89,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 def test_wrong_arguments_of_generate(llada: Counted, name: str, value: Any, allowed: str) -> None:
     arguments = {"max_new_tokens": 8, "sampler": "low_confidence", "input_ids": torch.tensor([PROMPT]), name: value}
     shown = repr(value) if isinstance(value, int | float | str | None) else name
-    refused(llada, lambda: paradec.generate(llada.model, **arguments), name, shown, allowed)
+    assert_refused(llada, lambda: paradec.generate(llada.model, **arguments), name, shown, allowed)
 
 
 TOGETHER = [
@@ -112,9 +114,9 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("arguments", "fragments"), [(arguments, rest) for arguments, *rest in TOGETHER])
-def test_arguments_that_do_not_go_together(llada: Counted, arguments: dict, fragments: list[str]) -> None:
+def test_conflicting_arguments_are_refused(llada: Counted, arguments: dict, fragments: list[str]) -> None:
     request = {"prompt": PROMPT, "max_new_tokens": 8, "sampler": "low_confidence"} | arguments
-    refused(llada, lambda: paradec.generate(llada.model, **request), *fragments)
+    assert_refused(llada, lambda: paradec.generate(llada.model, **request), *fragments)
 
 
 PROMPTS = [
@@ -132,7 +134,7 @@ PROMPTS = [
 
 @pytest.mark.parametrize(("prompt", "fragment"), PROMPTS)
 def test_wrong_prompts(llada: Counted, prompt: Any, fragment: str) -> None:
-    refused(llada, lambda: paradec.generate(llada.model, prompt, max_new_tokens=4), fragment)
+    assert_refused(llada, lambda: paradec.generate(llada.model, prompt, max_new_tokens=4), fragment)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_wrong_prompts(llada: Counted, prompt: Any, fragment: str) -> None:
         tuple(PROMPT), range(1, 4), [torch.tensor(PROMPT)], [np.array(PROMPT)], [np.int64(1), np.int16(2), 3],
     ],
 )  # fmt: skip
-def test_every_kind_of_ids_is_the_same_prompt(llada: Counted, prompt: Any) -> None:
+def test_ids_of_every_type_are_accepted(llada: Counted, prompt: Any) -> None:
     expected = paradec.generate(llada.model, PROMPT, max_new_tokens=4).new_tokens
     assert torch.equal(paradec.generate(llada.model, prompt, max_new_tokens=4).new_tokens, expected)
 
@@ -216,15 +218,15 @@ def test_unknown_settings_are_refused(name: str) -> None:
 def test_unknown_names(llada: Counted) -> None:
     listed = "; paradec.{}.names() lists all".format
     near = "names: low_confidence, code, persistence" + listed("samplers")
-    refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", near)
-    refused(llada, lambda: paradec.caches.create("kv"), "unknown cache: 'kv'", ": dkv_pd, ", listed("caches"))
-    refused(
+    assert_refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", near)
+    assert_refused(llada, lambda: paradec.caches.create("kv"), "unknown cache: 'kv'", ": dkv_pd, ", listed("caches"))
+    assert_refused(
         llada, lambda: paradec.core.orders.create("rastr"), "unknown order: 'rastr'", ": raster, ", listed("orders")
     )
-    refused(llada, lambda: paradec.attention.create("sparse"), "unknown attention: 'sparse'", "allowed: sparsed")
-    refused(llada, lambda: paradec.caches.create("none", size=3), "unknown setting of cache 'none': 'size'")
-    refused(llada, lambda: Sampler.from_dict({"threshold": 0.9}), "no key 'sampler'", "threshold")
-    refused(llada, lambda: Sampler.from_dict({"sampler": "threshold", "x": 1}), "unknown setting", "'x'")
+    assert_refused(llada, lambda: paradec.attention.create("sparse"), "unknown attention: 'sparse'", "allowed: sparsed")
+    assert_refused(llada, lambda: paradec.caches.create("none", size=3), "unknown setting of cache 'none': 'size'")
+    assert_refused(llada, lambda: Sampler.from_dict({"threshold": 0.9}), "no key 'sampler'", "threshold")
+    assert_refused(llada, lambda: Sampler.from_dict({"sampler": "threshold", "x": 1}), "unknown setting", "'x'")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_wrong_blocks(arguments: tuple[Any, ...], name: str) -> None:
     refuses(lambda: paradec.FixedBlocks(*arguments), name)
 
 
-def own(**declared: Any) -> Any:
+def sampler_class(**declared: Any) -> Any:
     """A class as somebody might write it, who follows docs/write_a_sampler.md."""
     space = {"name": "own", "summary": "x", "select": lambda self, view: view.candidates} | declared
     return dataclass(frozen=True)(type("Own", (MaskedSampler,), space))
@@ -251,12 +253,14 @@ def own(**declared: Any) -> Any:
         ({"reference_draws": "mask"}, "unknown reference_draws: 'mask' (did you mean 'masked'?)"),
     ],
 )
-def test_quantities_that_nothing_computes(declared: dict[str, Any], message: str) -> None:
-    refuses(lambda: own(needs=Needs(**declared)), re.escape(message))
+def test_unknown_quantities_are_refused(declared: dict[str, Any], message: str) -> None:
+    refuses(lambda: sampler_class(needs=Needs(**declared)), re.escape(message))
 
 
-def test_the_confidence_is_read_anyway(llada: Counted) -> None:
-    margin = own(needs=Needs(score="margin"), select=lambda self, view: view.scores >= view.scores.amax(1, True))
+def test_a_custom_sampler_may_read_the_margin(llada: Counted) -> None:
+    margin = sampler_class(
+        needs=Needs(score="margin"), select=lambda self, view: view.scores >= view.scores.amax(1, True)
+    )
     out = paradec.generate(llada.model, PROMPT, sampler=margin(), max_new_tokens=4, block_length=4)
     expected = paradec.generate(llada.model, PROMPT, sampler="margin", max_new_tokens=4, block_length=4)
     assert out.sequences.tolist() == expected.sequences.tolist()
@@ -274,14 +278,14 @@ def test_the_confidence_is_read_anyway(llada: Counted) -> None:
 )
 @pytest.mark.parametrize("joined", [False, True])
 def test_select_must_return_a_mask_over_the_window(llada: Counted, select: Any, what: str, joined: bool) -> None:
-    sampler = own(select=select)()
+    sampler = sampler_class(select=select)()
     sampler = samplers.Union(rules=("threshold", sampler)) if joined else sampler
     message = f"select of 'own' returned {what}; it must return torch.bool [R, W], here [2, 4]"
     with pytest.raises(ValueError, match=re.escape(message)):
         paradec.generate(llada.model, [[1, 2], [3, 4, 5]], sampler=sampler, max_new_tokens=4, block_length=4)
 
 
-def test_classes_that_lack_a_name_or_are_no_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry, base in ((samplers.registry, MaskedSampler), (paradec.caches.registry, RangeCache)):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
         kind = registry.kind
@@ -336,7 +340,7 @@ NUMBERS = st.one_of(
 REQUEST = ["temperature", "top_p", "top_k", "guidance_scale", "steps", "max_new_tokens", "block_length", "seed"]
 
 
-def works_or_says_why(llada: Counted, names: Any, **arguments: Any) -> None:
+def assert_works_or_explains(llada: Counted, names: Any, **arguments: Any) -> None:
     try:
         out = paradec.generate(llada.model, PROMPT, **({"max_new_tokens": 4, "seed": 0} | arguments))
     except (ValueError, TypeError) as error:
@@ -359,7 +363,7 @@ def works_or_says_why(llada: Counted, names: Any, **arguments: Any) -> None:
 @example(fields={"temperature": 1e300, "top_p": 0.5})
 @example(fields={"top_k": 10**30, "temperature": 1.0})
 def test_random_requests(llada: Counted, sampler: str, fields: dict[str, Any]) -> None:
-    works_or_says_why(llada, fields, sampler=sampler, **fields)
+    assert_works_or_explains(llada, fields, sampler=sampler, **fields)
 
 
 DECODED: set[Sampler] = set()
@@ -381,5 +385,5 @@ def test_random_settings(llada: Counted, name: str, data: st.DataObject) -> None
         assert Sampler.from_dict(sampler.to_dict()) == sampler
         if sampler not in DECODED:
             why = () if fits(name, llada.model) else (name,)
-            works_or_says_why(llada, why, sampler=sampler, blocks=WholeCanvas())
+            assert_works_or_explains(llada, why, sampler=sampler, blocks=WholeCanvas())
             DECODED.add(sampler)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from decoding import covering
 from small_models import MASK, VOCAB, tiny, tiny_gemma
-from structured import TEXTS, tiny_with_texts
+from structured import TEXTS
 from typer.testing import CliRunner
 
 import paradec
@@ -23,7 +23,7 @@ PATTERN = f"{WORDS} fig{{1}}( {WORDS})?"
 PROMPT = "Sort: pear fig apple"
 
 
-def test_generate_and_presets(packaged: Model, tmp_path: Path) -> None:
+def test_constraints_in_generate_and_presets(packaged: Model, tmp_path: Path) -> None:
     prompts = [PROMPT, "Reverse: pear fig apple kiwi", "Shuffle: fig pear plum"]
     request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5}
     together = paradec.generate(packaged, prompts, constraint=paradec.Regex(PATTERN), **request)
@@ -36,13 +36,13 @@ def test_generate_and_presets(packaged: Model, tmp_path: Path) -> None:
     assert [paradec.generate(packaged, PROMPT, preset=tmp_path / "mine.preset").text] == together.text[:1]
 
 
-def test_an_answer_that_fits_anyway_is_the_same(packaged: Model) -> None:
+def test_a_constraint_that_the_answer_meets_changes_nothing(packaged: Model) -> None:
     free = paradec.generate(packaged, PROMPT, max_new_tokens=8)
     out = paradec.generate(packaged, PROMPT, max_new_tokens=8, constraint=paradec.Regex("[a-z ]*"))
     assert out.text == free.text == "apple fig pear" and out.nfe <= free.nfe
 
 
-def test_holes(packaged: Model) -> None:
+def test_constraints_of_holes(packaged: Model) -> None:
     chat = [{"role": "user", "content": "Reverse: pear fig apple kiwi"}]
     holed = [*chat, {"role": "assistant", "content": "kiwi <mask:2> pear <mask>"}]
     first, second = paradec.Regex("plum (fig|apple)"), paradec.Choice(["fig", "owl"])
@@ -63,7 +63,7 @@ def test_holes(packaged: Model) -> None:
             paradec.infill(packaged, holed, **wrong)
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_constraints_on_the_command_line(tmp_path: Path) -> None:
     def answer(*arguments: str, code: int = 0) -> str:
         done = CliRunner().invoke(app, [*arguments])
         assert done.exit_code == code, done.output
@@ -85,8 +85,8 @@ def test_command_line(tmp_path: Path) -> None:
     assert "N=PATTERN" in answer("infill", "kiwi <mask:2>", "--hole", "x", code=2)
 
 
-def of_family(family: str, **facts: Any) -> Model:
-    known = {"eos_token_id": 39, "tokenizer": tiny_with_texts().tokenizer}
+def build_model(family: str, **facts: Any) -> Model:
+    known = {"eos_token_id": 39, "tokenizer": lettered().tokenizer}
     if family == "canvas":
         return paradec.wrap(tiny_gemma(dtype=torch.float64, vocab=VOCAB, canvas=4), **known | facts)
     causal = {"topology": "causal", "prediction": "shifted"}
@@ -100,9 +100,9 @@ FAMILIES = ["bidirectional", "block_causal", "causal", "canvas"]
 
 
 @pytest.mark.parametrize(("family", "pattern"), covering(FAMILIES, ["[0-9],?", "[0-9]+(, ?[0-9]+)*", "[,a-c]{3}"]))
-def test_an_end_token_that_reads_text_is_in_no_text(family: str, pattern: str) -> None:
+def test_end_tokens_with_text_are_never_written(family: str, pattern: str) -> None:
     comma = TEXTS.index(",")
-    model = of_family(family, eos_token_id=(39, comma))
+    model = build_model(family, eos_token_id=(39, comma))
     request: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
     drawn: dict[str, Any] = {} if family == "canvas" else {"temperature": 1.0}
     for seed in range(3):
@@ -128,9 +128,11 @@ THINKING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "marker", "temperature"), covering(THINKING, [("x,", 3), ("<38>", 2), ("true", None)], [0.9, 0.0])
 )
-def test_free_text_and_a_marker_come_first(family: str, marker: tuple[str, int | None], temperature: float) -> None:
+def test_free_text_and_marker_precede_the_answer(
+    family: str, marker: tuple[str, int | None], temperature: float
+) -> None:
     """A row equals the one decoded alone; the budget ends free text that would never write the marker."""
-    model, (after, budget) = of_family(family), marker
+    model, (after, budget) = build_model(family), marker
     arguments: dict[str, Any] = {"max_new_tokens": 20, **THINKING[family]}
     if family != "canvas":
         arguments["temperature"] = temperature
@@ -162,8 +164,8 @@ def test_free_text_and_a_marker_come_first(family: str, marker: tuple[str, int |
 
 
 @pytest.mark.parametrize("family", ["bidirectional", "causal"])
-def test_a_marker_that_cannot_be_written_or_does_not_fit(family: str) -> None:
-    model, request = of_family(family), {"sampler": "sjd" if family == "causal" else "threshold"}
+def test_impossible_markers_are_refused(family: str) -> None:
+    model, request = build_model(family), {"sampler": "sjd" if family == "causal" else "threshold"}
     number = paradec.Regex("[0-9]{3}", after="x,")
     with pytest.raises(ValueError, match="the shortest text takes 4 tokens, max_new_tokens=3"):
         paradec.generate(model, [[1, 2]], constraint=number, max_new_tokens=3, **request)
@@ -174,9 +176,9 @@ def test_a_marker_that_cannot_be_written_or_does_not_fit(family: str) -> None:
         paradec.generate(model, [[1, 2]], constraint=paradec.Regex("1", after="?"), max_new_tokens=9, **request)
 
 
-def test_free_text_and_given_tokens() -> None:
+def test_free_text_around_given_tokens() -> None:
     """Holes end with the answer, and their budgets hold; a budget that given tokens break is refused."""
-    model, value = of_family("bidirectional"), paradec.Regex("[0-9]{2}", after="x", thinking_budget=2)
+    model, value = build_model("bidirectional"), paradec.Regex("[0-9]{2}", after="x", thinking_budget=2)
     ids = [[1, *[MASK] * 5, 3, *[MASK] * 4]]
     out = paradec.infill(model, input_ids=ids, constraints=[value, None])
     assert out.fills is not None and value.accepts(out.fills[0][0])
@@ -188,7 +190,7 @@ def test_free_text_and_given_tokens() -> None:
         paradec.infill(model, input_ids=[[1, *[MASK] * 5, 3]], constraint=replace(late, thinking_budget=1))
 
 
-def test_a_stream_of_free_text_and_an_answer(packaged: Model) -> None:
+def test_free_text_and_answer_are_streamed(packaged: Model) -> None:
     value, pieces = paradec.Regex(f" ?{WORDS}", after="fig", thinking_budget=5), list[torch.Tensor]()
     streamer: Any = SimpleNamespace(put=pieces.append, end=lambda: None)
     out = paradec.generate(packaged, PROMPT, constraint=value, max_new_tokens=12, streamer=streamer)
@@ -200,8 +202,8 @@ def test_a_stream_of_free_text_and_an_answer(packaged: Model) -> None:
 
 
 @pytest.mark.parametrize("family", ["bidirectional", "block_causal", "causal"])
-def test_a_mask_that_reads_text_is_in_no_text(family: str) -> None:
-    model = of_family(family, mask_token_id=TEXTS.index("x"))
+def test_masks_with_text_are_never_written(family: str) -> None:
+    model = build_model(family, mask_token_id=TEXTS.index("x"))
     request: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
     out = paradec.generate(
         model, [[1, 2]] * 4, constraint=paradec.Regex("[x0-3]{3}"), temperature=1.0, seed=2, **request
@@ -212,9 +214,9 @@ def test_a_mask_that_reads_text_is_in_no_text(family: str) -> None:
             paradec.generate(model, [[1, 2]], constraint=value, **request)
 
 
-def test_holes_that_end_tokens_are_kept_out_of() -> None:
+def test_holes_exclude_end_tokens() -> None:
     comma = TEXTS.index(",")
-    model = of_family("bidirectional", eos_token_id=(39, comma))
+    model = build_model("bidirectional", eos_token_id=(39, comma))
     request: dict[str, Any] = {"input_ids": [[1, MASK, MASK, 2, MASK, 3]], "constraints": [paradec.Regex("1,"), None]}
     with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
         paradec.infill(model, **request)

@@ -66,7 +66,7 @@ def check_answers(actual: paradec.Decisions, expected: dict[str, Any], tolerance
         assert one.entropy == pytest.approx(-sum(p * math.log(p) for p in one.probabilities.values() if p), abs=1e-12)
 
 
-def pipeline_answers(module: Any, template: str | None, temperature: dict[str, float]) -> Any:
+def decide_by_pipeline(module: Any, template: str | None, temperature: dict[str, float]) -> Any:
     from transformers.decision import DecisionConfig
     from transformers.pipelines import DecisionPipeline
 
@@ -80,15 +80,15 @@ def pipeline_answers(module: Any, template: str | None, temperature: dict[str, f
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_causal_models_answer_as_the_pipeline(seed: int) -> None:
+def test_causal_models_answer_like_the_pipeline(seed: int) -> None:
     module, temperature = chat_network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
     actual = paradec.decide(chat_model("causal", module=module), STATE, QUESTIONS, temperature=temperature)
-    check_answers(actual, pipeline_answers(module, None, temperature), 2e-6)
+    check_answers(actual, decide_by_pipeline(module, None, temperature), 2e-6)
     assert actual.forwards == 2  # what the three prompts begin with is evaluated once
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(prediction: str) -> None:
+def test_masked_models_answer_like_the_pipeline_with_a_masked_template(prediction: str) -> None:
     from transformers.decision import DECISION_PROMPT
 
     read = "<|mask|><|mark|>" if prediction == "same" else "<|mark|><|mask|>"
@@ -99,7 +99,7 @@ def test_masked_models_answer_as_the_pipeline_with_a_mask_in_its_template(predic
     module.config.is_causal = False
     for layer in module.model.layers:
         layer.self_attn.is_causal = False
-    expected = pipeline_answers(module, f"{template}{read}<|end|>", {})
+    expected = decide_by_pipeline(module, f"{template}{read}<|end|>", {})
     check_answers(paradec.decide(chat_model("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
 
 
@@ -107,7 +107,7 @@ FEW = {"a": Span("What?", ["level", "Yes or No", "Yes", "only level"]), "b": Spa
 """Labels of several lengths, one of them the beginning of another."""
 
 
-def visible(model: Any, length: int, prompt: int) -> Tensor:
+def visible_columns(model: Any, length: int, prompt: int) -> Tensor:
     """[1, 1, length, length] bool, by the definition of the topology."""
     at = torch.arange(length)
     if model.facts.block_align == "prompt":  # one block, and others from its end on
@@ -121,7 +121,7 @@ def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int
     """log of the probability that one of `ids` is at a position of a row with such a prompt."""
     shift = 1 if model.facts.topology == "causal" else model.facts.shift
     with torch.no_grad():
-        logits = model.module(torch.tensor([row]), attention_mask=visible(model, len(row), prompt)).logits[0]
+        logits = model.module(torch.tensor([row]), attention_mask=visible_columns(model, len(row), prompt)).logits[0]
     return float(logits[at - shift].log_softmax(-1)[ids].logsumexp(0))
 
 
@@ -160,7 +160,7 @@ MODELS = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", MODELS)
-def test_labels_of_several_tokens_go_by_the_chain_rule(kind: str) -> None:
+def test_scores_of_long_labels_follow_the_chain_rule(kind: str) -> None:
     model = MODELS[kind]()
     decision = paradec.decide(model, "Answer: level", FEW)
     for name, one in FEW.items():
@@ -178,7 +178,7 @@ def canvas_model(**more: Any) -> Any:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
+def test_canvas_models_answer_from_the_first_step(seeds: int) -> None:
     model, texts = canvas_model(), ["Yes", "No only"]
     actual = paradec.decide(model, "Answer: level", {"q": Span("What?", texts)}, seeds=seeds)["q"]
     prompt = chat_ids("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")
@@ -216,7 +216,7 @@ def test_canvases_are_read_at_their_first_step(seeds: int) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", [*MODELS, pytest.param("canvas", marks=pytest.mark.full)])
-def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> None:
+def test_answers_do_not_depend_on_other_questions_or_the_batch(kind: str) -> None:
     model = canvas_model() if kind == "canvas" else MODELS[kind]()
     tolerance = 1e-5 if kind == "canvas" else 1e-9
     questions = FEW | {"long": Span("level " * 40, ["Yes", "No"])} | QUESTIONS
@@ -228,14 +228,14 @@ def test_an_answer_depends_on_no_other_question_and_on_no_batch(kind: str) -> No
     assert decision.forwards > every.forwards
 
 
-def test_models_that_take_no_padding() -> None:
-    model = chat_model("bidirectional", module=ConstantLogits({token: token / 50 for token in range(CHAT_VOCAB)}))
+def test_models_without_padding_support() -> None:
+    model = chat_model("bidirectional", module=Constant({token: token / 50 for token in range(CHAT_VOCAB)}))
     assert not model.pads
     yes, no = paradec.decide(model, "only level", FEW | QUESTIONS)["spam"].log_scores
     assert yes - no == pytest.approx((chat_ids("Yes")[0] - chat_ids("No")[0]) / 50)
 
 
-def test_an_empty_prior_subtracts_what_labels_get_for_themselves() -> None:
+def test_an_empty_prior_subtracts_the_scores_of_an_empty_state() -> None:
     model = chat_model("bidirectional")
     plain, empty = (paradec.decide(model, state, QUESTIONS) for state in ("only level", ""))
     actual = paradec.decide(model, "only level", QUESTIONS, prior="empty", temperature=2.0)
@@ -329,14 +329,14 @@ def test_special_tokens_in_a_state_are_text() -> None:
     assert CHAT_TOKENIZER.decode([token for token in step.row if token != CHAT_MASK]).count("<|mask|>") == 1
 
 
-def test_two_threads_get_what_each_gets_alone() -> None:
+def test_threads_do_not_disturb_each_other() -> None:
     model, states = chat_model("bidirectional"), [f"only level {number}<|end|>" for number in range(4)]
     alone = [paradec.decide(model, state, QUESTIONS | FEW).to_dict() for state in states]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda state: paradec.decide(model, state, QUESTIONS | FEW).to_dict(), states)) == alone
 
 
-def test_a_template_of_ones_own_and_the_packaged_model() -> None:
+def test_custom_templates_and_the_packaged_model() -> None:
     model = paradec.load()
     full = Span(texts=[" ".join(order) for order in itertools.permutations(["apple", "fig", "pear"])])
     assert paradec.decide(model, "Sort: pear fig apple", {"all": full})["all"].value == "apple fig pear"
@@ -351,7 +351,7 @@ def test_a_template_of_ones_own_and_the_packaged_model() -> None:
     assert seen == [('{"a": 1}', ["x", "y"], ["pear", "fig"])]
 
 
-def test_a_model_without_a_chat_template_reads_the_text_itself() -> None:
+def test_without_a_chat_template_the_text_is_the_prompt() -> None:
     tokenizer = copy.deepcopy(CHAT_TOKENIZER)
     tokenizer.chat_template = None
     model = chat_model("bidirectional")
@@ -421,11 +421,11 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
         (lambda: Span("?", ["a\udfff"]), "texts="),
     ],
 )
-def test_questions_that_are_none(make: Any, said: str) -> None:
+def test_invalid_questions_are_refused(make: Any, said: str) -> None:
     refuses(make, said, (ValueError, TypeError))
 
 
-def test_models_that_cannot_be_asked() -> None:
+def test_unsuitable_models_are_refused() -> None:
     with pytest.raises(ValueError, match="topology='causal'"):
         paradec.decide(chat_model("causal_context", block_length=4, block_align="prompt"), "x", ONE)
     refuses(lambda: paradec.decide("model", "x", ONE), "decide takes", TypeError)
@@ -444,19 +444,19 @@ def test_models_that_cannot_be_asked() -> None:
         paradec.decide(paradec.load(), "fig <|mdm_mask|>", {"q": Span(texts=["fig"])})
 
 
-def test_answers_that_no_canvas_holds() -> None:
+def test_answers_longer_than_the_canvas_are_refused() -> None:
     model = canvas_model()
     refuses(lambda: paradec.decide(model, "x", {"q": Span(texts=["x" * 16, "y"])}), "17 positions after the prompt")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("topology", ["bidirectional", "causal"])
-def test_logits_that_are_no_numbers(value: float, topology: str) -> None:
-    module = ConstantLogits({token: value for token in chat_ids("Yes")} | {5: 1.0})
+def test_logits_that_are_not_finite_are_reported(value: float, topology: str) -> None:
+    module = Constant({token: value for token in chat_ids("Yes")} | {5: 1.0})
     refuses(lambda: paradec.decide(chat_model(topology, module=module), "x", ONE), "NaN", FloatingPointError)
 
 
-def test_labels_without_any_probability() -> None:
+def test_labels_of_probability_0_are_reported() -> None:
     with pytest.raises(FloatingPointError, match="no label of question 'q'"):
         paradec.decide(chat_model("causal", module=ConstantLogits({5: 1.0})), "x", ONE)
     half = chat_model("causal", module=ConstantLogits({chat_ids("Yes")[0]: 1.0}))

@@ -163,7 +163,7 @@ def test_methods_for_pipelines_are_named_as_here(use: Callable[[Any], Any], erro
         pass
 
 
-def test_tools_that_look_at_all_attributes_read_an_output_without_a_trace(model: Any) -> None:
+def test_outputs_without_a_trace_can_be_inspected_and_copied(model: Any) -> None:
     for output in (_generate()(model), paradec.generate_images(paradec.load(CODES), class_labels=1)):
         assert not hasattr(output, "trace")
         for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output)), dataclasses.replace(output)):

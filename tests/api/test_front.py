@@ -20,13 +20,13 @@ PROMPT = "Sort: pear fig apple"
 ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
 
 
-def python(code: str) -> list[str]:
+def run_python(code: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[:-1]
 
 
-def test_importing_paradec_brings_neither_torch_nor_what_needs_it() -> None:
+def test_importing_paradec_does_not_import_torch() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'diffusers', 'rich', 'typer'}"
     code = f"""
 import sys, paradec
@@ -37,14 +37,14 @@ import paradec.cli
 print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
 """
     # plugins of other packages are looked up, and imported when they are used
-    assert python(code) == ["[]", "[]"]
+    assert run_python(code) == ["[]", "[]"]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"], ["tasks"], ["generate"]]
 )
-def test_the_command_needs_no_torch_for(arguments: list[str]) -> None:
+def test_commands_that_need_no_torch(arguments: list[str]) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = None  # importing it is an error
@@ -54,7 +54,7 @@ try:
 except SystemExit as end:
     print(end.code)
 """
-    assert python(code)[-1] == ("2" if arguments == ["generate"] else "0")
+    assert run_python(code)[-1] == ("2" if arguments == ["generate"] else "0")
 
 
 @pytest.mark.parametrize("package", [samplers, caches])
@@ -74,7 +74,7 @@ def test_classes_are_found_by_their_names(package: Any) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("tensors", [None, "pt", "np"])
 @pytest.mark.parametrize("single", [True, False])
-def test_what_a_tokenizer_returns_is_a_prompt(tensors: str | None, single: bool, packaged: Model) -> None:
+def test_tokenizer_outputs_are_prompts(tensors: str | None, single: bool, packaged: Model) -> None:
     prompts = [PROMPT] if single else [PROMPT, "Reverse: pear fig apple kiwi"]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     expected = paradec.generate(packaged, prompts).text
@@ -160,7 +160,7 @@ def test_accelerate_by_name() -> None:
     assert paradec.ReCAP(full_groups=2) == paradec.samplers.create("recap", full_groups=2)
 
 
-def test_the_logger_says_nothing_unless_it_is_asked() -> None:
+def test_the_logger_is_silent_by_default() -> None:
     code = """
 import logging, paradec
 logging.getLogger("paradec").warning("heard")

@@ -99,7 +99,7 @@ def test_a_callback_ends_it(tiny: LlamaGenModel) -> None:
     assert ((out.steps >= 0).sum((1, 2)) == out.accepted.sum(0)).all()
 
 
-def test_an_interrupt_keeps_what_there_is(tiny: LlamaGenModel) -> None:
+def test_an_interrupt_returns_the_accepted_codes(tiny: LlamaGenModel) -> None:
     def callback(state: Any, commit: Any) -> None:
         if state.commits == 3:
             raise KeyboardInterrupt
@@ -158,7 +158,7 @@ def test_a_smaller_model_drafts(condition: str) -> None:
     assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **arguments).nfe < 8
 
 
-def test_packaged_model_draws_what_is_asked_for() -> None:
+def test_packaged_model_draws_the_requested_digits() -> None:
     model, classifier = paradec.load("digits-ar"), load_classifier()
     assert model.vq.config.codebook_size >= 256 and model.vq.config.encoder
     labels = [*range(10)] * 4

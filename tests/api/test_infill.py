@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return request.getfixturevalue(request.param)
 
 
-def masked(model: Model, row: list[int]) -> list[int]:
+def fill_in_masks(model: Model, row: list[int]) -> list[int]:
     return [model.facts.mask_token_id if token == _ else token for token in row]
 
 
@@ -49,7 +49,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
     if not fits(name, model):
         pytest.skip("refused by name")
     arguments = {"sampler": name, "seed": 0, "temperature": 0.7, "trace": True}
-    out = paradec.infill(model, [masked(model, row) for row in HOLES], **arguments)
+    out = paradec.infill(model, [fill_in_masks(model, row) for row in HOLES], **arguments)
     check_filled(model, out, HOLES)
     assert out.tokens == [row.count(_) for row in HOLES]
     assert out.new_tokens.shape == (3, 0)
@@ -58,7 +58,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
         assert out.row_nfe[index] <= row.count(_) or paradec.samplers.get(name).needs.revises
         if index != MASKED.index(name) % len(HOLES):
             continue
-        alone = paradec.infill(model, masked(model, row), **arguments)
+        alone = paradec.infill(model, fill_in_masks(model, row), **arguments)
         assert alone.sequences[0].tolist() == out.sequences[index, -len(row) :].tolist()
         assert alone.nfe == out.row_nfe[index]
 
@@ -84,7 +84,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
 )
 @pytest.mark.filterwarnings("ignore:cache=")
 def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int, request_: dict[str, Any]) -> None:
-    ids = [masked(model, row) for row in rows]
+    ids = [fill_in_masks(model, row) for row in rows]
     out = paradec.infill(model, ids, cache=cache, max_new_tokens=new, **request_)
     check_filled(model, out, rows, new)
     assert all(nfe <= row.count(_) + new for nfe, row in zip(out.row_nfe, rows, strict=True))
@@ -95,7 +95,7 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
 
 def test_blocks_run_from_the_first_mask(model: Model) -> None:
     """Blocks of three: 2-4, 5-7 (nothing to fill, passed over), 8-10."""
-    row = masked(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])
+    row = fill_in_masks(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])
     out = paradec.infill(model, row, sampler="random", block_length=3, seed=0, trace=True)
     order = [commit[1] for step in out.trace.steps for commit in step.commits]
     assert sorted(order[:2]) == [2, 4] and sorted(order[2:]) == [8, 10]
@@ -106,7 +106,7 @@ def test_blocks_run_from_the_first_mask(model: Model) -> None:
     assert any(max(first[:2]) > 4 for first in full)  # by default all holes are one block
 
 
-class Insists(nn.Module):
+class ConstantModule(nn.Module):
     def __init__(self, token: int):
         super().__init__()
         self.config = type("Config", (), {"vocab_size": 8, "max_position_embeddings": 50})()
@@ -118,15 +118,20 @@ class Insists(nn.Module):
         return logits
 
 
-def insisting(token: int) -> Model:
+def constant_model(token: int) -> Model:
     return paradec.wrap(
-        Insists(token), mask_token_id=7, eos_token_id=6, pad_token_id=5, prediction="same", topology="bidirectional"
+        ConstantModule(token),
+        mask_token_id=7,
+        eos_token_id=6,
+        pad_token_id=5,
+        prediction="same",
+        topology="bidirectional",
     )
 
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
-def test_an_end_token_ends_nothing_inside(sampler: str) -> None:
-    model = insisting(6)
+def test_end_tokens_in_holes_do_not_end_the_row(sampler: str) -> None:
+    model = constant_model(6)
     inside = {"sampler": sampler, "holes_eos_inf": False}
     out = paradec.infill(model, [1, 7, 7, 2, 7, 3], **inside)
     assert out.sequences.tolist() == [[1, 6, 6, 2, 6, 3]]
@@ -146,7 +151,7 @@ def test_an_end_token_ends_nothing_inside(sampler: str) -> None:
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
 def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
-    model = insisting(6)  # every other token is equally good: the first one is taken
+    model = constant_model(6)  # every other token is equally good: the first one is taken
     assert paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler).sequences.tolist() == [[1, 0, 0, 2, 0, 3]]
     # given end tokens stay, what is appended may end, a row without a hole is untouched
     out = paradec.infill(model, [[1, 7, 6, 7, 2], [3, 7]], max_new_tokens=2, sampler=sampler, block_length=3)
@@ -165,7 +170,7 @@ def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
 INSIDE = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13, 14, _, _, _, 15]]
 
 
-def with_ends(model: Model) -> Model:
+def with_end_tokens(model: Model) -> Model:
     tokens = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
     ends = tuple(sorted(tokens - {model.facts.mask_token_id}))
     other = copy.copy(model)
@@ -174,7 +179,7 @@ def with_ends(model: Model) -> Model:
 
 
 def check_no_ends_inside(model: Model, **request: Any) -> None:
-    ending, rows = with_ends(model), [masked(model, row) for row in INSIDE]
+    ending, rows = with_end_tokens(model), [fill_in_masks(model, row) for row in INSIDE]
     ends = torch.tensor(ending.facts.eos_token_ids)
     request = supported_fields(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
     out = paradec.infill(ending, rows, **request)
@@ -229,17 +234,17 @@ def test_other_requests_keep_end_tokens_out_of_holes(request_: dict[str, Any], d
 
 
 def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
-    ending = with_ends(model)
-    out = paradec.infill(ending, masked(model, INSIDE[0]), temperature=1.0, seed=0, rng="reference")
+    ending = with_end_tokens(model)
+    out = paradec.infill(ending, fill_in_masks(model, INSIDE[0]), temperature=1.0, seed=0, rng="reference")
     assert not torch.isin(out.sequences[out.filled], torch.tensor(ending.facts.eos_token_ids)).any()
 
 
-def test_guidance_masks_what_was_given(llada64: Model) -> None:
+def test_guidance_masks_the_given_tokens(llada64: Model) -> None:
     seen = []
     handle = llada64.module.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
     )
-    row = masked(llada64, HOLES[0])
+    row = fill_in_masks(llada64, HOLES[0])
     paradec.infill(llada64, row, guidance_scale=2.0, sampler="low_confidence")
     handle.remove()
     assert seen[0].tolist() == [row, [llada64.facts.mask_token_id] * len(row)]

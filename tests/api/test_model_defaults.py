@@ -43,7 +43,7 @@ def test_chat_and_serve_choose_what_fits(
     assert torch.equal(work.run(PROMPT, lambda *_: None).new_tokens, expected.new_tokens)
 
 
-def test_a_named_choice_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_explicit_options_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for given, cache in (({"cache"}, "none"), ({"cache"}, "prefix")):
         work = prepare_chat(tiny(1), given, monkeypatch, cache=cache)
         work.choose_cache()

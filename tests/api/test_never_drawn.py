@@ -64,7 +64,7 @@ def with_logits(model: Model, change: Any) -> Model:
     return model
 
 
-def pair(token_ids: list[int], topology: str) -> list[Model]:
+def model_pair(token_ids: list[int], topology: str) -> list[Model]:
     def made(value: float) -> Model:
         model = tiny(1, "bidirectional" if topology == "causal" else topology)
         if topology == "causal":
@@ -80,13 +80,13 @@ def pair(token_ids: list[int], topology: str) -> list[Model]:
 def pairs() -> dict[tuple[str, int], list[Model]]:
     sets = (HALF, MOST, ONE)
     return {
-        (topology, len(token_ids)): pair(token_ids, topology)
+        (topology, len(token_ids)): model_pair(token_ids, topology)
         for topology in {"causal", *map(topology_of, MASKED)}
         for token_ids in sets
     }
 
 
-def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]:
+def decode_commits(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]:
     settings = {"drafter": model} if name == "speculative" else {}
     out = paradec.generate(
         model, PROMPTS, sampler=samplers.create(name, **settings), max_new_tokens=4, seed=2, trace=True,
@@ -96,8 +96,8 @@ def decoded(model: Model, name: str, request: dict[str, Any]) -> tuple[Any, ...]
     return out.new_tokens.tolist(), out.row_nfe, scores
 
 
-def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: list[int]) -> None:
-    actual, expected = (decoded(model, name, request) for model in models)
+def assert_equal_answers(models: list[Model], name: str, request: dict[str, Any], token_ids: list[int]) -> None:
+    actual, expected = (decode_commits(model, name, request) for model in models)
     assert actual == expected
     assert not {*token_ids} & {token for row in actual[0] for token in row}
 
@@ -105,14 +105,16 @@ def alike(models: list[Model], name: str, request: dict[str, Any], token_ids: li
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_every_masked_sampler(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
+def test_masked_samplers_treat_minus_infinity_as_probability_0(
+    pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]
+) -> None:
     for request, token_ids in cases:
-        alike(pairs[topology_of(name), len(token_ids)], name, request, token_ids)
+        assert_equal_answers(pairs[topology_of(name), len(token_ids)], name, request, token_ids)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", REFERENCE)
-def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -> None:
+def test_masked_samplers_with_reference_draws(pairs: Any, name: str) -> None:
     for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
         outputs = [
             paradec.generate(
@@ -128,14 +130,16 @@ def test_every_masked_sampler_with_the_references_draws(pairs: Any, name: str) -
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("zipar", "lantern", "lantern++")])
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_every_sampler_of_drafts(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
+def test_draft_verify_samplers_treat_minus_infinity_as_probability_0(
+    pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]
+) -> None:
     for request, token_ids in cases:
-        alike(pairs["causal", len(token_ids)], name, request, token_ids)
+        assert_equal_answers(pairs["causal", len(token_ids)], name, request, token_ids)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("speculative", "self_speculative")])
-def test_every_sampler_of_drafts_makes_pictures(name: str) -> None:
+def test_draft_verify_samplers_of_images_treat_minus_infinity_as_probability_0(name: str) -> None:
     token_ids, outputs = list(range(0, 32, 2)), []
     for value in (-INF, LOW):
         model = tiny_llamagen()
@@ -181,7 +185,7 @@ def test_large_vocabularies_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 1.5, 7.0])
-def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
+def test_guidance_with_excluded_tokens_is_the_limit_of_the_formula(scale: float) -> None:
     # a third is excluded in each branch, the first token in neither
     draw = torch.Generator().manual_seed(0)
     conditional, unconditional = torch.randn(2, 2, 40, 12, generator=draw, dtype=torch.float64)
@@ -198,7 +202,7 @@ def test_excluded_tokens_have_the_formulas_limit(scale: float) -> None:
 @pytest.mark.parametrize("name", ["threshold", "credit", "klass", "maskgit", "sjd", "gsd", "scd"])
 @pytest.mark.parametrize("broken", [float("nan"), INF])
 @pytest.mark.parametrize("branch", [0, 1])
-def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, branch: int) -> None:
+def test_broken_logits_are_reported_under_guidance(name: str, broken: float, branch: int) -> None:
     model = tiny(1)
     if name in CAUSAL:
         model = paradec.wrap(model.unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
@@ -210,7 +214,7 @@ def test_what_is_broken_is_reported_under_guidance(name: str, broken: float, bra
 
     with_logits(model, change)
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-        decoded(model, name, {"guidance_scale": 2.0, "temperature": 0.5})
+        decode_commits(model, name, {"guidance_scale": 2.0, "temperature": 0.5})
 
 
 @pytest.mark.thinned
@@ -229,7 +233,7 @@ def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
             logits[rows:, :, [3, 4, 21]] = value
 
         with_logits(model, change)
-        outputs.append(decoded(model, name, {"guidance_scale": scale, "temperature": 0.6}))
+        outputs.append(decode_commits(model, name, {"guidance_scale": scale, "temperature": 0.6}))
     assert outputs[0][:2] == outputs[1][:2]
     token_ids = {token for row in outputs[0][0] for token in row}
     assert token_ids <= {4, 21} if scale > 1 else not token_ids & {1, 2, 3, 4, 20, 21}
@@ -285,7 +289,7 @@ def masked_pairs() -> list[tuple[str, str]]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "kind"), masked_pairs())
-def test_masked_samplers(name: str, kind: str) -> None:
+def test_masked_samplers_never_write_the_mask(name: str, kind: str) -> None:
     for request in REQUESTS:
         assert_never_written(model_of(kind), name, max_new_tokens=6, **supported_fields(name, request))
     if "rng" not in samplers.get(name).unsupported and not samplers.get(name).needs.multi_step:
@@ -294,7 +298,7 @@ def test_masked_samplers(name: str, kind: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", CAUSAL_MASK)
-def test_samplers_of_causal_models(name: str) -> None:
+def test_causal_samplers_never_write_the_mask(name: str) -> None:
     model = model_of("causal")
     sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
     for request in REQUESTS:
@@ -304,7 +308,7 @@ def test_samplers_of_causal_models(name: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["block_causal", "block_causal shifted", "causal", "causal_context"])
 @pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}], ids=str)
-def test_self_speculation(kind: str, settings: dict[str, Any]) -> None:
+def test_self_speculation_never_writes_the_mask(kind: str, settings: dict[str, Any]) -> None:
     sampler = samplers.create("self_speculative", **settings)
     for request in REQUESTS[: 2 if kind.startswith("block_causal") else 3]:
         assert_never_written(model_of(kind), sampler, max_new_tokens=6, **request)
@@ -317,7 +321,7 @@ PROMPTS_TEXTLESS = [[1, 3, 5], [7, 9], [2]]
 DRAWN: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 3, "eos_early_stop": False}
 
 
-def model_of_textless(kind: str, tokenizer: Any = TOKENIZER) -> Model:
+def textless_model(kind: str, tokenizer: Any = TOKENIZER) -> Model:
     own: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": (END_TEXTLESS,)}
     if kind == "causal":
         return paradec.wrap(tiny_llama(vocab=40), topology="causal", prediction="shifted", **own)
@@ -328,7 +332,7 @@ def model_of_textless(kind: str, tokenizer: Any = TOKENIZER) -> Model:
     return paradec.wrap(tiny(2).module, topology=kind, block_length=block, **own)
 
 
-def drawn(model: Model, **request: Any) -> torch.Tensor:
+def draw_tokens(model: Model, **request: Any) -> torch.Tensor:
     """The ids [N] that `generate` draws; rows of a batch, which takes no canvases, draw the same."""
     request = DRAWN | request
     if model.facts.topology == "causal":
@@ -345,20 +349,18 @@ def drawn(model: Model, **request: Any) -> torch.Tensor:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "canvas"])
-def test_they_are_not_drawn_unless_asked_for(kind: str) -> None:
-    model = model_of_textless(kind)
-    assert drawn(model).max() < SIZE
-    assert drawn(model, suppress_tokens=()).max() >= SIZE
-    text = drawn(model, suppress_tokens=range(SIZE))  # all that has a text: codes of pictures are asked for so
+def test_ids_without_text_are_drawn_only_on_request(kind: str) -> None:
+    model = textless_model(kind)
+    assert draw_tokens(model).max() < SIZE
+    assert draw_tokens(model, suppress_tokens=()).max() >= SIZE
+    text = draw_tokens(model, suppress_tokens=range(SIZE))  # all that has a text: codes of pictures are asked for so
     assert text.min() >= SIZE
-    assert drawn(model, suppress_tokens=[3]).max() >= SIZE
-    assert drawn(model_of_textless(kind, None)).max() >= SIZE
+    assert draw_tokens(model, suppress_tokens=[3]).max() >= SIZE
+    assert draw_tokens(textless_model(kind, None)).max() >= SIZE
 
 
 def test_the_text_has_every_token() -> None:
-    out = paradec.generate(
-        model_of_textless("bidirectional"), input_ids=PROMPTS_TEXTLESS[0], **DRAWN, logits_eos_inf=True
-    )
+    out = paradec.generate(textless_model("bidirectional"), input_ids=PROMPTS_TEXTLESS[0], **DRAWN, logits_eos_inf=True)
     assert isinstance(out.text, str) and out.text.count("w") == 12
 
 
@@ -366,12 +368,12 @@ def test_ends_beyond_the_tokenizer_are_drawn() -> None:
     facts: dict[str, Any] = {"mask_token_id": MASK_TEXTLESS, "prediction": "same", "topology": "bidirectional"}
     ends = tuple(range(SIZE, 41, 2))
     model = paradec.wrap(tiny(2).module, tokenizer=TOKENIZER, eos_token_id=ends, **facts)
-    beyond = {*drawn(model, max_new_tokens=60).tolist()} - {*range(SIZE)}
+    beyond = {*draw_tokens(model, max_new_tokens=60).tolist()} - {*range(SIZE)}
     assert beyond and beyond <= {*ends}
 
 
 def test_rows_inside_an_engine_draw_what_generate_draws() -> None:
-    model = model_of_textless("block_causal")
+    model = textless_model("block_causal")
     engine = HostEngine(model, Hosted("threshold", model.facts))
     engine.add(
         "row", PROMPTS_TEXTLESS[0], 12, **{name: value for name, value in DRAWN.items() if name != "max_new_tokens"}
@@ -439,7 +441,7 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", [name for name in caches.names() if works("threshold", name)])
-def test_what_was_decoded_can_go_on(models: tuple[Model, Model], cache: str) -> None:
+def test_decoded_rows_can_be_continued(models: tuple[Model, Model], cache: str) -> None:
     model = models[0]
     keep = caches.create(cache).facts.uses_store
     first = paradec.generate(model, RAGGED, max_new_tokens=NEW, cache=cache, keep_prefix=keep)

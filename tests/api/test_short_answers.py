@@ -50,7 +50,7 @@ CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "dra
 CAUSAL.remove("self_speculative")  # which these models are not for
 
 
-def ways() -> list[tuple[str, str, str]]:
+def list_cases() -> list[tuple[str, str, str]]:
     """(sampler, drafter, drafts): every sampler by itself, and with both kinds of drafters; fewer of lossy ones."""
     actual = []
     for name in CAUSAL:
@@ -85,7 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any
     return actual | {"llama": (base, tiny_base(layers=1))}
 
 
-def made(name: str, drafter: Any, shape: str) -> Sampler:
+def create_sampler(name: str, drafter: Any, shape: str) -> Sampler:
     settings, own = dict(SHAPES[shape]), samplers.get(name).settings()
     if shape in TREES:
         settings["drafter"] = drafter
@@ -129,12 +129,12 @@ def guided(scale: float, rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("name", "drafter", "shape"), ways())
+@pytest.mark.parametrize(("name", "drafter", "shape"), list_cases())
 def test_temperature_0_is_greedy_decoding(
     name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]], plain: dict[Any, list[list[int]]]
 ) -> None:
     model, small = models[drafter]
-    sampler = made(name, small, shape)
+    sampler = create_sampler(name, small, shape)
     for new in range(1, MOST + 1) if sampler.lossless and drafter != "none" else (2, 5):
         scale = 2.0 if new in (1, 4, 5) else 1.0
         expected = [ids[:new] for ids in plain[drafter, scale]]
@@ -146,12 +146,12 @@ def test_temperature_0_is_greedy_decoding(
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("name", "drafter", "shape"), ways())
+@pytest.mark.parametrize(("name", "drafter", "shape"), list_cases())
 def test_drafted_rows_do_not_depend_on_their_neighbours(
     name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]]
 ) -> None:
     model, small = models[drafter]
-    sampler = made(name, small, shape)
+    sampler = create_sampler(name, small, shape)
     for new, scale in ((2, 1.0), (3, 1.7)) if sampler.lossless and drafter != "none" else ((3, 1.7),):
         request: dict[str, Any] = {"max_new_tokens": new, "temperature": 1.0, "guidance_scale": scale}
         actual = []
@@ -181,7 +181,7 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
         vertical = [{"init": init} for init in ("repeat_vertical", "sample_vertical")]
     else:
         vertical = []
-    every = [made(name, small, shape) for shape in shapes]
+    every = [create_sampler(name, small, shape) for shape in shapes]
     every += [samplers.create(name, **settings) for settings in vertical if not getattr(kind, "needs_drafter", False)]
     for sampler, (index, grid) in itertools.product(every, enumerate(GRIDS)):
         allowed, expected, scale = grid.allowed(5), [], (1.0, 2.0)[index % 2]
@@ -206,8 +206,8 @@ def test_the_distribution_of_short_answers_is_the_model_s(
     shape: str, new: int, models: dict[str, tuple[Any, Any]]
 ) -> None:
     model, small = models["table"]
-    state = made("speculative", small, shape).start(model, [PROMPTS[0]] * 3000, max_new_tokens=new, seed=new)
-    decode(made("speculative", small, shape), model, state)
+    state = create_sampler("speculative", small, shape).start(model, [PROMPTS[0]] * 3000, max_new_tokens=new, seed=new)
+    decode(create_sampler("speculative", small, shape), model, state)
     every, distribution = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
     counts = exactness.counted(state.canvas[:, 1:], every, 5)
     assert exactness.p_value(counts, distribution.numpy()) > 0.01 / (2 * len(TREES))

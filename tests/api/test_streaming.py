@@ -42,7 +42,7 @@ class Drafts(TensorRecorder):
         self.drafts.append(torch.cat([*self.puts, value], dim=1))
 
 
-def test_a_row_that_ended_early_holds_nothing_back() -> None:
+def test_an_ended_row_does_not_delay_the_others() -> None:
     model = tiny(1)
     rows, request = [[7], [0]], {"max_new_tokens": 16, "block_length": 4}
     ends = [paradec.generate(model, [row], sampler="editing", **request).tokens[0] for row in rows]
@@ -62,7 +62,7 @@ def test_a_row_that_ended_early_holds_nothing_back() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("kind", ["llada", "dream"])
-def test_everything_comes_once_and_final(name: str, kind: str, request: pytest.FixtureRequest) -> None:
+def test_every_token_is_streamed_once_and_final(name: str, kind: str, request: pytest.FixtureRequest) -> None:
     model: Model = request.getfixturevalue(kind)
     if not fits(name, model):
         pytest.skip("refused by name")
@@ -160,7 +160,7 @@ def test_one_row_streamers_refuse_a_batch(packaged: Model) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[1, 2, -1, 3, 4, -1, -1, 5]], [[1, 2, -1, 3, 4, -1, -1, 5], [6, 7, 8, 9, -1, 1]]])
-def test_an_infill_streams_given_text_in_its_place(llada: Model, rows: list[list[int]]) -> None:
+def test_infill_streams_given_text_too(llada: Model, rows: list[list[int]]) -> None:
     rows = [[llada.facts.mask_token_id if token < 0 else token for token in row] for row in rows]
     streamer = TensorRecorder()
     out = paradec.infill(llada, rows, sampler="low_confidence", streamer=streamer)
@@ -168,7 +168,7 @@ def test_an_infill_streams_given_text_in_its_place(llada: Model, rows: list[list
     assert torch.equal(torch.cat(streamer.puts, 1), out.sequences)
 
 
-def raises(error: BaseException) -> Any:
+def raise_in_callback(error: BaseException) -> Any:
     def callback(state: Any, commit: Any) -> None:
         if state.commits == 2:
             raise error
@@ -177,10 +177,10 @@ def raises(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_the_streamer_is_ended_whatever_happens(llada: Model, error: BaseException) -> None:
+def test_errors_end_the_streamer(llada: Model, error: BaseException) -> None:
     streamer = TensorRecorder()
     with pytest.raises(type(error)):
-        paradec.generate(llada, [1, 2], streamer=streamer, callback=raises(error), **STEPWISE)
+        paradec.generate(llada, [1, 2], streamer=streamer, callback=raise_in_callback(error), **STEPWISE)
     assert streamer.ends == 1
 
     class Full(TensorRecorder):
@@ -202,7 +202,7 @@ def test_an_early_end_by_callback(llada: Model) -> None:
     assert (torch.cat(streamer.puts, 1) != llada.facts.mask_token_id).all()
 
 
-def test_what_is_sent_does_not_change_later(llada: Model) -> None:
+def test_streamed_tensors_do_not_change_later(llada: Model) -> None:
     streamer = Drafts()
     kept = []
     streamer.put_draft = lambda value: kept.append((value, value.tolist()))
@@ -251,7 +251,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_text_is_found_as_in_the_whole_answer(name: str, data: st.DataObject) -> None:
+def test_stop_strings_end_growing_answers_like_whole_ones(name: str, data: st.DataObject) -> None:
     tokenizer, first = TOKENIZERS[name], 3
     emoji = tokenizer("né 🎉 a the 🎉", add_special_tokens=False)["input_ids"]
     pieces = [emoji, emoji[1:4], emoji[-4:] * 3, [len(tokenizer)] * 9]

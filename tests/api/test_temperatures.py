@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import facts_of, supported_fields
+from decoding import facts_of
 from drafters import exactness
 from images import IMAGE_MODELS, image_model, tiny_llamagen
 from small_models import close_model, tiny_llama, wrap_causal
@@ -79,7 +79,7 @@ def one_draw(name: str) -> dict[str, Any]:
     return {"final_temperature": None} if "final_temperature" in samplers.get(name).settings() else {}
 
 
-def answer(name: str, model: Table, filter_file: str, block: int, **request: Any) -> Tensor:
+def decode_tokens(name: str, model: Table, filter_file: str, block: int, **request: Any) -> Tensor:
     """[2, NEW]: new tokens of two rows, decoded without a warning."""
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
     arguments = {"max_new_tokens": NEW, "seed": 3, "suppress_tokens": model.suppressed} | request
@@ -98,7 +98,7 @@ DRAWS = 100_000
 CASES = len(DRAWN_FROM) * 3 * len(MASKED + DRAFTING)
 
 
-def left(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10**9) -> Tensor:
+def filtered_distribution(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10**9) -> Tensor:
     """[V]: what a token is drawn from, token by token."""
     weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
     order, before = sorted(range(len(weights)), key=lambda token: -weights[token]), 0.0
@@ -137,7 +137,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:delimiters=")
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
-def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
+def test_draws_have_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
     """Blocks of one masked position; windows whose drafts are rejected or not."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
     model: Any = Constant(**(facts_of(name, 1) if name in MASKED else causal))
@@ -155,7 +155,7 @@ def test_what_is_drawn_has_the_filtered_distribution(name: str, temperature: flo
     rows = DRAWS // 50 // (20 if name == "lpd" else 1)  # which orders positions row by row
     for filters in DRAWN_FROM:
         tokens = paradec.generate(model, [[1, 2]] * rows, **request, **filters).new_tokens
-        p = left(logits, temperature, **filters)
+        p = filtered_distribution(logits, temperature, **filters)
         assert exactness.p_value(tokens.flatten().bincount(minlength=len(p)).numpy(), p.numpy()) > 0.01 / CASES, filters
         assert torch.equal(paradec.generate(model, [1, 2], **request, **filters).new_tokens[0], tokens[0])
 
@@ -170,24 +170,24 @@ def table_drafter(causal: dict[str, Any]) -> Constant:
 @pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> None:
     drawn = [
-        answer(name, table(name=name), filter_file, 4, temperature=temperature, **filters)
+        decode_tokens(name, table(name=name), filter_file, 4, temperature=temperature, **filters)
         for temperature, others in zip(TEMPERATURES, FILTERS, strict=True)
         for filters in ([{}, others] if others else [{}])
     ]
     assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
     # a large vocabulary is read in float32
-    answer(
+    decode_tokens(
         name, table(9001, torch.float32, 40.0, name), filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3]
     )
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", WARM)
-def test_masked_samplers_next_to_temperature_0(name: str, filter_file: str) -> None:
+def test_masked_samplers_are_greedy_near_temperature_0(name: str, filter_file: str) -> None:
     blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" and name != "s2d2" else (1,)  # which draws tokens
     for block, filters in itertools.product(blocks, FILTERS[::3]):
         greedy, cold = (
-            answer(name, table(name=name), filter_file, block, temperature=temperature, **filters)
+            decode_tokens(name, table(name=name), filter_file, block, temperature=temperature, **filters)
             for temperature in (0.0, COLD)
         )
         assert torch.equal(greedy, cold), (block, filters)
@@ -200,7 +200,7 @@ DRAWN = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str) -> None:
+def test_fields_without_effect_at_temperature_0_are_warned_of(name: str, filter_file: str) -> None:
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else {}
     sampler, outputs = samplers.create(name, **settings), []
     rows = [[1, 2], [4, 5, 6]]
@@ -222,7 +222,7 @@ def test_what_has_no_effect_at_temperature_0_is_said(name: str, filter_file: str
         ) or sampler.needs.score_from == "sampled"
 
 
-def test_it_is_said_once_where_the_request_is_made() -> None:
+def test_each_request_warns_once() -> None:
     arguments = {"top_p": 0.9, "seed": 3, "max_new_tokens": 2}
     many = [{"prompt": [1, 2]}] * 3
     entries: list[Callable[[], Any]] = [
@@ -261,9 +261,10 @@ def test_masked_samplers_take_extreme_logits(
     name: str, vocab: int, dtype: torch.dtype, scale: float, filter_file: str
 ) -> None:
     model = table(vocab, dtype, scale, name)
-    answer(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
+    decode_tokens(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
     greedy, cold = (
-        answer(name, model, filter_file, 1, temperature=temperature, max_new_tokens=2) for temperature in (0.0, COLD)
+        decode_tokens(name, model, filter_file, 1, temperature=temperature, max_new_tokens=2)
+        for temperature in (0.0, COLD)
     )
     assert torch.equal(greedy, cold)
 
@@ -284,7 +285,7 @@ def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> Non
     assert out.nfe <= 4
 
 
-def broken(vocab: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
+def broken_table(vocab: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
     """A table whose rows are as they should not be; of "allowed" no allowed token has a finite logit."""
     model = Table(vocab, dtype, 8.0, **facts)
     if kind == "allowed":
@@ -304,10 +305,10 @@ SIZES = ((50, torch.float64), (9001, torch.float32))
 @pytest.mark.parametrize("name", MASKED)
 def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file: str) -> None:
     for index, (kind, (vocab, dtype)) in enumerate(itertools.product(KINDS, SIZES)):
-        model = broken(vocab, dtype, kind, **facts_of(name, 4))
+        model = broken_table(vocab, dtype, kind, **facts_of(name, 4))
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-            answer(name, model, filter_file, 2, **supported_fields(name, request))
+            decode_tokens(name, model, filter_file, 2, **supported(name, request))
 
 
 @pytest.mark.thinned
@@ -365,7 +366,7 @@ def test_broken_distributions_are_reported_at_every_temperature(name: str) -> No
         request = {"max_new_tokens": 3, "temperature": temperature, "seed": 0, "suppress_tokens": model.suppressed}
         request |= FILTERS[index % 4]
         paradec.generate(model, [1, 2], sampler=sampler, **request)
-        model.table = broken(vocab, dtype, kind).table
+        model.table = broken_table(vocab, dtype, kind).table
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
             paradec.generate(model, [1, 2], sampler=sampler, **request)
 
