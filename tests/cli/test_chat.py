@@ -67,12 +67,12 @@ def test_an_error_ends_no_chat(line: str, message: str) -> None:
     assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-def test_what_cannot_be_a_chat() -> None:
+def test_wrong_caches_and_encodings_are_refused() -> None:
     assert "no-such-cache" in refused("chat", "--cache", "no-such-cache")
     assert "not UTF-8" in run("chat", stdin=b"Sort: \xe4pfel\n").stderr
 
 
-def work_of(model: Any, cache: str = "none") -> Work:
+def create_work(model: Any, cache: str = "none") -> Work:
     sampler = paradec.samplers.create("low_confidence")
     request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.0, "seed": 0, "guidance_scale": 1.0}
     work = Work("generate", model, sampler, request | {"cache": paradec.caches.create(cache)}, None, 1, True)
@@ -93,7 +93,7 @@ def words() -> PreTrainedTokenizerFast:
 def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny(2, topology)
     model.tokenizer = words()
-    talk, turns = Talk(work_of(model), None, history=True), []
+    talk, turns = Talk(create_work(model), None, history=True), []
     assert talk.work.request["cache"].name == ("dual" if topology == "bidirectional" else "block")
     for turn in ("w3 w4 w5 w6 w7 w8", "w9 w10 w11", "w12"):
         talk.answer(turn)
@@ -118,7 +118,7 @@ def test_a_terminal_shows_tokens_and_their_rate(
     shown: list[int] = []
     model = tiny(1)
     model.tokenizer = words()
-    Talk(work_of(model), None, history=True).answer("w3 w4")
+    Talk(create_work(model), None, history=True).answer("w3 w4")
     assert len(shown) > 1 and shown == sorted(shown, reverse=True) and shown[-1] == 0
     assert re.search(r"\d tokens?, \d+ forwards?, [\d.]+ s, [\d.]+ tokens/s", capsys.readouterr().out)
 

@@ -257,7 +257,7 @@ TRAIN = [
     ],
     ids=lambda entry: " ".join(entry)[:40].encode("ascii", "replace").decode(),
 )
-def test_nonsense_is_refused_before_a_model_is_loaded(
+def test_wrong_options_are_refused_before_a_model_is_loaded(
     command: tuple[str, ...], option: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "FOLDER").mkdir()
@@ -284,7 +284,7 @@ def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.Mon
     assert asked[-1] == "fox\n"  # an argument is taken as it is
 
 
-def test_text_that_is_none_gives_one_line() -> None:
+def test_invalid_text_gives_one_line() -> None:
     for data, message in (
         (b"Sort: \xe4pfel\n", "standard input is not UTF-8 text: invalid continuation byte at byte 6"),
         (b"\x7fELF\x02\x01\x01\x00", "standard input is no text: it has a zero byte at position 7"),

@@ -34,7 +34,7 @@ def small(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_design_is_that_of_generate_with_its_score_and_recovery(small: Path) -> None:
+def test_designs_match_generate_with_score_and_recovery(small: Path) -> None:
     arguments = ("--seed", 5, "--fixed", "A2,B8-10", "--temperature", 2.0, "-n", 9)
     actual = run(WEIGHTS, small, *arguments, "--json", "--batch", 2)
     assert actual.exit_code == 0, actual.output
@@ -99,7 +99,7 @@ def test_chains_and_samplers(small: Path) -> None:
     assert run(WEIGHTS, small, "--sampler", "margin", "--order", "chain").exit_code == 2
 
 
-def test_a_file_of_a_folder_that_fails_holds_up_no_other(small: Path, tmp_path: Path) -> None:
+def test_a_failing_file_does_not_stop_the_folder(small: Path, tmp_path: Path) -> None:
     shutil.copy(small, tmp_path / "again.pdb")
     (tmp_path / "broken.pdb").write_text("HEADER\n", encoding="utf-8")
     actual = run(WEIGHTS, tmp_path, "--seed", 1)
@@ -167,7 +167,7 @@ def test_labels_of_membranes() -> None:
         (("--transmembrane", "--buried", "A1"), "--transmembrane labels the whole protein"),
     ],
 )
-def test_rules_that_are_wrong(small: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_rules_are_refused(small: Path, arguments: tuple[str, ...], words: str) -> None:
     result = run(WEIGHTS, small, *arguments)
     assert result.exit_code == 2 and words in result.stderr, result.output
 

@@ -39,14 +39,14 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return actual
 
 
-def given(*texts: Any) -> list[Any]:
+def as_prompts(*texts: Any) -> list[Any]:
     return [{"messages": text} if isinstance(text, list) else {"prompt": text} for text in texts]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("batch", [1, 2, 100])
-def test_every_prompt_is_answered_in_its_place(batch: int, tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, given(*GOOD)), tmp_path / "answers.jsonl"
+def test_answers_are_in_the_order_of_the_prompts(batch: int, tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
     printed = ok("generate", "--in", source, "--out", out, "--batch", batch, "--seed", 0, "--temperature", 1)
     answers = lines(out)
     model = paradec.load()
@@ -64,7 +64,7 @@ def test_every_prompt_is_answered_in_its_place(batch: int, tmp_path: Path) -> No
     assert cost.startswith(f"{sum(expected.tokens)} tokens, {calls}")
 
 
-def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path) -> None:
+def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) -> None:
     entries = [
         {"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": 3, "id": 7}, {"prompt": ""}, [1, 2],
         "Copy: fig fox cow", {"messages": [{"role": "user"}]}, {"prompt": "Copy: " + "fig " * 600},
@@ -87,9 +87,7 @@ def test_a_prompt_that_fails_has_its_error_and_holds_up_no_other(tmp_path: Path)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_job_that_was_killed_goes_on_to_the_same_lines(
-    every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every byte of its output, in the order of the prompts, whatever the order of the lines that are there."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
     source, full, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
@@ -129,7 +127,7 @@ OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
 
 
 def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, given(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
+    source, out = prompts(tmp_path, as_prompts(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
     settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # of a prompt that failed
     request = {"temperature": 1.0, "seed": 3, "draws": DRAWS}
@@ -148,7 +146,7 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
+    source, out = prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
     flags = ("generate", "--in", source, "--out", out)
     ok(*flags, "--sampler", "credit", "--set", "threshold=0.8", "--cache", "dual")
     repeated = ("--resume", "--sampler", "credit", "--cache", "dual")
@@ -166,8 +164,8 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     assert "does not say the settings of line 1" in refused(*flags, *repeated)
 
 
-def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, given(GOOD[0])), tmp_path / "answers.jsonl"
+def test_files_without_answers_are_not_overwritten(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
     for text in (b"my notes", b'{"line": 1, \n', b'{"line": ' + b"[" * 5000 + b"\n"):
         out.write_bytes(text)
         assert "holds no answers at line 1" in refused("generate", "--in", source, "--out", out, "--resume")
@@ -180,7 +178,7 @@ def test_what_is_no_line_of_answers_is_left_alone(tmp_path: Path) -> None:
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
 
 
-def test_a_prompt_that_is_no_unicode_or_has_no_end_fails_alone(tmp_path: Path) -> None:
+def test_invalid_lines_fail_alone(tmp_path: Path) -> None:
     entries = [{"prompt": "Sort: \ud800", "id": "\udfff"}, GOOD[0], b"[" * 100_000]
     source, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text("\n".join(each.decode() if isinstance(each, bytes) else json.dumps(each) for each in entries))
@@ -191,8 +189,8 @@ def test_a_prompt_that_is_no_unicode_or_has_no_end_fails_alone(tmp_path: Path) -
         assert (actual[0]["prompt"], actual[0]["id"], actual[1]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
 
 
-def test_files_that_cannot_be(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, given(*GOOD)), tmp_path / "answers.jsonl"
+def test_wrong_files_are_refused(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
     missing = refused("generate", "--in", tmp_path / "missing.jsonl", "--out", out)
     assert "'--in'" in missing and "does not exist" in missing
     assert "is a directory" in refused("generate", "--in", tmp_path, "--out", out)
@@ -234,10 +232,10 @@ STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-leng
 @pytest.mark.thinned
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("ended_at", ["interrupt", "no memory", "an error"])
-def test_whatever_becomes_of_a_batch_answers_are_written_once(
+def test_interrupted_batches_write_every_answer_once(
     copies: int, ended_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = prompts(tmp_path, given(*UNEVEN)), tmp_path / "answers.jsonl"
+    source, out = prompts(tmp_path, as_prompts(*UNEVEN)), tmp_path / "answers.jsonl"
     flags = ("--in", source, "--out", out, "-n", copies, "--batch", 4 * copies, "--seed", 0, *STEPWISE)
     raised = {"interrupt": KeyboardInterrupt, "no memory": torch.OutOfMemoryError, "an error": FloatingPointError("x")}
     update, steps = show.Bar.update, []
@@ -265,7 +263,7 @@ def test_whatever_becomes_of_a_batch_answers_are_written_once(
     assert [entry["line"] for entry in answers] == [1, 2, 3, 4] and sum(texts, []) == expected.text
 
 
-def test_a_constraint_of_a_line_s_own(tmp_path: Path) -> None:
+def test_constraints_of_single_lines(tmp_path: Path) -> None:
     first, second = {"choice": ["fig owl", "owl fig"]}, {"regex": "fox [a-z]+"}
     entries = [
         {"prompt": "Copy: kiwi fig"},

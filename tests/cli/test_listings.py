@@ -47,7 +47,7 @@ def words(text: str) -> set[str]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_lists_names_and_summaries(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = on_terminal(monkeypatch, width, kind)
     registry = getattr(paradec, kind)
     for name in registry.names():
@@ -59,7 +59,7 @@ def test_a_terminal_lists_what_each_does(kind: str, width: int, monkeypatch: pyt
 @pytest.mark.thinned
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["sampler", "cache"])
-def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_shows_all_its_settings(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = getattr(paradec, f"{kind}s")
     for name in registry.names():
         cls = registry.get(name)
@@ -72,7 +72,7 @@ def test_all_about_one(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
-def test_every_one_for_programs(kind: str) -> None:
+def test_json_lists_every_name(kind: str) -> None:
     registry, entries = getattr(paradec, kind), json.loads(ok(kind, "--json"))
     lines = [line.split("\t") for line in ok(kind).partition("\n\n")[0].splitlines()]
     assert lines[0] == ["name", "family", "settings", "paper", "summary"]
@@ -157,7 +157,7 @@ def test_what_the_packaged_model_can_do(width: int, monkeypatch: pytest.MonkeyPa
     assert len(ok("tasks").splitlines()) == 1 + len(TASKS) + 1
 
 
-def test_what_is_said_of_the_packaged_model_is_so() -> None:
+def test_the_packaged_model_solves_its_tasks() -> None:
     model = paradec.load()
     vocabulary = model.tokenizer.get_vocab()
     assert {*packaged.WORDS, *packaged.SYMBOLS} <= {*vocabulary}

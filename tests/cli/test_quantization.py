@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_answers_are_those_of_the_rounded_model(folder: Path, tmp_path: Path) -> None:
+def test_answers_equal_those_of_the_rounded_model(folder: Path, tmp_path: Path) -> None:
     answer = ("--model", folder, "--quantization", "int8", "--max-new-tokens", 8)
     result = run("generate", "w5 w6", "--raw", *answer, "--json")
     model = paradec.load(folder, quantization="int8")

@@ -79,7 +79,7 @@ def test_files_of_json_may_be_of_any_editor_but_not_of_any_depth(load: Any, tmp_
 @example({"é": "\ud800"})
 @example([[[]]])
 @given(st.recursive(st.text(), lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner)))
-def test_data_comes_back_as_one_line(data: Any) -> None:
+def test_data_is_written_as_one_line(data: Any) -> None:
     line = text_files.json_bytes(data)
     assert line.count(b"\n") == 1 and line.endswith(b"\n") and text_files.parse_json(line.decode()) == data
 

@@ -29,7 +29,7 @@ def frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **r
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("width", [40, 60, 200])
-def test_every_drawing_fits_and_says_where_it_is(width: int, packaged: Model) -> None:
+def test_every_frame_fits_and_counts_the_tokens(width: int, packaged: Model) -> None:
     seen = frames(packaged, width, sampler="low_confidence", max_new_tokens=100, block_length=10)
     for number, (status, *text, legend) in enumerate(seen, 1):
         assert max(map(len, (status, *text, legend))) <= width
