@@ -27,7 +27,7 @@ ROWS = [[3, 5, 7, 9, 11, 13, 15], [4], [20, 21, 22]]
 TEXT = "one two. three\n\nfour five; six\n\nseven one two\n eight. nine the then there three"
 
 
-def words() -> PreTrainedTokenizerFast:
+def train_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = Tokenizer(models.BPE())
@@ -42,7 +42,7 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")
 
 
-WORDS = words()
+WORDS = train_tokenizer()
 CHAT = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>{% endif %}"
 VOCAB, END = len(WORDS), 1
 
@@ -59,14 +59,14 @@ def module_of(kind: str, seed: int = 0, **changes: Any) -> Any:
     return getattr(transformers, CLASSES[kind])(made(**(sizes | ids | changes))).double().eval()
 
 
-def saved(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 0, **changes: Any) -> Path:
+def save_model(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 0, **changes: Any) -> Path:
     module_of(kind, seed, **changes).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
 
 
-def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
+def greedy_tokens(module: Any, row: list[int], new: int = 12) -> list[int]:
     if hasattr(module.config, "_experts_implementation"):
         module.config._experts_implementation = "eager"  # the other kernels have no float64
     out = module.generate(
@@ -78,10 +78,10 @@ def greedy(module: Any, row: list[int], new: int = 12) -> list[int]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "qwen3_moe", "mamba"])
-def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> None:
-    model = paradec.load(saved(tmp_path, kind), dtype="float64")
+def test_folders_decode_like_transformers(tmp_path: Path, kind: str) -> None:
+    model = paradec.load(save_model(tmp_path, kind), dtype="float64")
     module = getattr(transformers, type(model.module).__name__).from_pretrained(tmp_path, dtype=torch.float64)
-    expected = [greedy(module, row, 8) for row in ROWS]
+    expected = [greedy_tokens(module, row, 8) for row in ROWS]
     assert (model.facts.topology, model.facts.prediction) == ("causal", "shifted")
     assert model.facts.eos_token_ids == (END,) and model.facts.pad_token_id == 0
     assert model.supports_store == (kind in ("llama", "gpt2", "qwen3_moe"))
@@ -93,8 +93,8 @@ def test_a_folder_decodes_as_transformers_does(tmp_path: Path, kind: str) -> Non
     assert output.draft_nfe is not None and output.nfe < 8 and min(output.draft_nfe) > 0
 
 
-def test_what_the_files_say(tmp_path: Path) -> None:
-    folder = saved(tmp_path, tokenizer=WORDS)
+def test_facts_come_from_the_files(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, tokenizer=WORDS)
     config = {"eos_token_id": [1, 2], "pad_token_id": 5, "max_new_tokens": 7, "bos_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(config))
     model = paradec.load(folder)
@@ -138,16 +138,16 @@ def test_shards_and_dtypes(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "none"}}, {}, "names no quant_method of transformers'"),
     ],
 )
-def test_what_does_not_fit_is_one_line(
+def test_unsuitable_folders_give_one_line(
     tmp_path: Path, config: dict[str, Any], given: dict[str, Any], message: str
 ) -> None:
-    folder = saved(tmp_path)
+    folder = save_model(tmp_path)
     (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
     assert "\n" not in refuses(lambda: paradec.load(folder, **given), message)
 
 
-def test_weights_that_are_no_numbers_and_adapters(tmp_path: Path) -> None:
-    folder = saved(tmp_path)
+def test_integer_weights_and_adapters_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.int8)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -193,11 +193,11 @@ def test_other_gguf_files_are_refused(tmp_path: Path, data: bytes, message: str)
         assert "\n" not in refuses(partial(paradec.load, given[0], **given[1]), message, paradec.CheckpointError)
 
 
-def test_wrap_takes_a_causal_model_as_it_is() -> None:
+def test_wrapped_causal_models_need_no_facts() -> None:
     module = module_of("llama")
     model = paradec.wrap(module)
     assert (model.facts.topology, model.facts.prediction, model.facts.eos_token_ids) == ("causal", "shifted", (END,))
-    expected = greedy(module, ROWS[0])
+    expected = greedy_tokens(module, ROWS[0])
     assert paradec.generate(model, ROWS[0], sampler="sjd", max_new_tokens=12).new_tokens[0].tolist() == expected
     module.generation_config.eos_token_id = [expected[2], 290]
     assert paradec.wrap(module).facts.eos_token_ids == (expected[2], 290)
@@ -207,10 +207,10 @@ def test_wrap_takes_a_causal_model_as_it_is() -> None:
     assert paradec.wrap(module, tokenizer=WORDS).facts.mask_token_id is None
 
 
-def test_what_may_be_masked_is_asked_for() -> None:
+def test_ambiguous_modules_need_a_prediction() -> None:
     asked = "prediction is needed to wrap LlamaForCausalLM: 'same' or 'shifted'"
     module = module_of("llama")
-    with_mask = words()
+    with_mask = train_tokenizer()
     with_mask.mask_token = "<|turn|>"
     for given in ({"mask_token_id": 3}, {"tokenizer": with_mask}):
         refuses(partial(paradec.wrap, module, **given), asked)
@@ -260,7 +260,7 @@ def test_a_plain_module_drafts() -> None:
         for tree in (None, (2, 1)):
             sampler = samplers.create("speculative", drafter=drafter, tree=tree)
             output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=12)
-            expected = [greedy(module, row) for row in ROWS]
+            expected = [greedy_tokens(module, row) for row in ROWS]
             assert [row[: len(own)] for row, own in zip(output.new_tokens.tolist(), expected)] == expected
     assert output.nfe <= 7 and samplers.create("speculative", drafter=small).to_dict()["drafter"] == "Qwen3ForCausalLM"
 
@@ -278,13 +278,13 @@ def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
     with pytest.raises(ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; the") as error:
         paradec.generate(paradec.wrap(module, tokenizer=WORDS), ROWS, sampler=sampler)
     assert "\n" not in str(error.value)
-    same = samplers.create("speculative", drafter=paradec.wrap(module, tokenizer=words()))
+    same = samplers.create("speculative", drafter=paradec.wrap(module, tokenizer=train_tokenizer()))
     paradec.generate(paradec.wrap(module, tokenizer=WORDS), ROWS, sampler=same, max_new_tokens=2)
 
 
 @pytest.fixture(scope="module")
 def speaking() -> Any:
-    tokenizer = words()
+    tokenizer = train_tokenizer()
     tokenizer.chat_template = CHAT
     return paradec.wrap(module_of("llama"), tokenizer=tokenizer)
 
@@ -304,7 +304,7 @@ def makers(model: Any) -> dict[str, Any]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "gsd", "scd", "token by token", "speculative", "tree"])
-def test_stop_strings_end_rows_where_transformers_would(speaking: Any, name: str) -> None:
+def test_stop_strings_end_rows_like_transformers(speaking: Any, name: str) -> None:
     sampler = makers(speaking)[name]
     free = paradec.generate(speaking, ROWS, sampler=sampler, **DRAWN, **ASCII)
     answers = [row[:count] for row, count in zip(free.new_tokens.tolist(), free.tokens)]

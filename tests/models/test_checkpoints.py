@@ -120,7 +120,7 @@ def test_fields_that_are_not_supported_are_refused_by_name(tmp_path: Path, base:
     assert "\n" not in refuses(lambda: paradec.load(folder), field, paradec.CheckpointError)
 
 
-def test_the_mask_id_may_stand_in_generation_config(tmp_path: Path) -> None:
+def test_the_mask_id_is_read_from_generation_config(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, changed(LLADA, mask_token_id=None))
     (folder / "generation_config.json").write_text('{"mask_token_id": 7, "eos_token_id": [17, 18]}')
     facts = paradec.load(folder).facts
@@ -230,7 +230,7 @@ def test_revisions_of_a_cached_repository(hub: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["some/model", "model", "a/b/c", "not a name", "../x", "./x", "/no/such/folder", "~/x"]
 )
-def test_names_that_lead_nowhere(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unknown_repositories_are_refused(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(hub)
     begin = time.perf_counter()
     with pytest.raises(paradec.CheckpointError, match=name) as error:
@@ -239,7 +239,7 @@ def test_names_that_lead_nowhere(hub: Path, monkeypatch: pytest.MonkeyPatch, nam
     assert "\n" not in str(error.value)
 
 
-def test_an_unreachable_hub_is_not_asked_again_and_again(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_contacted_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     begin = time.perf_counter()
@@ -349,7 +349,7 @@ FUZZ = settings(
 )
 
 
-def loads_or_says_why(folder: Path) -> None:
+def assert_loads_or_explains(folder: Path) -> None:
     try:
         model = paradec.load(folder)
     except ValueError as error:  # CheckpointError is one
@@ -368,7 +368,7 @@ def test_random_config_fields(tmp_path: Path, config: dict[str, Any], data: st.D
     field = st.sampled_from(sorted(config)) | st.text(max_size=8)
     fields = data.draw(st.dictionaries(field, st.just(...) | JSON_VALUES, min_size=1, max_size=3))
     (tmp_path / "config.json").write_text(json.dumps(changed(config, **fields)))
-    loads_or_says_why(tmp_path)
+    assert_loads_or_explains(tmp_path)
 
 
 @FUZZ
@@ -381,7 +381,7 @@ def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> Non
     for _ in range(data.draw(st.integers(0, 3))):
         stored[data.draw(st.integers(0, header - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(stored[: data.draw(st.integers(0, len(stored)) | st.just(len(stored)))])
-    loads_or_says_why(tmp_path)
+    assert_loads_or_explains(tmp_path)
 
 
 LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 10, "n_heads": 8, "mlp_hidden_size": 2048}
@@ -396,11 +396,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def mapped(folder: Path) -> bool:
+def is_mapped(folder: Path) -> bool:
     return str(folder) in Path("/proc/self/maps").read_text()
 
 
-def own_bytes() -> int:
+def private_bytes() -> int:
     lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(lines["RssAnon"].split()[0])
 
@@ -411,17 +411,17 @@ def forward(model: Any) -> Tensor:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory is read from Linux's /proc")
-def test_weights_are_pages_of_the_file_while_a_model_has_them(large: Path) -> None:
-    size, before = (large / "model.safetensors").stat().st_size, own_bytes()
+def test_weights_are_memory_mapped(large: Path) -> None:
+    size, before = (large / "model.safetensors").stat().st_size, private_bytes()
     model = paradec.load(large)
     expected = forward(model)
-    assert mapped(large) and own_bytes() - before < 0.1 * size
+    assert is_mapped(large) and private_bytes() - before < 0.1 * size
     repeated = pickle.loads(pickle.dumps(model))
     del model
-    assert not mapped(large) and torch.equal(forward(repeated), expected)
+    assert not is_mapped(large) and torch.equal(forward(repeated), expected)
 
 
-def test_weights_that_change_in_memory_leave_the_file(large: Path, tmp_path: Path) -> None:
+def test_changes_in_memory_do_not_change_the_file(large: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((large / name).read_bytes())
     file = tmp_path / "model.safetensors"

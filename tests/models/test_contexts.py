@@ -29,7 +29,7 @@ def test_inference_mode_changes_nothing(kind: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
-def test_every_sampler_goes_on_outside_of_inference_mode(name: str) -> None:
+def test_states_continue_outside_of_inference_mode(name: str) -> None:
     topology, sampler = topology_of(name), samplers.create(name)
     model = shared_model("llada") if topology == "bidirectional" else tiny(2, topology)
     request = supported_fields(name, {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3})
@@ -71,7 +71,7 @@ def cast_alone(model: Any) -> Any:
 @pytest.mark.parametrize(
     "kind", ["llada", "dream", "fast_dllm_v2", "Bert", "Llama causal", "Opaque", "emu3", "janus", "mar", "dit"]
 )
-def test_autocast_is_for_the_model_alone(kind: str) -> None:
+def test_autocast_applies_only_to_the_model(kind: str) -> None:
     model = single(kind)
     with half():
         actual = decoded(model, kind)
@@ -91,7 +91,7 @@ AUTOCAST: dict[str, str] = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", AUTOCAST)
-def test_autocast_changes_no_method(name: str) -> None:
+def test_autocast_does_not_change_samplers(name: str) -> None:
     kind = AUTOCAST[name]
     model = single(kind)
 
@@ -109,7 +109,7 @@ def test_autocast_changes_no_method(name: str) -> None:
     assert torch.equal(actual, run(cast_alone(model)))
 
 
-def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
+def run_in_child(work: Callable[[], Any], patience: float = 120) -> Any:
     forked = multiprocessing.get_context("fork")
     actual = forked.Queue()
     forked.Process(target=lambda: actual.put(work()), daemon=True).start()
@@ -121,5 +121,5 @@ def in_child(work: Callable[[], Any], patience: float = 120) -> Any:
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
 def test_a_forked_process_decodes(kind: str) -> None:
     model, full = shared(kind), expected(kind)
-    assert in_child(lambda: decoded(model, kind).tolist()) == full.tolist()
+    assert run_in_child(lambda: decoded(model, kind).tolist()) == full.tolist()
     assert torch.equal(decoded(model, kind), full)

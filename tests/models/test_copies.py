@@ -98,8 +98,8 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.thinned
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama causal", "llamagen-c2i", "digits-maskgit", "mar"])
-def test_outputs_hold_the_same(kind: str, way: str) -> None:
-    model = shared_model(kind)
+def test_copied_outputs_are_equal(kind: str, way: str) -> None:
+    model = shared(kind)
     if kind in TEXT:
         arguments: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 0}
         arguments |= {"cache": "dual", "block_length": 4, "keep_prefix": True} if kind == "llada" else {}
@@ -115,7 +115,7 @@ def test_outputs_hold_the_same(kind: str, way: str) -> None:
     assert (copied.recorded_trace is None) == (out.recorded_trace is None)
 
 
-def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:
+def assert_copies_continue(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:
     """Two steps, each repeated, then copies: all end as the state itself does, and none disturbs another."""
     with torch.inference_mode():
         for _ in range(2):
@@ -134,22 +134,22 @@ def going_on(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Te
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
-def test_copies_of_a_masked_state_go_on(name: str) -> None:
-    model, sampler = shared_model("llada"), samplers.create(name)
+def test_copies_of_masked_states_continue(name: str) -> None:
+    model, sampler = shared("llada"), samplers.create(name)
     model = model if fits(name, model) else tiny(2, topology_of(name))
     cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}
     request = supported_fields(name, request)
     state = sampler.start(model, encode(model, ROWS[:2], None, None), **request)
-    going_on(model, sampler, state, lambda state: state.canvas)
+    assert_copies_continue(model, sampler, state, lambda state: state.canvas)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["groups", "nar", "sjd"])
-def test_copies_of_states_of_pictures_go_on(name: str) -> None:
+def test_copies_of_image_states_continue(name: str) -> None:
     sampler, model = samplers.create(name), {"groups": tiny_lpd, "nar": tiny_nar, "sjd": tiny_llamagen}[name]()
     grid = model.grid()
     laid = model.request([3, 1], grid)
     request = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
     state = sampler.start(laid.model, laid.prompts, **request, **({"grid": grid} if name == "sjd" else {}))
-    going_on(laid.model, sampler, state, lambda state: state.canvas)
+    assert_copies_continue(laid.model, sampler, state, lambda state: state.canvas)

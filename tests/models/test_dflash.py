@@ -92,7 +92,7 @@ def speculative(drafter: DFlashDrafter) -> Any:
     return paradec.samplers.create("speculative", drafter=drafter)
 
 
-def test_drafts_tokens_and_forwards_are_those_of_transformers(loaded: Any, tmp_path: Path) -> None:
+def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Path) -> None:
     """Its own `generate`, with eager attention: the sdpa one leaves the window out (5.23)."""
     base = tiny_base(layers=4)
     drafter = loaded(base, transformers_format=True)
@@ -173,7 +173,7 @@ INNER = {"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_so
 @pytest.mark.thinned
 @pytest.mark.parametrize("transformers_format", [False, True])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
-def test_drafts_are_the_paper_s(loaded: Any, request_: dict[str, Any], transformers_format: bool) -> None:
+def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transformers_format: bool) -> None:
     base = tiny_base(layers=4)
     inner = {} if transformers_format else INNER
     config, weights = checkpoint(inner=inner)
@@ -272,7 +272,7 @@ def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
         paradec.load_drafter(write(tmp_path / "drafter", config, weights), base=tiny_base(layers=4))
 
 
-def test_what_does_not_fit_is_refused(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_bases_are_refused(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_base(layers=4)
     drafter = loaded(base)
     refuses(lambda: paradec.samplers.create("speculative", drafter=drafter, window=7), "window=7 has no meaning")

@@ -140,7 +140,7 @@ def check_distributions(
 @pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{"window": 4}, {"tree": TREE}])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
-def test_drafts_are_the_paper_s(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
+def test_drafts_follow_the_paper(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
     base = tiny_base()
     sampler = paradec.samplers.create("speculative", drafter=loaded(base, qkv_bias=bool(request_)), **settings)
     weights = eagle_weights(qkv_bias=bool(request_))[1]
@@ -201,7 +201,9 @@ def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None
     refuses(lambda: Tree(paths), "without its parent or previous sibling")
 
 
-def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
+def grow_tree(
+    distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int
+) -> set[tuple[int, ...]]:
     """EAGLE-2's tree by hand: the tokens on the path to each node. room: how many drafts there are places for."""
     named: dict[tuple[int, ...], float] = {}
     beams: list[tuple[int, ...]] = [()]
@@ -217,7 +219,7 @@ def grown(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTre
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
+def test_dynamic_trees_follow_eagle_2(loaded: Any, temperature: float) -> None:
     base, tree = tiny_base(), DynamicTree(nodes=9, depth=3, top_k=3)
     drafter, weights = loaded(base), eagle_weights()[1]
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, rule="naive")
@@ -246,7 +248,7 @@ def test_dynamic_trees_are_eagle_2_s(loaded: Any, temperature: float) -> None:
                     tuple(token_ids[seen[node]][1:].tolist()) for node in range(1, tree.nodes) if token_ids[node] >= 0
                 }
                 if room:  # else there is nothing to draft
-                    assert paths == grown(distribution_of, tree, room)
+                    assert paths == grow_tree(distribution_of, tree, room)
                     rooms.add(room)
                 shapes.add(tuple(layout.parents[at].tolist()))
                 for node in range(1, tree.nodes):

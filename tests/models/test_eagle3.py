@@ -59,7 +59,7 @@ def test_the_recorded_base(base: Model, tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
+def test_recorded_drafts_and_their_distributions(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     drafter.__class__ = Recording
     cases = {key: case for key, case in CASES.items() if case["drafter"] == name}
@@ -81,7 +81,7 @@ def test_recorded_drafts_and_what_they_were_drawn_from(name: str, base: Model, t
 
 
 @pytest.mark.parametrize(("name", "tree"), covering(NAMES, [None, (3, 2, 1), DynamicTree(8, 3, 3)]))
-def test_greedy_answers_are_the_models_own(name: str, tree: Any, base: Model) -> None:
+def test_greedy_answers_equal_greedy_decoding(name: str, tree: Any, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, **rule)
@@ -128,7 +128,7 @@ def test_wrong_checkpoints(change: Any, message: str, base: Model, tmp_path: Pat
         paradec.load_drafter(tmp_path, base=base)
 
 
-def test_embeddings_of_the_model_take_the_place_of_missing_ones(base: Model, tmp_path: Path) -> None:
+def test_missing_embeddings_come_from_the_model(base: Model, tmp_path: Path) -> None:
     """The paper's code stores none where the model's are used, and prefixes names by "model." at times."""
     folder = RECORDED / "eagle3-original"
     shutil.copy(folder / "config.json", tmp_path)

@@ -94,7 +94,7 @@ def decode(model: Any, prompt: Any = ([5, 6, 7, 8, 9], [11, 12])) -> list[list[i
     return [row[:count].tolist() for row, count in zip(output.new_tokens, output.tokens, strict=True)]
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
@@ -103,7 +103,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_float32_gives_the_answers_of_the_folder(name: str, tmp_path: Path) -> None:
+def test_float32_files_answer_like_the_folder(name: str, tmp_path: Path) -> None:
     folder, file = folder_of(name, tmp_path), tmp_path / "model.gguf"
     write_gguf(file, folder)
     expected, model = paradec.load(folder), paradec.load(file)
@@ -125,18 +125,18 @@ def test_float32_gives_the_answers_of_the_folder(name: str, tmp_path: Path) -> N
     ("model_type", "kind"),
     covering(["llada", "Dream"], ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"]),
 )
-def test_packed_kinds_are_the_unpacked_weights(kind: str, model_type: str, tmp_path: Path) -> None:
+def test_packed_kinds_equal_their_unpacked_weights(kind: str, model_type: str, tmp_path: Path) -> None:
     folder, file = wide_folder(tmp_path / "folder", model_type=model_type), tmp_path / "model.gguf"
     stored = write_gguf(file, folder, kind)
     unpacked = wide_folder(tmp_path / "unpacked", stored, model_type=model_type)
     expected = logits(paradec.load(unpacked))
     assert torch.equal(logits(paradec.load(file)), expected)
-    assert 0 < error(logits(paradec.load(file, dtype="bfloat16")), expected) < 0.06
+    assert 0 < relative_error(logits(paradec.load(file, dtype="bfloat16")), expected) < 0.06
     model = paradec.load(file, dtype="float32", quantization=Int8Config(min_weights=64))
     assert not any(type(part) is nn.Linear for part in model.module.modules())
-    assert 0 < error(logits(model), expected) < 0.06
+    assert 0 < relative_error(logits(model), expected) < 0.06
     if kind == "Q8_0":
-        assert 0 < error(logits(paradec.load(folder)), expected) < 0.05
+        assert 0 < relative_error(logits(paradec.load(folder)), expected) < 0.05
 
 
 def test_packed_experts(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_packed_weights_become_int8_on_a_cpu(large: Callable[..., Path], tmp_pat
         assert model.dtype == torch.bfloat16
         plain = paradec.load(large(kind), dtype="float32")
         assert not any(isinstance(part, Int8Linear) for part in plain.module.modules())
-        assert 0 < error(logits(model).float(), logits(plain)) < 0.06
+        assert 0 < relative_error(logits(model).float(), logits(plain)) < 0.06
     assert paradec.load(large("Q8_0"), dtype="bfloat16").module.lm_head.weight.dtype == torch.bfloat16
     assert paradec.load(large("BF16")).dtype == torch.float32
     assert isinstance(paradec.load(large("BF16"), quantization="int8").module.model.layers[0].mlp.up_proj, Int8Linear)
@@ -231,7 +231,7 @@ def test_packed_weights_become_int8_on_a_cpu(large: Callable[..., Path], tmp_pat
     assert decode(repeated) == decode(model)
 
 
-def test_one_layer_at_a_time_is_unpacked(large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_unpacked_one_at_a_time(large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a layer is rounded, the numbers of no other large one are in memory."""
     alive: list[Any] = []
     most = 0
@@ -279,7 +279,7 @@ def test_causal_models(model_type: str, tmp_path: Path) -> None:
     write_gguf(file, folder, tokenizer=tokenizer())
     expected, model = paradec.load(folder), paradec.load(file)
     assert model.facts.eos_token_ids == expected.facts.eos_token_ids == (1,)
-    assert error(logits(model), logits(expected)) < 1e-6
+    assert relative_error(logits(model), logits(expected)) < 1e-6
     assert decode(model) == decode(expected)
     assert model.tokenizer("one two")["input_ids"][-2:] == tokenizer()("one two")["input_ids"][-2:]
     rounded = paradec.load(file, dtype="float32", quantization=Int8Config(min_weights=64))
@@ -289,7 +289,7 @@ def test_causal_models(model_type: str, tmp_path: Path) -> None:
     assert decode(paradec.load(tmp_path / "saved")) == decode(expected)
     assert decode(paradec.load(tmp_path / "rounded")) == decode(rounded)
     save_file(write_gguf(file, folder, "Q8_0", tokenizer=tokenizer()), folder / "model.safetensors")
-    assert error(logits(paradec.load(file)), logits(paradec.load(folder))) < 1e-6
+    assert relative_error(logits(paradec.load(file)), logits(paradec.load(folder))) < 1e-6
 
 
 def test_scaled_angles_of_llama(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_scaled_angles_of_llama(tmp_path: Path) -> None:
     assert factors.max() > 7
     write_gguf(tmp_path / "a.gguf", folder, tokenizer=tokenizer(), extra={gguf.ROPE_FACTORS: factors})
     model = paradec.load(tmp_path / "a.gguf")
-    assert error(logits(model), logits(paradec.load(folder))) < 1e-6
+    assert relative_error(logits(model), logits(paradec.load(folder))) < 1e-6
     write_gguf(tmp_path / "b.gguf", folder, tokenizer=tokenizer(), extra={gguf.ROPE_FACTORS: factors[::-1].copy()})
     refuses(lambda: paradec.load(tmp_path / "b.gguf"), "b.gguf' holds rope_freqs.weight", CheckpointError)
 
@@ -511,7 +511,7 @@ def test_wrong_contents(small: Path, tmp_path: Path) -> None:
     )
 
 
-def test_architectures_that_are_not_read(tmp_path: Path) -> None:
+def test_unsupported_architectures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     for architecture in ("bert", "diffusion-gemma", "unheard-of"):
         file.write_bytes(header(architecture=architecture))

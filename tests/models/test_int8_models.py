@@ -117,7 +117,7 @@ def test_logits_and_files(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "llada2"])
-def test_weights_are_those_of_the_rounded_module(family: str) -> None:
+def test_weights_equal_those_of_the_rounded_module(family: str) -> None:
     """Each matrix is what rounding the loaded one gives; embeddings, norms and routers are unchanged."""
     exact = load(family).module.state_dict()
     state = load(family, quantization=SMALL).module.state_dict()
@@ -160,7 +160,7 @@ def test_causal_models(tied: bool, causal: dict[bool, Path], tmp_path: Path) -> 
     assert (repeated.facts.eos_token_ids, repeated.facts.pad_token_id) == (model.facts.eos_token_ids, 0)
 
 
-def test_mixtures_that_would_stay_float_are_refused_by_name(tmp_path: Path) -> None:
+def test_mixtures_without_int8_experts_are_refused(tmp_path: Path) -> None:
     sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     config = GptOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, pad_token_id=0)
     GptOssForCausalLM(config).save_pretrained(tmp_path)

@@ -41,7 +41,7 @@ TARGETS = {
 BASES = sorted(TARGETS)
 
 
-def products(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
+def random_adapter(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
     drawn = torch.Generator().manual_seed(0)
     actual = {}
     for name, weight in load_file(GOLDEN / base / "model.safetensors").items():
@@ -52,7 +52,7 @@ def products(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[T
 
 
 def write(folder: Path, base: str, pairs: dict | None = None, **fields: Any) -> Path:
-    pairs = products(base) if pairs is None else pairs
+    pairs = random_adapter(base) if pairs is None else pairs
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG | {"target_modules": TARGETS[base]} | fields))
     tensors = {}
@@ -79,8 +79,8 @@ def same_weights(a: Any, b: Any) -> bool:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("base", BASES)
-def test_merged_as_by_hand(base: str, tmp_path: Path) -> None:
-    pairs = products(base)
+def test_merged_weights_equal_a_manual_merge(base: str, tmp_path: Path) -> None:
+    pairs = random_adapter(base)
     first = next(iter(pairs))
     cases: list[tuple[dict, Any]] = [
         ({}, lambda name: 6 / 4),
@@ -96,7 +96,7 @@ def test_merged_as_by_hand(base: str, tmp_path: Path) -> None:
         assert same_weights(ours, by_hand) and not same_weights(ours, plain)
         assert ours.facts == plain.facts and ours.facts.topology == "bidirectional"
     # ranks of their own, and the adapter alone, which names its base
-    pairs[first] = products(base, rank=2)[first]
+    pairs[first] = random_adapter(base, rank=2)[first]
     by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, pairs, lambda name: 6 / (2 if name == first else 4)))
     fields = {"rank_pattern": {first: 2}, "base_model_name_or_path": str(GOLDEN / base)}
     assert same_weights(paradec.load(write(tmp_path / "ranks", base, pairs, **fields)), by_hand)
@@ -108,7 +108,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     wide, half = (paradec.load(GOLDEN / base, dtype=dtype, adapter=adapter) for dtype in ("float64", "bfloat16"))
     at = "model.layers.0.self_attn.q_proj.weight"
     original = paradec.load(GOLDEN / base, dtype="bfloat16").module.state_dict()[at].double()
-    down, up = products(base)["model.transformer.blocks.0.q_proj"]
+    down, up = random_adapter(base)["model.transformer.blocks.0.q_proj"]
     expected = (original + 1.5 * (up.double() @ down.double())).bfloat16()
     assert (half.module.state_dict()[at] == expected).double().mean() > 0.999
     assert torch.allclose(wide.module.state_dict()[at], half.module.state_dict()[at].double(), atol=0.02)
@@ -151,7 +151,7 @@ def test_merged_weights_in_blocks_without_a_name(tmp_path: Path) -> None:
 
 def test_adapters_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = GOLDEN / "llada-tiny"
-    pairs = products("llada-tiny")
+    pairs = random_adapter("llada-tiny")
     name = next(iter(pairs))
     down, up = pairs[name]
     cases: list[tuple[dict | None, dict, str]] = [
@@ -208,9 +208,9 @@ def layer_of(name: str) -> int:
         ({"exclude_modules": ["q_proj"]}, lambda name: not name.endswith("q_proj")),
     ],
 )
-def test_matrices_that_the_config_does_not_name_are_left_out(fields: dict, merged: Any, tmp_path: Path) -> None:
+def test_matrices_outside_target_modules_are_not_merged(fields: dict, merged: Any, tmp_path: Path) -> None:
     base = "llada-tiny"
-    pairs = products(base)
+    pairs = random_adapter(base)
     some = {name: pair for name, pair in pairs.items() if merged(name)}
     assert 0 < len(some) < len(pairs)
     by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, some, lambda name: 6 / 4))
@@ -232,7 +232,7 @@ ANYTHING |= st.sampled_from([100, 500, 900, 950, 980, 5000]).map(lambda depth: R
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=st.sampled_from(sorted({*CONFIG, *SUPPORTED, "target_modules"})), value=ANYTHING)
-def test_any_value_of_a_field_is_merged_or_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+def test_every_field_value_is_merged_or_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
     folder = write(tmp_path / "adapter", "llada-tiny", **{field: "AT"})
     text = (folder / "adapter_config.json").read_text()
     value = value if isinstance(value, Raw) else json.dumps(value)
@@ -259,7 +259,7 @@ def test_any_value_of_a_field_is_merged_or_refused_by_name(field: str, value: An
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*left out, as by peft", "ignore::UserWarning:peft", "ignore::FutureWarning")
-def test_merged_as_by_peft(fields: dict, tmp_path: Path) -> None:
+def test_merged_weights_equal_peft(fields: dict, tmp_path: Path) -> None:
     from peft import PeftModel
 
     base = GOLDEN / "dream-tiny"

@@ -44,7 +44,7 @@ OTHERS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "
 OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
 
 
-def refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:
+def assert_refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:
     module = getattr(given, "module", None)
     calls: list[int] = []
     if isinstance(module, nn.Module):
@@ -78,9 +78,9 @@ def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], nam
 
     for entry, its in OURS.items():
         if its not in kind.models:
-            refused(begin, given[entry], its, "", *kind.models)
+            assert_refused(begin, given[entry], its, "", *kind.models)
     for entry, words in OTHERS.items():
-        refused(begin, given[entry], None, words, *kind.models)
+        assert_refused(begin, given[entry], None, words, *kind.models)
 
 
 ENTRIES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
@@ -102,9 +102,9 @@ def test_every_entry_point_with_every_wrong_kind_of_model(given: dict[str, Any],
     allowed, call = ENTRIES[entry]
     for name, kind in OURS.items():
         if kind not in allowed:
-            refused(call, given[name], kind, "", *allowed)
+            assert_refused(call, given[name], kind, "", *allowed)
     for name, words in OTHERS.items():
-        refused(call, given[name], None, words, *allowed)
+        assert_refused(call, given[name], None, words, *allowed)
 
 
 def raises() -> None:

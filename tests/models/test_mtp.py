@@ -105,7 +105,7 @@ def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
     return torch.stack(actual)
 
 
-def deeper(folder: Path, layers: int) -> Path:
+def repeat_layers(folder: Path, layers: int) -> Path:
     source = PACKAGED / "mtp-2" / "model"
     weights, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
     generator = torch.Generator().manual_seed(layers)
@@ -120,8 +120,8 @@ def deeper(folder: Path, layers: int) -> Path:
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.further)])
-def test_several_layers_over_a_store_are_those_over_everything(layers: int, tmp_path: Path) -> None:
-    _, drafter = loaded(deeper(tmp_path, layers))
+def test_cached_layers_equal_uncached_ones(layers: int, tmp_path: Path) -> None:
+    _, drafter = loaded(repeat_layers(tmp_path, layers))
     sampler = paradec.samplers.Speculative(drafter=drafter)
     state = sampler.start(drafter.base, PROMPTS, max_new_tokens=14, seed=3, temperature=0.7)
     accepted: set[int] = set()
@@ -140,7 +140,7 @@ def test_several_layers_over_a_store_are_those_over_everything(layers: int, tmp_
 
 
 @pytest.mark.parametrize(("kind", "scale"), covering(["chain", "static", "dynamic"], [1.0, 1.6]))
-def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple[Model, MtpDrafter]) -> None:
+def test_greedy_answers_equal_greedy_decoding(kind: str, scale: float, heads: tuple[Model, MtpDrafter]) -> None:
     base, drafter = heads
     tree = {"chain": None, "static": (3, 2, 1), "dynamic": DynamicTree(8, 3, 3)}[kind]
     if tree is not None and drafter.slots:
@@ -155,7 +155,7 @@ def test_greedy_answers_are_the_models_own(kind: str, scale: float, heads: tuple
 
 
 @pytest.mark.parametrize(("rows", "temperature"), SAMPLES)
-def test_the_distribution_of_the_answers_is_the_models(
+def test_answers_have_the_distribution_of_the_model(
     rows: int, temperature: float, heads: tuple[Model, MtpDrafter]
 ) -> None:
     assert pair_p_value(heads[1], heads[0], rows, temperature=temperature) > 0.001
@@ -199,7 +199,7 @@ def swap(config: Any, weights: dict[str, Tensor]) -> None:
     weights[name] = torch.cat(weights[name].chunk(2, 1)[::-1], 1)
 
 
-def test_layouts_are_the_same_heads(tmp_path: Path) -> None:
+def test_all_layouts_load_the_same_heads(tmp_path: Path) -> None:
     published = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     sizes = json.loads((PACKAGED / "mtp-1" / "model" / "config.json").read_text())
 
@@ -264,7 +264,7 @@ def test_wrong_checkpoints(change: Any, message: str, tmp_path: Path, heads: tup
         paradec.load_drafter(tmp_path, base=heads[0], kind="mtp")
 
 
-def test_a_layer_that_config_json_does_not_count_is_left_over(tmp_path: Path) -> None:
+def test_layers_beyond_the_config_are_refused(tmp_path: Path) -> None:
     """Heads are left out of the model only where they are heads: else it would lose a layer in silence."""
     rewritten(tmp_path / "a", lambda name: name, lambda config, weights: config.pop("num_nextn_predict_layers"))
     plain_layer = rewritten(tmp_path / "b", lambda name: None if "layers.3.eh_proj" in name else name)
@@ -273,7 +273,7 @@ def test_a_layer_that_config_json_does_not_count_is_left_over(tmp_path: Path) ->
             paradec.load(folder)
 
 
-def test_the_command_line_takes_the_models_own_heads(tmp_path: Path) -> None:
+def test_the_command_line_uses_the_heads_of_the_model(tmp_path: Path) -> None:
     source = PACKAGED / "mtp-2" / "model"
     for name in ("config.json", "model.safetensors"):
         shutil.copy(source / name, tmp_path)

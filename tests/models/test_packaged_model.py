@@ -11,7 +11,7 @@ PROMPTS = 12
 """Of the 48 per task; enough for the margins asserted here."""
 
 
-def right(model: Model, task: str, sampler: object) -> tuple[float, float]:
+def success_and_tokens_per_forward(model: Model, task: str, sampler: object) -> tuple[float, float]:
     examples = load_prompts([task], limit=PROMPTS)
     prompts = [example.prompt for example in examples]
     out = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=24, block_length=24)
@@ -21,17 +21,17 @@ def right(model: Model, task: str, sampler: object) -> tuple[float, float]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("task", ["copy", "reverse", "sort", "insert_at", "remove_at", "replace_at", "replace_name"])
-def test_one_answer(packaged: Model, task: str) -> None:
-    one_by_one, per_forward = right(packaged, task, "low_confidence")
+def test_tasks_with_one_right_answer(packaged: Model, task: str) -> None:
+    one_by_one, per_forward = success_and_tokens_per_forward(packaged, task, "low_confidence")
     assert one_by_one >= 0.9 and per_forward <= 1.0
-    parallel, per_forward = right(packaged, task, "threshold")
+    parallel, per_forward = success_and_tokens_per_forward(packaged, task, "threshold")
     assert parallel >= 0.9 and per_forward > 2.0
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("task", ["shuffle", "insert_random", "replace_random", "latin_square"])
-def test_many_answers_fail_all_at_once(packaged: Model, task: str) -> None:
-    one_by_one, _ = right(packaged, task, "low_confidence")
-    at_once, per_forward = right(packaged, task, samplers.create("threshold", threshold=0.0))
+def test_tasks_with_many_answers_fail_in_one_step(packaged: Model, task: str) -> None:
+    one_by_one, _ = success_and_tokens_per_forward(packaged, task, "low_confidence")
+    at_once, per_forward = success_and_tokens_per_forward(packaged, task, samplers.create("threshold", threshold=0.0))
     assert one_by_one >= 0.75
     assert at_once <= one_by_one - 0.5 and per_forward > 3.0

@@ -38,7 +38,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 @pytest.mark.parametrize("prediction", KINDS)
 @pytest.mark.parametrize("cache", ["none", "block", "prefix", "dual", "delayed", "dkv_prefill", "vicinity"])
 @pytest.mark.parametrize("add", [0.0, 0.5, 1.0])
-def test_decoding_is_the_plain_loop(add: float, cache: str, prediction: str) -> None:
+def test_decoding_equals_a_plain_loop(add: float, cache: str, prediction: str) -> None:
     model = from_prompt(2, prediction)
     assert verdict(samplers.create("threshold"), caches.create(cache), model.facts).status == EXACT
     several = False
@@ -58,7 +58,7 @@ CUTS = [FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="ab
 
 
 @pytest.mark.parametrize(("prediction", "blocks"), covering(KINDS, CUTS))
-def test_a_block_of_ones_own_and_other_cuts(prediction: str, blocks: Any) -> None:
+def test_custom_block_lengths(prediction: str, blocks: Any) -> None:
     model = from_prompt(2, prediction)
     plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
     for out in others:
@@ -116,7 +116,7 @@ def test_guidance_and_drafts(prediction: str) -> None:
         assert shadowed[0].sequences.tolist() == shadowed[1].sequences.tolist()
 
 
-def test_adaptive_blocks_stay_inside_the_models() -> None:
+def test_adaptive_blocks_stay_inside_model_blocks() -> None:
     model = from_prompt()
     policy = paradec.AdaptiveBlocks(length=6, delimiters=(7,), window=1.0).for_model(model)
     starts, prompts, ends = np.array([3, 4, 9]), np.array([3, 3, 5]), np.array([40, 40, 40])
@@ -136,7 +136,7 @@ def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
         assert ours.value == pytest.approx(total, abs=1e-9)
 
 
-def test_what_does_not_know_where_a_prompt_ends_is_refused() -> None:
+def test_callers_without_a_prompt_end_are_refused() -> None:
     model = from_prompt()
     for request in ({"share_prefix": True}, {"keep_prefix": True}):
         with pytest.raises(ValueError, match="does not work with LlamaForCausalLM: its prompt is one block"):

@@ -57,7 +57,7 @@ NAMES_OF_MASKS = {
 } | {name: family.mask_token for name, family in FAMILIES.items() if family.mask_token}
 
 
-def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def published_weights(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json and float64 weights as this family publishes them; blocks of 4."""
     if model_type in MIXTURES:
         own = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
@@ -82,7 +82,7 @@ def published(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str,
 
 def write(folder: Path, model_type: str, tokenizer: bool = True, **fields: Any) -> Path:
     folder.mkdir(parents=True)
-    config, weights = published(model_type, **fields)
+    config, weights = published_weights(model_type, **fields)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     (folder / "code.py").write_text("raise SystemExit('remote code was run')")
@@ -164,7 +164,7 @@ def test_quantised_tensors_are_named(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("max_shard_size", ["50GB", 3000, "1KB"])
-def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_shard_size: int | str) -> None:
+def test_saved_models_equal_the_published_files(source: Path, tmp_path: Path, max_shard_size: int | str) -> None:
     model = paradec.load(source)
     model.save_pretrained(tmp_path / "new" / "saved", max_shard_size=max_shard_size)
     saved = tmp_path / "new" / "saved"
@@ -186,7 +186,7 @@ def test_a_saved_model_is_the_published_one(source: Path, tmp_path: Path, max_sh
 
 
 @pytest.mark.thinned
-def test_trained_weights_are_what_is_saved(source: Path, tmp_path: Path) -> None:
+def test_trained_weights_are_saved(source: Path, tmp_path: Path) -> None:
     model = paradec.load(source)
     with torch.no_grad():
         for weight in {value.data_ptr(): value for value in model.module.state_dict().values()}.values():
@@ -227,7 +227,7 @@ def test_tied_embeddings_are_stored_once(model_type: str, tmp_path: Path) -> Non
     assert state(tmp_path / "saved") == before
 
 
-def test_matrices_that_share_memory_are_stored_whole(tmp_path: Path) -> None:
+def test_views_of_one_tensor_are_stored_separately(tmp_path: Path) -> None:
     model = paradec.load(write(tmp_path / "source", "Dream"))
     both = torch.cat([model.token_embeddings().detach(), model.module.lm_head.weight.detach()])
     rows = len(both) // 2
@@ -249,7 +249,7 @@ def test_arguments_of_load_are_kept(model_type: str, tmp_path: Path) -> None:
     assert_equal(model, other)
 
 
-def test_a_block_that_the_name_told_is_written(tmp_path: Path) -> None:
+def test_a_block_size_taken_from_the_name_is_written(tmp_path: Path) -> None:
     paradec.load(write(tmp_path / "SDAR-8B-Chat-b16", "sdar", block_size=None)).save_pretrained(tmp_path / "mine")
     assert paradec.load(tmp_path / "mine").facts.block_length == 16
 
@@ -289,7 +289,7 @@ def test_a_repository_of_the_hub(hub: Path) -> None:
     refuses(lambda: paradec.load("some/model"), last.name, paradec.CheckpointError)
 
 
-def test_modules_that_no_longer_fit(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def test_modified_modules_are_refused(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     def refused(message: str, change: Callable[[Any], Any]) -> None:
         model = paradec.load(sources("llada"))
         change(model.module)
@@ -311,7 +311,7 @@ def test_modules_that_no_longer_fit(tmp_path: Path, sources: Callable[[str], Pat
     refused("2 layers|missing weights: model.layers.1", lambda module: module.model.layers.__delitem__(1))
 
 
-def test_places_that_are_taken(llada: Model, tmp_path: Path) -> None:
+def test_unsuitable_targets_are_refused(llada: Model, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("kept")
     refuses(lambda: llada.save_pretrained(file), "folder=.*file' is a file; give the path of a folder")
@@ -350,7 +350,7 @@ class Stopped(BaseException):
     """As an interrupt from the keyboard is."""
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, for_good: bool = False) -> None:
+def raise_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, for_good: bool = False) -> None:
     real, calls = getattr(owner, name), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -398,7 +398,7 @@ def test_an_interrupt_while_files_are_exchanged(
     while not done:
         at += 1
         with monkeypatch.context() as patch:
-            interrupted(patch, os, "replace", at)
+            raise_at_call(patch, os, "replace", at)
             try:
                 model.save_pretrained(folder, max_shard_size=size)
                 done = True
@@ -417,7 +417,7 @@ def test_a_process_that_is_killed_while_files_are_exchanged(
     for index in range(1, 100):
         shutil.copytree(folder, tmp_path / str(index))
         with monkeypatch.context() as patch:
-            interrupted(patch, os, "replace", index, for_good=True)
+            raise_at_call(patch, os, "replace", index, for_good=True)
             try:
                 model.save_pretrained(tmp_path / str(index), max_shard_size=15000)
                 break
@@ -596,7 +596,7 @@ BOTH = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("fields", "message"), BOTH)
-def test_angles_that_would_be_ignored(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_ignored_rope_fields_are_refused(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     config = {name: value for name, value in read(source).items() if name not in ("rope_theta", "rope_scaling")}
     shutil.copytree(source, tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config | fields))

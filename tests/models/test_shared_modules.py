@@ -86,7 +86,7 @@ def test_a_module_in_training_mode_is_refused(kind: str) -> None:
     assert torch.equal(paradec.generate(model, ROWS, max_new_tokens=6).new_tokens, tokens)
 
 
-def test_what_runs_past_the_attention_is_an_error() -> None:
+def test_layers_that_bypass_the_attention_are_refused() -> None:
     """A module whose layers attend in another way would decode with its causal mask."""
     module = decoder()
     model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **WRAP_IDS)
@@ -154,7 +154,7 @@ MORE = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "
 
 @pytest.mark.filterwarnings("ignore")  # torch's quantisation is deprecated
 @pytest.mark.parametrize(("how", "topology"), covering(MORE, ["bidirectional", "causal"]))
-def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
+def test_logits_equal_those_of_the_module(how: str, topology: str) -> None:
     torch.manual_seed(0)
     module = MORE[how](decoder().eval()).eval()
     unlike = decoder().eval()
@@ -173,7 +173,7 @@ def test_the_logits_are_the_module_s(how: str, topology: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "moe/llada2-tiny", "moe/sdar-moe-tiny"])
-def test_a_folder_needs_what_its_loaded_model_takes(name: str) -> None:
+def test_memory_needed_by_a_folder_matches_the_loaded_model(name: str) -> None:
     unstated = {"block_length": 4, "mask_token_id": 1} if name == "moe/llada2-tiny" else {}
     model = paradec.load(GOLDEN / name, dtype="float32", **unstated)
     needed = request_memory(GOLDEN / name, 2, 24, wanted=8, dtype=torch.float32)
@@ -198,7 +198,7 @@ def test_int8_weights_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(lambda: request_memory(GOLDEN / name, 2, 24, quantization="int4"), "unknown quantization: 'int4'")
 
 
-def test_what_is_no_text_model_is_named(tmp_path: Path) -> None:
+def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     refuses(lambda: request_memory(tmp_path, 1, 8), "model_type='vit'", CheckpointError)
     refuses(lambda: request_memory(GOLDEN / "llada-tiny", 0, 8), "rows=0")

@@ -76,7 +76,7 @@ def expected(model: Model, prompts: list[list[int]]) -> list[list[int]]:
     return actual
 
 
-def test_what_the_file_says(model: Model) -> None:
+def test_facts_come_from_the_file(model: Model) -> None:
     facts = model.facts
     assert (facts.topology, facts.prediction, facts.vocab_size) == ("causal", "shifted", 49152)
     assert facts.eos_token_ids == (2,) and facts.max_length == 8192 and model.dtype == torch.float32
@@ -84,7 +84,7 @@ def test_what_the_file_says(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["sjd", "jacobi", "scd", "speculative"])
-def test_greedy_answers_are_transformers_own(
+def test_greedy_answers_equal_transformers(
     model: Model, shorter: Any, prompts: list[list[int]], expected: list[list[int]], name: str
 ) -> None:
     settings = {"drafter": shorter} if name == "speculative" else {}

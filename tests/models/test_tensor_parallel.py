@@ -42,7 +42,7 @@ REQUEST: dict[str, Any] = {
 }  # fmt: skip
 
 
-def in_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 240) -> list[Any]:
+def run_ranks(check: str, arguments: Any = None, size: int = 2, timeout: float = 240) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, check, str(size), folder, json.dumps(arguments)]
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -250,10 +250,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def short(folder: Path) -> list[Any]:
     words = ["generate", "--in", str(folder / "prompts.txt"), "--out", str(folder / "answers.jsonl"), "--batch", "1"]
-    return in_ranks("short", {"formats": SHORT, "folder": str(folder), "words": words})
+    return run_ranks("short", {"formats": SHORT, "folder": str(folder), "words": words})
 
 
-def test_two_processes_decode_what_one_does(short: list[Any], folder: Path) -> None:
+def test_two_processes_decode_like_one(short: list[Any], folder: Path) -> None:
     wanted = expected(SHORT, folder)
     check_same([rank["grid"] for rank in short], wanted, 2)
     sparse = [case for cases in wanted.values() for case in cases if "sparse" in case]
@@ -262,7 +262,7 @@ def test_two_processes_decode_what_one_does(short: list[Any], folder: Path) -> N
     assert all(case["store"] > 0 for case in (wanted["llada-tiny"][0], wanted["sdar"][1]))
 
 
-def test_all_decode_what_rank_0_asks_for(short: list[Any]) -> None:
+def test_all_ranks_decode_the_request_of_rank_0(short: list[Any]) -> None:
     first, second = (rank["requests"] for rank in short)
     model = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
     generator = torch.Generator().manual_seed(5)
@@ -281,7 +281,7 @@ def test_all_decode_what_rank_0_asks_for(short: list[Any]) -> None:
     assert first["drawn"][0] == second["drawn"][0]
 
 
-def test_a_checkpoint_that_one_cannot_read(short: list[Any]) -> None:
+def test_a_checkpoint_that_one_rank_cannot_read_fails_on_all(short: list[Any]) -> None:
     first, second = (rank["loads"] for rank in short)
     assert second["half a checkpoint"].startswith("CheckpointError: the weights of")
     assert first["half a checkpoint"].startswith("ConnectionError: rank 1 failed: CheckpointError: the weights of")
@@ -289,7 +289,7 @@ def test_a_checkpoint_that_one_cannot_read(short: list[Any]) -> None:
     assert "ValueError: rank 1 reads another checkpoint than rank 0" in first["another checkpoint"]
 
 
-def test_what_a_spread_model_refuses(short: list[Any]) -> None:
+def test_unsupported_requests_of_spread_models(short: list[Any]) -> None:
     for actual in (each["requests"] for each in short):
         for name in ("Batch", "generate_many", "update_weights", "save_pretrained", "a copy or pickle"):
             message = f"ValueError: {name} does not work with llada-tiny, which is spread over processes (tp_plan)"
@@ -297,7 +297,7 @@ def test_what_a_spread_model_refuses(short: list[Any]) -> None:
         assert actual["thread"].startswith("RuntimeError: a model that is spread over processes is used by one thread")
 
 
-def test_an_error_of_all_leaves_the_model_usable(short: list[Any]) -> None:
+def test_an_error_on_all_ranks_leaves_the_model_usable(short: list[Any]) -> None:
     for actual in (each["requests"] for each in short):
         assert actual["too long"].startswith("ValueError: ")
         assert actual["all"] == "ZeroDivisionError: of its own"
@@ -323,7 +323,7 @@ def test_commands_print_once(short: list[Any], folder: Path) -> None:
     assert [entry["text"] for entry in entries] == ["apple fig pear", "apple fig pear"]
 
 
-def test_arguments_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     source = GOLDEN / "llada-tiny"
     for given, message in (
@@ -395,14 +395,14 @@ def every_cache() -> dict[str, list[dict[str, Any]]]:
 def test_every_cache(folder: Path) -> None:
     formats = every_cache()
     wanted = expected(formats, folder)
-    check_same(in_ranks("grid", {"formats": formats, "folder": str(folder)}, timeout=500), wanted, 2)
+    check_same(run_ranks("grid", {"formats": formats, "folder": str(folder)}, timeout=500), wanted, 2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "size"), [("llada-tiny", 4), *((f"moe/{name}", 2) for name in MOE_NAMES)])
 def test_more_processes_and_mixtures(folder: Path, name: str, size: int) -> None:
     formats = {name: FORMATS.get(name, [{"cache": "none"}])}
-    check_same(in_ranks("grid", {"formats": formats}, size=size), expected(formats, folder), size)
+    check_same(run_ranks("grid", {"formats": formats}, size=size), expected(formats, folder), size)
 
 
 def torchrun(arguments: list[str]) -> tuple[int, str, str]:

@@ -23,7 +23,7 @@ ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 GIVEN: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
 
 
-def changed(model: Model, share: float = 0.3) -> dict[str, Tensor]:
+def perturbed_weights(model: Model, share: float = 0.3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         name: tensor + share * torch.randn(tensor.shape, generator=generator).to(tensor)
@@ -31,7 +31,7 @@ def changed(model: Model, share: float = 0.3) -> dict[str, Tensor]:
     }
 
 
-def tokens(model: Model, **more: Any) -> Tensor:
+def decode_tokens(model: Model, **more: Any) -> Tensor:
     return paradec.generate(model, ROWS, **GIVEN, **more).sequences
 
 
@@ -40,16 +40,16 @@ def tokens(model: Model, **more: Any) -> Tensor:
 def test_published_names_reload_the_files(name: str) -> None:
     folder = GOLDEN / "moe" / name if (GOLDEN / "moe" / name).exists() else GOLDEN / name
     model = copy.deepcopy(golden_moe(name)) if folder.parent.name == "moe" else paradec.load(folder, dtype="float32")
-    before = tokens(model)
+    before = decode_tokens(model)
     own = {key: tensor.clone() for key, tensor in model.module.state_dict().items()}
     places = [parameter.data_ptr() for parameter in model.module.parameters()]
-    assert model.update_weights(changed(model, 0.05)) == 1
+    assert model.update_weights(perturbed_weights(model, 0.05)) == 1
     assert not torch.equal(model.module.state_dict()[next(iter(own))], own[next(iter(own))])
     files = {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
     published = {key: tensor for key, tensor in files.items() if key in model.published.names.values()}
     assert model.update_weights({key: tensor.double() for key, tensor in published.items()}) == 2
     assert all(torch.equal(tensor, own[key]) for key, tensor in model.module.state_dict().items())
-    assert torch.equal(tokens(model), before)
+    assert torch.equal(decode_tokens(model), before)
     assert places == [parameter.data_ptr() for parameter in model.module.parameters()]
 
 
@@ -62,7 +62,7 @@ def test_versions() -> None:
     paradec.replay(model, first).nansum().backward()
     optimizer.step()
     assert model.weights_version == 1  # what an optimizer wrote in place
-    assert twin.update_weights(changed(model)) == model.weights_version == 2
+    assert twin.update_weights(perturbed_weights(model)) == model.weights_version == 2
     second = paradec.generate(model, ROWS, rollout=True, **GIVEN).rollout
     assert (first.version, second.version) == (0, 2) and second.exact
     assert (paradec.replay(model, first) - first.logp).nan_to_num().abs().max() > 0.01
@@ -71,7 +71,7 @@ def test_versions() -> None:
     assert model.weights_version == 2
 
 
-def test_weights_that_change_on_the_way_are_named() -> None:
+def test_updates_during_a_request_are_reported() -> None:
     model = tiny(2)
 
     def step(state: Any, commit: Any) -> None:
@@ -83,7 +83,7 @@ def test_weights_that_change_on_the_way_are_named() -> None:
 
 
 @pytest.mark.parametrize("made", ["as ever", "in inference mode"])
-def test_what_was_kept_of_older_weights_is_refused(made: str) -> None:
+def test_prefixes_and_states_of_older_weights_are_refused(made: str) -> None:
     with torch.inference_mode(made != "as ever"):
         model = tiny(2, "block_causal")
     assert model.module.lm_head.weight.is_inference() == (made != "as ever")
@@ -98,7 +98,7 @@ def test_what_was_kept_of_older_weights_is_refused(made: str) -> None:
         return ticket.output.sequences, batch.prefixes.hits
 
     assert torch.equal(decoded()[0], decoded()[0]) and decoded()[1] == 2
-    model.update_weights(changed(model))
+    model.update_weights(perturbed_weights(model))
     refuses(
         lambda: paradec.generate(model, [list(range(20))], prefix=prefix, **arguments), "was kept before the weights"
     )
@@ -110,7 +110,7 @@ def test_what_was_kept_of_older_weights_is_refused(made: str) -> None:
 def test_wrong_weights_are_refused_before_anything_is_written() -> None:
     model = tiny(2)
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    good, head = changed(model), "lm_head.weight"
+    good, head = perturbed_weights(model), "lm_head.weight"
     wrong: list[tuple[type[Exception], str, Any]] = [
         (ValueError, r"not a weight of Llama.* \(did you mean 'lm_head.weight'\?", {"lm_head.weigth": good[head]}),
         (ValueError, r"is torch.float64 \[3\]; .* has torch.float64 \[41, 32\]", {head: good[head][0, :3]}),
@@ -126,7 +126,7 @@ def test_wrong_weights_are_refused_before_anything_is_written() -> None:
     assert model.weights_version == 0
 
 
-def test_a_request_s_own_thread_is_refused() -> None:
+def test_updates_in_the_thread_of_a_request_are_refused() -> None:
     model = tiny(1)
 
     def update(state: Any, commit: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_request_s_own_thread_is_refused() -> None:
     assert model.update_weights({}) == 1  # it holds nothing
 
 
-def test_rows_of_a_batch_are_in_the_way() -> None:
+def test_updates_during_a_batch_are_refused() -> None:
     model = tiny(1)
     outputs = paradec.generate_many(model, ROWS, batch_size=1, **GIVEN)
     next(outputs)
@@ -154,12 +154,13 @@ def test_rows_of_a_batch_are_in_the_way() -> None:
 def test_threads_decode_with_one_version_or_the_other() -> None:
     model = tiny(2)
     old, new = (
-        {name: tensor.clone() for name, tensor in of.items()} for of in (model.module.state_dict(), changed(model))
+        {name: tensor.clone() for name, tensor in of.items()}
+        for of in (model.module.state_dict(), perturbed_weights(model))
     )
     expected = []
     for weights in (new, old):
         model.update_weights(weights)
-        expected.append(tokens(model).tolist())
+        expected.append(decode_tokens(model).tolist())
     actual, over = list[Any](), threading.Event()
 
     def decode() -> None:
@@ -181,7 +182,7 @@ def test_threads_decode_with_one_version_or_the_other() -> None:
         assert output.sequences.tolist() == expected[1 - output.rollout.version % 2]
 
 
-def test_an_update_waits_and_requests_within_requests_go_on() -> None:
+def test_an_update_waits_while_nested_requests_continue() -> None:
     model, order = tiny(1), list[str]()
     inside, asked = threading.Event(), threading.Event()
 
@@ -196,7 +197,7 @@ def test_an_update_waits_and_requests_within_requests_go_on() -> None:
             inside.set()
             asked.wait()
             time.sleep(0.05)  # the update waits by now
-            tokens(model)
+            decode_tokens(model)
             order.append("nested")
 
     thread = threading.Thread(target=update)

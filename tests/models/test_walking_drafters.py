@@ -39,14 +39,14 @@ def tensors() -> dict[str, Tensor]:
     return read_arrays(RECORDED / "cases.safetensors")
 
 
-def close(actual: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
+def assert_close_to_recorded(actual: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
     """The reference's norms and angles are float32 inside; `largest` is what values reach."""
     torch.testing.assert_close(actual.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_blocks_and_what_they_were_drawn_from(
+def test_recorded_drafts_and_their_distributions(
     name: str, base: Model, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
@@ -63,34 +63,34 @@ def test_recorded_blocks_and_what_they_were_drawn_from(
         with replay(key):
             drafts, q = drafts_after(drafter, base, tensors["ids"], case)
             assert drafts.tolist() == case["drafts"], key
-            close(q, tensors[f"{key}/q"])
+            assert_close_to_recorded(q, tensors[f"{key}/q"])
             made, states = walks.pop()
             # a drafter that skips the first row has recorded it too where it could have drafted
-            close(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
+            assert_close_to_recorded(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
             before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
             if f"{key}/candidates" in tensors:
-                close(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
+                assert_close_to_recorded(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
                 assert made.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
                 scores = torch.cat([made.scores(slot, before[slot][None]) for slot in range(len(drafts))])
                 draft_scores = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
                 largest = max(1.0, float(tensors[f"{key}/scores"].abs().max()))
-                close(
+                assert_close_to_recorded(
                     draft_scores,
                     torch.zeros_like(q).scatter(1, tensors[f"{key}/candidates"], tensors[f"{key}/scores"].to(q)),
                     largest,
                 )
                 continue
-            close(made.base_logits[0], tensors[f"{key}/base_logits"])
+            assert_close_to_recorded(made.base_logits[0], tensors[f"{key}/base_logits"])
             repeated = type(made)(drafter, states, made.guide)
             logits = torch.cat([repeated.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
-            close(logits, tensors[f"{key}/logits"])
+            assert_close_to_recorded(logits, tensors[f"{key}/logits"])
             if f"{key}/confidence_logit" in tensors:
                 confidence = torch.cat([repeated.confidence(slot, before[slot][None]) for slot in range(len(drafts))])
-                close(confidence, tensors[f"{key}/confidence_logit"].flatten())
+                assert_close_to_recorded(confidence, tensors[f"{key}/confidence_logit"].flatten())
 
 
 @pytest.mark.parametrize(("name", "scale"), covering(NAMES, [1.0, 1.6]))
-def test_greedy_answers_are_the_models_own(name: str, scale: float, base: Model) -> None:
+def test_greedy_answers_equal_greedy_decoding(name: str, scale: float, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     prompts = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
     guidance = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
@@ -105,13 +105,13 @@ LONG = [pytest.param(name, 20_000, each, marks=pytest.mark.full) for name in NAM
 
 
 @pytest.mark.parametrize(("name", "rows", "temperature"), [*QUICK, *LONG])
-def test_the_distribution_of_the_answers_is_the_models(name: str, rows: int, temperature: float, base: Model) -> None:
+def test_answers_have_the_distribution_of_the_model(name: str, rows: int, temperature: float, base: Model) -> None:
     assert pair_p_value(paradec.load_drafter(RECORDED / name, base=base), base, rows, temperature=temperature) > 0.001
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
-def test_tokens_that_the_drafter_lacks_may_be_all_that_is_allowed(name: str, base: Model) -> None:
+def test_only_tokens_outside_the_drafter_vocabulary_are_allowed(name: str, base: Model) -> None:
     """Its own distribution is empty then; answers stay the model's, also where some of its tokens are left."""
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
     own = set(drafter.tokens.tolist())

@@ -39,14 +39,14 @@ def recode(file: Path, name: str, dtype: torch.dtype) -> None:
     later = file.stat().st_mtime_ns + 10**9  # `load_filter` reads a file of the same time once
     if file.suffix == ".safetensors":
         weights = load_file(file)
-        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | told(file))
+        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | list_dtypes(file))
     else:
         weights = torch.load(file, weights_only=True)
         torch.save(weights | {name: weights[name].to(dtype)}, file)
     os.utime(file, ns=(later, later))
 
 
-def told(file: Path) -> dict[str, str]:
+def list_dtypes(file: Path) -> dict[str, str]:
     with safe_open(file, "pt") as opened:
         return opened.metadata() or {}
 
@@ -58,7 +58,7 @@ def floats(module: torch.nn.Module) -> dict[str, Tensor]:
 Case = tuple[Path, str, Callable[[], Any]]
 
 
-def text(model_type: str) -> Callable[[Path], Case]:
+def text_case(model_type: str) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
         if model_type in CONFIGS:
             write_family(folder, model_type)
@@ -132,7 +132,7 @@ def store(file: Path, weights: dict[str, Tensor]) -> None:
 
 
 SAFETENSORS: dict[str, Callable[[Path], Case]] = {
-    **{model_type: text(model_type) for model_type in ("llada", "Dream", *CONFIGS)}, "shards": shards,
+    **{model_type: text_case(model_type) for model_type in ("llada", "Dream", *CONFIGS)}, "shards": shards,
     "llamagen": llamagen, "eagle": eagle, "learn2pd": learn2pd, "emu3": transformers_format(tiny_emu3, load_emu3),
     "chameleon": transformers_format(lambda: tiny_chameleon(LAYOUTS["anole"], vq=False), load_chameleon),
     "janus": transformers_format(tiny_janus, load_janus), "text encoder": text_encoder,
@@ -154,7 +154,7 @@ def refused(case: Case, message: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("loader", [*SAFETENSORS, *PICKLES])
-def test_weights_that_are_no_floats(loader: str, tmp_path: Path) -> None:
+def test_weights_of_other_dtypes_are_refused(loader: str, tmp_path: Path) -> None:
     case = file, name, load = (SAFETENSORS | PICKLES)[loader](tmp_path)
     load()  # as it should be
     kept = file.read_bytes()
@@ -169,7 +169,9 @@ def test_weights_that_are_no_floats(loader: str, tmp_path: Path) -> None:
 def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
     case = file, name, _ = SAFETENSORS[loader](tmp_path)
     weights = load_file(file)
-    save_file({other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | told(file))
+    save_file(
+        {other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | list_dtypes(file)
+    )
     refused(case, "missing weights: |" + re.escape(name))
 
 
@@ -185,7 +187,7 @@ def test_weights_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
     load_chameleon(tmp_path, layout=LAYOUTS["anole"], vq=tiny_vq(l2_norm=False, channel_mult=[1, 1, 1, 1]))
 
 
-def test_integers_that_are_no_weights(tmp_path: Path) -> None:
+def test_integer_buffers_are_accepted(tmp_path: Path) -> None:
     _, _, load = SAFETENSORS["emu3"](tmp_path / "emu3")
     counts = [name for name, value in load().module.state_dict().items() if not value.is_floating_point()]
     assert counts and all(name.endswith("num_batches_tracked") for name in counts)
@@ -207,7 +209,7 @@ def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
-def test_transformers_reads_what_it_knows_how_to(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_fp8_checkpoints_load_through_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     pytest.importorskip("accelerate")
     quantised, plain = fp8(tmp_path, config)
     model, expected = paradec.load(quantised), paradec.load(plain)

@@ -42,7 +42,7 @@ def call(model: Model, ids: Tensor, expected: Tensor | None = None, valid: Tenso
 
 
 @pytest.mark.parametrize("name", ENCODERS + UNPADDED_ENCODERS)
-def test_encoders_compute_what_they_compute(name: str) -> None:
+def test_wrapped_encoders_return_the_module_logits(name: str) -> None:
     module, ids = encoder(name).eval(), random_ids(2, 9)
     with torch.inference_mode():
         expected = module(input_ids=ids).logits
@@ -55,7 +55,7 @@ def test_encoders_compute_what_they_compute(name: str) -> None:
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
-def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_implementation: str) -> None:
+def test_topologies_set_the_attention_of_decoders(name: str, topology: str, attn_implementation: str) -> None:
     module, ids = decoder(name).eval(), random_ids(2, 10)
     query, key = torch.arange(10).unsqueeze(1), torch.arange(10)
     masks = {"bidirectional": query >= 0, "causal": key <= query, "block_causal": key // 4 <= query // 4}
@@ -70,7 +70,7 @@ def test_decoders_see_what_the_topology_says(name: str, topology: str, attn_impl
 
 
 @pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
-def test_no_column_sees_nothing(kind: str) -> None:
+def test_padding_columns_see_themselves(kind: str) -> None:
     """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
     model, seen, pairs = wrap_kind(kind), [], torch.arange(6) // 2
     sees = {"valid": torch.arange(6) < torch.tensor([[6], [4]]), "visible": (pairs[:, None] == pairs).expand(2, -1, -1)}
@@ -97,7 +97,7 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
     assert seen == ([18, 18] if kind == "Opaque" else [6, 18])
 
 
-def test_a_base_model_that_is_passed_by() -> None:
+def test_heads_that_bypass_the_base_model() -> None:
     # OPT's head reads from a part of its base model
     config = transformers.OPTConfig(
         vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
@@ -132,7 +132,7 @@ def wrapped_remote(remote: Any) -> Model:
     )
 
 
-def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, remote: Any) -> None:
+def test_remote_code_returns_the_loader_logits(wrapped_remote: Model, remote: Any) -> None:
     assert wrapped_remote.kind == "opaque"
     assert not wrapped_remote.supports_store
     assert wrapped_remote.facts.max_length == 512  # LLaDA's name for it is max_sequence_length
@@ -146,7 +146,7 @@ def test_remote_code_computes_what_the_loader_computes(wrapped_remote: Model, re
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
-def test_remote_code_decodes_as_the_loaded_checkpoint(
+def test_remote_code_decodes_like_the_loaded_checkpoint(
     wrapped_remote: Model, remote: Any, llada64: Model, name: str
 ) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 5}
@@ -327,7 +327,7 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
     assert torch.equal(full, wide)
 
 
-def test_a_cache_goes_by_the_name_that_the_module_has() -> None:
+def test_the_cache_keyword_matches_the_module() -> None:
     """transformers 5.24 has renamed it; a class of the user's may have the old name, or pass arguments on."""
 
     class New(nn.Module):

@@ -118,7 +118,7 @@ def test_two_sizes_in_turn_and_what_the_module_keeps(small_previews: None) -> No
         assert (out.steps >= 0).all() and out.steps.shape == out.codes.shape
 
 
-def test_many_pictures_of_several_sizes_are_those_of_each_size_alone(small_previews: None) -> None:
+def test_batches_of_several_sizes_equal_single_sizes(small_previews: None) -> None:
     sizes = [(64, 32), (128, 96), (64, 32), (32, 64), (128, 96), (64, 64)]
     request: dict[str, Any] = {"temperature": 0, "sampler": "scd", "output_type": "latent"}
     prompt = [100, 101, 102, 64]
@@ -132,7 +132,7 @@ def test_many_pictures_of_several_sizes_are_those_of_each_size_alone(small_previ
     assert "height=33" in str(wrong[0].error)
 
 
-def test_rows_that_come_and_go(small_previews: None) -> None:
+def test_rows_that_start_and_end_independently(small_previews: None) -> None:
     prompts, request = [[100, 101, 102, 64], [103, 64]], {"height": 64, "width": 32, "output_type": "latent"}
     request |= {"temperature": 0, "sampler": "scd"}
     alone = [paradec.generate_images(model(), prompt, **request).tokens[0] for prompt in prompts]
@@ -142,7 +142,7 @@ def test_rows_that_come_and_go(small_previews: None) -> None:
         assert torch.equal(actual.tokens[0], alone[actual.index % 2])
 
 
-def test_previews_are_the_processors() -> None:
+def test_previews_match_the_processor() -> None:
     for height, width, small in ((1024, 1024, (16, 16)), (1152, 768, (19, 13)), (32, 96, (9, 27)), (320, 32, (50, 5))):
         assert model().grid(height, width).preview == small
     assert model().grid().height == 36 and model().grid().width == 24

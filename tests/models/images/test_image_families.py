@@ -70,7 +70,7 @@ def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
                 assert (actual[:length] - expected[:length]).abs().max() < 1e-5
 
 
-def test_janus_is_transformers() -> None:
+def test_janus_equals_transformers() -> None:
     model, grid, laid, request = small_grid("janus")
     actual = greedy(laid, grid, 5.0)
     for row, prompt in enumerate(request["prompts"]):
@@ -83,7 +83,7 @@ def test_janus_is_transformers() -> None:
     assert torch.allclose(model.decode(actual, grid).double(), pixels, atol=1e-6)
 
 
-def test_emu3_is_transformers() -> None:
+def test_emu3_equals_transformers() -> None:
     model, grid, laid, request = small_grid("emu3")
     actual, negative = greedy(laid, grid, 3.0), torch.tensor(request["negative_prompt"])
     for row, prompt in enumerate(request["prompts"]):
@@ -105,7 +105,7 @@ def test_emu3_is_transformers() -> None:
     assert torch.allclose(model.decode(actual, grid).double(), pixels.clamp(0, 1), atol=1e-6)
 
 
-def test_chameleon_names_image_tokens_again() -> None:
+def test_chameleon_gives_finite_logits_of_image_tokens() -> None:
     """transformers' forward puts them at the lowest number there is; everything else is as it computes it."""
     model, _, _, _ = small_grid("anole")
     tokens = [1, 45, 40, 7, 9]
@@ -141,7 +141,7 @@ def test_lumina_layout() -> None:
 
 
 @pytest.mark.parametrize("name", ["emu3", "anole", "lumina-mgpt", "janus"])
-def test_prompts_as_long_as_the_model_takes(name: str) -> None:
+def test_longest_prompts_and_longer_ones(name: str) -> None:
     model, grid, _, request = small_grid(name)
     sizes = {key: request[key] for key in ("height", "width") if key in request}
     prompt = request["prompts"][0]
@@ -167,7 +167,7 @@ class Words:
         return self.ids
 
 
-def test_text_becomes_what_the_models_read() -> None:
+def test_prompt_templates_of_the_models() -> None:
     words = Words()
     emu3 = Emu3Model(image_model("emu3")[0].module, words)
     grid = emu3.grid(24, 32)

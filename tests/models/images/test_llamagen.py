@@ -28,7 +28,7 @@ from paradec.models.images.vq import PUBLISHED, VQConfig, VQModel, from_taming, 
 RECORDED = sorted(golden("llamagen").glob("*.safetensors"))
 
 
-def parts(part: str, key: str) -> list[Any]:
+def list_recordings(part: str, key: str) -> list[Any]:
     """The recorded files that have an array of this name, "c2i" and "ids" for one."""
     return [
         pytest.param(path, part, id=f"{path.stem}-{part}") for path in RECORDED if f"{part}.{key}" in read_arrays(path)
@@ -81,7 +81,7 @@ def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: i
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "condition"), [*parts("c2i", "ids"), *parts("t2i", "ids")])
+@pytest.mark.parametrize(("path", "condition"), [*list_recordings("c2i", "ids"), *list_recordings("t2i", "ids")])
 def test_logits_of_the_public_code(path: Path, condition: str) -> None:
     with replay(f"{path.stem}, {condition}"):
         expected = read_arrays(path)
@@ -145,7 +145,7 @@ def test_captions_are_replaced_by_the_last_learned_features() -> None:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("path", "part"), parts("vq", "code"))
+@pytest.mark.parametrize(("path", "part"), list_recordings("vq", "code"))
 def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
     with replay(f"{path.stem}, {part}"):
         recorded = read_arrays(path)
@@ -199,7 +199,7 @@ def diffusers_names(model: VQModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in actual.items() if name.startswith(("encoder.", "quant_conv."))}
 
 
-def test_vq_encodes_as_diffusers_does() -> None:
+def test_vq_encodes_like_diffusers() -> None:
     model = tiny_vq(encoder=True, attention=False, channel_mult=(1, 2, 2))
     theirs = diffusers.VQModel(
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, latent_channels=8,
@@ -314,7 +314,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "harm").exists()
 
 
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+def test_wrong_files_are_described(tmp_path: Path) -> None:
     state = {name: tensor.float() for name, tensor in tiny_llamagen().module.state_dict().items()}
     file = tmp_path / "network.pt"
     torch.save(state, file)

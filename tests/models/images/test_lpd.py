@@ -107,7 +107,7 @@ ORDERS: list[Any] = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_decoding_over_the_store_is_the_whole_forward(order: Any) -> None:
+def test_cached_decoding_equals_one_forward(order: Any) -> None:
     model, sampler = tiny_lpd(), samplers.create("groups", order=order)
     state = sampler.start(model, [[model.blank_id + 1 + label] for label in (3, 0, 4)], seed=[1, 2, 3])
     seen = []
@@ -156,7 +156,7 @@ def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
         ({"pos_embed": torch.zeros(1, 18, 16)}, r"mismatched weights: pos_embed \[1, 18, 16\]"),
     ],
 )
-def test_half_a_checkpoint_is_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_incomplete_checkpoints_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     weights = {name: tensor.float() for name, tensor in tiny_lpd().module.state_dict().items()}
     weights = {name: tensor for name, tensor in (weights | change).items() if tensor is not None}
     save_file(weights, tmp_path / "half.safetensors")
@@ -195,7 +195,7 @@ def test_pictures_come_of_codes() -> None:
     refuses(lambda: make(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
 
 
-def test_the_nucleus_is_of_the_best() -> None:
+def test_top_p_applies_after_top_k() -> None:
     """Of the k best, renormalised, as in the public code: not the k best of the nucleus of all."""
     model = tiny_lpd()
     sampler = samplers.create("groups")

@@ -98,9 +98,7 @@ def test_every_step_decides_something(size: int, steps: int) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("keep_buffer", [False, True])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_local_steps_are_exact_where_the_group_is_everything(
-    model: MARModel, guidance: float, keep_buffer: bool
-) -> None:
+def test_local_steps_over_all_positions_are_exact(model: MARModel, guidance: float, keep_buffer: bool) -> None:
     """Nothing is read but, with `keep_buffer`, the class tokens' keys: these have not seen what was decided since."""
     plain, grouped = (
         Sampler(local_steps=local, full_groups=0, head_steps=3, fast_ratio=1, chunk_order="order", keep_buffer=keep)

@@ -116,7 +116,7 @@ def test_load(model: MARModel, tmp_path: Path) -> None:
         MARModel(model.module, KLDecoder(VQConfig(**MAR_DECODER | {"z_channels": 8})))
 
 
-def test_pictures_are_those_of_the_loop(model: MARModel) -> None:
+def test_pictures_equal_those_of_a_plain_loop(model: MARModel) -> None:
     sampler = paradec.samplers.create("mar", preset="recap", head_steps=3)
     out = make(model, sampler=sampler, num_images=2)
     state = sampler.start(model, [1, 1, 2, 2], steps=5, guidance_scale=2.0, seed=0)

@@ -89,17 +89,17 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", image_cases("nar", "mask"))
 @replays("name", "nar/")
-def test_the_mask_and_one_forward_are_the_reference_s(name: str) -> None:
+def test_the_mask_and_one_forward_equal_the_reference(name: str) -> None:
     said, arrays = image_case("nar", name)
     model = golden_model(said["model"], said["grid"])
     labels = torch.tensor(said["labels"]).unsqueeze(1)
     tokens = torch.cat((labels + model.facts.vocab_size, torch.tensor(said["codes"])), 1)
     query = Query(np.arange(len(tokens)), tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
     assert torch.equal(model._visible(query)[0, 0].int(), torch.tensor(said["mask"], dtype=torch.int))
-    assert (of_cells(model(query), model.grid(), 1) - arrays["logits"]).abs().max() < 1e-4
+    assert (cell_logits(model(query), model.grid(), 1) - arrays["logits"]).abs().max() < 1e-4
 
 
-def of_cells(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
+def cell_logits(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
     """[B, T + N, 2, V] -> the logits of the cells row by row [B, N, V], cell by cell as the paper says it."""
     actual = []
     for cell in range(grid.length):
@@ -113,7 +113,7 @@ def of_cells(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
 
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
 @pytest.mark.parametrize("side", [1, 2, 5])
-def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> None:
+def test_cached_decoding_equals_one_masked_forward(condition: str, side: int) -> None:
     model = tiny_nar(condition, grid=side)
     grid = model.grid()
     captions = [torch.linspace(-1, 1, length * 16).view(length, 16).double() for length in (5, 2)]
@@ -137,7 +137,7 @@ def test_cached_decoding_is_one_masked_forward(condition: str, side: int) -> Non
             torch.cat((positions, pad)).unsqueeze(0),  # where all would see it
             valid=(torch.arange(count + 2) < count).unsqueeze(0),
         )
-        actual = of_cells(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
+        actual = cell_logits(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
         torch.testing.assert_close(actual[0], cached[row], atol=1e-12, rtol=0)
 
 

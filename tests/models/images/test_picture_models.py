@@ -62,7 +62,7 @@ class Tiles(PictureModel):
         return 1.5 * likeliest.expand(-1, query.wanted.shape[1], -1)
 
 
-def test_a_masked_model_of_ones_own_goes_through_the_entry_point() -> None:
+def test_a_custom_masked_model_generates_images() -> None:
     def make(**request: Any) -> images.ImageOutput:
         return paradec.generate_images(Tiles(), class_labels=[2, 0], seed=2, **request)
 
@@ -141,7 +141,7 @@ class Swept(PictureModel):
         return query.tokens / 2
 
 
-def test_a_family_of_ones_own_goes_through_the_entry_point() -> None:
+def test_a_custom_family_generates_images() -> None:
     out = paradec.generate_images(
         Swept(), [0.5, 1.0], sampler=Sweep(gain=2.0), num_images=2, guidance_scale=1.5, output_type="pt"
     )
@@ -152,7 +152,7 @@ def test_a_family_of_ones_own_goes_through_the_entry_point() -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_adapters_name_samplers_that_decode_with_them(model_type: str) -> None:
+def test_adapters_list_samplers_that_work(model_type: str) -> None:
     kind = image_adapter(model_type)
     assert issubclass(kind, PictureModel)
     for name, preset in (("", None), *kind.sampler_names.items()):
@@ -189,7 +189,7 @@ def paint(model: Any, **request: Any) -> images.ImageOutput:
     return paradec.generate_images(model, class_labels=[1, 2], output_type="latent", **request)
 
 
-def same(one: images.ImageOutput, other: images.ImageOutput) -> None:
+def assert_equal_outputs(one: images.ImageOutput, other: images.ImageOutput) -> None:
     assert torch.equal(one.tokens, other.tokens) and one.trace.settings == other.trace.settings
     assert (one.row_nfe, one.forwarded_tokens) == (other.row_nfe, other.forwarded_tokens)
 
@@ -201,10 +201,10 @@ def test_presets_of_pictures(case: tuple[Any, dict[str, Any]], tmp_path: Path) -
     preset.save(tmp_path / "mine.json")
     data = json.loads((tmp_path / "mine.json").read_text())
     for given in (preset, tmp_path / "mine.json", str(tmp_path / "mine.json"), data):
-        same(paint(model, preset=given), expected)
-    same(paint(model, preset=preset, seed=4, temperature=None), paint(model, **arguments | {"seed": 4}))
+        assert_equal_outputs(paint(model, preset=given), expected)
+    assert_equal_outputs(paint(model, preset=preset, seed=4, temperature=None), paint(model, **arguments | {"seed": 4}))
     other = paint(model, **arguments | {"guidance_scale": 1})
-    same(paint(model, preset=preset, guidance_scale=1), other)
+    assert_equal_outputs(paint(model, preset=preset, guidance_scale=1), other)
     assert other.forwarded_tokens < expected.forwarded_tokens
 
 
@@ -218,10 +218,10 @@ def test_a_request_of_pictures_is_saved_and_loads(case: tuple[Any, dict[str, Any
         assert images.picture_request(model, {}, tmp_path / "mine.json") == request
         for name in {*model.defaults} - {*asked}:
             assert getattr(request, name) == (model.defaults[name] or DEFAULTS[name])
-    same(paint(model, preset=tmp_path / "mine.json"), paint(model, **arguments))
+    assert_equal_outputs(paint(model, preset=tmp_path / "mine.json"), paint(model, **arguments))
 
 
-def test_a_preset_names_a_sampler_as_the_model_calls_it() -> None:
+def test_presets_use_the_model_names_of_samplers() -> None:
     for preset in (Request(sampler="recap"), {"sampler": "recap"}):
         assert images.picture_request(tiny_mar(), {}, preset).sampler == samplers.create("mar", preset="recap")
         request = images.picture_request(tiny_masked_image(), {}, preset)
@@ -318,7 +318,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, each in WRONG.items() for wrong in each])
-def test_the_argument_is_named(name: str, wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_are_named(name: str, wrong: dict[str, Any]) -> None:
     request = REQUESTS.get(name, {"class_labels": [1]})
     with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
         paradec.generate_images(TINY[name](), **{"output_type": "latent"} | request | wrong)

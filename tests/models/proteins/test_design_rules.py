@@ -35,7 +35,7 @@ def model() -> ProteinMPNNModel:
     return load_protein_mpnn(GOLDEN / "proteins" / "small.pt", dimer(), dtype=torch.float64)
 
 
-def loop(
+def design_by_loop(
     model: ProteinMPNNModel, row: list[int], order: list[int], key: Tensor, temperature: float, number: int = 0
 ) -> tuple[list[int], float]:
     """Tie after tie: averaged logits, the bias, the column's noise. And the mean log-probability without bias."""
@@ -69,7 +69,7 @@ def loop(
     return row, sum(total) / max(len(total), 1)
 
 
-def drawn_rules(draw: random.Random, structure: Structure) -> DesignRules:
+def draw_rules(draw: random.Random, structure: Structure) -> DesignRules:
     ties: list[list[int]] = []
     free = list(range(len(structure)))
     draw.shuffle(free)
@@ -89,13 +89,13 @@ def drawn_rules(draw: random.Random, structure: Structure) -> DesignRules:
 @pytest.mark.parametrize(
     "first", [pytest.param(each, marks=() if each in range(3) else pytest.mark.full) for each in range(40)]
 )
-def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, first: int) -> None:
+def test_jacobi_equals_one_tie_per_step(model: ProteinMPNNModel, first: int) -> None:
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
         gaps = dimer("gaps").coordinates.clone()
         gaps[[3, 8], 1] = torch.nan
         structures = [dimer(), piece(3, 9, "short"), dimer("gaps", coordinates=gaps)]
-        some = model.on(structures, [drawn_rules(draw, structure) for structure in structures])
+        some = model.on(structures, [draw_rules(draw, structure) for structure in structures])
         rows, orders, of = [], [], [draw.randrange(3) for _ in range(draw.randint(1, 3))]
         for each in of:
             free = [own[0] for own in some.columns[each].residues if len(own) == 1]
@@ -105,7 +105,7 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
         out = paradec.generate(some, rows, sampler="jacobi", temperature=temperature, order=orders, seed=number)
         keys = torch.as_tensor(row_keys([number] * len(rows), rows))
         for index, (row, order) in enumerate(zip(rows, orders, strict=True)):
-            expected, mean = loop(some, row, order, keys[index], temperature, of[index])
+            expected, mean = design_by_loop(some, row, order, keys[index], temperature, of[index])
             assert out.sequences[index, -len(row) :].tolist() == expected, (number, index)
             assert out.row_nfe[index] <= row.count(MASK_ID)
             assert some.score(row, out.sequences[index, -len(row) :][None], [order])[0] == pytest.approx(mean, abs=1e-9)
@@ -119,7 +119,7 @@ def test_jacobi_gives_the_tokens_of_one_tie_a_step(model: ProteinMPNNModel, firs
 @pytest.mark.parametrize(
     "name", ["sjd", "jacobi", *(pytest.param(each, marks=pytest.mark.full) for each in ("scd", "random"))]
 )
-def test_the_distribution_with_ties_is_that_of_one_tie_a_step(model: ProteinMPNNModel, name: str) -> None:
+def test_ties_have_the_distribution_of_one_tie_per_step(model: ProteinMPNNModel, name: str) -> None:
     letters, temperature = "LPS", 0.5
     omit = "".join(letter for letter in LETTERS[:20] if letter not in letters)
     rules = DesignRules(bias={"P": 0.4}, omit=omit, ties=[(0, 3), (1, 4)])
@@ -168,7 +168,7 @@ def test_weights_of_a_tie_multiply_its_residues_logits(model: ProteinMPNNModel, 
     assert float(out.logprobs.chosen[0, 1]) == pytest.approx(float(expected.log_softmax(-1).max()), abs=1e-4)
 
 
-def test_tied_rows_that_come_and_go(model: ProteinMPNNModel) -> None:
+def test_tied_rows_that_start_and_end_independently(model: ProteinMPNNModel) -> None:
     some = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
     prompts = [some.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
     arguments = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
@@ -238,5 +238,5 @@ def test_copies() -> None:
         ({"ties": [(0.5, 1)]}, (ValueError, TypeError), "ties=0.5 must be"),
     ],
 )
-def test_rules_that_are_none(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
+def test_invalid_rules_are_refused(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
     refuses(lambda: model.on(dimer(), DesignRules(**rules)), words, error)

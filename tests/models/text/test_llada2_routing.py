@@ -117,7 +117,7 @@ def assert_routed(llada22: Any, case: dict[str, Any], tensors: dict[str, Tensor]
     torch.testing.assert_close(weights.gather(1, order).float(), tensors[f"{name}_weights"].float(), rtol=0, atol=1e-5)
 
 
-def test_it_is_for_whole_blocks(llada22: Any) -> None:
+def test_partial_blocks_are_refused(llada22: Any) -> None:
     for request, message in (
         ({"cache": "dual"}, "chooses experts for whole blocks, which the cache cuts; use 'block'"),
         ({"sampler": "s2d2"}, "masks beside the row.*chooses experts for whole blocks"),

@@ -68,7 +68,7 @@ def test_facts(path: Path) -> None:
         assert read_head(path.parent / "config.json")["bos_token_id"] == facts["bos"]
 
 
-def evaluated(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
+def evaluate(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
     """[T, V] logits of one call. sees: what columns see, [T, T] bool, or True for all and None for the model's own."""
     tokens, width = torch.tensor([ids]), len(ids)
     positions = torch.arange(start, start + width)[None]
@@ -90,23 +90,23 @@ def evaluated(model: Model, ids: list[int], start: int, store: Any, sees: Any, k
 def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     ids, count = case["input_ids"], len(case["input_ids"])
     if case["kind"] == "block_causal":
-        return evaluated(model, ids, 0, None, None, False, origin=torch.tensor([[case["origin"]]]))
+        return evaluate(model, ids, 0, None, None, False, origin=torch.tensor([[case["origin"]]]))
     rows = torch.arange(count)
     causal = rows[:, None] >= rows
     if case["kind"] == "one_call":
-        return evaluated(model, ids, 0, None, causal | (rows[:, None] >= case["causal_below"]), False)
+        return evaluate(model, ids, 0, None, causal | (rows[:, None] >= case["causal_below"]), False)
     store, start = model.make_store(1, 64), 0
     own = model.facts.topology == "causal"
     for call in case["before"]:
         size = len(call["input_ids"])
         sees = None if own else True if not call["causal"] else causal_mask(size)
-        evaluated(model, call["input_ids"], start, store, sees, True)
+        evaluate(model, call["input_ids"], start, store, sees, True)
         start += size
     sees = None if own else True if not case["causal"] else causal_mask(count)
     if not case["adapter"]:
-        return evaluated(model, ids, start, store, sees, own)
+        return evaluate(model, ids, start, store, sees, own)
     with model.own_drafts.adapter.applied_to(model.module):
-        return evaluated(model, ids, start, store, sees, own)
+        return evaluate(model, ids, start, store, sees, own)
 
 
 def causal_mask(size: int) -> Tensor:
@@ -138,7 +138,7 @@ def traces(mode: str) -> list[Any]:
     return actual
 
 
-def in_turns(actual: list[Any]) -> list[Any]:
+def cache_params(actual: list[Any]) -> list[Any]:
     """Each with and without a cache. By default every setting runs on one checkpoint, with caches in turns."""
     models, cases = sorted({read_head(param.values[0])["model"] for param in actual}), []
     for number, param in enumerate(actual):
@@ -158,7 +158,7 @@ def ends(trace: dict[str, Any]) -> bool:
     return trace["settings"].get("eos", 0) is not None
 
 
-def fed(name: str, state_of: list[Any], **settings: Any) -> Any:
+def create_replaying_sampler(name: str, state_of: list[Any], **settings: Any) -> Any:
     """A masked sampler that draws with the numbers of a file: one for a seed, else one for each mask."""
     cls: Any = samplers.get(name)
 
@@ -203,7 +203,7 @@ def test_the_causal_mode(path: Path) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("path", "cache"), in_turns(traces("diffusion")))
+@pytest.mark.parametrize(("path", "cache"), cache_params(traces("diffusion")))
 def test_blocks(path: Path, cache: str) -> None:
     trace = read_json(path)
     settings = trace["settings"]
@@ -215,7 +215,11 @@ def test_blocks(path: Path, cache: str) -> None:
     for label, case in replayed_cases(path, trace):
         with replay_in_float64(label, case):
             numbers = [*case.get("uniforms", []), *[0.5] * 99]
-            sampler = fed(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)
+            sampler = (
+                create_replaying_sampler(name, numbers, **given)
+                if "uniforms" in case
+                else samplers.create(name, **given)
+            )
             new, begin = case["max_new_tokens"], len(case["prompt_ids"])
             request: dict[str, Any] = {"steps": new} if by_count else {}
             request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": ends(trace)}
@@ -283,7 +287,7 @@ def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> Non
         assert output.row_nfe == [together.row_nfe[row]] == alone.row_nfe
 
 
-def test_a_block_s_first_token_is_the_causal_one() -> None:
+def test_the_first_token_of_a_block_is_causal() -> None:
     model = some()
     causal = paradec.generate(
         model_of(FOLDERS[0], "causal"), prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW
@@ -320,13 +324,13 @@ def test_holes_and_guidance() -> None:
         ({"cache": "block", "keep_prefix": True}, "begin where its prompt ends"),
     ],
 )
-def test_what_blocks_from_seeds_cannot_have(request_: dict[str, Any], message: str) -> None:
+def test_unsupported_requests_are_refused(request_: dict[str, Any], message: str) -> None:
     model = some()
     with pytest.raises(ValueError, match=message):
         paradec.generate(model, prompts(model), **{"sampler": "credit", "max_new_tokens": NEW} | request_)
 
 
-def test_what_the_files_say(tmp_path: Path) -> None:
+def test_facts_come_from_the_files(tmp_path: Path) -> None:
     config = json.loads((FOLDERS[0] / "config.json").read_text())
     for topology in (None, "causal", "block_causal"):
         model = model_of(FOLDERS[0], topology)
@@ -359,7 +363,7 @@ def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], messag
     refuses(lambda: paradec.load(tmp_path), message, CheckpointError)
 
 
-def test_a_module_that_is_wrapped() -> None:
+def test_wrapped_modules_decode_like_loaded_ones() -> None:
     model = some()
     facts: dict[str, Any] = {"mask_token_id": model.facts.mask_id, "prediction": "same", "topology": "causal_context"}
     facts["block_length"] = model.facts.block_length

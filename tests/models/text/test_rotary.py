@@ -37,7 +37,7 @@ SCALED = {
 
 @pytest.mark.parametrize("name", TABLES)
 @replays("name")
-def test_the_tables(name: str) -> None:
+def test_angles_equal_the_recorded_tables(name: str) -> None:
     """The module that a config.json makes has the recorded angles; what ties a row to its neighbours is refused."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -95,7 +95,7 @@ def test_families_scale_their_angles(family: str, kind: str, tmp_path: Path) -> 
     assert torch.equal(logits(paradec.load(tmp_path / "saved")), logits(model))
 
 
-def test_another_base(tmp_path: Path) -> None:
+def test_rope_theta_replaces_the_base(tmp_path: Path) -> None:
     """`rope_theta=` replaces the checkpoint's wherever it states one; rows beyond the trained length are warned of."""
     folder = checkpoint(tmp_path / "plain", "llada", max_sequence_length=12)
     raised = paradec.load(folder, rope_theta=77.0, dtype="float64")
@@ -116,7 +116,7 @@ def test_another_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_causal_models_of_such_angles_keep_no_keys(name: str) -> None:
+def test_causal_models_with_length_dependent_angles_cache_no_keys(name: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     angles = {
