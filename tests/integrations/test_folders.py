@@ -28,7 +28,7 @@ def module_of(file: Path) -> Any:
     return actual
 
 
-def test_generate_s_folder(tmp_path: Path) -> None:
+def test_the_folder_for_transformers(tmp_path: Path) -> None:
     files = export_folder("generate", tmp_path / "mine")
     names = ["README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"]
     assert [str(file.relative_to(tmp_path / "mine")) for file in files] == names
@@ -58,7 +58,7 @@ def test_the_packaged_pipeline_has_a_folder_too(tmp_path: Path) -> None:
     assert index["_class_name"][0] == "pipeline" and (tmp_path / "out" / "pipeline.py").is_file()
 
 
-def test_pipeline_s_folder(tmp_path: Path) -> None:
+def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:
     out = tmp_path / "own"
     export_folder("pipeline", out, model=str(DIGITS), sampler="easycache(threshold=0.1)")
     index = json.loads((out / "model_index.json").read_text())
@@ -99,7 +99,7 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert not (tmp_path / "new").exists()
 
 
-def fresh(code: str, folder: Path) -> list[str]:
+def run_fresh(code: str, folder: Path) -> list[str]:
     home = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
     run = [sys.executable, "-c", code]
     done = subprocess.run(run, cwd=folder, env=os.environ | home, capture_output=True, text=True, timeout=300)
@@ -126,7 +126,7 @@ for wrong in ({"sampler": "scdd"}, {"num_beams": 3}, {"trust_remote_code": False
     except ValueError as error:
         print(str(error).splitlines()[0])
 """
-    right, also, name, beams, trust, unknown = fresh(code, tmp_path)
+    right, also, name, beams, trust, unknown = run_fresh(code, tmp_path)
     assert right == also == "True" and "did you mean 'scd'" in name and "num_beams=3 is not supported" in beams
     assert "mine" in trust and "smapler" in unknown
     shutil.copytree(tmp_path / "mine" / "custom_generate", tmp_path / "weights" / "custom_generate")
@@ -136,7 +136,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("weights", trust_remote_code=True)
 print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, sampler="scd").shape[1] > 3)
 """
-    assert fresh(code, tmp_path) == ["True"]
+    assert run_fresh(code, tmp_path) == ["True"]
 
 
 @pytest.mark.full
@@ -155,4 +155,4 @@ try:
 except ValueError as error:
     print("trust_remote_code" in str(error))
 """
-    assert fresh(code, tmp_path) == ["AcceleratedPipeline [0, 3, 6]"] * 2 + ["True"]
+    assert run_fresh(code, tmp_path) == ["AcceleratedPipeline [0, 3, 6]"] * 2 + ["True"]

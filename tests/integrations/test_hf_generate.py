@@ -62,7 +62,7 @@ def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     assert torch.equal(plain.generate(PADDED, max_length=17, **request), out.sequences)
 
 
-def test_sampling_settings_are_transformers_own(pair: Any) -> None:
+def test_sampling_settings_act_like_transformers(pair: Any) -> None:
     plain, loaded, arguments = pair
     ids = torch.tensor([[1, 2, 3]])
     shared = {"max_new_tokens": 8, "seed": 4, "suppress_tokens": [5], "guidance_scale": 1.5}
@@ -87,7 +87,7 @@ def test_sampling_settings_are_transformers_own(pair: Any) -> None:
 
 
 @pytest.mark.thinned
-def test_holes_are_no_part_of_the_answers_length(pair: Any) -> None:
+def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
     plain, loaded, arguments = pair
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
     ids, ended = torch.tensor([[1, mask, 2, mask, 3]]), 0
@@ -179,7 +179,7 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"temperatur": 1.0}, "temperatur"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(pair: Any, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(pair: Any, settings: dict[str, Any], message: str) -> None:
     plain, _, arguments = pair
     calls: list[int] = []
     handle = plain.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -201,7 +201,7 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
     assert torch.equal(empty, plain.generate(ids, max_new_tokens=4, **arguments))
 
 
-def test_cache_is_not_ours(pair: Any) -> None:
+def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
     """transformers 5.24 makes a cache under that name; a bound one must not be lost without a word."""
     plain, _, arguments = pair
     ids, config = torch.tensor([[1, 2, 3]]), GenerationConfig(max_new_tokens=4)
@@ -212,7 +212,7 @@ def test_cache_is_not_ours(pair: Any) -> None:
     refuses(lambda: plain.generate(ids, generation_config=config, custom_generate=bound, **named), "cache='dual'")
 
 
-def test_the_length_may_stand_in_either_field(pair: Any) -> None:
+def test_either_length_field_is_accepted(pair: Any) -> None:
     plain, loaded, arguments = pair
     request = {name: value for name, value in arguments.items() if name != "custom_generate"}
     ids = torch.tensor([[1, 2, 3]])
@@ -225,5 +225,5 @@ def test_the_length_may_stand_in_either_field(pair: Any) -> None:
         paradec.hf_generate(plain, ids, generation_config=GenerationConfig(**ends), **request)
 
 
-def test_it_is_for_transformers_to_call() -> None:
+def test_direct_calls_are_refused() -> None:
     refuses(lambda: paradec.hf_generate(None, torch.tensor([[1]])), "generation_config is missing")

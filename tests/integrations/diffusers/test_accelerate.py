@@ -102,7 +102,7 @@ def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def asked(call: dict[str, Any]) -> dict[str, Any]:
+def pipeline_arguments(call: dict[str, Any]) -> dict[str, Any]:
     def drawn(words: str) -> torch.Generator:
         return torch.Generator("cpu").manual_seed(int(re.findall(r"\d+", words)[-1]))
 
@@ -135,7 +135,7 @@ def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any])
     kind = "dit" if expected.ndim == 4 else "flux"
     settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
     with accelerate(pipelines[kind], Forecast(**settings)) as session:
-        latents = run(pipelines[kind], **asked(latents_of[kind]["call"])).numpy()
+        latents = run(pipelines[kind], **pipeline_arguments(latents_of[kind]["call"])).numpy()
     # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
     narrow = Forecast(**settings).forecaster.dtype == torch.bfloat16
     np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
@@ -199,7 +199,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_modules_are_the_papers(name: str) -> None:
+def test_targets_are_the_modules_of_the_papers(name: str) -> None:
     """Attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
     module, inputs = tiny_transformer(name)
     actual = find_places(module, "module")
@@ -256,7 +256,7 @@ class Polynomial(nn.Module):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("degree", "order", "basis"), [(1, 1, "taylor"), (2, 2, "newton"), (3, 3, "newton")])
-def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order: int, basis: str) -> None:
+def test_polynomial_trajectories_are_forecast_exactly(target: str, degree: int, order: int, basis: str) -> None:
     torch.manual_seed(0)
     module, latent = Drift(degree).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     sampler = Forecast(when=[0, 1, 2, 3, 7, 9], order=order, how=basis, where=target)
@@ -269,7 +269,7 @@ def test_trajectories_that_are_forecast_exactly(target: str, degree: int, order:
 
 
 @pytest.mark.parametrize("rises", [True, False])
-def test_runs_of_a_bare_transformer(rises: bool) -> None:
+def test_a_bare_transformer_starts_new_runs(rises: bool) -> None:
     torch.manual_seed(0)
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
@@ -288,7 +288,7 @@ def test_runs_of_a_bare_transformer(rises: bool) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("basis", "order"), [("taylor", 1), ("taylor", 0), ("reuse", 1), ("foca", 1), ("newton", 2)])
 @pytest.mark.parametrize("writer", ["caller", "block"])
-def test_what_was_given_may_be_written_into(writer: str, target: str, basis: str, order: int) -> None:
+def test_inputs_may_be_modified_in_place(writer: str, target: str, basis: str, order: int) -> None:
     ends = []
     for writes in (False, True):
         torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_what_was_given_may_be_written_into(writer: str, target: str, basis: str
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["dit", "flux", "wan"])
-def test_runs_repeat_and_leave_nothing(name: str, request: Any, plain: dict[str, Tensor]) -> None:
+def test_runs_are_repeatable_and_leave_no_state(name: str, request: Any, plain: dict[str, Tensor]) -> None:
     pipe = request.getfixturevalue(name)
     run = {"dit": run_dit, "flux": run_flux, "wan": run_wan}[name]
     before = attributes(pipe.transformer), set(vars(pipe.scheduler))
@@ -428,7 +428,7 @@ def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
     ],
     ids=["reference", "diffusers", "steps", "change"],
 )
-def test_our_loop_and_a_pipeline_decide_alike(settings: dict[str, Any], dit: Any) -> None:
+def test_paradec_loop_and_pipeline_decide_alike(settings: dict[str, Any], dit: Any) -> None:
     sampler = Forecast(**settings, where="output")
     with accelerate(dit, sampler) as session:
         latents = run_dit(dit, guidance_scale=1.0)
@@ -513,7 +513,7 @@ class TabledTransformer(nn.Module):
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(("samples", "runs"), [(65536, 1), (40, 1), (9, 1), (40, 3)])
-def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) -> None:
+def test_bac_finds_the_best_schedule(metric: str, samples: int, runs: int) -> None:
     tables = torch.randn(runs, 2, 7, 40, generator=torch.Generator().manual_seed(1)).cumsum(2)
     module, coming = TabledTransformer(*tables[0]), iter(tables)
 
@@ -546,7 +546,7 @@ def test_bac_is_the_best_of_all_schedules(metric: str, samples: int, runs: int) 
         assert (name.split(".")[-1], steps) == (("attn", "ff")[name.endswith("ff")], best)
 
 
-def test_memory_is_kept_to_a_budget() -> None:
+def test_memory_is_limited_to_a_budget() -> None:
     """A bound of what two calls a step take changes nothing; one byte less is refused at the second call."""
     module, inputs = tiny_transformer("Wan")
     requested = Forecast(when=Every(3, 3), order=2)
@@ -592,7 +592,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
         assert torch.equal(denoise(module, inputs, 5), plain)
 
 
-def test_hooks_of_accelerate_that_come_and_go() -> None:
+def test_hooks_of_accelerate_added_and_removed() -> None:
     module, inputs = tiny_transformer("Wan")
     plain = denoise(module, inputs, 5)
     with accelerate(module, Forecast(when=Every(3, 2))):
@@ -650,7 +650,7 @@ def test_a_transformer_compiled_as_a_whole() -> None:
     torch.testing.assert_close(latent, expected)
 
 
-def test_half_precision_keeps_its_type() -> None:
+def test_half_precision_is_preserved() -> None:
     module, inputs = tiny_transformer("FLUX")
     module = module.bfloat16()
     inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
@@ -694,7 +694,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
     assert torch.equal(run_dit(dit), plain["dit"])
 
 
-def test_what_cannot_be_accelerated(flux: Any) -> None:
+def test_unsupported_objects_are_refused(flux: Any) -> None:
     for pipe in (3, "flux", object(), type("Pipe", (), {"scheduler": None})()):
         refuses(partial(accelerate, pipe), "must be a diffusers pipeline", TypeError)
     for sampler, shown in ((paradec.samplers.create("threshold"), "Threshold"), (3, "3")):

@@ -357,7 +357,7 @@ def test_two_transformers_are_calibrated_and_reported(two: Any) -> None:
         assert {call.transformer for call in session.report().calls} == {"transformer"}
 
 
-def test_magcache_takes_the_last_part_of_its_table() -> None:
+def test_magcache_uses_the_end_of_its_table() -> None:
     pipe = flux_pipeline()
     torch.manual_seed(0)
     vae = AutoencoderKL(

@@ -74,7 +74,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["scd", "sjd", "zipar(window=99)"])
-def test_latents_are_those_of_the_pipeline_s_own_prior(sampler: str, pipe: Any) -> None:
+def test_latents_equal_those_of_the_pipeline_prior(sampler: str, pipe: Any) -> None:
     encoder = pipe.vision_language_encoder
     expected = run(pipe)
     other = run(pipe, "a cat", height=32, width=64)

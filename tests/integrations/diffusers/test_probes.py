@@ -50,7 +50,7 @@ def wan() -> Any:
     return wan_pipeline()
 
 
-def kinds(session: Any) -> str:
+def call_pattern(session: Any) -> str:
     """The latest run's calls: "F" where the stack was evaluated, "." where it was forecast."""
     return "".join(".F"[call.evaluated > 0] for call in session.report().calls)
 
@@ -65,7 +65,7 @@ def test_first_block_equals_diffusers(name: str, threshold: float, request: Any)
     pipe.transformer.disable_cache()
     with accelerate(pipe, FirstBlock(threshold)) as session:
         assert torch.equal(run(pipe), theirs)
-    assert ("." in kinds(session)) == (threshold > 0), kinds(session)
+    assert ("." in call_pattern(session)) == (threshold > 0), call_pattern(session)
     if threshold == 0:
         assert torch.equal(run(pipe), theirs)
 
@@ -80,7 +80,7 @@ def test_magcache_equals_diffusers(name: str, most: int, kept: float, request: A
     pipe.transformer.disable_cache()
     with accelerate(pipe, MagCache(RATIOS, **settings)) as session:
         assert torch.equal(run(pipe, 8), theirs)
-    assert "." in kinds(session)
+    assert "." in call_pattern(session)
 
 
 @pytest.mark.parametrize(("name", "runs"), [("flux", 1), ("wan", 3)])
@@ -108,7 +108,7 @@ def test_calibration_equals_diffusers(
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 10, 28])
-def test_ratios_of_other_lengths_are_those_of_diffusers(length: int) -> None:
+def test_resized_ratios_equal_diffusers(length: int) -> None:
     source = torch.linspace(1, 2, length, dtype=torch.float64)
     for steps in range(1, 60):
         assert MagRatios(tuple(source.tolist())).resample(steps) == tuple(nearest_interp(source, steps).tolist())
@@ -126,7 +126,7 @@ def test_transformers(name: str) -> None:
         with accelerate(module, TaylorSeer(interval=3, where=target)) as session:
             ends[target] = denoise(module, inputs, 6)
         took[target] = session.report().bytes
-        assert kinds(session) == "F..F.."
+        assert call_pattern(session) == "F..F.."
     # the same sum, added in another order, and fewer histories
     torch.testing.assert_close(ends["stack"], ends["block"], rtol=1e-4, atol=1e-4)
     assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
@@ -234,7 +234,7 @@ def test_equals_a_plain_loop(case: str) -> None:
         for _ in range(2):  # runs begin without what the one before kept
             for output, aim in zip(toy_run(module, latent), expected, strict=True):
                 torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
-            assert kinds(session) == made
+            assert call_pattern(session) == made
             session.reset()
     assert session.report().modules["Toy"] == [f"blocks.{i}" for i in range(head, 5 - tail)]
 
@@ -292,12 +292,12 @@ def test_dicache_equals_a_plain_loop(case: str) -> None:
         for _ in range(2):
             for output, aim in zip(toy_run(module, latent), expected, strict=True):
                 torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
-            assert kinds(session) == made
+            assert call_pattern(session) == made
             session.reset()
 
 
 @pytest.mark.parametrize(("probe", "step"), [(1.5, 7.0), (2.0, 7.0), (2.25, 8.25), (2.5, 9.5), (9.0, 9.5)])
-def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float) -> None:
+def test_the_gain_of_dicache_is_clamped(probe: float, step: float) -> None:
     """Evaluated at steps 2 and 7, where the probe added 1 and 2: the gain is that addition less 1, within [1, 1.5]."""
     rule, state, first = DiCache(99.0, retention_ratio=0.0), RunProgress(total=20), torch.zeros(1, 2)
     for index, added, forced in ((2, 1.0, True), (7, 2.0, True), (8, probe, False)):
@@ -308,7 +308,7 @@ def test_dicache_looks_between_the_bounds_of_its_gain(probe: float, step: float)
     assert rule.forecast_at(state) == pytest.approx(step)
 
 
-def test_dicache_keeps_what_each_call_of_a_step_has_shown() -> None:
+def test_dicache_keeps_separate_state_per_call() -> None:
     module, latent = toy()
     rule = DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)
     latents = (latent, 3 * latent.flip(0))
@@ -332,8 +332,8 @@ def test_dicache_in_pipelines(name: str, request: Any) -> None:
     plain = run(pipe, 8)
     with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
         actual = run(pipe, 8)
-        made = kinds(session)
-        assert torch.equal(run(pipe, 8), actual) and kinds(session) == made
+        made = call_pattern(session)
+        assert torch.equal(run(pipe, 8), actual) and call_pattern(session) == made
     branches = len(made) // 8
     assert made == "F" * 2 * branches + "." * 5 * branches + "F" * branches
     assert not torch.equal(actual, plain) and torch.equal(run(pipe, 8), plain)
@@ -356,12 +356,12 @@ def test_a_residual_is_forecast_by_any_basis() -> None:
         torch.testing.assert_close(outputs[step], latent, rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_added_between_blocks_is_added_once() -> None:
+def test_control_features_are_added_once() -> None:
     """A control network's features are part of the residual; after the last block they are the pipeline's."""
     module, latent = toy(control=True)
     with accelerate(module, MagCache([1.0] * 10, retention_ratio=0, max_skip_steps=1)) as session:
         outputs = toy_run(module, latent, TIMES[:2])
-    assert kinds(session) == "F."
+    assert call_pattern(session) == "F."
     entry = outputs[0]
     residual = outputs[0] - 0.1 * TIMES[0] - latent
     torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
@@ -375,8 +375,8 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
     plain = run_flux(flux, steps)
     with accelerate(flux, rule) as session:
         actual = run_flux(flux, steps)
-    assert torch.equal(actual, plain) == (kinds(session) == "F" * steps)
-    assert kinds(session)[0] == "F" and (rule.name != "first_block" or kinds(session) == "F."[:steps])
+    assert torch.equal(actual, plain) == (call_pattern(session) == "F" * steps)
+    assert call_pattern(session)[0] == "F" and (rule.name != "first_block" or call_pattern(session) == "F."[:steps])
 
 
 class Other(nn.Module):
@@ -394,7 +394,7 @@ class Other(nn.Module):
         return hidden_states
 
 
-def test_what_is_no_stack() -> None:
+def test_modules_that_are_no_stack_are_refused() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
     with accelerate(Other(True), FirstBlock()) as session:
         refuses(lambda: session.transformers[0].module(latent, time), "continues none of its inputs", RuntimeError)
@@ -403,10 +403,10 @@ def test_what_is_no_stack() -> None:
         refuses(partial(accelerate, single, rule), f"when='{rule.name}' always evaluates .* has 1,")
     with accelerate(single, MagCache([1.0] * 10, retention_ratio=0)) as session:
         toy_run(single, latent)
-    assert kinds(session) == "F...F...F."
+    assert call_pattern(session) == "F...F...F."
 
 
-def test_blocks_stand_in_the_order_of_their_calls() -> None:
+def test_blocks_are_ordered_by_their_calls() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
     module = Other(False)
     expected = [module(latent, time + i) for i in range(2)]
@@ -415,10 +415,10 @@ def test_blocks_stand_in_the_order_of_their_calls() -> None:
     with accelerate(module, DBCache(1, 1, residual_diff_threshold=1.0, max_warmup_steps=0)) as session:
         assert torch.equal(module(latent, time), expected[0])
         torch.testing.assert_close(module(latent, time + 1e-9), expected[0])  # the first and the last one are evaluated
-        assert kinds(session) == "F." and session.report().calls[1].forecast == 1
+        assert call_pattern(session) == "F." and session.report().calls[1].forecast == 1
 
 
-def test_blocks_that_are_called_change() -> None:
+def test_changing_sets_of_called_blocks_are_refused() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
     for first, then in ((5, 4), (4, 5)):
         module = Toy(5)

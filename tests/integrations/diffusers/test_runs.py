@@ -136,7 +136,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return actual[0]
 
 
-def at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[..., Any]:
+def callback_at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[..., Any]:
     def callback(pipe: Any, i: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if i == step:
             results.append(function())
@@ -151,7 +151,7 @@ def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
     results: list[Any] = []
     run = lambda: case.run(case.pipe)  # noqa: E731
     with pytest.raises(RuntimeError, match=f"accelerated {type(case.pipe).__name__} is used by another thread"):
-        case.run(case.pipe, at(2, lambda: in_thread(run), results))
+        case.run(case.pipe, callback_at(2, lambda: in_thread(run), results))
     assert torch.equal(results[0], case.fast)
     assert torch.equal(run(), case.fast) and torch.equal(in_thread(run), case.fast)
 
@@ -193,7 +193,7 @@ def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
             raise error
 
         with pytest.raises(type(error)):
-            case.run(case.pipe, at(2, fail, []))
+            case.run(case.pipe, callback_at(2, fail, []))
 
     broken(KeyboardInterrupt())
     assert torch.equal(case.run(case.pipe), case.fast)
@@ -218,7 +218,7 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert "1 calls of a transformer did not belong to the run" in str(session.report())
     if "Pipeline" in case.name:  # which name their calls: one without a name is not the run's, in a callback too
         results: list[Any] = []
-        assert torch.equal(case.run(case.pipe, at(2, direct, results)), case.fast)
+        assert torch.equal(case.run(case.pipe, callback_at(2, direct, results)), case.fast)
         assert torch.equal(results[0], expected)
     gradients = case.gradient(), in_thread(case.gradient)
     session.detach()
@@ -261,7 +261,7 @@ def test_a_second_session_is_refused(case: Case, session: Any) -> None:
 def test_detach_in_the_middle(case: Case) -> None:
     for how in (lambda f: f(), in_thread):
         with accelerate(case.pipe, SAMPLER) as session:
-            output = case.run(case.pipe, at(1, functools.partial(how, session.detach), []))
+            output = case.run(case.pipe, callback_at(1, functools.partial(how, session.detach), []))
         assert torch.equal(output, case.plain)  # nothing was forecast so far
         assert torch.equal(case.run(case.pipe), case.plain)
         assert "forward" not in vars(case.pipe.transformer)
@@ -329,7 +329,7 @@ def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("targets", [["to_q"], ["proj_out"], ["proj_mlp"]], ids="".join)
 @pytest.mark.parametrize("sampler", [SAMPLER, Forecast(when=Every(3, 2), where="block")], ids=["module", "block"])
-def test_a_lora_that_comes_and_goes(targets: list[str], sampler: Any) -> None:
+def test_loras_are_loaded_and_removed_while_accelerated(targets: list[str], sampler: Any) -> None:
     pipe = flux_pipeline()
     weights = lora(pipe, targets)
     with accelerate(pipe, sampler):
@@ -364,7 +364,7 @@ def test_a_request_has_its_own_lora() -> None:
     assert all(not torch.allclose(a, b) for a, b in itertools.combinations(expected, 2))
 
 
-def test_another_transformer() -> None:
+def test_replaced_transformers() -> None:
     pipe, other = flux_pipeline(), copy.deepcopy(flux_pipeline().transformer)
     with torch.no_grad():
         other.proj_out.weight.mul_(2)

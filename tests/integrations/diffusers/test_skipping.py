@@ -129,7 +129,7 @@ def test_seacache_config_of_diffusers() -> None:
     torch.testing.assert_close(run_wan(pipe, 12), ours, atol=1e-4, rtol=0)
 
 
-def placed(cells: Tensor, rows: int, columns: int) -> np.ndarray:
+def unpack_cells(cells: Tensor, rows: int, columns: int) -> np.ndarray:
     """Cells [1, rows columns, 4 C] of 2 x 2 as a picture [C, 2 rows, 2 columns], number by number."""
     actual = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
     for cell, row, column in itertools.product(range(cells.shape[1]), range(2), range(2)):
@@ -138,7 +138,7 @@ def placed(cells: Tensor, rows: int, columns: int) -> np.ndarray:
     return actual
 
 
-def denoised(picture: np.ndarray, level: float) -> np.ndarray:
+def seacache_indicator(picture: np.ndarray, level: float) -> np.ndarray:
     """The indicator of a picture [C, rows, columns] that has this share of noise."""
     gain = np.ones(())
     for length in picture.shape[1:]:
@@ -148,7 +148,7 @@ def denoised(picture: np.ndarray, level: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen"])
-def test_seacache_puts_cells_in_their_places(name: str) -> None:
+def test_seacache_unpacks_cells(name: str) -> None:
     prompt = {"prompt_embeds": torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(7))}
     if name == "flux":
         pipe, rows, columns, side = flux_pipeline(), 3, 5, 2
@@ -170,7 +170,7 @@ def test_seacache_puts_cells_in_their_places(name: str) -> None:
         latents = pipe(**call, callback_on_step_end=keep, output_type="latent").images
     [found] = full_steps(session)
     pictures = [
-        denoised(placed(latent.double(), rows, columns), min(max(float(sigma), 1e-6), 1 - 1e-6))
+        seacache_indicator(unpack_cells(latent.double(), rows, columns), min(max(float(sigma), 1e-6), 1 - 1e-6))
         for latent, sigma in zip(seen[:12], pipe.scheduler.sigmas, strict=False)
     ]
     expected, total = [0], 0.0
@@ -206,7 +206,7 @@ def test_seacache_is_refused(wan: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("begin", [0, 3])
-def test_runs_that_leave_the_first_steps_out(begin: int) -> None:
+def test_runs_that_start_at_a_later_step(begin: int) -> None:
     pipe, inputs = loop_pipeline("SD3")
     levels = []
 
@@ -313,7 +313,7 @@ class Written(AccumulatedChange):
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_what_is_watched_does_not_depend_on_the_target(name: str) -> None:
+def test_the_watched_tensor_does_not_depend_on_the_target(name: str) -> None:
     module, inputs = tiny_transformer(name)
     first = next(iter(find_blocks(module).values()))
 

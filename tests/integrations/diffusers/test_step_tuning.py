@@ -28,7 +28,7 @@ def run_digits(pipe: Any, seed: int, steps: int = 5) -> Any:
     return pipe(seed % 10, num_inference_steps=steps, latents=noise, output_type="pt").images
 
 
-def test_what_is_found_and_measured(digits: Any, tmp_path: Path) -> None:
+def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
     before, seen = attributes(digits.transformer), []
 
     def run(seed: int) -> None:
@@ -133,7 +133,7 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
         refuses(partial(StepSchedule, **({"steps": (0,), "total": 6} | fields)), r"when|total")
 
 
-def test_the_even_steps_are_kept_unless_the_others_are_better_beyond_the_interval() -> None:
+def test_even_steps_remain_unless_searched_ones_are_significantly_better() -> None:
     even, other = StepSchedule((0, 2), 4), StepSchedule((0, 1), 4)
     for new, chosen in (([0.1, 0.12, 0.09], "best"), ([0.1, 0.9, 0.1], "even"), ([0.5, 0.52, 0.5], "even")):
         errors = {"even": {"choose": [1.0], "report": [0.5, 0.52, 0.5]}, "best": {"choose": [0.5], "report": new}}

@@ -25,7 +25,7 @@ def causal() -> Model:
     return tiny(2, "block_causal")
 
 
-def asked(draw: random.Random, sampler: Any) -> dict[str, Any]:
+def draw_request(draw: random.Random, sampler: Any) -> dict[str, Any]:
     request = {
         "temperature": draw.choice((0.0, 0.7)),
         "top_k": draw.choice((None, 5)),
@@ -34,7 +34,7 @@ def asked(draw: random.Random, sampler: Any) -> dict[str, Any]:
     return {name: value for name, value in request.items() if name not in sampler.unsupported}
 
 
-def compare(
+def assert_rows_equal_generate(
     model: Model, sampler: Any, rows: dict[Any, tuple[list[int], dict[str, Any]]], draw: random.Random
 ) -> Hosted:
     hosted = Hosted(sampler, model.facts)
@@ -61,14 +61,14 @@ def compare(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if refusal(samplers.create(name)) is None])
-def test_rows_are_those_of_generate(name: str, causal: Model) -> None:
+def test_rows_equal_generate(name: str, causal: Model) -> None:
     draw, sampler = random.Random(name), samplers.create(name)
-    alike, other = asked(draw, sampler), asked(draw, sampler)
+    alike, other = draw_request(draw, sampler), draw_request(draw, sampler)
     rows = {}
     for key, request in enumerate((alike, alike, alike, other)):
         prompt = [draw.randrange(36) for _ in range(draw.choice((1, 2, 3, 5, 6, 7)))]
         rows[key] = prompt, request | {"max_new_tokens": 9, "seed": draw.randrange(2**31)}
-    compare(causal, sampler, rows, draw)
+    assert_rows_equal_generate(causal, sampler, rows, draw)
 
 
 @pytest.mark.thinned
@@ -85,7 +85,7 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
         key: ([draw.randrange(36) for _ in range(3)], {"max_new_tokens": 9, "block_length": length, "seed": key})
         for key in range(2)
     }
-    compare(model, samplers.create(name), rows, draw)
+    assert_rows_equal_generate(model, samplers.create(name), rows, draw)
 
 
 def test_the_model_s_last_block_may_be_cut_off() -> None:
@@ -99,7 +99,7 @@ def test_the_model_s_last_block_may_be_cut_off() -> None:
     assert [hosted.answer(key) for key in range(2)] == [[7], [7, 7]]
 
 
-def test_an_edit_says_what_is_stored() -> None:
+def test_edits_report_the_stored_tokens() -> None:
     hosted = Hosted(samplers.create("editing", threshold=0.5, editing_threshold=0.5), FACTS)
     hosted.open(0, [1, 2, 3], 1, eos_early_stop=False)
 
@@ -114,7 +114,7 @@ def test_an_edit_says_what_is_stored() -> None:
     assert hosted.done(0)
 
 
-def test_an_answer_only_grows_although_the_rule_takes_back() -> None:
+def test_answers_only_grow_under_rewriting_rules() -> None:
     torch.manual_seed(0)
     hosted, taken_back = Hosted(samplers.create("editing", threshold=0.2, editing_threshold=0.2), FACTS), 0
     for row in range(8):
@@ -134,7 +134,7 @@ def test_an_answer_only_grows_although_the_rule_takes_back() -> None:
     assert taken_back and all(len(answer) == 12 for answer in before.values())
 
 
-def test_logits_that_are_not_finite_hurt_their_row_alone() -> None:
+def test_non_finite_logits_fail_only_their_row() -> None:
     torch.manual_seed(0)
     hosted, alone = Hosted("credit", FACTS), Hosted("credit", FACTS)
     logits = {key: torch.randn(4, VOCAB) for key in "abc"}
@@ -152,7 +152,7 @@ def test_logits_that_are_not_finite_hurt_their_row_alone() -> None:
     assert hosted.step({"b": logits["a"]})["b"].tokens.equal(expected.tokens)
 
 
-def test_what_is_handed_over_is_not_written_to() -> None:
+def test_logits_of_the_engine_are_not_written_to() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         hosted = Hosted("credit", FACTS)
         hosted.open(0, [1, 2], 6, logits_eos_inf=True)
@@ -162,7 +162,7 @@ def test_what_is_handed_over_is_not_written_to() -> None:
         assert logits.equal(before)
 
 
-def test_memory_goes_from_row_to_row() -> None:
+def test_remembered_state_moves_to_another_row() -> None:
     torch.manual_seed(0)
     logits = [3 * torch.randn(4, VOCAB) for _ in range(8)]
     full, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)

@@ -40,7 +40,7 @@ class Base:
 ALGORITHMS = algorithms(Base)
 
 
-def made(name: str, fdfo: bool = False, **settings: Any) -> Any:
+def create_algorithm(name: str, fdfo: bool = False, **settings: Any) -> Any:
     return ALGORITHMS[name](dllm_config(fdfo=fdfo, **settings))
 
 
@@ -57,8 +57,8 @@ def model() -> Model:
 @pytest.mark.thinned
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("name", RULES)
-def test_steps_of_generate(name: str, fdfo: bool, model: Model) -> None:
-    algorithm = made(name, fdfo, **RULES[name].config)
+def test_steps_equal_generate(name: str, fdfo: bool, model: Model) -> None:
+    algorithm = create_algorithm(name, fdfo, **RULES[name].config)
     check_rule(name, algorithm, lambda logits: logits, model, fdfo)
     gc.collect()
     assert len(algorithm._hosted) == 0
@@ -77,18 +77,20 @@ def test_every_masked_sampler_of_text_is_there() -> None:
             continue
         why = refusal(samplers.create(kind.sampler_name))
         if why is None:
-            assert made(name).sampler == samplers.create(kind.sampler_name)
+            assert create_algorithm(name).sampler == samplers.create(kind.sampler_name)
         else:
             with pytest.raises(ValueError, match=f"'{kind.sampler_name}' cannot run inside SGLang: {why}"):
-                made(name)
+                create_algorithm(name)
 
 
 def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> None:
-    algorithm = made("ParadecThreshold", preset="llada2.0", temperature=0.5, top_k=3, block_size=4, eos_token_ids=END)
+    algorithm = create_algorithm(
+        "ParadecThreshold", preset="llada2.0", temperature=0.5, top_k=3, block_size=4, eos_token_ids=END
+    )
     assert algorithm.sampler == samplers.create("threshold", threshold=0.95)
     assert algorithm.fields == {"temperature": 0.5, "top_k": 3, "seed": 0} and algorithm.ends == (END,)
-    assert made("ParadecEditing", threshold=0.8, max_post_steps=2).sampler.max_post_steps == 2
-    joined = made("ParadecCombination", combination="credit(threshold=0.8)+localleap").sampler
+    assert create_algorithm("ParadecEditing", threshold=0.8, max_post_steps=2).sampler.max_post_steps == 2
+    joined = create_algorithm("ParadecCombination", combination="credit(threshold=0.8)+localleap").sampler
     assert joined == samplers.create("credit(threshold=0.8)+localleap")
     empty = ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": None}))
     assert empty.sampler == samplers.create("threshold")
@@ -114,7 +116,7 @@ def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> Non
     ],
 )
 def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], message: str) -> None:
-    refuses(lambda: made(name, **settings), message)
+    refuses(lambda: create_algorithm(name, **settings), message)
 
 
 def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
@@ -133,15 +135,15 @@ def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
         ({"logit_bias": {"3": 1.0}}, "ParadecCredit does not read logit_bias"),
     ],
 )
-def test_requests_that_ask_for_what_is_not_read(asked: dict[str, Any], said: str | None) -> None:
+def test_unsupported_request_fields_are_refused(asked: dict[str, Any], said: str | None) -> None:
     request = SimpleNamespace(sampling_params=SimpleNamespace(**asked), return_logprob=False)
     assert ALGORITHMS["ParadecCredit"].validate_request(request) == said  # type: ignore[attr-defined]
     request.return_logprob = True
     assert "return_logprob" in ALGORITHMS["ParadecCredit"].validate_request(request)  # type: ignore[attr-defined]
 
 
-def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> None:
-    algorithm = made("ParadecThreshold", True)
+def test_prompt_blocks_are_done_at_once_and_their_masks_stay() -> None:
+    algorithm = create_algorithm("ParadecThreshold", True)
     rows = [[1, 2, MASK, 4], [5, MASK, MASK, MASK]]
     batch = forward_batch(rows, ["a", "b"], [0, 8], torch.tensor([[True] * 4, [True, True, False, False]]))
     states = algorithm.init_step_state(batch)
@@ -153,7 +155,7 @@ def test_a_block_of_the_prompt_is_done_at_once_and_a_spelled_mask_stays() -> Non
 
 
 def test_the_tensor_of_ids_stays_the_engine_s() -> None:
-    algorithm = made("ParadecThreshold")
+    algorithm = create_algorithm("ParadecThreshold")
     batch = forward_batch([[1, MASK, MASK, MASK]])
     ids, place = batch.input_ids, batch.input_ids.data_ptr()
     algorithm.step(batch, logits_of([9] * 4), algorithm.init_step_state(batch))
@@ -161,7 +163,7 @@ def test_the_tensor_of_ids_stays_the_engine_s() -> None:
 
 
 def test_a_block_that_the_engine_begins_anew() -> None:
-    algorithm = made("ParadecThreshold", True, threshold=1.0)
+    algorithm = create_algorithm("ParadecThreshold", True, threshold=1.0)
     batch = forward_batch([[1, MASK, MASK, MASK]], ["a"], [4])
     states = algorithm.init_step_state(batch)
     algorithm.step(batch, logits_of([9] * 4), states)
@@ -177,7 +179,7 @@ def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
     logits = logits_of([1, END, 7, 7])
     logits[2:] = 0.0  # not confident of what follows
     for ends, forwards in (((), 4), ((END,), 2)):
-        algorithm = made("ParadecThreshold", True, eos_token_ids=list(ends))
+        algorithm = create_algorithm("ParadecThreshold", True, eos_token_ids=list(ends))
         batch = forward_batch([[1, MASK, MASK, MASK]], ["a"], [4])
         states, count = algorithm.init_step_state(batch), 0
         while not algorithm.step(batch, logits, states)[0]:
@@ -186,9 +188,9 @@ def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
     assert batch.input_ids.tolist() == [1, END, END, END]
 
 
-def test_draws_are_those_of_seed_request_and_place() -> None:
+def test_draws_depend_on_seed_request_and_position() -> None:
     def drawn(names: list[str], starts: list[int], **settings: Any) -> list[list[int]]:
-        algorithm = made("ParadecThreshold", temperature=1.0, threshold=0.0, **settings)
+        algorithm = create_algorithm("ParadecThreshold", temperature=1.0, threshold=0.0, **settings)
         batch = forward_batch([[MASK] * 4 for _ in names], names, starts)
         algorithm.step(batch, torch.zeros(4 * len(names), VOCAB), algorithm.init_step_state(batch))
         return batch.input_ids.view(-1, 4).tolist()
@@ -203,7 +205,7 @@ def test_draws_are_those_of_seed_request_and_place() -> None:
 def test_parts_of_a_block() -> None:
     for steps in (2, 4):  # of the whole block, half of them for each part
         for given in ([], [1], [1, 2], [1, 2, 3]):
-            algorithm = made("ParadecLowConfidence", True, block_length=2, steps=steps)
+            algorithm = create_algorithm("ParadecLowConfidence", True, block_length=2, steps=steps)
             batch = forward_batch([given + [MASK] * (4 - len(given))], ["a"], [8])
             states, seen = algorithm.init_step_state(batch), []
             while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
@@ -215,7 +217,7 @@ def test_parts_of_a_block() -> None:
 
 
 def test_logits_that_are_not_finite_name_the_request() -> None:
-    algorithm = made("ParadecThreshold", True)
+    algorithm = create_algorithm("ParadecThreshold", True)
     batch = forward_batch([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
     states, logits = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)
     logits[6, 3] = torch.nan
@@ -225,15 +227,15 @@ def test_logits_that_are_not_finite_name_the_request() -> None:
     assert batch.input_ids.tolist() == [1, 9, 9, 9, 2, 8, 8, 8]
 
 
-def test_of_many_requests_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_limited_to_the_latest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.integrations.engines.sglang.MOST_BETWEEN", 2)
-    algorithm = made("ParadecSaber")
+    algorithm = create_algorithm("ParadecSaber")
     for name in ("a", "b", "a", "c"):
         algorithm.run(lambda _: logits_of([9] * 4), forward_batch([[1, MASK, MASK, MASK]], [name], [4]), [None])
     assert [*algorithm._between] == ["a", "c"]
 
 
-def test_the_file_needs_no_sglang_and_the_entry_point_is_it() -> None:
+def test_the_entry_point_needs_no_sglang() -> None:
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     module, _, name = stated["sglang.srt.plugins"]["paradec"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))

@@ -123,7 +123,7 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
     return ids, prompt
 
 
-def history(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
+def record_calls(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
     rows, states = len(ids), None
     batch = forward_batch(ids, prompt_mask=prompt)
     seen: list[Any] = []
@@ -170,8 +170,8 @@ def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, release
     draw, steps = random.Random(pair), []
     for batch in range(125):
         ids, prompt = blocks_of(draw, 8, 4)
-        expected = history(shipped, ids, prompt, Drawn(batch, 12.0), fdfo)
-        assert history(made, ids, prompt, Drawn(batch, 12.0), fdfo) == expected
+        expected = record_calls(shipped, ids, prompt, Drawn(batch, 12.0), fdfo)
+        assert record_calls(made, ids, prompt, Drawn(batch, 12.0), fdfo) == expected
         steps.append(len(expected))
     assert len(set(steps)) > 1
 
@@ -184,13 +184,13 @@ def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespac
     for batch in range(20):
         lengths = [draw.choice((0, draw.randrange(8), 8)) for _ in range(5)]
         ids = [[draw.randrange(VOCAB - 1) for _ in range(n)] + [MASK] * (8 - n) for n in lengths]
-        expected = history(shipped, ids, None, Drawn(batch, 12.0), fdfo)
-        assert history(made, ids, None, Drawn(batch, 12.0), fdfo) == expected
+        expected = record_calls(shipped, ids, None, Drawn(batch, 12.0), fdfo)
+        assert record_calls(made, ids, None, Drawn(batch, 12.0), fdfo) == expected
 
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("name", RULES)
-def test_steps_of_generate(name: str, fdfo: bool, released: SimpleNamespace, model: Model) -> None:
+def test_steps_equal_generate(name: str, fdfo: bool, released: SimpleNamespace, model: Model) -> None:
     made = algorithms(released.base.DllmAlgorithm)[name](dllm_config(fdfo=fdfo, **RULES[name].config))
     check_rule(name, made, Runner, model, fdfo)
 

@@ -30,11 +30,11 @@ def said(name: str) -> dict[str, Any]:
     return {"sampler": {"sampler": name, **SAMPLERS[name]} if SAMPLERS[name] else name}
 
 
-def made(name: str) -> Any:
+def create_sampler(name: str) -> Any:
     return paradec.samplers.create(name, **SAMPLERS[name])
 
 
-def nothing_is_left(engine: Engine) -> None:
+def assert_slots_are_free(engine: Engine) -> None:
     """Slots are those that vLLM has, and at the next request that is the only one."""
     state, theirs = engine.runner.model_state, engine.runner.req_states
     assert state.numbers == theirs.req_id_to_index
@@ -44,18 +44,18 @@ def nothing_is_left(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_tokens_are_those_of_generate(engine: Engine, name: str) -> None:
+def test_tokens_equal_generate(engine: Engine, name: str) -> None:
     for seed, new in ((0, 7), (1, 14)):
         batch = prompts(seed)
         for prompt, answer in zip(batch, engine.answers(batch, engine.params(new, said(name))), strict=True):
-            expected = engine.expected(prompt, new, sampler=made(name))
+            expected = engine.expected(prompt, new, sampler=create_sampler(name))
             assert list(answer.token_ids) == expected, (name, len(prompt))
             assert answer.finish_reason == ("stop" if expected[-1] == END else "length")
-    nothing_is_left(engine)
+    assert_slots_are_free(engine)
 
 
 @pytest.mark.parametrize("name", ["threshold", "klass"])
-def test_draws_are_those_of_generate(engine: Engine, name: str) -> None:
+def test_draws_equal_generate(engine: Engine, name: str) -> None:
     batch = prompts(2)[:4]
     settings = {"sampler": name, "temperature": 0.8, "seed": 5, "top_k": 8}
     for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, settings)), strict=True):
@@ -107,6 +107,6 @@ def test_aborted_requests_leave_nothing(engine: Engine) -> None:
         expected = engine.expected(batch[index], 14, sampler="credit")
         assert list(said[f"r{index}"].outputs[0].token_ids) == expected
     assert "r0" not in said or said["r0"].outputs[0].finish_reason == "abort"
-    nothing_is_left(engine)
+    assert_slots_are_free(engine)
     for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, {"sampler": "credit"})), strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 9, sampler="credit")

@@ -29,7 +29,7 @@ def test_pages_are_shared(engine: Engine) -> None:
     assert output.num_cached_tokens == 64
 
 
-def test_requests_that_are_taken_out_go_on(engine: Engine) -> None:
+def test_preempted_requests_continue(engine: Engine) -> None:
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     taken, take = [], scheduler._preempt_request
     scheduler._preempt_request = lambda request, *args, **others: (

@@ -38,7 +38,7 @@ def params(**given: Any) -> Any:
     return SimpleNamespace(**neutral | given)
 
 
-def test_the_entry_point_is_light_and_never_raises() -> None:
+def test_the_entry_point_imports_little_and_never_raises() -> None:
     code = "import sys, paradec.integrations.engines.vllm as _; "
     code += "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -46,13 +46,13 @@ def test_the_entry_point_is_light_and_never_raises() -> None:
 
 
 @pytest.mark.skipif(bool([*importlib.metadata.packages_distributions().get("vllm", [])]), reason="vLLM is installed")
-def test_without_vllm_it_says_so_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_vllm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.plugins.paradec"):
         vllm.register()
     assert "paradec's models are not available in vLLM: ModuleNotFoundError" in caplog.text
 
 
-def test_whatever_fails_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from paradec.integrations.engines.vllm import registration
 
     def fails() -> None:
@@ -64,7 +64,7 @@ def test_whatever_fails_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch:
     assert "AttributeError: another release" in caplog.text
 
 
-def test_settings_are_those_of_the_request_over_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, '{"sampler": "klass", "steps": 4, "temperature": 0.5}')
     defaults = server_defaults(SimpleNamespace(paradec={"steps": 8}))
     actual = settings_of(params(top_p=0.9, top_k=7, extra_args={"paradec": '{"temperature": 0.25}'}), defaults, "a")
@@ -100,7 +100,7 @@ def test_settings_that_are_refused(said: dict[str, Any], words: str) -> None:
     refuses(lambda: settings_of(params(**said)), words, (ValueError, TypeError))
 
 
-def test_configs_are_those_that_load_reads() -> None:
+def test_configs_match_paradec_load() -> None:
     from checkpoints import FAST_DLLM, SDAR
 
     actual = SDARConfig.from_dict(SDAR)
@@ -113,7 +113,7 @@ def test_configs_are_those_that_load_reads() -> None:
     assert SDARConfig.from_dict(named, name_or_path="something").canvas_length is None
 
 
-def test_pieces_end_where_blocks_do() -> None:
+def test_prefill_chunks_end_with_blocks() -> None:
     draw = random.Random(0)
     for _ in range(50):
         sizes = [draw.randint(1, 11) for _ in range(3)]
@@ -204,7 +204,7 @@ class Runner:
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize("name", ["threshold", "credit", "saber", "editing"])
-def test_a_batch_that_comes_and_goes_has_the_tokens_of_generate(name: str, prediction: str) -> None:
+def test_changing_batches_have_the_tokens_of_generate(name: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
     draw = random.Random(name)
     runner, waiting, expected, begun = Runner(model, draw), [], {}, {}
@@ -268,7 +268,7 @@ def test_answers_end_where_vllm_ends_them() -> None:
         assert state.ends.tolist() == ends and state.request.eos_early_stop is early
 
 
-def test_a_request_that_was_taken_out_goes_on_with_its_template() -> None:
+def test_preempted_requests_continue_with_their_template() -> None:
     served = Served(tiny(2, "block_causal").facts, {})
     said = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
     full = served.opened([1, 2], said).state(0).canvas[0].tolist()

@@ -34,7 +34,7 @@ def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, oth
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
-def test_what_takes_the_prompt_ends_a_request_with_an_error(engine: Engine) -> None:
+def test_undecodable_prompts_end_with_an_error(engine: Engine) -> None:
     good = [5, 9, 2, 30, 11]
     settings = [engine.params(8), engine.params(8), engine.params(8, {"sampler": "low_confidence", "steps": 1})]
     fine, mask, steps = engine.answers([good, [2, MASK, 3], good], settings)

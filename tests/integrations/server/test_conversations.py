@@ -44,15 +44,13 @@ def client_of(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def alone(model: Any, seed: int) -> Any:
+def generate_one(model: Any, seed: int) -> Any:
     return paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, max_new_tokens=12, logprobs=2)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
-    client: openai.OpenAI, model: Any, stream: bool
-) -> None:
+def test_choices_are_independent_and_have_log_probabilities(client: openai.OpenAI, model: Any, stream: bool) -> None:
     more = {**DRAWN, "n": 3, "logprobs": True, "top_logprobs": 2, "stream": stream}
     more |= {"stream_options": {"include_usage": True}} if stream else {}
     completion = client.chat.completions.create(model=NAME, messages=chat(SHUFFLE)["messages"], **more)
@@ -67,7 +65,7 @@ def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
     else:
         texts = [choice.message.content for choice in completion.choices]
         scores, usage = [choice.logprobs.content for choice in completion.choices], completion.usage
-    outputs = [alone(model, seed) for seed in (7, 8, 9)]
+    outputs = [generate_one(model, seed) for seed in (7, 8, 9)]
     assert texts == [output.text for output in outputs] and len(set(texts)) > 1
     assert usage.completion_tokens == sum(output.tokens[0] for output in outputs)
     for text, own, output in zip(texts, scores, outputs, strict=True):
@@ -79,7 +77,7 @@ def test_each_choice_is_an_answer_of_its_own_with_its_log_probabilities(
         assert all(a.logprob >= b.logprob for a, b in (entry.top_logprobs for entry in own))
 
 
-def test_completions_have_log_probabilities_in_their_own_form(client: openai.OpenAI, model: Any) -> None:
+def test_log_probabilities_of_completions(client: openai.OpenAI, model: Any) -> None:
     own: dict[str, Any] = {"model": NAME, "prompt": SORT, "extra_body": {"paradec": {"chat": True}}}
     (choice,) = client.completions.create(logprobs=1, stop=["pear"], **own).choices
     assert choice.text == "apple fig " and choice.logprobs.tokens == ["apple", " fig", " pear"]
@@ -92,7 +90,7 @@ def test_completions_have_log_probabilities_in_their_own_form(client: openai.Ope
     assert bare.logprobs is None and bare.text == "apple fig pear"
 
 
-def test_usage_and_metrics_count_what_was_not_evaluated_and_a_salt_keeps_apart(model: Any) -> None:
+def test_cached_tokens_are_counted_and_salts_separate_caches(model: Any) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": len(model.tokenizer), "hidden_size": 16, "intermediate_size": 16}
     module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).double()
@@ -157,7 +155,7 @@ def test_an_agent_calls_a_tool_and_sends_its_result_back() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("bad", ["", "{bad}", '{"name": "f"}', "3", "[" * 5000])
-def test_calls_are_read_from_an_answer_in_pieces(size: int, bad: str) -> None:
+def test_calls_are_parsed_from_pieces(size: int, bad: str) -> None:
 
     class Tokenizer:
         chat_template = "{% if tools %}<tool_call>{% endif %}<|im_start|>"

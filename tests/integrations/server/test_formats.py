@@ -206,7 +206,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_refused(server: Running, extra: dict[str, Any], status: int, part: str) -> None:
+def test_wrong_formats_are_refused(server: Running, extra: dict[str, Any], status: int, part: str) -> None:
     actual, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
     assert actual == status, text
     assert re.search(part, json.loads(text)["error"]["message"]), text
@@ -221,7 +221,7 @@ def test_tables_that_are_too_large_are_refused(server: Running, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.full)])
-def test_many_at_once(client: openai.OpenAI, server: Running, count: int) -> None:
+def test_concurrent_constrained_requests(client: openai.OpenAI, server: Running, count: int) -> None:
 
     def ask(number: int) -> str:
         request: Any = {"model": NAME, "messages": chat(f"x{number}")["messages"], "temperature": 1.0, "seed": number}

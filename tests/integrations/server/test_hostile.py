@@ -92,12 +92,12 @@ FIELD = st.sampled_from([*FIELDS, "drafts", "window", "history", "sampler", "x"]
 @pytest.mark.filterwarnings("ignore")
 def test_any_json_is_served_or_refused(own: Any) -> None:
     try:
-        decoded(shared(), own)
+        decoded(shared_server(), own)
     except (ValueError, TypeError) as error:
         assert str(error)
 
 
-def shared(made: list[Any] = []) -> Any:  # noqa: B006 (made once)
+def shared_server(made: list[Any] = []) -> Any:  # noqa: B006 (made once)
     if not made:
         made.append(tiny(1))
     return made[0]

@@ -16,7 +16,7 @@ import paradec
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def both(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
+def chat_both_ways(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
     body = {"model": NAME, **chat("hi"), "max_tokens": 200, **more}
     choice = client.chat.completions.create(**body).choices[0]
     calls = [call.function.arguments for call in choice.message.tool_calls or []]
@@ -35,30 +35,30 @@ def both(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("text", ["  indented\n    code\n", "\n\nhello", "text \n", "naïve 😀 \t", f" {CALL} \n"])
-def test_the_text_is_the_text(text: str) -> None:
+def test_text_is_returned_unchanged(text: str) -> None:
     with scripted(text) as (_, client, _):
-        assert both(client) == [(text, "", [], "stop")] * 2
-        assert both(client, tools=[TOOL], tool_choice="none") == [(text, "", [], "stop")] * 2
+        assert chat_both_ways(client) == [(text, "", [], "stop")] * 2
+        assert chat_both_ways(client, tools=[TOOL], tool_choice="none") == [(text, "", [], "stop")] * 2
         assert client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200).choices[0].text == text
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stop", [" fox", "fo", "ox ju", ["zebra", "q"]])
-def test_stop_sequences_cut_the_same_everywhere(stop: Any) -> None:
+def test_stop_sequences_act_alike_in_streams(stop: Any) -> None:
     text = "the quick brown fox jumps"
     expected = text[: min(text.find(word) for word in ([stop] if isinstance(stop, str) else stop) if word in text)]
     with scripted(text) as (_, client, _):
-        assert both(client, stop=stop) == [(expected, "", [], "stop")] * 2
+        assert chat_both_ways(client, stop=stop) == [(expected, "", [], "stop")] * 2
         assert client.completions.create(model=NAME, prompt=BEGIN, stop=stop, max_tokens=99).choices[0].text == expected
 
 
-def test_whole_calls_survive_what_cuts_the_answer_off() -> None:
+def test_complete_calls_survive_truncated_answers() -> None:
     with scripted(f"Well.\n{CALL}\n{CALL}\n") as (server, client, ids):
         arguments = ['{"x": "é"}']
-        assert both(client, tools=[TOOL]) == [("Well.", "", arguments * 2, "tool_calls")] * 2
+        assert chat_both_ways(client, tools=[TOOL]) == [("Well.", "", arguments * 2, "tool_calls")] * 2
         for size in (12, len(ids) - 12, len(ids)):
             cut = server.engine.model.tokenizer.decode(ids[:size])
-            plain, streamed = both(client, tools=[TOOL], max_tokens=size)
+            plain, streamed = chat_both_ways(client, tools=[TOOL], max_tokens=size)
             calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
             content = "Well.\n" + rest.removeprefix("Well.\n") if calls == 0 else "Well." + rest
             assert plain == streamed == (content, "", arguments * calls, "length")
@@ -102,11 +102,11 @@ def test_calls_of_each_family_are_read(
     text = f"Well <|turn|>é.\n{call}{call}"
     with scripted(text, markers, template) as (server, client, ids):
         for size, count, reason in ((200, 2, "tool_calls"), (len(ids) - 2, 1, "length")):
-            plain, streamed = both(client, tools=[TOOL], max_tokens=size)
+            plain, streamed = chat_both_ways(client, tools=[TOOL], max_tokens=size)
             assert plain == streamed and plain[3] == reason and len(plain[2]) == count
             assert [json.loads(entry) for entry in plain[2]] == [arguments] * count
             assert plain[0].startswith("Well é.") and ("call" in plain[0]) == (count == 1)
-        without = both(client)
+        without = chat_both_ways(client)
         assert without == [(server.engine.model.tokenizer.decode(ids, skip_special_tokens=True), "", [], "stop")] * 2
         more: Any = {"tools": [TOOL], "logprobs": True, "max_tokens": 200, "messages": chat("hi")["messages"]}
         choice = client.chat.completions.create(model=NAME, **more).choices[0]
@@ -120,44 +120,47 @@ def test_reasoning_ends_at_a_special_token_too() -> None:
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted("I <|turn|>think </think> Yes.", ("<think>", "</think>")) as (server, client, _):
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
-        assert both(client, **opened) == [(" Yes.", "I think ", [], "stop")] * 2
+        assert chat_both_ways(client, **opened) == [(" Yes.", "I think ", [], "stop")] * 2
 
 
-def test_reasoning_is_apart_only_where_the_template_opens_it() -> None:
+def test_reasoning_is_separated_only_if_the_template_opens_it() -> None:
     text = "I think <b>\n</think>\n\nYes."
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted(text) as (server, client, ids):
-        assert both(client) == [(text, "", [], "stop")] * 2
+        assert chat_both_ways(client) == [(text, "", [], "stop")] * 2
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
-        assert both(client, **opened) == [("\n\nYes.", "I think <b>\n", [], "stop")] * 2
-        assert both(client, **opened, max_tokens=3)[0][:2] == ("", server.engine.model.tokenizer.decode(ids[:3]))
+        assert chat_both_ways(client, **opened) == [("\n\nYes.", "I think <b>\n", [], "stop")] * 2
+        assert chat_both_ways(client, **opened, max_tokens=3)[0][:2] == (
+            "",
+            server.engine.model.tokenizer.decode(ids[:3]),
+        )
         opened["extra_body"] |= {"guided_choice": ["yes"]}
-        assert both(client, **opened) == [("yes", "I think <b>\n", [], "stop")] * 2
+        assert chat_both_ways(client, **opened) == [("yes", "I think <b>\n", [], "stop")] * 2
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
-def test_reasoning_comes_before_an_answer_of_a_form(markers: tuple[str, ...]) -> None:
+def test_reasoning_precedes_constrained_answers(markers: tuple[str, ...]) -> None:
     """Where the template opens it, or the body has a marker; a budget ends it."""
     text, opened = "I think.</think>no way", {"chat_template_kwargs": {"thinks": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no", "yes"]}}}
     with scripted(text, markers) as (server, client, _):
-        assert both(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
+        assert chat_both_ways(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
         own = {"choice": ["no", "yes"], "after": "</think>"}
         for more in ({}, {"thinking_budget": 200}):
             request: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
-            assert both(client, **request) == [("no", "I think.", [], "stop")] * 2
+            assert chat_both_ways(client, **request) == [("no", "I think.", [], "stop")] * 2
         plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **request).choices[0].text
         assert plain == ("I think.</think>no" if not markers else "I think.no")
         request["extra_body"]["paradec"]["constraint"] |= {"thinking_budget": 2}
         cut = server.engine.model.tokenizer.decode(token_ids(server.engine.model.tokenizer, text)[:2])
-        content, reasoning, _, _ = both(client, **request)[0]
+        content, reasoning, _, _ = chat_both_ways(client, **request)[0]
         assert reasoning.startswith(cut) and content in ("no", "yes") and "think>" not in reasoning
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
         for extra in ({"guided_choice": ["no", "yes"]}, {"structured_outputs": {"regex": "no|yes"}}):
-            assert both(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
+            assert chat_both_ways(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
         request = {"extra_body": opened, "tools": [TOOL], "tool_choice": "required"}
-        (content, reasoning, calls, reason), streamed = both(client, **request)
+        (content, reasoning, calls, reason), streamed = chat_both_ways(client, **request)
         assert (content, reasoning, len(calls), reason) == ("", "I think.", 1, "tool_calls") == (
             *streamed[:2], len(streamed[2]), streamed[3]
         )  # fmt: skip
@@ -172,15 +175,18 @@ def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
     with scripted("x") as (server, client, _):
         ids = token_ids(server.engine.model.tokenizer, "yes")
         for size in (len(ids), len(ids) + 1):
-            assert both(client, max_tokens=size, extra_body={"guided_choice": ["yes"]}) == [("yes", "", [], "stop")] * 2
+            assert (
+                chat_both_ways(client, max_tokens=size, extra_body={"guided_choice": ["yes"]})
+                == [("yes", "", [], "stop")] * 2
+            )
         messages: Any = [{"role": "user", "content": "hi"}]
         parsed = client.chat.completions.parse(model=NAME, messages=messages, response_format=Reply, max_tokens=60)
         assert parsed.choices[0].message.parsed.answer in ("yes", "no")
         pytest.importorskip("llguidance", reason='needs the extra "grammar"')
         grammar: Any = {"structured_outputs": {"grammar": 'start: "a" "b"*'}}
-        assert both(client, max_tokens=1, extra_body=grammar)[0][3] == "stop"
+        assert chat_both_ways(client, max_tokens=1, extra_body=grammar)[0][3] == "stop"
         grammar["structured_outputs"]["grammar"] = 'start: "a" "b" "c"'
-        assert both(client, max_tokens=1, extra_body=grammar)[0][3] == "length"
+        assert chat_both_ways(client, max_tokens=1, extra_body=grammar)[0][3] == "length"
 
 
 def test_tokens_are_named_by_their_bytes() -> None:
@@ -267,14 +273,17 @@ def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
 def test_fields_of_single_tokens_shape_the_answer() -> None:
     with scripted("hello") as (server, client, _):
         (token,) = token_ids(server.engine.model.tokenizer, "#")
-        assert both(client, logit_bias={str(token): 100}, max_tokens=3) == [("###", "", [], "length")] * 2
-        assert both(client, extra_body={"bad_words": ["h", "l"]}) == [("eo", "", [], "stop")] * 2
+        assert chat_both_ways(client, logit_bias={str(token): 100}, max_tokens=3) == [("###", "", [], "length")] * 2
+        assert chat_both_ways(client, extra_body={"bad_words": ["h", "l"]}) == [("eo", "", [], "stop")] * 2
         end, end_id = {"ignore_eos": True}, server.engine.model.tokenizer.eos_token_id
-        assert both(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
+        assert chat_both_ways(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
         early = {"logit_bias": {str(end_id): 100}}
-        assert both(client, **early) == [("", "", [], "stop")] * 2
-        assert both(client, **early, extra_body={"min_tokens": 4}) == [("hell", "", [], "stop")] * 2
-        assert both(client, **early, extra_body={"paradec": {"min_new_tokens": 4}}) == [("hell", "", [], "stop")] * 2
+        assert chat_both_ways(client, **early) == [("", "", [], "stop")] * 2
+        assert chat_both_ways(client, **early, extra_body={"min_tokens": 4}) == [("hell", "", [], "stop")] * 2
+        assert (
+            chat_both_ways(client, **early, extra_body={"paradec": {"min_new_tokens": 4}})
+            == [("hell", "", [], "stop")] * 2
+        )
 
 
 @pytest.mark.thinned
@@ -306,19 +315,19 @@ def test_wrong_fields_of_single_tokens_are_named(field: str, value: Any, reason:
     with scripted("hello") as (server, client, _):
         for body in ({field: value}, {"paradec": {field.replace("min_tokens", "min_new_tokens"): value}}):
             with pytest.raises(openai.BadRequestError, match=reason) as raised:
-                both(client, extra_body=body)
+                chat_both_ways(client, extra_body=body)
             assert raised.value.param == field
         assert server.engine.alive and server.post(chat())[0] == 200
 
 
-def test_least_lengths_and_forms_of_answers_exclude_each_other() -> None:
+def test_min_tokens_and_constraints_exclude_each_other() -> None:
     with scripted("hello") as (_, client, _):
         for field, value in {"min_tokens": 3, "ignore_eos": True}.items():
             with pytest.raises(openai.BadRequestError, match=f"{field}={value}: constraint") as raised:
-                both(client, extra_body={field: value, "guided_choice": ["yes"]})
+                chat_both_ways(client, extra_body={field: value, "guided_choice": ["yes"]})
             assert raised.value.param == field
         with pytest.raises(openai.BadRequestError, match="min_tokens and paradec set the same field"):
-            both(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
+            chat_both_ways(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
 
 
 @pytest.mark.thinned
@@ -332,7 +341,7 @@ def test_malformed_schemas_are_named(schema: Any) -> None:
         assert status == 422 and json.loads(text)["error"]["param"] == "response_format", text
 
 
-def test_the_model_by_its_name_and_pages_of_other_origins() -> None:
+def test_model_lookup_and_cross_origin_requests() -> None:
     with scripted("x") as (server, client, _):
         assert client.models.retrieve(NAME).id == NAME
         with pytest.raises(openai.NotFoundError, match="is not served here"):

@@ -28,7 +28,7 @@ def predictor() -> jobs.Predictor:
     return jobs.Predictor(load={"dtype": "float64"}, batch_size=2, seed=3, **REQUEST)
 
 
-def test_answers_depend_on_prompt_id_and_seed_alone(predictor: jobs.Predictor) -> None:
+def test_answers_depend_only_on_prompt_id_and_seed(predictor: jobs.Predictor) -> None:
     actual = predictor(ROWS)
     assert actual["kept"] is ROWS["kept"] and actual["text"][3] == "" and "'Hello'" in actual["error"][3]
     seeds = [jobs.seed_of(3, int(name)) for name in ROWS["id"][:3]]
@@ -48,7 +48,7 @@ def test_columns_are_named(predictor: jobs.Predictor) -> None:
     refuses(lambda: predictor({"id": [1], "text": ["x"]}), "no column 'prompt'; they have \\['id', 'text'\\]")
 
 
-def test_a_model_of_ones_own(predictor: jobs.Predictor) -> None:
+def test_custom_models(predictor: jobs.Predictor) -> None:
     own = jobs.Predictor(model=lambda: predictor.model, prompt="question", id="name")
     assert own({"name": ["x"], "question": ["Sort: pear fig apple"]})["text"] == ["apple fig pear"]
 
@@ -58,7 +58,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     refuses(lambda: jobs.answer(None, tmp_path), "ray.* missing: install paradec's extra 'ray'", ImportError)
 
 
-def test_functions_that_refer_to_the_package_can_be_sent() -> None:
+def test_functions_of_the_package_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(paradec)) is paradec
 
 
@@ -99,6 +99,6 @@ def test_ids_are_checked_before_anything_is_decoded(monkeypatch: pytest.MonkeyPa
     assert not any(tmp_path.iterdir())
 
 
-def test_parts_are_read_once_each(tmp_path: Path) -> None:
+def test_shards_are_read_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="id 2 occurs twice, the second time in .*b.parquet"):
         jobs._once([3, 2], jobs._once([1, 2], set(), tmp_path / "a.parquet"), tmp_path / "b.parquet")

@@ -49,29 +49,29 @@ def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def said(client: openai.OpenAI, text: str, **more: Any) -> str:
+def chat_text(client: openai.OpenAI, text: str, **more: Any) -> str:
     answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **more)
     return answer.choices[0].message.content or ""
 
 
-def pieces(client: openai.OpenAI, text: str, **more: Any) -> list[str]:
+def chat_pieces(client: openai.OpenAI, text: str, **more: Any) -> list[str]:
     chunks = client.chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": text}], stream=True, **more
     )
     return [text for chunk in chunks if (text := chunk.choices[0].delta.content)]
 
 
-def test_answers_are_those_of_generate_many_at_once(server: Running, client: openai.OpenAI, model: Any) -> None:
+def test_concurrent_answers_equal_generate(server: Running, client: openai.OpenAI, model: Any) -> None:
     expected = paradec.generate(model, PROMPTS).text
     with ThreadPoolExecutor(12) as pool:
-        plain = pool.map(lambda text: said(client, text), PROMPTS * 2)
-        streamed = pool.map(lambda text: "".join(pieces(client, text)), PROMPTS * 2)
+        plain = pool.map(lambda text: chat_text(client, text), PROMPTS * 2)
+        streamed = pool.map(lambda text: "".join(chat_pieces(client, text)), PROMPTS * 2)
         assert list(plain) == expected * 2 and list(streamed) == expected * 2
     assert (server.engine.batch.occupied, server.engine.batch.waiting) == (0, 0)
 
 
-def test_a_stream_is_text_that_is_final_in_order(server: Running, client: openai.OpenAI) -> None:
-    actual = pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+def test_streams_send_final_text_in_order(server: Running, client: openai.OpenAI) -> None:
+    actual = chat_pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
     assert "".join(actual) == "kiwi apple fig pear" and len(actual) == 4
     more: Any = {"stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], **more))
@@ -84,7 +84,9 @@ def test_a_stream_is_text_that_is_final_in_order(server: Running, client: openai
 
 def test_drafts_are_comments_and_only_on_request(server: Running, client: openai.OpenAI) -> None:
     more = {"paradec": {**SLOWLY, "drafts": True, "block_length": 32}, "max_tokens": 32}
-    assert "".join(pieces(client, SORT, max_tokens=32, extra_body={"paradec": more["paradec"]})) == "apple fig pear"
+    assert (
+        "".join(chat_pieces(client, SORT, max_tokens=32, extra_body={"paradec": more["paradec"]})) == "apple fig pear"
+    )
     _, _, text = server.post(chat(stream=True, **more))
     lines = text.splitlines()
     drafts = [json.loads(line[2:])["draft"] for line in lines if line.startswith(": ")]
@@ -97,7 +99,7 @@ def test_drafts_are_comments_and_only_on_request(server: Running, client: openai
 def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> None:
     full = client.chat.completions.create(model=NAME, messages=chat()["messages"], stop=[" pear", "zebra"])
     assert (full.choices[0].message.content, full.choices[0].finish_reason) == ("apple fig", "stop")
-    actual = pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    actual = chat_pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
     assert "".join(actual) == "apple "
     short = client.chat.completions.create(model=NAME, messages=chat()["messages"], max_tokens=2)
     assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("apple fig", "length")
@@ -109,21 +111,21 @@ def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> N
     assert long.usage is not None and long.usage.prompt_tokens == 495 and long.usage.completion_tokens <= 17  # of 512
 
 
-def test_a_seed_is_kept_whatever_came_before(client: openai.OpenAI, model: Any) -> None:
+def test_seeded_answers_do_not_depend_on_earlier_requests(client: openai.OpenAI, model: Any) -> None:
     drawn = {"temperature": 1.0, "max_tokens": 12}
-    actual = [said(client, SHUFFLE, seed=7, **drawn) for _ in range(3)]
+    actual = [chat_text(client, SHUFFLE, seed=7, **drawn) for _ in range(3)]
     assert actual == [paradec.generate(model, SHUFFLE, seed=7, temperature=1.0, max_new_tokens=12).text] * 3
-    assert len({said(client, SHUFFLE, **drawn) for _ in range(6)}) > 1  # without a seed each draws anew
+    assert len({chat_text(client, SHUFFLE, **drawn) for _ in range(6)}) > 1  # without a seed each draws anew
 
 
-def test_presets_are_overruled_by_what_stands_beside_them(client: openai.OpenAI, model: Any) -> None:
+def test_fields_of_the_body_override_its_preset(client: openai.OpenAI, model: Any) -> None:
     usual = {"max_new_tokens": 12}
     slowly = paradec.generate(model, SHUFFLE, sampler="low_confidence", temperature=2.0, seed=3, **usual).text
-    assert said(client, SHUFFLE, temperature=2.0, seed=3, extra_body={"preset": "slowly"}) == slowly
+    assert chat_text(client, SHUFFLE, temperature=2.0, seed=3, extra_body={"preset": "slowly"}) == slowly
     cold = paradec.generate(model, SHUFFLE, temperature=0, **usual).text
-    assert said(client, SHUFFLE, temperature=0.0, extra_body={"preset": "warm"}) == cold
+    assert chat_text(client, SHUFFLE, temperature=0.0, extra_body={"preset": "warm"}) == cold
     warm = {paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, **usual).text for seed in range(3)}
-    assert {said(client, SHUFFLE, seed=seed, extra_body={"preset": "warm"}) for seed in range(3)} == warm != {cold}
+    assert {chat_text(client, SHUFFLE, seed=seed, extra_body={"preset": "warm"}) for seed in range(3)} == warm != {cold}
 
 
 CONTROLS: list[dict[str, Any]] = [
@@ -135,10 +137,10 @@ CONTROLS: list[dict[str, Any]] = [
 ]
 
 
-def test_answers_with_penalties_are_those_of_generate_alone(model: Any, client: openai.OpenAI) -> None:
+def test_answers_with_penalties_equal_generate(model: Any, client: openai.OpenAI) -> None:
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
     with ThreadPoolExecutor(len(CONTROLS)) as pool:
-        texts = list(pool.map(lambda more: said(client, SHUFFLE, **sampling, extra_body=more), CONTROLS))
+        texts = list(pool.map(lambda more: chat_text(client, SHUFFLE, **sampling, extra_body=more), CONTROLS))
     usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.0, "seed": 5}
     assert texts == [paradec.generate(model, SHUFFLE, **usual, **more).text for more in CONTROLS]
     assert len({*texts}) > 2
@@ -149,12 +151,12 @@ def test_a_body_turns_filters_of_its_preset_off(model: Any, client: openai.OpenA
     free = [paradec.generate(model, SHUFFLE, seed=seed, **usual).text for seed in range(3)]
     narrow = {"preset": "warm_narrow"}
     assert [
-        said(client, SHUFFLE, seed=seed, extra_body=narrow | {"min_p": 0, "top_k": -1}) for seed in range(3)
+        chat_text(client, SHUFFLE, seed=seed, extra_body=narrow | {"min_p": 0, "top_k": -1}) for seed in range(3)
     ] == free
-    assert len({said(client, SHUFFLE, seed=seed, extra_body=narrow) for seed in range(3)}) == 1 < len({*free})
+    assert len({chat_text(client, SHUFFLE, seed=seed, extra_body=narrow) for seed in range(3)}) == 1 < len({*free})
 
 
-def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model: Any) -> None:
+def test_completions_use_no_chat_template_by_default(client: openai.OpenAI, model: Any) -> None:
     raw = client.completions.create(model=NAME, prompt=SORT, max_tokens=16)
     assert raw.choices[0].text == paradec.generate(model, SORT, chat=False, max_new_tokens=16).text
     more = {"paradec": {"chat": True}}
@@ -165,8 +167,8 @@ def test_completions_take_text_as_it_is_unless_told(client: openai.OpenAI, model
 
 def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Running) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    assert said(client, SORT, tools=[tool]) == "apple fig pear"
-    assert said(client, SORT, extra_body={"chat_template_kwargs": {"enable_thinking": False}}) == "apple fig pear"
+    assert chat_text(client, SORT, tools=[tool]) == "apple fig pear"
+    assert chat_text(client, SORT, extra_body={"chat_template_kwargs": {"enable_thinking": False}}) == "apple fig pear"
     assert server.post(chat(chat_template_kwargs=3))[0] == 422
 
 
@@ -236,7 +238,7 @@ REFUSED: list[tuple[Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("body", "status", "message"), REFUSED, ids=[entry[2] for entry in REFUSED])
-def test_what_is_wrong_is_said(server: Running, body: Any, status: int, message: str) -> None:
+def test_wrong_bodies_are_refused(server: Running, body: Any, status: int, message: str) -> None:
     actual, _, text = server.post(body)
     error = json.loads(text)["error"]
     assert actual == status and message in error["message"] and error["type"] and "\n" not in error["message"]
@@ -260,7 +262,7 @@ def test_completions_refuse_too(server: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/docs"])
-def test_what_is_not_ours_is_not_there(server: Running, path: str) -> None:
+def test_unknown_paths_are_404(server: Running, path: str) -> None:
     status, _, text = server.post({}, path)
     assert status == 404 and json.loads(text)["error"]["message"] == "Not Found"
 
@@ -282,7 +284,7 @@ def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI
         raise ValueError('a "quoted"\nmessage')
 
     monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", broken)
-    refuses(lambda: pieces(client, SORT), 'a "quoted"\nmessage', openai.APIError)
+    refuses(lambda: chat_pieces(client, SORT), 'a "quoted"\nmessage', openai.APIError)
     wait(lambda: server.engine.batch.occupied == 0)
 
 
@@ -372,7 +374,7 @@ class Broken:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_row_raises_fails_that_row_alone(model: Any, stream: bool) -> None:
+def test_an_error_of_a_row_fails_only_that_row(model: Any, stream: bool) -> None:
     broken = Broken(model, model.tokenizer("kiwi", add_special_tokens=False)["input_ids"][0])
     with running(broken, batch_size=4) as server, ThreadPoolExecutor(4) as pool:
         texts = [SORT, "Sort: kiwi fig apple", "Reverse: pear fig", "Copy: fig pear"] * 2
@@ -397,7 +399,7 @@ def test_clients_in_flight_read_why_the_engine_stopped(model: Any, stream: bool)
         assert "the device is lost" in server.post(chat())[2] and not server.engine.alive
 
 
-def test_a_step_that_fails_now_and_then_does_not_end_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_failed_steps_do_not_stop_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(model)
     step, calls = engine.batch.step, []
 
@@ -415,7 +417,7 @@ def test_a_step_that_fails_now_and_then_does_not_end_the_engine(model: Any, monk
     engine.close()
 
 
-def test_a_client_that_does_not_read_is_left_alone(model: Any) -> None:
+def test_requests_of_clients_that_do_not_read_are_cancelled(model: Any) -> None:
     """Behind a socket it would take megabytes to fill its buffers: the middleware is driven as uvicorn drives it."""
     engine = Engine(model)
     ended: list[Any] = []

@@ -9,7 +9,7 @@ from paradec.integrations.server.chat import StopCutter
 @example(["a", "b"], ["ab"])
 @example(["abb"], ["abb", "b"])
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_a_cut_is_that_of_the_whole_text(pieces: list[str], stops: list[str]) -> None:
+def test_pieces_are_cut_like_the_whole_text(pieces: list[str], stops: list[str]) -> None:
     cut, given_out = StopCutter(stops), ""
     full = "".join(pieces)
     # letter by letter: the stop sequence that is complete first ends it, the longest of those complete at once
@@ -22,7 +22,7 @@ def test_a_cut_is_that_of_the_whole_text(pieces: list[str], stops: list[str]) ->
     assert given_out + cut.feed("", is_last=True) == expected == StopCutter(stops).feed(full, is_last=True)
 
 
-def test_nothing_is_held_back_without_need() -> None:
+def test_text_is_delayed_only_for_possible_stops() -> None:
     cut = StopCutter(["END"])
     assert [cut.feed(piece) for piece in ("one ", "E", "NX", "EEN", "D two", "END")] == ["one ", "", "ENX", "E", "", ""]
     assert cut.feed("", is_last=True) == "" and cut.is_over
