@@ -28,7 +28,7 @@ llguidance = pytest.importorskip("llguidance", reason='needs the extra "grammar"
 NESTED = paradec.Grammar('start: "a" start "b" | "x" | "y" start "z"')
 
 
-def begins(text: str) -> bool:
+def is_prefix(text: str) -> bool:
     """Whether some text of NESTED begins with it, by hand."""
     left: list[str] = []
     for place, sign in enumerate(text):
@@ -41,8 +41,8 @@ def begins(text: str) -> bool:
     return True
 
 
-def whole(text: str) -> bool:
-    return "x" in text and begins(text) and 2 * text.index("x") + 1 == len(text)
+def is_complete(text: str) -> bool:
+    return "x" in text and is_prefix(text) and 2 * text.index("x") + 1 == len(text)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def test_draws_have_the_distribution_of_masked_decoding(way: str, causal: Model)
         if len(tokens) == 4:
             expected[tokens] = mass
             return
-        fits = [token for token, read in reads.items() if read and begins(text + read)]
-        fits = [39] if whole(text) else fits
+        fits = [token for token, read in reads.items() if read and is_prefix(text + read)]
+        fits = [39] if is_complete(text) else fits
         with torch.no_grad():
             row = causal.module(torch.tensor([[1, 2, *tokens]])).logits[0, -1].softmax(-1)
         total = float(row[fits].sum())
@@ -114,13 +114,13 @@ def test_answers_that_end_are_texts_of_the_grammar(way: str, causal: Model) -> N
         causal, [[1, 2, 3], [4]] * 8, sampler=sampler_of(way), temperature=1.0, seed=[*range(16)], **request
     )
     for text, finished in zip(drawn.text, drawn.finished, strict=True):
-        assert whole(text) if finished else begins(text), text
+        assert is_complete(text) if finished else is_prefix(text), text
     assert sum(drawn.finished) > 4
     greedy = [paradec.generate(causal, [[1, 2, 3], [4]], sampler=sampler_of(each), **request) for each in (way, "sjd")]
     assert greedy[0].text == greedy[1].text
 
 
-def test_copies_and_rows_that_go_on(causal: Model) -> None:
+def test_copied_and_single_rows_are_equal(causal: Model) -> None:
     sampler = sampler_of("sjd")
     request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 8, "temperature": 1.0, "seed": [1, 2, 3]}
     state = sampler.start(causal, torch.tensor([[1, 2], [3, 4], [5, 6]]), **request)
@@ -169,7 +169,7 @@ PATTERNS = [
 ]  # fmt: skip
 
 
-def test_llguidance_allows_nothing_that_the_automata_lack() -> None:
+def test_llguidance_allows_a_subset_of_the_automata() -> None:
     """And the same in each state where several texts go on; where one does, it takes one spelling alone."""
     size, ends, draw, alike, states = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0), 0, 0
     for pattern in PATTERNS:

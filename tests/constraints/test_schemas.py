@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from oracles.json_schema import is_valid
 from test_values import matches, some_text
-from tokenized_models import TOKENIZER, encode
+from tokenized_models import TOKENIZER
 
 import paradec
 from paradec.constraints import spelling
@@ -210,7 +210,7 @@ def random_schema(draw: random.Random, depth: int) -> Any:
 @pytest.mark.parametrize(
     ("seed", "count"), [(1, 15), *(pytest.param(seed, 40, marks=pytest.mark.full) for seed in range(8))]
 )
-def test_random_schemas_accept_nothing_that_is_invalid(seed: int, count: int) -> None:
+def test_random_schemas_accept_valid_values_only(seed: int, count: int) -> None:
     draw, steps, counts = random.Random(seed), np.random.default_rng(seed), [0, 0]
     values: list[Any] = [None, True, False, 0, 1, 2, 3, -1, 0.5, 1.5, 2.0, "", "a", "b", "ab", "bb", "aab", [], [[1]]]
     values += [[*items] for size in (1, 2) for items in itertools.product(SIMPLE[:4], repeat=size)] + [[1, "a", 1]]
@@ -289,7 +289,7 @@ def test_malformed_schemas_name_keyword_and_path(schema: Any, part: str) -> None
         automaton_of(schema)
 
 
-def test_sizes_and_times() -> None:
+def test_large_schemas_stay_small_and_fast() -> None:
     inner = {"type": "object", "properties": {f"m{index}": {"type": "boolean"} for index in range(12)}}
     twice = automaton_of({"type": "object", "properties": {f"k{index}": inner for index in range(12)}})
     assert len(twice.accept) < 2500  # 12 objects, each once
@@ -330,7 +330,7 @@ def test_finished_texts_are_checked_without_a_model() -> None:
         schema.accepts("\ud800")
 
 
-def test_schemas_are_constraints_as_they_are() -> None:
+def test_plain_schemas_are_constraints() -> None:
     pydantic = pytest.importorskip("pydantic")
     person = pydantic.create_model("Person", name=(str, ...), age=(int | None, None))
     request = paradec.Request(constraint=person)
@@ -344,11 +344,11 @@ def test_schemas_are_constraints_as_they_are() -> None:
             paradec.generate(model, "x", **{name: {}})
 
 
-def spelled(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
+def compile_schema(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
     return paradec.JsonSchema(schema, spelling=how).to_token_automaton(TOKENIZER, len(TOKENIZER))
 
 
-def sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
+def accepted_sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
     """All accepted sequences of up to `most` tokens."""
     actual, todo = list[list[int]](), [(list[int](), 0)]
     for ids, state in todo:
@@ -363,28 +363,28 @@ def sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
 def test_literals_have_the_tokenizer_s_spelling() -> None:
     """A schema of literals alone: each of its texts once, in the tokens of the whole text; in any spelling, more."""
     schema = {**CLOSED, "properties": {"one": {"enum": [True, "two"]}, "three": {"const": None}}, "required": ["one"]}
-    own, free = spelled(schema), spelled(schema, "any")
-    actual = sequences(own, 60)
+    own, free = compile_schema(schema), compile_schema(schema, "any")
+    actual = accepted_sequences(own, 60)
     texts = [TOKENIZER.decode(ids) for ids in actual]
     value = paradec.JsonSchema(schema)
     assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
     assert actual == [ids_of(text) for text in texts]
     for ids in actual:
         letters = [token for sign in TOKENIZER.decode(ids) for token in ids_of(sign)]
-        assert accepted(free, ids) and accepted(free, letters)
-        assert not accepted(own, letters) or letters == ids
+        assert is_accepted(free, ids) and is_accepted(free, letters)
+        assert not is_accepted(own, letters) or letters == ids
 
 
 def test_free_text_has_any_spelling_between_literals() -> None:
     """Strings in all of their spellings, what is around them in one."""
     schema = {**CLOSED, "properties": {"one": {"type": "string", "pattern": "^[a-z]{1,4}$"}}, "required": ["one"]}
-    own, free = spelled(schema), spelled(schema, "any")
+    own, free = compile_schema(schema), compile_schema(schema, "any")
     for text in ("one", "t", "twoo", "three", ""):
         for ids in all_spellings(text):
-            assert accepted(own, [*encode('{"one": "'), *ids, *encode('"}')]) == (1 <= len(text) <= 4)
+            assert is_accepted(own, [*ids_of('{"one": "'), *ids, *ids_of('"}')]) == (1 <= len(text) <= 4)
     for head in all_spellings('{"one":"'):
-        assert accepted(free, [*head, *encode("t"), *encode('"}')])
-        assert accepted(own, [*head, *encode("t"), *encode('"}')]) == (head == encode('{"one":"'))
+        assert is_accepted(free, [*head, *ids_of("t"), *ids_of('"}')])
+        assert is_accepted(own, [*head, *ids_of("t"), *ids_of('"}')]) == (head == ids_of('{"one":"'))
 
 
 def all_spellings(text: str) -> list[list[int]]:
@@ -395,15 +395,15 @@ def all_spellings(text: str) -> list[list[int]]:
             for rest in all_spellings(text[len(part) :])]  # fmt: skip
 
 
-def test_strings_are_shorter_where_tokens_need_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strings_are_shortened_to_fit_the_edge_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "string", "maxLength": 1000}
-    edges = len(spelled({"type": "string", "maxLength": 300}).edges)
+    edges = len(compile_schema({"type": "string", "maxLength": 300}).edges)
     monkeypatch.setattr(spelling, "MAX_EDGES", edges)
-    automaton = spelled(schema)
-    assert accepted(automaton, encode(json.dumps("x" * 256))) and len(automaton.edges) <= edges
+    automaton = compile_schema(schema)
+    assert is_accepted(automaton, ids_of(json.dumps("x" * 256))) and len(automaton.edges) <= edges
     monkeypatch.setattr(spelling, "MAX_EDGES", 100)
     with pytest.raises(ValueError, match="more than 100 edges"):
-        spelled(schema)
+        compile_schema(schema)
 
 
 def test_the_spelling_is_part_of_the_value() -> None:
@@ -417,7 +417,7 @@ def test_the_spelling_is_part_of_the_value() -> None:
         paradec.JsonSchema({"type": "null"}, spelling="own")
 
 
-def accepted(automaton: TokenAutomaton, ids: list[int]) -> bool:
+def is_accepted(automaton: TokenAutomaton, ids: list[int]) -> bool:
     state = 0
     for token in ids:
         state = automaton.step(state, token)

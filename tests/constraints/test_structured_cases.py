@@ -95,15 +95,15 @@ def test_lengths(name: str) -> None:
     assert np.flatnonzero(passes.lengths(full, 7)).tolist() == expected["lengths"]
 
 
-@pytest.mark.parametrize("name", case_names("marginals"))
-def test_sums_on_a_device_are_those_of_the_host(name: str) -> None:
+@pytest.mark.parametrize("name", named("marginals"))
+def test_sums_on_a_device_equal_those_of_the_host(name: str) -> None:
     ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
     logits[0, ours.runs.tokens[0]] = -torch.inf
     actual = _scattered_sums(ours.runs, logits.index_select(-1, torch.as_tensor(ours.runs.tokens)))
     np.testing.assert_allclose(actual, _run_sums(ours.runs, logits), rtol=1e-12)
 
 
-def test_vocabularies_of_several_stretches() -> None:
+def test_marginals_over_several_token_ranges() -> None:
     size, draw = 3 * STRETCH + 100, np.random.default_rng(0)
     owner = draw.integers(0, 4, size)  # class 3: tokens that no text has
     members = [np.flatnonzero(owner == index) for index in range(3)]

@@ -76,7 +76,7 @@ PATTERNS = st.recursive(
 
 @settings(deadline=None, max_examples=60)
 @given(pattern=PATTERNS, text=st.text(st.sampled_from("abcéA1. _\n"), max_size=6), seed=st.integers(0, 2**20))
-def test_patterns_are_python_s(pattern: str, text: str, seed: int) -> None:
+def test_patterns_match_like_python(pattern: str, text: str, seed: int) -> None:
     automaton = byte_automaton(paradec.Regex(pattern).node())
     assert matches(automaton, text) == bool(re.fullmatch(pattern, text, re.ASCII))
     other = some_text(automaton, np.random.default_rng(seed)) if len(automaton.accept) else None
@@ -124,7 +124,7 @@ SCHEMAS: list[Any] = [
 ]  # fmt: skip
 
 
-def valid(value: Any, schema: Any, whole: Any) -> bool:
+def is_valid_value(value: Any, schema: Any, whole: Any) -> bool:
     """What a schema says of a value, keyword by keyword."""
     kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
@@ -137,26 +137,26 @@ def valid(value: Any, schema: Any, whole: Any) -> bool:
         actual = whole
         for name in schema["$ref"].split("/")[1:]:
             actual = actual[name]
-        return valid(value, actual, whole)
+        return is_valid_value(value, actual, whole)
     said = [True]
     if "type" in schema:
         said.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
     for key, rule in {
         "enum": lambda said: value in said,
         "const": lambda said: value == said,
-        "anyOf": lambda said: any(valid(value, part, whole) for part in said),
-        "allOf": lambda said: all(valid(value, part, whole) for part in said),
+        "anyOf": lambda said: any(is_valid_value(value, part, whole) for part in said),
+        "allOf": lambda said: all(is_valid_value(value, part, whole) for part in said),
     }.items():
         said += [rule(schema[key])] if key in schema else []
     if isinstance(value, dict):
         listed, more = schema.get("properties", {}), schema.get("additionalProperties", {})
         said += [key in value for key in schema.get("required", ())]
-        said += [valid(inner, listed.get(key, more), whole) for key, inner in value.items()]
+        said += [is_valid_value(inner, listed.get(key, more), whole) for key, inner in value.items()]
         said.append(not listed or value.keys() <= listed.keys())
     if isinstance(value, list):
         front = schema.get("prefixItems", [])
-        said += [valid(inner, rule, whole) for inner, rule in zip(value, front)]
-        said += [valid(inner, schema.get("items", {}), whole) for inner in value[len(front) :]]
+        said += [is_valid_value(inner, rule, whole) for inner, rule in zip(value, front)]
+        said += [is_valid_value(inner, schema.get("items", {}), whole) for inner in value[len(front) :]]
         said += [len(value) >= schema.get("minItems", 0), len(value) <= schema.get("maxItems", 99)]
     if isinstance(value, str):
         said += [len(value) >= schema.get("minLength", 0), len(value) <= schema.get("maxLength", 10**9)]
@@ -177,7 +177,7 @@ def test_texts_of_schemas_are_valid(schema: Any) -> None:
     for _ in range(40):
         text = some_text(automaton, draw)
         if text is not None:
-            assert valid(json.loads(text), schema, schema), text
+            assert is_valid_value(json.loads(text), schema, schema), text
             actual += 1
     assert actual > 10
 
@@ -226,7 +226,7 @@ def test_arrays_hold_all_their_texts(limits: dict[str, int]) -> None:
         for parts in itertools.product(("[", "]", ",", "null"), repeat=size):
             text = "".join(parts)
             try:
-                fits = valid(json.loads(text), schema, schema)
+                fits = is_valid_value(json.loads(text), schema, schema)
             except ValueError:
                 fits = False
             assert matches(automaton, text) == fits, text
@@ -288,7 +288,7 @@ def test_hostile_schemas_take_bounded_work(name: str) -> None:
     assert time.process_time() - begin < 5
 
 
-def test_values_are_data_and_travel_in_presets() -> None:
+def test_constraints_are_saved_in_presets() -> None:
     for value in (
         paradec.Choice(["a", "b"]),
         paradec.Regex("a+"),
@@ -320,15 +320,15 @@ def accepts(automaton: TokenAutomaton, ids: list[int]) -> bool:
     return state >= 0 and bool(automaton.accept[state])
 
 
-def lifted(value: Constraint) -> TokenAutomaton:
+def compile_tokens(value: Constraint) -> TokenAutomaton:
     return token_automaton(value, TOKENIZER, len(TOKENIZER), (TOKENIZER.eos_token_id,), ())
 
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_tokens_are_accepted_where_what_they_read_matches(data: st.DataObject) -> None:
+def test_tokens_are_accepted_if_their_text_matches(data: st.DataObject) -> None:
     pattern = data.draw(st.sampled_from([r"(one|two|three)( (one|two))*\.?", r"\w+ ?\w*", "é*.?x?", r"[^\d]{0,4}"]))
-    automaton = lifted(paradec.Regex(pattern))
+    automaton = compile_tokens(paradec.Regex(pattern))
     ids = data.draw(st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=3))
     ids = data.draw(st.sampled_from([ids, encode("one two"), encode("éx"), [*encode("one"), *ids]]))
     spelt = spelling_of(TOKENIZER)
@@ -345,14 +345,14 @@ def test_tokens_are_accepted_where_what_they_read_matches(data: st.DataObject) -
 
 
 def test_choices_have_one_spelling() -> None:
-    automaton = lifted(paradec.Choice(["one two", "three"]))
-    assert accepts(automaton, encode("one two")) and accepts(automaton, encode("three"))
-    letters = [token for sign in "three" for token in encode(sign)]
+    automaton = compile_tokens(paradec.Choice(["one two", "three"]))
+    assert accepts(automaton, ids_of("one two")) and accepts(automaton, ids_of("three"))
+    letters = [token for sign in "three" for token in ids_of(sign)]
     assert TOKENIZER.decode(letters) == "three" and not accepts(automaton, letters)
-    assert accepts(lifted(paradec.Regex("three")), letters)
+    assert accepts(compile_tokens(paradec.Regex("three")), letters)
 
 
-def test_a_tokenizer_that_joins_otherwise() -> None:
+def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
     """What tokens read together is not known: patterns are refused, choices work."""
 
     class Reversed:
@@ -448,7 +448,7 @@ def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> 
 def test_literals_behind_a_marker() -> None:
     """Free text is in any tokens; the tokenizer spells what follows, as without a marker."""
     schema = {"type": "object", "properties": {"one": {"enum": ["two", "three"]}}, "required": ["one"]}
-    plain, marked = lifted(paradec.JsonSchema(schema)), lifted(paradec.JsonSchema(schema, after="then"))
+    plain, marked = compile_tokens(paradec.JsonSchema(schema)), compile_tokens(paradec.JsonSchema(schema, after="then"))
     free = [
         encode("one then"),
         [*encode("<"), 2, *encode("th"), *encode("en")],
@@ -465,10 +465,10 @@ def test_literals_behind_a_marker() -> None:
             assert marked.free_length([*begin, *answer]) == len(begin)
         assert not accepts(marked, answer)
     assert [accepts(plain, answer) for answer in answers] == [True, True, False]
-    twice = lifted(paradec.Regex("( ?one| then)*", after="then"))
-    assert accepts(twice, encode("two then then one then one")) and not accepts(twice, encode("two then two then one"))
+    twice = compile_tokens(paradec.Regex("( ?one| then)*", after="then"))
+    assert accepts(twice, ids_of("two then then one then one")) and not accepts(twice, ids_of("two then two then one"))
     value = paradec.Choice(["one", "one two"], after="then")
-    assert accepts(lifted(value), encode("then") + encode("one two")) and value.accepts("a thenone two")
+    assert accepts(compile_tokens(value), ids_of("then") + ids_of("one two")) and value.accepts("a thenone two")
     assert not value.accepts("one two") and not value.accepts("then one two") and not value.accepts("thenone thenone")
 
 
@@ -479,7 +479,7 @@ def many_texts(count: int, length: int) -> list[str]:
 
 @pytest.mark.parametrize("pattern", ["a(ba)*", "(one|two)( three)?", "[a-d]{3}(x{4})*", "(aa|bbb){1,3}"])
 @pytest.mark.parametrize("ends", [(), (TOKENIZER.eos_token_id,)])
-def test_what_reaches_an_end(pattern: str, ends: tuple[int, ...]) -> None:
+def test_states_reach_acceptance_in_n_tokens(pattern: str, ends: tuple[int, ...]) -> None:
     automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, len(TOKENIZER), ends, ())
     expected, reached = automaton.accept, []
     for count in range(20):
@@ -507,21 +507,21 @@ def test_a_long_answer_takes_no_table_of_states_times_tokens() -> None:
 def test_choices_are_bounded() -> None:
     begin = time.process_time()
     with pytest.raises(ValueError, match="choices take more than 65536 states"):
-        lifted(paradec.Choice(many_texts(4000, 28)))
-    automaton = lifted(paradec.Choice(["a" * 3 + "bc" * 5000]))  # one long text is walked in bounded time
+        compile_tokens(paradec.Choice(many_texts(4000, 28)))
+    automaton = compile_tokens(paradec.Choice(["a" * 3 + "bc" * 5000]))  # one long text is walked in bounded time
     assert automaton.states > 5000 and automaton.reach(automaton.states)[0]
     assert time.process_time() - begin < 5
 
 
 def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     value = paradec.Regex("[a-z]*e[a-z]{6}")
-    edges = len(lifted(value).edges)
+    edges = len(compile_tokens(value).edges)
     monkeypatch.setattr(spelling, "MAX_EDGES", edges // 2)
     with pytest.raises(ValueError, match=f"more than {edges // 2} edges"):
         value.to_token_automaton(TOKENIZER, len(TOKENIZER))
 
 
-def test_automata_are_kept_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_automata_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = values._CACHE.setdefault(TOKENIZER, {})
     kept.clear()
     made = [token_automaton(paradec.Choice([text]), TOKENIZER, 9000, (), ()) for text in ("one", "two", "three")]
@@ -542,7 +542,7 @@ def compiler() -> Iterator[Compiler]:
     made.close()
 
 
-def test_the_automaton_is_that_of_this_process(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_automata_equal_local_ones(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     values: list[Constraint] = [Regex("[ab]{2,5}c?"), JsonSchema({"type": "array", "items": {"enum": [1, "two"]}})]
     arguments = (Regex, "[ab]{2,5}c?"), (JsonSchema, {"type": "array", "items": {"enum": [1, "two"]}})
     for value, (make, argument) in zip(values, arguments, strict=True):
@@ -556,7 +556,7 @@ def test_the_automaton_is_that_of_this_process(compiler: Compiler, monkeypatch: 
     assert compiler.compile(Regex, "[ab]{2,5}c?") == values[0]  # nothing is compiled again
 
 
-def test_time_and_memory_are_limited_and_others_go_on(compiler: Compiler) -> None:
+def test_compilation_is_limited_and_does_not_block_others(compiler: Compiler) -> None:
     with ThreadPoolExecutor(4) as pool:
         slow = pool.submit(compiler.compile, time.sleep, 60)
         large = pool.submit(compiler.compile, bytearray, 2**29)
