@@ -24,11 +24,11 @@ from paradec.tools.evaluation.likelihood import log_likelihoods
 from paradec.tools.evaluation.recipe import Recipe, generation_fields, request_from_arguments
 
 
-def asked(*entries: tuple[Any, ...]) -> list[Any]:
+def as_requests(*entries: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=entry) for entry in entries]
 
 
-def judged(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
+def score_pairs(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
     """Log-likelihoods of (context, continuation), as the harness asks for them."""
     return lm._loglikelihood_tokens([(pair, *lm._encode_pair(*pair)) for pair in pairs], disable_tqdm=True)
 
@@ -37,18 +37,18 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     lm = Answering(packaged64, batch_size=3)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
     full, stopped, short = lm.generate_until(
-        asked((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
+        as_requests((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
     )
     assert full == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
     assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
-    assert Answering(packaged64, until=False).generate_until(asked((prompt, {"until": ["fig"]}))) == [full]
+    assert Answering(packaged64, until=False).generate_until(as_requests((prompt, {"until": ["fig"]}))) == [full]
     own = Answering(packaged64, max_new_tokens=1)  # what the model says wins over the task
-    assert own.generate_until(asked((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
+    assert own.generate_until(as_requests((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) -> None:
+def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) -> None:
     kept = []
 
     class Keeping(Answering):
@@ -58,7 +58,7 @@ def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) ->
     lm = Keeping(packaged64, batch_size=batch, max_new_tokens=6)
     texts = ["Sort: pear fig apple", "Copy: kiwi", "Reverse: kiwi goat fox", "Copy: fig pear"]
     entries = [(lm.apply_chat_template([{"role": "user", "content": text}]), {"until": []}) for text in texts]
-    answers = lm.generate_until(asked(*entries)) + lm.generate_until(asked(entries[0]))
+    answers = lm.generate_until(as_requests(*entries)) + lm.generate_until(as_requests(entries[0]))
     alone = [paradec.generate(packaged64, text, max_new_tokens=6) for text in [*texts, texts[0]]]
     assert answers == [out.text for out in alone]
     assert kept == [("generate_until", entry, text) for entry, text in zip([*entries, entries[0]], answers)]
@@ -70,7 +70,7 @@ def test_answers_are_kept_in_order_and_counted(packaged64: Model, batch: int) ->
     assert said["tokens_per_second"] == lm.spent.tokens / lm.spent.seconds
 
 
-def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
+def test_prompts_have_the_ids_of_generate(packaged64: Model) -> None:
     lm, text = Answering(packaged64), "Sort: pear fig apple"
     chat = lm.apply_chat_template([{"role": "user", "content": text}])
     assert lm.tok_encode(chat) == encode(packaged64, text).rows[0]
@@ -80,31 +80,33 @@ def test_prompts_are_the_ids_of_generate(packaged64: Model) -> None:
     assert begun.endswith("apple") and begun.startswith(chat)
 
 
-def test_what_a_task_cannot_ask(packaged64: Model) -> None:
+def test_unsupported_task_settings_are_refused(packaged64: Model) -> None:
     lm = Answering(packaged64)
     with pytest.raises(ValueError, match="holds the mask id 122"):
-        lm.generate_until(asked(("Sort: pear <|mdm_mask|>", {})))
+        lm.generate_until(as_requests(("Sort: pear <|mdm_mask|>", {})))
     with pytest.raises(ValueError, match="num_beams=4, which paradec does not support"):
-        lm.generate_until(asked(("Sort: pear", {"num_beams": 4})))
+        lm.generate_until(as_requests(("Sort: pear", {"num_beams": 4})))
     assert lm.generate_until([]) == []
 
 
-def test_penalties_of_a_task_are_those_of_generate(packaged64: Model) -> None:
+def test_task_penalties_act_like_generate(packaged64: Model) -> None:
     prompt = "Shuffle: pear fig apple kiwi"
     asked_for: dict[str, Any] = {"repetition_penalty": 1, "bad_words": ["fig"], "min_new_tokens": 3, "max_gen_toks": 12}
     lm = Answering(packaged64)
-    (actual,) = lm.generate_until(asked((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for)))
+    (actual,) = lm.generate_until(
+        as_requests((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for))
+    )
     controls = {"bad_words": ["fig"], "min_new_tokens": 3, "max_new_tokens": 12}
     assert actual == paradec.generate(packaged64, prompt, **controls).text and "fig" not in actual
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_log_likelihoods_say_how_sure_they_are_and_what_is_greedy(packaged64: Model, batch: int) -> None:
+def test_log_likelihoods_have_errors_and_greedy_flags(packaged64: Model, batch: int) -> None:
     """Of two strata each; one token alone has nothing to draw."""
     lm = Answering(packaged64, mc_num=4, mc_batch=2, seed=3, batch_size=batch)
     chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat fox pear"}])
     answers = ["kiwi goat fox pear", "kiwi fox goat pear", "kiwi", "goat kiwi fox", "goat kiwi pear apple"]
-    actual = judged(lm, *((chat, answer) for answer in answers))
+    actual = score_pairs(lm, *((chat, answer) for answer in answers))
     assert [greedy for _, greedy in actual] == [True, False, True, False, False]
     pairs = [(lm.tok_encode(chat), lm.tok_encode(answer)) for answer in answers]
     expected = list(log_likelihoods(packaged64, pairs, samples=4, stratum=2, seed=3))
@@ -115,7 +117,7 @@ def test_log_likelihoods_say_how_sure_they_are_and_what_is_greedy(packaged64: Mo
     assert said["judged"] == 5 and said["forwards"] == sum(one.forwards for one in expected) == 17
     assert said["without_a_standard_error"] == 0 and (said["samples"], said["stratum"]) == (4, 2)
     alone = Answering(packaged64, mc_num=2, mc_batch=2, check_greedy=False)
-    judged(alone, *((chat, answer) for answer in answers[1:4]))
+    score_pairs(alone, *((chat, answer) for answer in answers[1:4]))
     said = alone.get_model_info()["log_likelihoods"]  # of one stratum there is no error, and no number that JSON lacks
     assert (said["median_standard_error"], said["largest_standard_error"]) == (0, 0)
     assert said["without_a_standard_error"] == 2
@@ -138,7 +140,7 @@ def test_a_rendered_chat_gets_no_first_token() -> None:
     assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
     assert lm._encode_pair("four  ", "go") == ([1, 7], [5])
     exact = next(log_likelihoods(lm.model, [([4, 7, 10], [5])]))
-    ((value, greedy),) = judged(lm, (chat, " go"))
+    ((value, greedy),) = score_pairs(lm, (chat, " go"))
     assert (value, greedy) == (exact.value, exact.greedy)
 
 
@@ -147,18 +149,18 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
     pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
     expected = pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
     with pytest.warns(UserWarning, match="a context of 5 tokens is cut on the left to 4"):
-        ((value, _),) = judged(lm, ("kiwi goat fox pear fig", " apple kiwi"))
+        ((value, _),) = score_pairs(lm, ("kiwi goat fox pear fig", " apple kiwi"))
     assert value == expected
     with warnings.catch_warnings():  # what is as long as the model takes is whole
         warnings.simplefilter("error")
-        assert judged(lm, ("goat fox pear fig", " apple kiwi"))[0][0] == expected
+        assert score_pairs(lm, ("goat fox pear fig", " apple kiwi"))[0][0] == expected
         entry, _ = lm._build_entry("goat fox pear fig", {"max_gen_toks": 2})
         assert (entry["prompt"], entry["max_new_tokens"]) == (pair[0], 2)
     with pytest.warns(UserWarning, match="cut on the left to 3"):
         assert lm._build_entry("goat fox pear fig", {"max_gen_toks": 3})[0]["prompt"] == pair[0][1:]
     for ask in (
-        lambda: lm.generate_until(asked(("kiwi goat", {"max_gen_toks": 6}))),
-        lambda: judged(lm, ("kiwi", " goat fox pear fig apple kiwi")),
+        lambda: lm.generate_until(as_requests(("kiwi goat", {"max_gen_toks": 6}))),
+        lambda: score_pairs(lm, ("kiwi", " goat fox pear fig apple kiwi")),
     ):
         with pytest.raises(ValueError, match="max_length=6 leaves no room"):
             ask()
@@ -168,10 +170,10 @@ def test_a_task_s_constraint_says_where_an_answer_ends(packaged64: Model) -> Non
     lm = Answering(packaged64, batch_size=2, max_new_tokens=8)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
     task = {"until": ["fig"], "constraint": {"regex": "pear [a-z]+ fig"}}
-    assert lm.generate_until(asked((prompt, task), (prompt, {"until": []}))) == ["pear apple ", "apple fig pear"]
+    assert lm.generate_until(as_requests((prompt, task), (prompt, {"until": []}))) == ["pear apple ", "apple fig pear"]
 
 
-def test_choices_that_are_decoded(packaged64: Model) -> None:
+def test_decoded_choices(packaged64: Model) -> None:
     lm, scoring = Answering(packaged64, choices="decode"), Answering(packaged64)
     sort, copy = (
         lm.apply_chat_template([{"role": "user", "content": text}])
@@ -179,10 +181,10 @@ def test_choices_that_are_decoded(packaged64: Model) -> None:
     )
     orders = ["apple pear fig", "apple fig pear", "apple fig"]
     pairs = [*((sort, order) for order in orders), (copy, "kiwi fig owl"), (sort, orders[1]), (sort, orders[0])]
-    actual = judged(lm, *pairs)
+    actual = score_pairs(lm, *pairs)
     no, yes = (-math.inf, False), (0.0, True)
     assert actual[:3] == [no, yes, no] and actual[4:] == [yes, no]
-    assert actual[3] == judged(scoring, pairs[3])[0]
+    assert actual[3] == score_pairs(scoring, pairs[3])[0]
     out = paradec.generate(packaged64, "Sort: pear fig apple", constraint=paradec.Choice(orders), max_new_tokens=4)
     assert out.text == orders[1] and lm.spent.answers == 2
     assert lm.spent.row_calls <= 4 and len(lm.likelihoods) == 1
@@ -206,7 +208,7 @@ def test_what_is_missing_is_named(no_harness: None) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_are_whole_and_run_dry(path: Path, no_harness: None) -> None:
+def test_recipes_are_complete_and_dry_run(path: Path, no_harness: None) -> None:
     recipe = Recipe.load(path)
     said = running.plan(recipe)
     assert said["recipe"] == recipe.to_dict() and Recipe(**{**said["recipe"], "tasks": recipe.tasks}) == recipe

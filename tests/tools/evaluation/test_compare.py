@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import GOLDEN
 from typer.testing import CliRunner
 
 import paradec
@@ -94,7 +93,7 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def test_seeds_and_blocks_are_those_of_generate(packaged: Model) -> None:
+def test_seeds_and_blocks_match_generate(packaged: Model) -> None:
     """Draws; and rows with unequal numbers of blocks, whose steps are shared out over the most."""
     facts = packaged.facts
     model = paradec.wrap(
@@ -138,7 +137,7 @@ def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
     assert without_times(Comparison.from_json(file).to_dict()) == without_times(small.to_dict())
 
 
-def test_answers_are_kept_and_what_was_lost(packaged: Model, small: Comparison, tmp_path: Path) -> None:
+def test_answers_and_lost_tokens_are_recorded(packaged: Model, small: Comparison, tmp_path: Path) -> None:
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     texts = [question.prompt for question in questions]
     assert [entry["prompt"] for entry in small.prompts] == texts
@@ -198,7 +197,7 @@ def stop_after(count: int) -> Callable[..., None]:
     return progress
 
 
-def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, small: Comparison) -> None:
+def test_interrupted_comparisons_resume(packaged: Model, small: Comparison) -> None:
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     with pytest.raises(paradec.Interrupted) as caught:
         # two batches per configuration: the third configuration is cut short
@@ -234,7 +233,7 @@ def test_an_interrupt_keeps_what_is_finished_and_is_resumed(packaged: Model, sma
         evaluation.compare(packaged, questions=other, resume=partial, **SMALL)
 
 
-def test_forwards_that_decided_only_padding_are_counted(packaged: Model, small: Comparison) -> None:
+def test_padding_forwards_are_counted(packaged: Model, small: Comparison) -> None:
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     for result in small.results:
         request = result.configuration.request(12) | {"max_new_tokens": 12, "block_length": 12, "trace": True}
@@ -258,7 +257,7 @@ def test_caches_are_compared_too(packaged: Model) -> None:
     assert actual.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
 
 
-def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
+def test_custom_prompts(packaged: Model, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     lines = [
         {"prompt": "Sort: pear fig apple", "answer": "apple fig  pear"},
@@ -287,31 +286,7 @@ def test_prompts_of_ones_own(packaged: Model, tmp_path: Path) -> None:
     assert {text: few[1].right(text) for text in said} == said, "lines count, and spaces around words do not"
 
 
-def test_ids_are_compared_without_a_tokenizer(llada: Model, tmp_path: Path) -> None:
-    file = tmp_path / "ids.jsonl"
-    prompts = json.loads((GOLDEN / "llada-tiny" / "prompts.json").read_text())["lines"][:3]
-    lines = [{"input_ids": prompt["prompt_ids"], "answer_ids": prompt["answer_ids"]} for prompt in prompts]
-    lines[2]["answer_ids"] = lines[2]["answer_ids"][:-1]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    questions = evaluation.read_questions(file)
-    arguments: dict[str, Any] = {"names": "low_confidence", "defaults": True, "max_new_tokens": 16, "block_length": 8}
-    found = evaluation.compare(llada, questions=questions, **arguments)
-    assert found.baseline.tasks == {"prompts": (2, 3)}
-    assert [answer["text"] for answer in found.baseline.answers] == [prompt["answer_ids"] for prompt in prompts]
-    found.to_json(tmp_path / "found.json")
-    assert evaluation.Comparison.from_json(tmp_path / "found.json").baseline.answers == found.baseline.answers
-    for line, message in (
-        ({"input_ids": [1], "answer": "x"}, "llada-tiny has no tokenizer; give input_ids and answer_ids"),
-        ({"prompt": "x", "input_ids": [1], "answer": "x"}, "either prompt or input_ids"),
-        ({"input_ids": [1], "answer_ids": [1], "answer": "x"}, "give answer_ids, or answer or regex"),
-        ({"input_ids": [], "answer_ids": [1]}, "input_ids=.* must be a row of token ids"),
-    ):
-        file.write_text(json.dumps(line))
-        with pytest.raises(ValueError, match=message):
-            evaluation.compare(llada, questions=evaluation.read_questions(file), **arguments)
-
-
-def test_constraints_of_all_prompts_and_of_a_line_s_own(packaged: Model, tmp_path: Path) -> None:
+def test_constraints_of_all_prompts_and_of_single_lines(packaged: Model, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     lines = [{"prompt": f"Sort: {text}", "regex": "."} for text in ("pear fig apple", "fig pear apple", "owl fig")]
     lines[1] |= {"prompt": "Copy: kiwi fig", "constraint": {"choice": ["kiwi fig", "fig kiwi"]}}

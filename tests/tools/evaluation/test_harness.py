@@ -54,7 +54,7 @@ def test_arguments_of_the_command_line_are_the_model_s() -> None:
     assert made.request.to_dict()["sampler"]["history"] == 3 and made.batch_size == 2
 
 
-def test_exact_match_is_that_of_compare_at_every_batch_size(packaged64: Model) -> None:
+def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> None:
     limit, tasks = 6, tuple(f"paradec_{task}" for task in SOME)
     # the harness takes the first prompts of a task, and compare some of all lengths: the questions are the first ones
     questions = [question for task in SOME for question in evaluation.packaged_questions(task)[:limit]]
@@ -75,7 +75,7 @@ def test_exact_match_is_that_of_compare_at_every_batch_size(packaged64: Model) -
 
 
 @pytest.mark.full
-def test_every_packaged_task_has_the_score_of_compare(packaged64: Model) -> None:
+def test_packaged_tasks_score_like_compare(packaged64: Model) -> None:
     of_compare = evaluation.compare(packaged64, names=["threshold"], batch=16).baseline
     actual = running.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
     for task, (right, count) in of_compare.tasks.items():
@@ -155,7 +155,7 @@ def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path,
     assert decoded["config"]["spent"]["answers"] == 2 and decoded["config"]["spent"]["row_calls"] <= 4
 
 
-def test_rolling_log_likelihoods_are_those_of_their_windows(packaged64: Model) -> None:
+def test_rolling_log_likelihoods_sum_their_windows(packaged64: Model) -> None:
     lm = ParadecLM(packaged64, likelihood="chain", max_length=5)
     ids = lm.tok_encode("kiwi goat fox pear fig apple")
     assert len(ids) == 6

@@ -12,7 +12,7 @@ from paradec.tools.evaluation.metrics import aup
 from paradec.tools.evaluation.parallel import NAMES, SWEEPS, parallel, parallel_questions, sweep
 
 
-def test_the_prompts_are_parallelbench_s_tasks() -> None:
+def test_prompts_cover_the_tasks_of_parallelbench() -> None:
     assert {question.task for question in parallel_questions(limit=1)} == {*NAMES}
 
 
@@ -31,7 +31,7 @@ def test_sweeps_are_equal_in_number(name: str, settings: int) -> None:
         assert sorted(c.request(32).get("steps", 32) for c in swept) == [2, 4, 8, 16, 32]
 
 
-def test_areas_lie_under_equal_numbers_of_points() -> None:
+def test_areas_use_equally_many_points() -> None:
     actual = parallel(
         names=["low_confidence", "credit"], settings=2, tasks=["copy", "shuffle"], limit=2, batch=4, max_new_tokens=12
     )

@@ -26,7 +26,7 @@ def ask(task: str, **fields: object) -> Example:
 
 @settings(deadline=None)
 @given(names, seeds)
-def test_own_answers_are_right_and_corrupted_ones_are_wrong(name: str, seed: int) -> None:
+def test_reference_answers_are_right_and_corrupted_ones_wrong(name: str, seed: int) -> None:
     task, rng = TASKS[name], Random(seed)
     example = task.make(rng)
     assert task.check(example, example.answer)
@@ -41,7 +41,7 @@ def test_own_answers_are_right_and_corrupted_ones_are_wrong(name: str, seed: int
 
 @settings(deadline=None)
 @given(names, seeds, st.booleans())
-def test_examples_keep_what_the_task_promises(name: str, seed: int, held_out: bool) -> None:
+def test_examples_fit_the_task_description(name: str, seed: int, held_out: bool) -> None:
     task = TASKS[name]
     example = task.make(Random(seed), held_out=held_out)
     assert example == task.make(Random(seed), held_out=held_out)

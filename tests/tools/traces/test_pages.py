@@ -59,7 +59,7 @@ def trace(model: Model) -> Trace:
     return output
 
 
-def test_a_page_is_one_file_that_asks_for_nothing(trace: Trace, tmp_path: Path) -> None:
+def test_a_page_is_one_file_without_requests(trace: Trace, tmp_path: Path) -> None:
     file = tmp_path / "run.html"
     text = trace.to_html(file)
     assert file.read_text(encoding="utf-8") == text
@@ -82,7 +82,7 @@ def test_a_page_holds_every_step(trace: Trace) -> None:
         assert [[tuple(span) for span in row] for row in shown["e"]] == step.evaluated
 
 
-def test_no_token_does_harm(tmp_path: Path) -> None:
+def test_token_texts_are_escaped(tmp_path: Path) -> None:
     name = "</title><script>window.hacked = 1</script>"
     text = page([hostile_trace(), hostile_trace()], [name, HOSTILE[1]], HOSTILE[0])
     text.encode("utf-8")  # the lone surrogate is gone

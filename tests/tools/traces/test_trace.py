@@ -47,7 +47,7 @@ def model() -> Model:
     return tiny(2)
 
 
-def of(row: list[tuple[int, int]]) -> list[int]:
+def sorted_ids(row: list[tuple[int, int]]) -> list[int]:
     return [position for start, stop in row for position in range(start, stop)]
 
 
@@ -58,7 +58,7 @@ def of(row: list[tuple[int, int]]) -> list[int]:
         pytest.param(*pair, marks=[pytest.mark.full] if pair in LEFT else []) for pair in PAIRS
     ],
 )
-def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
+def test_recorded_steps_add_up_to_the_output(name: str, cache: str, llada64: Model) -> None:
     sampler = samplers.create(name)
     request = {"sampler": sampler, "max_new_tokens": 8, "block_length": 4, "seed": 1, "cache": cache}
     out = paradec.generate(llada64, ROWS, trace=True, **request)
@@ -72,7 +72,7 @@ def test_what_is_noted_adds_up(name: str, cache: str, llada64: Model) -> None:
         assert out.sequences[row].tolist()[-8:][: len(answer)] == answer
     for step in trace.steps:
         for row in range(len(ROWS)):
-            evaluated = of(step.evaluated[row])
+            evaluated = sorted_ids(step.evaluated[row])
             assert evaluated == sorted(set(evaluated))
             # shadows and drafts are evaluated beside the row, at positions that it has too
             if not (sampler.needs.mask_probes or sampler.needs.multi_step):
@@ -102,7 +102,7 @@ def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
     assert all(traced.trace.rules)  # every token of a combination has a rule, drawn ones too
 
 
-def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
+def test_combinations_record_the_rule_of_each_token(llada64: Model) -> None:
     low, high = (samplers.create("threshold", threshold=t) for t in (0.2, 0.6))
     union = samplers.create("union", rules=(high, samplers.create("low_confidence")))
     out = paradec.generate(llada64, ROWS, sampler=union, max_new_tokens=8, steps=4, eos_early_stop=False, trace=True)
@@ -130,7 +130,7 @@ def test_a_combination_says_which_rule_chose_what(llada64: Model) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
-def test_rejected_drafts_are_those_that_were_drafted_and_not_written(name: str) -> None:
+def test_rejected_drafts_were_drafted_and_not_written(name: str) -> None:
     settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}
     if name == "tree":
         settings = {"drafter": close_model(), "tree": (2, 2, 1)}
@@ -180,11 +180,11 @@ def test_forecasts_and_continuous_tokens() -> None:
     mar = tiny_mar()
     trace = paradec.generate_images(mar, class_labels=[0, 1], steps=3, output_type="latent", trace=True).trace
     assert trace.family == "continuous" and trace.grid == (4, 4) and len(trace.cells[0]) == 16
-    assert of(trace.to_fill(0)) == list(range(16)) and all(step.evaluated for step in trace.steps)
+    assert sorted_ids(trace.to_fill(0)) == list(range(16)) and all(step.evaluated for step in trace.steps)
     assert sorted(entry[1] for step in trace.steps for entry in step.commits if entry[0] == 0) == list(range(16))
 
 
-def test_files_come_back_whole(tmp_path: Path, llada64: Model) -> None:
+def test_saved_traces_load_unchanged(tmp_path: Path, llada64: Model) -> None:
     file = tmp_path / "run.json"
     sampler = "threshold+entropy_threshold"
     out = paradec.generate(llada64, ROWS, sampler=sampler, max_new_tokens=8, block_length=4, cache="dual", trace=True)
@@ -200,7 +200,7 @@ def test_files_come_back_whole(tmp_path: Path, llada64: Model) -> None:
         assert vars(copied) == vars(back)
 
 
-def test_files_of_required_fields_alone_are_read_and_drawn(tmp_path: Path) -> None:
+def test_files_with_only_required_fields_are_read_and_drawn(tmp_path: Path) -> None:
     data = {
         "canvas": [[7, 0, 0], [5, 6, 0, 0]],
         "settings": {"sampler": "threshold"},

@@ -113,7 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "setting"), covering(MODELS, SETTINGS))
-def test_replayed_is_recorded_and_a_plain_loop(name: str, setting: str) -> None:
+def test_replay_equals_the_record_and_a_plain_loop(name: str, setting: str) -> None:
     for dtype, tolerance in EXACT.items():
         model, arguments = model_of(name, dtype), dict(SETTINGS[setting])
         if model.facts.topology == "bidirectional":
@@ -152,7 +152,7 @@ BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0
 
 
 @pytest.mark.parametrize(("name", "topology"), covering(BACK, ["bidirectional", "block_causal"]))
-def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> None:
+def test_rewriting_samplers_are_replayed_write_by_write(name: str, topology: str) -> None:
     model, back = tiny(2, topology), set()
     for temperature in (0.0, 1.0):
         arguments: dict[str, Any] = {"sampler": name, "temperature": temperature} | ({"seed": 5} if temperature else {})
@@ -175,7 +175,7 @@ def test_every_write_of_samplers_that_take_back(name: str, topology: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "taken back"])
-def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers' is float32 inside
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
@@ -225,7 +225,7 @@ def test_one_call_where_blocks_are_causal(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(shape[0] for shape in calls[1:]) == states
 
 
-def test_blocks_that_are_open_together_are_replayed_state_by_state() -> None:
+def test_overlapping_blocks_are_replayed_state_by_state() -> None:
     model = tiny(2, "block_causal")
     blocks = paradec.PipelinedBlocks(4, add=0.1, full=0.5)
     arguments = {"temperature": 1.0, "seed": 3, "blocks": blocks, "cache": "none"}
@@ -285,7 +285,7 @@ def test_a_map_from_ids_to_logits() -> None:
     assert model.module.weight.grad.abs().sum() > 0
 
 
-def test_what_has_no_replay_is_refused() -> None:
+def test_unsupported_rollouts_are_refused() -> None:
     model = tiny(1)
     rollout = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True).rollout
     causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
@@ -315,7 +315,7 @@ def test_what_has_no_replay_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:delimiters=")
-def test_every_rule_that_takes_nothing_back() -> None:
+def test_samplers_that_never_rewrite_are_replayed() -> None:
     model = tiny(1)
     names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
     replayed = []

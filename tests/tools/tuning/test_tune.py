@@ -81,13 +81,13 @@ def by_hand(model: Model, answers: list[list[int]], tmp_path_factory: pytest.Tem
     return file, paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
 
 
-def plainly(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
+def generate_and_score(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
     out = paradec.generate(model, prompt, preset=preset, seed=SMALL["seed"])
     ids = out.new_tokens[0, : out.tokens[0]].tolist()
     return sum(a == b for a, b in zip(ids, answer)) / max(len(ids), len(answer)), out.row_nfe[0]
 
 
-def timeless(actual: Tuning) -> dict[str, Any]:
+def without_times(actual: Tuning) -> dict[str, Any]:
     def without(data: Any) -> Any:
         if isinstance(data, dict):
             return {name: without(value) for name, value in data.items() if name != "seconds"}
@@ -96,25 +96,25 @@ def timeless(actual: Tuning) -> dict[str, Any]:
     return without(actual.to_dict())
 
 
-def test_what_is_reported_is_what_the_preset_gives(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
+def test_reported_scores_match_the_preset(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
     first, second = halves(to_questions(PROMPTS, answers), SMALL["seed"])
     assert tuned.complete and tuned.setup["score"] == "answers" and len(tuned.points) > 1
     for point in tuned.points:
         for half, measured in ((first, point.choosing), (second, point.reported)):
             assert measured is not None
-            expected = [plainly(model, point.request, entry.prompt, right[tuple(entry.prompt)]) for entry in half]
+            expected = [
+                generate_and_score(model, point.request, entry.prompt, right[tuple(entry.prompt)]) for entry in half
+            ]
             assert list(zip(measured.score, measured.forwards)) == expected
             assert measured.truth == measured.score
     assert tuned.reference is not None
     one = paradec.Request(sampler="low_confidence", max_new_tokens=6)
-    expected = [plainly(model, one, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
+    expected = [generate_and_score(model, one, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
     assert list(zip(tuned.reference.score, tuned.reference.forwards)) == expected
 
 
-def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_what_was_set_by_hand(
-    model: Model, answers: list[list[int]], tuned: Tuning
-) -> None:
+def test_the_choice_is_no_worse_than_hand_set_candidates(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     first, _ = halves(to_questions(PROMPTS, answers), SMALL["seed"])
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
     rows = {}
@@ -122,7 +122,7 @@ def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_w
         if configuration.name == "low_confidence":
             continue  # one token per step
         request = paradec.Request(sampler=configuration.make(), max_new_tokens=6, **configuration.request(6))
-        actual = [plainly(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
+        actual = [generate_and_score(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
         rows[configuration.name] = tuple(sum(values) / len(values) for values in zip(*actual))
     best = max(score for score, _ in rows.values())
     forwards, score = min((forwards, -score) for score, forwards in rows.values() if score >= best - 0.01)
@@ -139,13 +139,13 @@ def test_the_front_is_of_the_choosing_half_and_the_chosen_one_is_no_worse_than_w
     assert f"{tuned.hand.name} (the best set by hand)" in str(tuned)
 
 
-def test_all_that_was_set_by_hand_is_tried_however_few_trials_there_are(by_hand: tuple[Path, Tuning]) -> None:
+def test_hand_set_candidates_are_always_measured(by_hand: tuple[Path, Tuning]) -> None:
     _, actual = by_hand
     assert actual.complete and actual.trials["measured"] == 8 and actual.trials["refused"] == 0
     assert all(point.by_hand for point in actual.points) and actual.hand is actual.points[actual.chosen or 0]
 
 
-def test_what_was_set_by_hand_is_decoded_to_the_end(model: Model) -> None:
+def test_hand_set_candidates_are_never_stopped_early(model: Model) -> None:
     """With rungs of 8 and 24 prompts. None is ever right: those of two forwards lie after all of those of one."""
     prompts = [[a, b] for a in range(4) for b in range(12)]
     schedules = ["low_confidence", "entropy", "margin", "topk_margin", "random", "origin"]
@@ -209,11 +209,11 @@ def test_seconds_caches_and_two_prompts(model: Model) -> None:
     assert actual.default is not None and actual.default.choosing.seconds[0] > 0
 
 
-def test_temperature_and_seeds_are_the_request_s(model: Model) -> None:
+def test_temperature_and_seeds_come_from_the_request(model: Model) -> None:
     first, second = (
         paradec.tune(model, PROMPTS[:8], temperature=0.7, top_k=5, **{**SMALL, "trials": 2}) for _ in range(2)
     )
-    assert timeless(first) == timeless(second)
+    assert without_times(first) == without_times(second)
     assert first.preset.temperature == 0.7 and first.preset.top_k == 5 and first.preset.seed is None
 
 
@@ -251,10 +251,10 @@ def test_ctrl_c_loses_nothing(
     assert not part.complete and all(point.reported is None for point in part.points)
     assert "Incomplete" in str(part) and all(len(line) <= 80 for line in str(part).splitlines())
     repeated = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
-    assert timeless(repeated) == timeless(tuned), "as if nothing had happened"
+    assert without_times(repeated) == without_times(tuned), "as if nothing had happened"
     assert counted.prompts == full, "a rung or a batch that had its end is not decoded again"
     before = counted.prompts
-    assert timeless(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)) == timeless(tuned)
+    assert without_times(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)) == without_times(tuned)
     assert counted.prompts == before, "a study that is done is read"
 
 
@@ -282,7 +282,7 @@ def test_another_study_is_refused_by_name(
         paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
 
 
-def test_a_setting_that_fails_is_said_and_the_rest_goes_on(
+def test_failing_settings_are_reported_and_the_study_continues(
     model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = paradec.samplers.get("factor").select

@@ -32,14 +32,14 @@ from paradec.tools.tuning.step_search import Steps, even_starts, moves, search
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 
 
-def asked(tasks: dict[str, int], group: int = 1) -> list[Question]:
+def create_questions(tasks: dict[str, int], group: int = 1) -> list[Question]:
     return [Question(f"{task} {k}", f"{task} {k}", None, (k,), task, f"{task} {k // group}") for task in tasks
             for k in range(tasks[task])]  # fmt: skip
 
 
 @pytest.mark.parametrize("group", [1, 3])
-def test_halves_share_no_group_and_have_as_much_of_every_task(group: int) -> None:
-    entries = asked({"a": 12, "b": 7, "c": 1}, group)
+def test_halves_share_no_group_and_balance_tasks(group: int) -> None:
+    entries = create_questions({"a": 12, "b": 7, "c": 1}, group)
     first, second = halves(entries, seed=3)
     assert sorted(e.key for e in first + second) == sorted(e.key for e in entries)
     assert not {e.group for e in first} & {e.group for e in second}
@@ -97,7 +97,7 @@ def test_scores_by_hand() -> None:
         truth(Question("p", "p", lambda text: True), [1], None)
 
 
-def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
+def test_fronts_are_nested_pareto_fronts() -> None:
     draw = random.Random(0)
     for count, costs in itertools.product((1, 2, 9, 30), (1, 2)):
         points = [(draw.randint(0, 5) / 5, *(draw.randint(1, 6) for _ in range(costs))) for _ in range(count)]
@@ -114,7 +114,7 @@ def test_fronts_are_what_is_left_when_the_better_ones_are_gone() -> None:
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) -> None:
+def test_ranges_cover_hand_set_values_and_valid_settings(name: str) -> None:
     cls = samplers.get(name)
     actual = domains(cls)
     assert set(actual) == {setting for changes in cls.sweep for setting in changes}
@@ -132,7 +132,7 @@ def test_ranges_hold_what_was_set_by_hand_and_what_the_sampler_takes(name: str) 
             assert all(value in domain.values for value in values)  # some are mappings
 
 
-def test_pairs_that_do_not_work_are_left_out_and_said() -> None:
+def test_unsupported_pairs_are_omitted_and_reported() -> None:
     model = tiny(1)
     space = build_space(model, encode(model, [[1, 2]]), {}, None, caches.names(), [None])
     for name, allowed in space.caches.items():
@@ -162,7 +162,7 @@ def names(points: Iterable[Point]) -> list[str]:
     return [entry.name for entry in points]
 
 
-def test_what_is_chosen() -> None:
+def test_the_cheapest_candidate_that_is_not_worse_is_chosen() -> None:
     """The best set by hand, or what is cheaper, scores no less and is surely not worse."""
 
     def chosen(points: list[Point], tolerance: float = 0.01) -> list[str]:
@@ -211,7 +211,7 @@ def test_starts_are_even() -> None:
 
 @given(st.integers(2, 9), st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_search_keeps_its_promises(total: int, data: st.DataObject) -> None:
+def test_step_searches_respect_budget_and_bounds(total: int, data: st.DataObject) -> None:
     """Sets of the budget with step 0, no more new ones than allowed, none asked for below its bound in vain."""
     budget = data.draw(st.integers(1, total))
     runs, seed = data.draw(st.sampled_from((0, 3, 10, 150))), data.draw(st.integers(0, 99))
@@ -236,7 +236,7 @@ def test_a_search_keeps_its_promises(total: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("runs", [30, 60])
-def test_a_search_finds_what_climbing_alone_does_not_need(runs: int) -> None:
+def test_step_searches_find_the_optimum(runs: int) -> None:
     best = (0, 1, 2, 3, 15)
 
     def loss(steps: Steps, bound: float) -> float:
