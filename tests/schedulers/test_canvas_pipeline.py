@@ -55,7 +55,7 @@ class Step(NamedTuple):
     best: Tensor
 
 
-def in_pipeline(
+def run_pipeline(
     module: Any, scheduler: Any, rows: list[list[int]], seed: int, **call: Any
 ) -> tuple[Tensor, list[Step]]:
     """What DiffusionGemmaPipeline makes of two canvases, and the steps that it took."""
@@ -75,7 +75,7 @@ def in_pipeline(
     return out.sequences, steps
 
 
-def in_transformers(module: Any, rows: list[list[int]], seed: int, **settings: Any) -> Tensor:
+def run_transformers(module: Any, rows: list[list[int]], seed: int, **settings: Any) -> Tensor:
     prompts = Prompts(rows)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -96,15 +96,15 @@ SCHEDULERS = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("which", SCHEDULERS)
-def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(which: str) -> None:
+def test_converged_rows_equal_transformers(which: str) -> None:
     module, model = tiny_gemma(), paradec.wrap(tiny_gemma(), pad_token_id=GEMMA_PAD)
     converged = 0
     for seed in range(3):
-        actual, steps = in_pipeline(module, SCHEDULERS[which](), ROWS, seed)
+        actual, steps = run_pipeline(module, SCHEDULERS[which](), ROWS, seed)
         if any(step.timestep == STEPS - 1 for step in steps):  # the last step was reached: see the next test
             continue
         converged += 1
-        assert torch.equal(actual, in_transformers(module, ROWS, seed))
+        assert torch.equal(actual, run_transformers(module, ROWS, seed))
         sampler = paradec.samplers.create(
             "diffusion_gemma", entropy_bound=BOUND, confidence_threshold=CONFIDENCE, max_denoising_steps=STEPS
         )
@@ -118,15 +118,15 @@ def test_where_every_row_converges_the_pipeline_gives_what_transformers_gives(wh
 
 @pytest.mark.parametrize("which", SCHEDULERS)
 @pytest.mark.parametrize("confidence", [1e-9, None])
-def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float | None) -> None:
+def test_at_the_last_step_the_pipeline_returns_the_noisy_canvas(which: str, confidence: float | None) -> None:
     """transformers and `diffusion_gemma` return the best tokens of the last step, the pipeline its noisy canvas."""
     module, row = tiny_gemma(), ROWS[:1]
-    actual, steps = in_pipeline(
+    actual, steps = run_pipeline(
         module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence
     )
     assert [step.timestep for step in steps] == [0, 1, 0, 1]
     assert torch.equal(actual[:, :CANVAS], steps[1].canvas)
-    reference = in_transformers(module, row, 0, max_denoising_steps=2, confidence_threshold=1e-9)[:, :CANVAS]
+    reference = run_transformers(module, row, 0, max_denoising_steps=2, confidence_threshold=1e-9)[:, :CANVAS]
     assert torch.equal(reference, steps[1].best) and not torch.equal(reference, steps[1].canvas)
     model = paradec.wrap(module, pad_token_id=GEMMA_PAD)
     sampler = paradec.samplers.create(
@@ -138,7 +138,7 @@ def test_out_of_steps_the_pipeline_keeps_the_noise(which: str, confidence: float
     assert torch.equal(out.new_tokens, reference)
 
 
-def test_the_steps_of_diffusers_scheduler_number_by_number() -> None:
+def test_steps_equal_diffusers_scheduler() -> None:
     theirs = diffusers.EntropyBoundScheduler(entropy_bound=0.8)
     ours = schedulers.EntropyBoundScheduler.from_config(theirs.config)
     for scheduler in (theirs, ours):

@@ -56,7 +56,7 @@ def filter_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
+def required_settings(cls: type, filter_path: str) -> dict[str, Any]:
     learned = {"filter": filter_path, "model_name": "tiny", "filter_threshold": 0.5}
     return learned if cls is schedulers.Learn2PDScheduler else {}
 
@@ -64,7 +64,7 @@ def settings_of(cls: type, filter_path: str) -> dict[str, Any]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
-    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **required_settings(cls, filter_path))
     sampler = pipe.scheduler.sampler
     named = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"}))
     try:
@@ -87,7 +87,7 @@ def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: T
 
 @pytest.mark.parametrize("cls", TEXT_SCHEDULERS, ids=lambda cls: cls.__name__)
 def test_no_mask_is_left(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
-    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **required_settings(cls, filter_path))
     sampling = {"temperature": 1.0, "top_k": 12, "top_p": 0.9, "num_inference_steps": 1, "gen_length": 6}
     out, repeated = (run_text(pipe, ids, generator=torch.Generator().manual_seed(5), **sampling) for _ in range(2))
     assert out.shape == (2, 6) and not (out == MASK).any()
@@ -133,7 +133,7 @@ def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids:
     assert ended
 
 
-def test_a_callback_that_changes_the_block_is_heard(pipe: Any, ids: Tensor) -> None:
+def test_changes_by_a_callback_take_effect(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
     seen = []
 
@@ -186,7 +186,7 @@ def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Ten
         assert session.report().whole == 2 * (8 + 12 + 16) and session.report().calls == 6
 
 
-def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Tensor) -> None:
+def test_block_cache_distinguishes_attention_masks(pipe: Any, ids: Tensor) -> None:
     """The same prompt padded otherwise is another one: answers of one block, so that its keys would all fit."""
     requests = [{}, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])}, {}]
     plain = [run_text(pipe, ids, gen_length=2, **request) for request in requests]
@@ -195,7 +195,7 @@ def test_block_cache_knows_the_mask_that_keys_were_made_with(pipe: Any, ids: Ten
     assert not torch.equal(plain[0], plain[1])
 
 
-def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tensor) -> None:
+def test_block_cache_recovers_from_an_error_in_the_model(pipe: Any, ids: Tensor) -> None:
     """When the first layer has kept its keys, and the second has not."""
     plain, calls = run_text(pipe, ids), 0
 
@@ -215,7 +215,7 @@ def test_block_cache_after_an_exception_inside_of_the_model(pipe: Any, ids: Tens
         assert torch.equal(run_text(pipe, ids), plain)
 
 
-def test_block_causal_modules_attend_as_their_model_does() -> None:
+def test_block_causal_modules_attend_like_their_model() -> None:
     model = tiny(2, "block_causal")
     module = copy.deepcopy(model.module)
     module.set_attn_implementation("eager")
@@ -238,7 +238,7 @@ def test_logits_are_those_of_the_block() -> None:
             scheduler.step(logits, 0, sample, mask_token_id=MASK)
 
 
-def test_memory_of_a_row_survives_rows_that_end() -> None:
+def test_row_memory_survives_ended_rows() -> None:
     """Saber's mean confidence is of all blocks, whichever other rows have masks."""
     draws = torch.Generator().manual_seed(0)
     first, second = (torch.randn(3, 4, VOCAB, generator=draws) for _ in range(2))
@@ -298,7 +298,7 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
 
     with paradec.accelerate(pipe, cache="block") as session:
         assert torch.equal(run_text(beside, ids), plain[0]) and session.report().calls == 0
-        assert torch.equal(run_text(pipe, ids, callback_on_step_end=after(3, nested)), plain[0])
+        assert torch.equal(run_text(pipe, ids, callback_on_step_end=callback_after(3, nested)), plain[0])
         assert results == [True]
         alone, calls = session.report().evaluated, session.report().calls
         assert torch.equal(run_text(pipe, ids), plain[0])
@@ -307,7 +307,7 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
     assert pipe.model is model
 
 
-def after(step: int, function: Any) -> Any:
+def callback_after(step: int, function: Any) -> Any:
     """A callback of LLaDA2Pipeline that calls a function after this step."""
 
     def callback(_: Any, index: int, timestep: int, actual: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -320,9 +320,9 @@ def after(step: int, function: Any) -> Any:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
-def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
+def test_a_new_run_ends_the_previous_one(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     """Where another thread begins a run, the first one is refused at its next step."""
-    pipe.scheduler = cls.from_config(pipe.scheduler.config, **settings_of(cls, filter_path))
+    pipe.scheduler = cls.from_config(pipe.scheduler.config, **required_settings(cls, filter_path))
     request = {"gen_length": 6}
     plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
     beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
@@ -330,8 +330,8 @@ def test_a_scheduler_serves_one_run_at_a_time(cls: type, pipe: Any, ids: Tensor,
     nested = lambda: actual.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
     actual: list[Any] = []
     with pytest.raises(RuntimeError, match=f"{cls.__name__} is in the middle of a run in another thread"):
-        run_text(pipe, ids, **request, callback_on_step_end=after(1, second))
-    assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=after(1, nested)), plain[0])
+        run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, second))
+    assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, nested)), plain[0])
     assert torch.equal(actual[0], plain[1]) and torch.equal(actual[1], plain[1])
     actual = run_in_threads(lambda: run_text(pipe, ids, **request), lambda: run_text(beside, ids.flip(0), **request))
     assert all(map(torch.equal, actual, plain))
@@ -346,9 +346,9 @@ def test_a_broken_run_frees_its_scheduler(pipe: Any, ids: Tensor) -> None:
 
     for _ in range(2):
         with pytest.raises(RuntimeError, match="mid-run"):
-            run_text(pipe, ids.flip(0), callback_on_step_end=after(1, fail))
+            run_text(pipe, ids.flip(0), callback_on_step_end=callback_after(1, fail))
         assert torch.equal(run_in_threads(lambda: run_text(pipe, ids))[0], plain)
-        (error,) = run_in_threads(lambda: run_text(pipe, ids.flip(0), callback_on_step_end=after(1, fail)))
+        (error,) = run_in_threads(lambda: run_text(pipe, ids.flip(0), callback_on_step_end=callback_after(1, fail)))
         assert str(error) == "mid-run" and torch.equal(run_text(pipe, ids), plain)
 
 
@@ -430,7 +430,7 @@ def test_amused_with_guidance_and_pictures(amused: AmusedPipeline) -> None:
         amused(temperature=(3, 1), **arguments)
 
 
-def latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -> Tensor:
+def capture_latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -> Tensor:
     actual = pipeline(
         prompt_embeds=torch.ones(1, 8), encoder_hidden_states=torch.ones(1, 8, 8),
         negative_prompt_embeds=-torch.ones(1, 8), negative_encoder_hidden_states=torch.zeros(1, 8, 8),
@@ -443,15 +443,15 @@ def latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -> Tensor
 def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipeline) -> None:
     """One group: local steps evaluate all cells, from scratch."""
     amused.scheduler = before = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    plain = latents(amused)
+    plain = capture_latents(amused)
     amused.scheduler = schedulers.RecapScheduler.from_config(before.config, local_steps=5)
-    expected = latents(amused)
+    expected = capture_latents(amused)
     amused.scheduler = before
     with paradec.accelerate(amused, paradec.samplers.create("recap", local_steps=5)) as session:
         assert isinstance(amused.scheduler, schedulers.RecapScheduler)
-        assert torch.equal(latents(amused), expected)
+        assert torch.equal(capture_latents(amused), expected)
         assert session.report().cells == [(16, 16)] * 6
-    assert amused.scheduler is before and torch.equal(latents(amused), plain)
+    assert amused.scheduler is before and torch.equal(capture_latents(amused), plain)
     assert all(type(layer.attn1.processor).__name__ != "_Keeping" for layer in amused.transformer.transformer_layers)
 
 
@@ -476,7 +476,7 @@ def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipel
     with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
         for seed in range(3):
             before = len(session.report().cells)
-            latents(amused, seed, callback=note)
+            capture_latents(amused, seed, callback=note)
             assert [some for some, _ in session.report().cells[before:]] == expected[:-1]
             expected[:] = [16]
     assert uneven
@@ -488,24 +488,24 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
     config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
     amused.scheduler = cls.from_config(config)
     beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
-    plain = latents(amused)
+    plain = capture_latents(amused)
     actual: list[Any] = []
 
     def nested(step: int, timestep: Tensor, codes: Tensor) -> None:
         if step == 3:
-            actual.extend(run_in_threads(lambda: latents(amused)))
+            actual.extend(run_in_threads(lambda: capture_latents(amused)))
 
     with paradec.accelerate(amused, paradec.TaylorSeer(interval=3)) as session:
-        fast = latents(amused)
+        fast = capture_latents(amused)
         assert session.report().full_steps == [0, 3]
-        assert torch.equal(latents(beside), plain)
+        assert torch.equal(capture_latents(beside), plain)
         with pytest.raises(RuntimeError, match="in another thread|used by another thread"):
-            latents(amused, callback=nested)
-        assert torch.equal(actual[0], fast) and torch.equal(latents(amused), fast)
-    assert torch.equal(latents(amused), plain)
+            capture_latents(amused, callback=nested)
+        assert torch.equal(actual[0], fast) and torch.equal(capture_latents(amused), fast)
+    assert torch.equal(capture_latents(amused), plain)
 
 
-def test_what_is_given_of_an_image_stays() -> None:
+def test_given_image_tokens_stay() -> None:
     for cls in IMAGE:
         scheduler = cls(mask_token_id=8)
         scheduler.set_timesteps(6)
@@ -522,7 +522,7 @@ def test_what_is_given_of_an_image_stays() -> None:
 
 
 @pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
-def test_noise_leaves_what_the_schedule_has_left(cls: type) -> None:
+def test_noise_masks_the_share_of_the_schedule(cls: type) -> None:
     """After step t of T, cos(pi / 2 (t + 1) / T) of the tokens are masks: none after the last one."""
     scheduler = cls(mask_token_id=8)
     scheduler.set_timesteps(6)
@@ -535,7 +535,7 @@ def test_noise_leaves_what_the_schedule_has_left(cls: type) -> None:
 
 
 @pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
-def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: type) -> None:
+def test_every_image_draws_from_its_own_generator(cls: type) -> None:
     def filled(sample: Tensor, seeds: list[int]) -> Tensor:
         scheduler = cls(mask_token_id=8)
         scheduler.set_timesteps(3)
@@ -551,7 +551,7 @@ def test_an_image_draws_from_its_own_generator_beside_one_that_is_whole(cls: typ
     assert torch.equal(filled(torch.cat((full, masks)), [6, 5]), torch.cat((full, alone)))
 
 
-def test_rules_that_fill_masks_are_refused_without_one() -> None:
+def test_rules_that_fill_masks_need_a_mask_id() -> None:
     logits, sample = torch.zeros(1, 4, 9), torch.zeros(1, 4, dtype=torch.int64)
     for cls in TEXT_SCHEDULERS:
         if cls not in (schedulers.EntropyBoundScheduler, schedulers.Learn2PDScheduler):
@@ -561,7 +561,7 @@ def test_rules_that_fill_masks_are_refused_without_one() -> None:
 
 @pytest.mark.parametrize("cls", [*TEXT_SCHEDULERS, *IMAGE], ids=lambda cls: cls.__name__)
 def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None:
-    base = settings_of(cls, filter_path) if cls in TEXT_SCHEDULERS else {"mask_token_id": 9}
+    base = required_settings(cls, filter_path) if cls in TEXT_SCHEDULERS else {"mask_token_id": 9}
     scheduler = cls(**base)
     changed = {k: v for k, v in CHANGED.items() if k in scheduler.config and not (k == "threshold" and cls in IMAGE)}
     scheduler = cls(**base, **changed)
@@ -582,7 +582,7 @@ CHANGED = {
 }  # fmt: skip
 
 
-def test_defaults_are_the_papers_whatever_the_other_one_left_at_its_own() -> None:
+def test_from_config_takes_explicit_values_and_class_defaults() -> None:
     theirs = BlockRefinementScheduler(block_length=8, threshold=0.6)
     assert schedulers.ThresholdScheduler.from_config(theirs.config).config.threshold == 0.6
     assert schedulers.ThresholdScheduler.from_config(BlockRefinementScheduler().config).config.threshold == 0.9
@@ -675,7 +675,7 @@ def test_a_saved_pipeline_loads_in_a_fresh_process(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_pipeline_decodes_as_generate_does(model: Model, sampler: Any, tmp_path: Path) -> None:
+def test_a_pipeline_decodes_like_generate(model: Model, sampler: Any, tmp_path: Path) -> None:
     paradec.Request(sampler=sampler, block_length=BLOCK, max_new_tokens=8).save(tmp_path / "p.json")
     ids = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(2))
     pipe = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
@@ -687,7 +687,7 @@ def test_a_pipeline_decodes_as_generate_does(model: Model, sampler: Any, tmp_pat
     assert pipe.model.calls == expected.nfe
 
 
-def test_steps_are_a_block_s(model: Model) -> None:
+def test_steps_are_counted_per_block(model: Model) -> None:
     preset = paradec.Request(sampler="low_confidence", block_length=BLOCK, max_new_tokens=8, steps=4, temperature=0.5)
     called = schedulers.call_arguments(preset)
     assert called == {"gen_length": 8, "temperature": 0.5, "num_inference_steps": 2}
@@ -701,7 +701,7 @@ def test_steps_are_a_block_s(model: Model) -> None:
     assert torch.equal(run_text(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
 
 
-def test_a_seed_is_a_generator(model: Model) -> None:
+def test_a_seed_becomes_a_generator(model: Model) -> None:
     preset = paradec.Request(sampler="threshold", block_length=BLOCK, max_new_tokens=8, temperature=0.8, seed=3)
     pipe = LLaDA2Pipeline(BlockCausal(model), schedulers.from_preset(preset))
     ids = torch.randint(0, MASK - 1, (2, 8), generator=torch.Generator().manual_seed(2))
@@ -724,6 +724,6 @@ def test_a_seed_is_a_generator(model: Model) -> None:
         ({"smapler": "x"}, "did you mean 'sampler'"),
     ],
 )
-def test_what_no_pipeline_follows(preset: dict[str, Any], word: str) -> None:
+def test_presets_that_no_pipeline_follows_are_refused(preset: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         schedulers.from_preset(preset)
