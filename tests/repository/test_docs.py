@@ -103,14 +103,14 @@ class StandIn:
         return {"drafter": drafters.write_eagle(self.folder / "drafter", config, weights)}
 
 
-def runnable(page: str, block: str) -> str:
+def make_runnable(page: str, block: str) -> str:
     """A block of a page as it can be run."""
     for written, run in SUBSTITUTES.get(page, {}).items():
-        block = loosely(written).sub(lambda _, run=run: run, block)
+        block = loose_pattern(written).sub(lambda _, run=run: run, block)
     return block
 
 
-def loosely(written: str) -> re.Pattern[str]:
+def loose_pattern(written: str) -> re.Pattern[str]:
     """Code as it is written on one line, wherever a page breaks it."""
     parts = re.findall(r"\w+|\s+|.", written)
     gap = r"\s*,?\s*"
@@ -169,7 +169,7 @@ def run(command: str) -> str:
 
 
 @pytest.mark.parametrize(("page", "command", "printed"), list(transcripts()))
-def test_commands_print_what_they_are_said_to(page: str, command: str, printed: str) -> None:
+def test_commands_print_the_shown_output(page: str, command: str, printed: str) -> None:
     actual, said = ([SECONDS.sub("", line) for line in text.splitlines()] for text in (run(command), printed))
     assert actual == said
 
@@ -184,7 +184,7 @@ def test_commands_run(page: str, command: str, monkeypatch: pytest.MonkeyPatch, 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
 
 
-def executed(page: Path, blocks: list[str], names: dict[str, Any], tmp_path: Path) -> None:
+def execute_blocks(page: Path, blocks: list[str], names: dict[str, Any], tmp_path: Path) -> None:
     """Run blocks one after the other, as a reader would run them. "# -> " is what a line prints."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tiny models in the places of others
@@ -200,11 +200,11 @@ def executed(page: Path, blocks: list[str], names: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WHOLE], ids=lambda page: page.name)
-def test_code_prints_what_it_is_said_to(page: Path, tmp_path: Path) -> None:
+def test_code_prints_the_shown_output(page: Path, tmp_path: Path) -> None:
     """What needs nothing but the package."""
     actual = [block for block in blocks(page, "python") if not ELSEWHERE.search(block)]
     assert all("# -> " not in block for block in blocks(page, "python") if block not in actual), "this block is not run"
-    executed(page, actual, {}, tmp_path)
+    execute_blocks(page, actual, {}, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,6 @@ def test_every_block_of_the_first_pages_runs(page: str, tmp_path: Path) -> None:
     path = next(each for each in PAGES if each.name == page)
     written = blocks(path, "python")
     for text in SUBSTITUTES.get(page, {}):
-        assert any(loosely(text).search(block) for block in written), f"{page} does not have {text}"
-    code = [runnable(page, block) for block in written if not NO_STAND_IN.search(block)]
-    executed(path, code, {NOW: StandIn(tmp_path)}, tmp_path)
+        assert any(loose_pattern(text).search(block) for block in written), f"{page} does not have {text}"
+    code = [make_runnable(page, block) for block in written if not NO_STAND_IN.search(block)]
+    execute_blocks(path, code, {NOW: StandIn(tmp_path)}, tmp_path)

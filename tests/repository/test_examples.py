@@ -95,7 +95,7 @@ def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> Non
         assert shapes == expected
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
     """What `rollouts` prints."""
     monkeypatch.setattr(sys, "argv", ["rollouts.py", *options])
     load_script("examples/rollouts.py").main()
@@ -107,7 +107,7 @@ def test_rollouts_are_replayed_before_the_weights_change(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At the first step of the optimizer all ratios are 1, at the second they are not."""
-    lines = trained(monkeypatch, capsys, "--tiny")
+    lines = train_rollouts(monkeypatch, capsys, "--tiny")
     actual = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
     assert [int(each[3]) for each in actual if each] == [1, 2]
     assert all(float(each[1]) < 1e-5 < float(each[2]) for each in actual if each)
@@ -117,7 +117,7 @@ def test_rollouts_are_replayed_before_the_weights_change(
 def test_training_on_rollouts_raises_the_reward(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = trained(monkeypatch, capsys, "--rounds", "12")
+    lines = train_rollouts(monkeypatch, capsys, "--rounds", "12")
     before, after = (
         [float(share) for share in re.findall(r"\d\.\d+", line)] for line in lines if line[:6] in ("before", "after:")
     )

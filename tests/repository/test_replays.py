@@ -33,7 +33,7 @@ def test_an_empty_folder_fails(tmp_path: Path) -> None:
     assert status == 1 and lines[-1] == "0 replayed, 0 near ties, 0 refused, 0 wrong"
 
 
-def test_right_wrong_tied_and_unknown_cases_are_told_apart(tmp_path: Path) -> None:
+def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) -> None:
     """Of the folder alone; a token that the case does not have, one whose uniform lies on the bound, a new field."""
     names = ["sjd-00", "sjd-02", "sjd-04", "sjd-06"]
     for name in names:
