@@ -237,7 +237,7 @@ def test_wrong_blocks(arguments: tuple[Any, ...], name: str) -> None:
     refuses(lambda: paradec.FixedBlocks(*arguments), name)
 
 
-def sampler_class(**declared: Any) -> Any:
+def custom(**declared: Any) -> Any:
     """A class as somebody might write it, who follows docs/write_a_sampler.md."""
     space = {"name": "own", "summary": "x", "select": lambda self, view: view.candidates} | declared
     return dataclass(frozen=True)(type("Own", (MaskedSampler,), space))
@@ -254,13 +254,11 @@ def sampler_class(**declared: Any) -> Any:
     ],
 )
 def test_unknown_quantities_are_refused(declared: dict[str, Any], message: str) -> None:
-    refuses(lambda: sampler_class(needs=Needs(**declared)), re.escape(message))
+    refuses(lambda: custom(needs=Needs(**declared)), re.escape(message))
 
 
 def test_a_custom_sampler_may_read_the_margin(llada: Counted) -> None:
-    margin = sampler_class(
-        needs=Needs(score="margin"), select=lambda self, view: view.scores >= view.scores.amax(1, True)
-    )
+    margin = custom(needs=Needs(score="margin"), select=lambda self, view: view.scores >= view.scores.amax(1, True))
     out = paradec.generate(llada.model, PROMPT, sampler=margin(), max_new_tokens=4, block_length=4)
     expected = paradec.generate(llada.model, PROMPT, sampler="margin", max_new_tokens=4, block_length=4)
     assert out.sequences.tolist() == expected.sequences.tolist()
@@ -278,7 +276,7 @@ def test_a_custom_sampler_may_read_the_margin(llada: Counted) -> None:
 )
 @pytest.mark.parametrize("joined", [False, True])
 def test_select_must_return_a_mask_over_the_window(llada: Counted, select: Any, what: str, joined: bool) -> None:
-    sampler = sampler_class(select=select)()
+    sampler = custom(select=select)()
     sampler = samplers.Union(rules=("threshold", sampler)) if joined else sampler
     message = f"select of 'own' returned {what}; it must return torch.bool [R, W], here [2, 4]"
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -128,9 +128,7 @@ THINKING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("family", "marker", "temperature"), covering(THINKING, [("x,", 3), ("<38>", 2), ("true", None)], [0.9, 0.0])
 )
-def test_free_text_and_marker_precede_the_answer(
-    family: str, marker: tuple[str, int | None], temperature: float
-) -> None:
+def test_free_text_precedes_the_answer(family: str, marker: tuple[str, int | None], temperature: float) -> None:
     """A row equals the one decoded alone; the budget ends free text that would never write the marker."""
     model, (after, budget) = build_model(family), marker
     arguments: dict[str, Any] = {"max_new_tokens": 20, **THINKING[family]}

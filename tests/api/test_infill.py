@@ -106,7 +106,7 @@ def test_blocks_run_from_the_first_mask(model: Model) -> None:
     assert any(max(first[:2]) > 4 for first in full)  # by default all holes are one block
 
 
-class ConstantModule(nn.Module):
+class Constant(nn.Module):
     def __init__(self, token: int):
         super().__init__()
         self.config = type("Config", (), {"vocab_size": 8, "max_position_embeddings": 50})()
@@ -120,12 +120,7 @@ class ConstantModule(nn.Module):
 
 def constant_model(token: int) -> Model:
     return paradec.wrap(
-        ConstantModule(token),
-        mask_token_id=7,
-        eos_token_id=6,
-        pad_token_id=5,
-        prediction="same",
-        topology="bidirectional",
+        Constant(token), mask_token_id=7, eos_token_id=6, pad_token_id=5, prediction="same", topology="bidirectional"
     )
 
 

@@ -105,9 +105,7 @@ def assert_equal_answers(models: list[Model], name: str, request: dict[str, Any]
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_masked_samplers_treat_minus_infinity_as_probability_0(
-    pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]
-) -> None:
+def test_masked_samplers_exclude_tokens(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
     for request, token_ids in cases:
         assert_equal_answers(pairs[topology_of(name), len(token_ids)], name, request, token_ids)
 
@@ -130,16 +128,14 @@ def test_masked_samplers_with_reference_draws(pairs: Any, name: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("zipar", "lantern", "lantern++")])
 @pytest.mark.parametrize("cases", [PLAIN, GUIDED], ids=["plain", "guided"])
-def test_draft_verify_samplers_treat_minus_infinity_as_probability_0(
-    pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]
-) -> None:
+def test_causal_samplers_exclude_tokens(pairs: Any, name: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
     for request, token_ids in cases:
         assert_equal_answers(pairs["causal", len(token_ids)], name, request, token_ids)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in CAUSAL if name not in ("speculative", "self_speculative")])
-def test_draft_verify_samplers_of_images_treat_minus_infinity_as_probability_0(name: str) -> None:
+def test_image_samplers_exclude_tokens(name: str) -> None:
     token_ids, outputs = list(range(0, 32, 2)), []
     for value in (-INF, LOW):
         model = tiny_llamagen()

@@ -270,9 +270,7 @@ def test_stop_strings_end_growing_answers_like_whole_ones(name: str, data: st.Da
     stops = [stop for stop in data.draw(st.lists(cut, min_size=1, max_size=2)) if stop] or ["no such text"]
     rule, row, before = StopStrings(stops, tokenizer, np.array([first])), np.array([0]), list[int]()
     for answer in answers:
-        same = next(
-            (index for index, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer))
-        )
+        same = next((i for i, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer)))
         begin = data.draw(st.integers(0, same))
         tokens = np.array([answer[begin:]], np.int64)
         (end,) = rule.find_ends(row, np.array([first + begin]), tokens, np.array([first + len(answer)]))

@@ -134,26 +134,15 @@ def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sampler", ["maskgit", "halton", "recap"])
 def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.png"
-    arguments = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
-    arguments += [
-        "--sampler",
-        sampler,
-        "--temperature",
-        "1.5",
-        "--negative-prompt",
-        "b",
-        "--height",
-        "8",
-        "--width",
-        "8",
-    ]
-    report, sheet = run(tmp_path, *arguments, "--trace", str(trace))
+    flags = ["--model", amused, "--prompt", "a fox", "-n", "2", "--steps", "5", "--guidance-scale", "3"]
+    flags += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b", "--height", "8", "--width", "8"]
+    report, sheet = run(tmp_path, *flags, "--trace", str(trace))
     assert report["pictures"] == 2 and report["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
     assert colours(trace) == 5 + 1
     cells = report.get("cells")
     assert cells is None if sampler != "recap" else [some < full for some, full in cells] == [0, 1, 0, 1, 0]
     pixels = Image.open(sheet).tobytes()
-    assert Image.open(run(tmp_path, *arguments)[1]).tobytes() == pixels  # the seed decides
+    assert Image.open(run(tmp_path, *flags)[1]).tobytes() == pixels  # the seed decides
 
 
 @pytest.mark.thinned

@@ -52,10 +52,8 @@ def test_designs_match_generate_with_score_and_recovery(small: Path) -> None:
     fasta = run(WEIGHTS, small, *arguments, "--batch", 8).stdout.splitlines()
     assert fasta[1::2] == [entry["sequence"] for entry in entries] and len({*fasta[1::2]}) == 9
     assert any(entry["recovery"] for entry in entries)
-    message = (
-        f">small, seed=5, score={entries[0]['score']:.4f}, recovery={entries[0]['recovery']:.4f}, designed=8, calls="
-    )
-    assert fasta[0].startswith(message)
+    line = f">small, seed=5, score={entries[0]['score']:.4f}, recovery={entries[0]['recovery']:.4f}, designed=8, calls="
+    assert fasta[0].startswith(line)
     first = json.loads(run(WEIGHTS, small, *arguments, "--order", "chain", "--json").stdout)["designs"][0]
     out = paradec.generate(
         model, model.prompt(fixed=kept), sampler="jacobi", order="chain", temperature=2.0, seed=5, logprobs=0

@@ -270,9 +270,7 @@ def test_a_drafter_with_another_vocabulary_is_one_line() -> None:
     other = samplers.create("speculative", drafter=module_of("llama", vocab_size=VOCAB + 1))
     refuses(lambda: paradec.generate(paradec.wrap(module), ROWS, sampler=other), "drafter LlamaForCausalLM")
     size = len(WORDS)
-    backwards = Tokenizer(
-        models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - index): index for index in range(size)}, "a")
-    )
+    backwards = Tokenizer(models.WordLevel({WORDS.convert_ids_to_tokens(size - 1 - i): i for i in range(size)}, "a"))
     strange = paradec.wrap(module, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backwards))
     sampler = samplers.create("speculative", drafter=strange)
     with pytest.raises(ValueError, match="has another vocabulary than .*: token 0 is .*, not '<s>'; the") as error:
@@ -313,9 +311,7 @@ def test_stop_strings_end_rows_like_transformers(speaking: Any, name: str) -> No
     output = paradec.generate(speaking, ROWS, sampler=sampler, stop_strings=stops, **DRAWN, **ASCII)
     criterion = StopStringCriteria(speaking.tokenizer, stops)
     for index, answer in enumerate(answers):
-        ends = (
-            position for position in range(1, len(answer) + 1) if criterion(torch.tensor([answer[:position]]), None)[0]
-        )
+        ends = (size for size in range(1, len(answer) + 1) if criterion(torch.tensor([answer[:size]]), None)[0])
         expected = next(ends, len(answer))
         assert output.tokens[index] == expected
         assert output.new_tokens[index, :expected].tolist() == answer[:expected]

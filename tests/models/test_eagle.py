@@ -201,9 +201,7 @@ def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None
     refuses(lambda: Tree(paths), "without its parent or previous sibling")
 
 
-def grow_tree(
-    distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int
-) -> set[tuple[int, ...]]:
+def grow(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
     """EAGLE-2's tree by hand: the tokens on the path to each node. room: how many drafts there are places for."""
     named: dict[tuple[int, ...], float] = {}
     beams: list[tuple[int, ...]] = [()]
@@ -248,7 +246,7 @@ def test_dynamic_trees_follow_eagle_2(loaded: Any, temperature: float) -> None:
                     tuple(token_ids[seen[node]][1:].tolist()) for node in range(1, tree.nodes) if token_ids[node] >= 0
                 }
                 if room:  # else there is nothing to draft
-                    assert paths == grow_tree(distribution_of, tree, room)
+                    assert paths == grow(distribution_of, tree, room)
                     rooms.add(room)
                 shapes.add(tuple(layout.parents[at].tolist()))
                 for node in range(1, tree.nodes):

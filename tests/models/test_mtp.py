@@ -280,19 +280,9 @@ def test_the_command_line_uses_the_heads_of_the_model(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({f"w{word}": word for word in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    arguments = [
-        "generate",
-        "w5 w9 w2",
-        "--model",
-        str(tmp_path),
-        "--raw",
-        "--max-new-tokens",
-        "6",
-        "--temperature",
-        "0",
-    ]
+    flags = ["generate", "w5 w9 w2", "--model", str(tmp_path), "--raw", "--max-new-tokens", "6", "--temperature", "0"]
     actual = [
-        CliRunner().invoke(app, [*arguments, "--sampler", *method])
+        CliRunner().invoke(app, [*flags, "--sampler", *method])
         for method in (["sjd"], ["speculative", "--drafter", "mtp"])
     ]
     assert [each.exit_code for each in actual] == [0, 0], actual[1].output

@@ -23,7 +23,7 @@ ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 GIVEN: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
 
 
-def perturbed_weights(model: Model, share: float = 0.3) -> dict[str, Tensor]:
+def perturb(model: Model, share: float = 0.3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         name: tensor + share * torch.randn(tensor.shape, generator=generator).to(tensor)
@@ -43,7 +43,7 @@ def test_published_names_reload_the_files(name: str) -> None:
     before = decode_tokens(model)
     own = {key: tensor.clone() for key, tensor in model.module.state_dict().items()}
     places = [parameter.data_ptr() for parameter in model.module.parameters()]
-    assert model.update_weights(perturbed_weights(model, 0.05)) == 1
+    assert model.update_weights(perturb(model, 0.05)) == 1
     assert not torch.equal(model.module.state_dict()[next(iter(own))], own[next(iter(own))])
     files = {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
     published = {key: tensor for key, tensor in files.items() if key in model.published.names.values()}
@@ -62,7 +62,7 @@ def test_versions() -> None:
     paradec.replay(model, first).nansum().backward()
     optimizer.step()
     assert model.weights_version == 1  # what an optimizer wrote in place
-    assert twin.update_weights(perturbed_weights(model)) == model.weights_version == 2
+    assert twin.update_weights(perturb(model)) == model.weights_version == 2
     second = paradec.generate(model, ROWS, rollout=True, **GIVEN).rollout
     assert (first.version, second.version) == (0, 2) and second.exact
     assert (paradec.replay(model, first) - first.logp).nan_to_num().abs().max() > 0.01
@@ -98,7 +98,7 @@ def test_prefixes_and_states_of_older_weights_are_refused(made: str) -> None:
         return ticket.output.sequences, batch.prefixes.hits
 
     assert torch.equal(decoded()[0], decoded()[0]) and decoded()[1] == 2
-    model.update_weights(perturbed_weights(model))
+    model.update_weights(perturb(model))
     refuses(
         lambda: paradec.generate(model, [list(range(20))], prefix=prefix, **arguments), "was kept before the weights"
     )
@@ -110,7 +110,7 @@ def test_prefixes_and_states_of_older_weights_are_refused(made: str) -> None:
 def test_wrong_weights_are_refused_before_anything_is_written() -> None:
     model = tiny(2)
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    good, head = perturbed_weights(model), "lm_head.weight"
+    good, head = perturb(model), "lm_head.weight"
     wrong: list[tuple[type[Exception], str, Any]] = [
         (ValueError, r"not a weight of Llama.* \(did you mean 'lm_head.weight'\?", {"lm_head.weigth": good[head]}),
         (ValueError, r"is torch.float64 \[3\]; .* has torch.float64 \[41, 32\]", {head: good[head][0, :3]}),
@@ -154,8 +154,7 @@ def test_updates_during_a_batch_are_refused() -> None:
 def test_threads_decode_with_one_version_or_the_other() -> None:
     model = tiny(2)
     old, new = (
-        {name: tensor.clone() for name, tensor in of.items()}
-        for of in (model.module.state_dict(), perturbed_weights(model))
+        {name: tensor.clone() for name, tensor in of.items()} for of in (model.module.state_dict(), perturb(model))
     )
     expected = []
     for weights in (new, old):

@@ -39,14 +39,14 @@ def recode(file: Path, name: str, dtype: torch.dtype) -> None:
     later = file.stat().st_mtime_ns + 10**9  # `load_filter` reads a file of the same time once
     if file.suffix == ".safetensors":
         weights = load_file(file)
-        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | list_dtypes(file))
+        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | dtypes(file))
     else:
         weights = torch.load(file, weights_only=True)
         torch.save(weights | {name: weights[name].to(dtype)}, file)
     os.utime(file, ns=(later, later))
 
 
-def list_dtypes(file: Path) -> dict[str, str]:
+def dtypes(file: Path) -> dict[str, str]:
     with safe_open(file, "pt") as opened:
         return opened.metadata() or {}
 
@@ -170,7 +170,7 @@ def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
     case = file, name, _ = SAFETENSORS[loader](tmp_path)
     weights = load_file(file)
     save_file(
-        {other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | list_dtypes(file)
+        {other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | dtypes(file)
     )
     refused(case, "missing weights: |" + re.escape(name))
 

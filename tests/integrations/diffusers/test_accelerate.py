@@ -526,10 +526,7 @@ def test_bac_finds_the_best_schedule(metric: str, samples: int, runs: int) -> No
     actual = calibrate_bac(module, run, 3, runs=runs, metric=metric, samples=samples, bubbling=0)
     for index, (name, steps) in enumerate(actual.modules):
         stride = next(stride for stride in range(1, 41) if len(range(0, 40, stride)) <= samples)
-        seen = [
-            [[row[position] for position in range(0, 40, stride)] for row in table]
-            for table in tables[:, index].tolist()
-        ]
+        seen = [[[row[i] for i in range(0, 40, stride)] for row in table] for table in tables[:, index].tolist()]
 
         def loss(a: list[float], b: list[float]) -> float:
             if metric == "cosine":
@@ -642,11 +639,8 @@ def test_a_transformer_compiled_as_a_whole() -> None:
         latent = inputs["hidden_states"]
         with torch.no_grad():
             for i in range(3):
-                arguments = inputs | {
-                    "hidden_states": latent,
-                    "timestep": torch.full((2,), 1000.0 * (3 - i) / 3).long(),
-                }
-                latent = latent - compiled(**arguments, return_dict=False)[0][:, :4] / 3
+                call = inputs | {"hidden_states": latent, "timestep": torch.full((2,), 1000.0 * (3 - i) / 3).long()}
+                latent = latent - compiled(**call, return_dict=False)[0][:, :4] / 3
     torch.testing.assert_close(latent, expected)
 
 

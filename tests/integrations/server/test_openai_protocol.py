@@ -16,7 +16,7 @@ import paradec
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def chat_both_ways(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
+def chat_twice(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
     body = {"model": NAME, **chat("hi"), "max_tokens": 200, **more}
     choice = client.chat.completions.create(**body).choices[0]
     calls = [call.function.arguments for call in choice.message.tool_calls or []]
@@ -37,8 +37,8 @@ def chat_both_ways(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, l
 @pytest.mark.parametrize("text", ["  indented\n    code\n", "\n\nhello", "text \n", "naïve 😀 \t", f" {CALL} \n"])
 def test_text_is_returned_unchanged(text: str) -> None:
     with scripted(text) as (_, client, _):
-        assert chat_both_ways(client) == [(text, "", [], "stop")] * 2
-        assert chat_both_ways(client, tools=[TOOL], tool_choice="none") == [(text, "", [], "stop")] * 2
+        assert chat_twice(client) == [(text, "", [], "stop")] * 2
+        assert chat_twice(client, tools=[TOOL], tool_choice="none") == [(text, "", [], "stop")] * 2
         assert client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200).choices[0].text == text
 
 
@@ -48,17 +48,17 @@ def test_stop_sequences_act_alike_in_streams(stop: Any) -> None:
     text = "the quick brown fox jumps"
     expected = text[: min(text.find(word) for word in ([stop] if isinstance(stop, str) else stop) if word in text)]
     with scripted(text) as (_, client, _):
-        assert chat_both_ways(client, stop=stop) == [(expected, "", [], "stop")] * 2
+        assert chat_twice(client, stop=stop) == [(expected, "", [], "stop")] * 2
         assert client.completions.create(model=NAME, prompt=BEGIN, stop=stop, max_tokens=99).choices[0].text == expected
 
 
 def test_complete_calls_survive_truncated_answers() -> None:
     with scripted(f"Well.\n{CALL}\n{CALL}\n") as (server, client, ids):
         arguments = ['{"x": "é"}']
-        assert chat_both_ways(client, tools=[TOOL]) == [("Well.", "", arguments * 2, "tool_calls")] * 2
+        assert chat_twice(client, tools=[TOOL]) == [("Well.", "", arguments * 2, "tool_calls")] * 2
         for size in (12, len(ids) - 12, len(ids)):
             cut = server.engine.model.tokenizer.decode(ids[:size])
-            plain, streamed = chat_both_ways(client, tools=[TOOL], max_tokens=size)
+            plain, streamed = chat_twice(client, tools=[TOOL], max_tokens=size)
             calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
             content = "Well.\n" + rest.removeprefix("Well.\n") if calls == 0 else "Well." + rest
             assert plain == streamed == (content, "", arguments * calls, "length")
@@ -102,11 +102,11 @@ def test_calls_of_each_family_are_read(
     text = f"Well <|turn|>é.\n{call}{call}"
     with scripted(text, markers, template) as (server, client, ids):
         for size, count, reason in ((200, 2, "tool_calls"), (len(ids) - 2, 1, "length")):
-            plain, streamed = chat_both_ways(client, tools=[TOOL], max_tokens=size)
+            plain, streamed = chat_twice(client, tools=[TOOL], max_tokens=size)
             assert plain == streamed and plain[3] == reason and len(plain[2]) == count
             assert [json.loads(entry) for entry in plain[2]] == [arguments] * count
             assert plain[0].startswith("Well é.") and ("call" in plain[0]) == (count == 1)
-        without = chat_both_ways(client)
+        without = chat_twice(client)
         assert without == [(server.engine.model.tokenizer.decode(ids, skip_special_tokens=True), "", [], "stop")] * 2
         more: Any = {"tools": [TOOL], "logprobs": True, "max_tokens": 200, "messages": chat("hi")["messages"]}
         choice = client.chat.completions.create(model=NAME, **more).choices[0]
@@ -120,22 +120,19 @@ def test_reasoning_ends_at_a_special_token_too() -> None:
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted("I <|turn|>think </think> Yes.", ("<think>", "</think>")) as (server, client, _):
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
-        assert chat_both_ways(client, **opened) == [(" Yes.", "I think ", [], "stop")] * 2
+        assert chat_twice(client, **opened) == [(" Yes.", "I think ", [], "stop")] * 2
 
 
 def test_reasoning_is_separated_only_if_the_template_opens_it() -> None:
     text = "I think <b>\n</think>\n\nYes."
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted(text) as (server, client, ids):
-        assert chat_both_ways(client) == [(text, "", [], "stop")] * 2
+        assert chat_twice(client) == [(text, "", [], "stop")] * 2
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
-        assert chat_both_ways(client, **opened) == [("\n\nYes.", "I think <b>\n", [], "stop")] * 2
-        assert chat_both_ways(client, **opened, max_tokens=3)[0][:2] == (
-            "",
-            server.engine.model.tokenizer.decode(ids[:3]),
-        )
+        assert chat_twice(client, **opened) == [("\n\nYes.", "I think <b>\n", [], "stop")] * 2
+        assert chat_twice(client, **opened, max_tokens=3)[0][:2] == ("", server.engine.model.tokenizer.decode(ids[:3]))
         opened["extra_body"] |= {"guided_choice": ["yes"]}
-        assert chat_both_ways(client, **opened) == [("yes", "I think <b>\n", [], "stop")] * 2
+        assert chat_twice(client, **opened) == [("yes", "I think <b>\n", [], "stop")] * 2
 
 
 @pytest.mark.thinned
@@ -145,22 +142,22 @@ def test_reasoning_precedes_constrained_answers(markers: tuple[str, ...]) -> Non
     text, opened = "I think.</think>no way", {"chat_template_kwargs": {"thinks": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no", "yes"]}}}
     with scripted(text, markers) as (server, client, _):
-        assert chat_both_ways(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
+        assert chat_twice(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
         own = {"choice": ["no", "yes"], "after": "</think>"}
         for more in ({}, {"thinking_budget": 200}):
             request: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
-            assert chat_both_ways(client, **request) == [("no", "I think.", [], "stop")] * 2
+            assert chat_twice(client, **request) == [("no", "I think.", [], "stop")] * 2
         plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **request).choices[0].text
         assert plain == ("I think.</think>no" if not markers else "I think.no")
         request["extra_body"]["paradec"]["constraint"] |= {"thinking_budget": 2}
         cut = server.engine.model.tokenizer.decode(token_ids(server.engine.model.tokenizer, text)[:2])
-        content, reasoning, _, _ = chat_both_ways(client, **request)[0]
+        content, reasoning, _, _ = chat_twice(client, **request)[0]
         assert reasoning.startswith(cut) and content in ("no", "yes") and "think>" not in reasoning
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
         for extra in ({"guided_choice": ["no", "yes"]}, {"structured_outputs": {"regex": "no|yes"}}):
-            assert chat_both_ways(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
+            assert chat_twice(client, extra_body=opened | extra) == [("no", "I think.", [], "stop")] * 2
         request = {"extra_body": opened, "tools": [TOOL], "tool_choice": "required"}
-        (content, reasoning, calls, reason), streamed = chat_both_ways(client, **request)
+        (content, reasoning, calls, reason), streamed = chat_twice(client, **request)
         assert (content, reasoning, len(calls), reason) == ("", "I think.", 1, "tool_calls") == (
             *streamed[:2], len(streamed[2]), streamed[3]
         )  # fmt: skip
@@ -176,7 +173,7 @@ def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
         ids = token_ids(server.engine.model.tokenizer, "yes")
         for size in (len(ids), len(ids) + 1):
             assert (
-                chat_both_ways(client, max_tokens=size, extra_body={"guided_choice": ["yes"]})
+                chat_twice(client, max_tokens=size, extra_body={"guided_choice": ["yes"]})
                 == [("yes", "", [], "stop")] * 2
             )
         messages: Any = [{"role": "user", "content": "hi"}]
@@ -184,9 +181,9 @@ def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
         assert parsed.choices[0].message.parsed.answer in ("yes", "no")
         pytest.importorskip("llguidance", reason='needs the extra "grammar"')
         grammar: Any = {"structured_outputs": {"grammar": 'start: "a" "b"*'}}
-        assert chat_both_ways(client, max_tokens=1, extra_body=grammar)[0][3] == "stop"
+        assert chat_twice(client, max_tokens=1, extra_body=grammar)[0][3] == "stop"
         grammar["structured_outputs"]["grammar"] = 'start: "a" "b" "c"'
-        assert chat_both_ways(client, max_tokens=1, extra_body=grammar)[0][3] == "length"
+        assert chat_twice(client, max_tokens=1, extra_body=grammar)[0][3] == "length"
 
 
 def test_tokens_are_named_by_their_bytes() -> None:
@@ -273,16 +270,15 @@ def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
 def test_fields_of_single_tokens_shape_the_answer() -> None:
     with scripted("hello") as (server, client, _):
         (token,) = token_ids(server.engine.model.tokenizer, "#")
-        assert chat_both_ways(client, logit_bias={str(token): 100}, max_tokens=3) == [("###", "", [], "length")] * 2
-        assert chat_both_ways(client, extra_body={"bad_words": ["h", "l"]}) == [("eo", "", [], "stop")] * 2
+        assert chat_twice(client, logit_bias={str(token): 100}, max_tokens=3) == [("###", "", [], "length")] * 2
+        assert chat_twice(client, extra_body={"bad_words": ["h", "l"]}) == [("eo", "", [], "stop")] * 2
         end, end_id = {"ignore_eos": True}, server.engine.model.tokenizer.eos_token_id
-        assert chat_both_ways(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
+        assert chat_twice(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
         early = {"logit_bias": {str(end_id): 100}}
-        assert chat_both_ways(client, **early) == [("", "", [], "stop")] * 2
-        assert chat_both_ways(client, **early, extra_body={"min_tokens": 4}) == [("hell", "", [], "stop")] * 2
+        assert chat_twice(client, **early) == [("", "", [], "stop")] * 2
+        assert chat_twice(client, **early, extra_body={"min_tokens": 4}) == [("hell", "", [], "stop")] * 2
         assert (
-            chat_both_ways(client, **early, extra_body={"paradec": {"min_new_tokens": 4}})
-            == [("hell", "", [], "stop")] * 2
+            chat_twice(client, **early, extra_body={"paradec": {"min_new_tokens": 4}}) == [("hell", "", [], "stop")] * 2
         )
 
 
@@ -315,7 +311,7 @@ def test_wrong_fields_of_single_tokens_are_named(field: str, value: Any, reason:
     with scripted("hello") as (server, client, _):
         for body in ({field: value}, {"paradec": {field.replace("min_tokens", "min_new_tokens"): value}}):
             with pytest.raises(openai.BadRequestError, match=reason) as raised:
-                chat_both_ways(client, extra_body=body)
+                chat_twice(client, extra_body=body)
             assert raised.value.param == field
         assert server.engine.alive and server.post(chat())[0] == 200
 
@@ -324,10 +320,10 @@ def test_min_tokens_and_constraints_exclude_each_other() -> None:
     with scripted("hello") as (_, client, _):
         for field, value in {"min_tokens": 3, "ignore_eos": True}.items():
             with pytest.raises(openai.BadRequestError, match=f"{field}={value}: constraint") as raised:
-                chat_both_ways(client, extra_body={field: value, "guided_choice": ["yes"]})
+                chat_twice(client, extra_body={field: value, "guided_choice": ["yes"]})
             assert raised.value.param == field
         with pytest.raises(openai.BadRequestError, match="min_tokens and paradec set the same field"):
-            chat_both_ways(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
+            chat_twice(client, extra_body={"min_tokens": 3, "paradec": {"min_new_tokens": 3}})
 
 
 @pytest.mark.thinned

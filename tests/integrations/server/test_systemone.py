@@ -40,7 +40,7 @@ def server(model: Any) -> Iterator[Running]:
         yield found
 
 
-def post_questions(server: Running, body: Any, status: int = 200) -> dict[str, Any]:
+def ask(server: Running, body: Any, status: int = 200) -> dict[str, Any]:
     actual, _, text = server.post(body, PATH)
     assert actual == status, text
     assert len(text) < 5000
@@ -58,21 +58,21 @@ def test_answers_equal_those_of_the_pipeline(server: Running, model: Any) -> Non
 
     pipeline = DecisionPipeline(model=chat_network(0, torch.float32), tokenizer=chat_tokenizer())
     request = {"state": STATE, "questions": QUESTIONS}
-    actual = post_questions(server, BODY)
+    actual = ask(server, BODY)
     assert [*actual] == ["model", "answers", "usage"] and actual["model"] == NAME
     assert is_close(actual["answers"], pipeline(request))
     tokens = sum(inputs["input_ids"].shape[-1] for inputs, _ in pipeline.preprocess(request)["prompts"])
     assert actual["usage"] == {"input_tokens": tokens, "output_tokens": 0}
-    assert post_questions(server, {key: BODY[key] for key in ("state", "questions")}) == actual  # the model is known
+    assert ask(server, {key: BODY[key] for key in ("state", "questions")}) == actual  # the model is known
 
 
 def test_concurrent_questions_and_chats(server: Running) -> None:
-    alone = post_questions(server, BODY)
+    alone = ask(server, BODY)
 
     def one(number: int) -> bool:
         if number % 3 == 0:
             return server.post(chat("only level", max_tokens=4))[0] == 200
-        return is_close(post_questions(server, BODY)["answers"], alone["answers"])
+        return is_close(ask(server, BODY)["answers"], alone["answers"])
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(one, range(24)))
@@ -107,7 +107,7 @@ def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
     with running(chat_model("bidirectional", module=module)) as server:
         seen.clear()
         body = {"state": "<|mask|> and <|mask|>", "questions": {key: QUESTIONS[key] for key in ("spam", "tone")}}
-        actual = post_questions(server, body)["answers"]
+        actual = ask(server, body)["answers"]
     assert actual["spam"]["noul"] == pytest.approx(1 / (1 + math.exp(-1))) and actual["tone"]["choice"] == "pushy"
     assert sum(len(ids) for ids in seen) == 2 and all((ids == CHAT_MASK).sum() == len(ids) for ids in seen)
 
@@ -155,22 +155,19 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_bodies_are_refused(server: Running, name: str) -> None:
     body, status, said = REFUSED[name]
-    answer = post_questions(server, body, status)
+    answer = ask(server, body, status)
     if status != 200:
         kind = "not_found_error" if status == 404 else "invalid_request_error"
         assert said in answer["error"]["message"] and answer["error"]["type"] == kind
-        assert post_questions(server, BODY)["usage"]["output_tokens"] == 0  # it goes on
+        assert ask(server, BODY)["usage"]["output_tokens"] == 0  # it goes on
 
 
 def test_queued_tokens_are_counted_and_released(model: Any) -> None:
     with running(model, max_work=200, request={"sampler": "jacobi"}) as server:
-        assert (
-            "more than this server's limit"
-            in post_questions(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
-        )
+        assert "more than this server's limit" in ask(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
         small = {"state": "x", "questions": {"spam": {"type": "noul", "instructions": "?"}}}
         for _ in range(15):
-            post_questions(server, small)
+            ask(server, small)
         assert server.post(chat("x", max_tokens=4))[0] == 200
 
 
@@ -193,7 +190,7 @@ def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatc
         wait(lambda: True)
         threading.Event().wait(0.3)  # until the server has seen it
         go.set()
-        assert post_questions(server, {"state": "x", "questions": {"q": {"type": "noul", "instructions": "?"}}})
+        assert ask(server, {"state": "x", "questions": {"q": {"type": "noul", "instructions": "?"}}})
     assert len(calls) == first + 2
 
 
@@ -206,13 +203,13 @@ def test_settings_of_a_folder(tmp_path: Path) -> None:
     tone = paradec.Pick(None, QUESTIONS["tone"]["criteria"], labels=["level", "only"])
     expected = paradec.decide(loaded, STATE, {"tone": tone}, temperature=2.0)["tone"]
     with running(loaded) as server:
-        actual = post_questions(server, BODY)["answers"]
+        actual = ask(server, BODY)["answers"]
         assert [*actual["tone"]["probabilities"].values()] == pytest.approx(
             [*expected.probabilities.values()], abs=1e-6
         )
     (tmp_path / "decision_template.jinja").write_text("{{ state }}<|mark|>", encoding="utf-8")
     with running(loaded) as server:
-        assert "decision_template.jinja" in post_questions(server, BODY, 400)["error"]["message"]
+        assert "decision_template.jinja" in ask(server, BODY, 400)["error"]["message"]
     (tmp_path / "decision.json").write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"decision\.json"), running(loaded):
         pass

@@ -29,7 +29,7 @@ def structure_of(case: dict[str, Any]) -> Structure:
     return dataclasses.replace(actual, membrane=case["membrane"]) if "membrane" in case else actual
 
 
-def residue_probabilities(model: ProteinMPNNModel, order: list[int]) -> Tensor:
+def predict(model: ProteinMPNNModel, order: list[int]) -> Tensor:
     """[L, 21] probabilities of the structure's own letters in an order."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
     return model.module(model.encodings[0], letters, torch.tensor([order]).argsort())[0].float().softmax(-1)
@@ -48,14 +48,11 @@ def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> N
         assert sorted({ELEMENTS.index(element) + 1 for element in structure.elements} or {0}) == case["numbers"]
     weights = find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
     model = load_protein_mpnn(weights, structure, dtype=dtype)
-    probabilities, expected = (
-        residue_probabilities(model, case["order"])[case["residues"]],
-        torch.tensor(case["log_probs"]).exp(),
-    )
+    probabilities, expected = (predict(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp())
     assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
     # the weights are such that what is told of the structure matters
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
-    apart = (residue_probabilities(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
+    apart = (predict(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
     assert apart > 0.02 if structure.elements or structure.membrane else apart < 2e-5
 
 
@@ -110,7 +107,7 @@ def test_published_weights_give_the_probabilities_of_the_public_code(file: str, 
         structure = dataclasses.replace(structure, membrane=labels)
     with torch.no_grad():
         expected = theirs.score(public_input(structure, around, labels), use_sequence=True)
-    actual = residue_probabilities(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
+    actual = predict(load_protein_mpnn(path, structure), expected["decoding_order"][0].tolist())
     assert (actual - expected["log_probs"][0].exp()).abs().max() < 1e-5
 
 
@@ -123,10 +120,10 @@ def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> N
     refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
     both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
     order = list(range(len(plain)))
-    out = [residue_probabilities(load_protein_mpnn(named, each), order) for each in both]
+    out = [predict(load_protein_mpnn(named, each), order) for each in both]
     assert (out[0] - out[1]).abs().max() > 0.02
     # labels that nobody gave are 0, as in the public code
-    assert torch.equal(out[0], residue_probabilities(load_protein_mpnn(named, plain), order))
+    assert torch.equal(out[0], predict(load_protein_mpnn(named, plain), order))
     data = torch.load(OWN / "small_ligand.pt", weights_only=True)
     torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
     refuses(lambda: load_protein_mpnn(tmp_path / "without.pt", plain), "does not hold LigandMPNN:", CheckpointError)
@@ -139,15 +136,14 @@ def test_ignored_ligand_atoms() -> None:
     assert structure.atoms is not None
     more = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
     near = dataclasses.replace(structure, atoms=more, elements=(*structure.elements, "h", "Mo"))
-    assert torch.equal(residue_probabilities(model.on(near), order), residue_probabilities(model, order))
+    assert torch.equal(predict(model.on(near), order), predict(model, order))
     metal = dataclasses.replace(near, elements=(*structure.elements, "ZN", "FE"))
-    assert (residue_probabilities(model.on(metal), order) - residue_probabilities(model, order)).abs().max() > 0.001
+    assert (predict(model.on(metal), order) - predict(model, order)).abs().max() > 0.001
     far = dataclasses.replace(
         near, atoms=more + torch.tensor([[0.0, 0, 0]] * len(structure.atoms) + [[500.0, 0, 0]] * 2)
     )
     assert torch.equal(
-        residue_probabilities(model.on(dataclasses.replace(far, elements=metal.elements)), order),
-        residue_probabilities(model, order),
+        predict(model.on(dataclasses.replace(far, elements=metal.elements)), order), predict(model, order)
     )
 
 

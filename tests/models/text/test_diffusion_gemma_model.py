@@ -21,7 +21,7 @@ SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.35}
 PROMPT = [9, 10, 11, 12, 20, 21, 22, 23, 24]
 
 
-def decode_tokens(model: Any, prompt: Any = PROMPT, **request: Any) -> Tensor:
+def decode(model: Any, prompt: Any = PROMPT, **request: Any) -> Tensor:
     sampler = samplers.create("diffusion_gemma", **SHORT)
     return paradec.generate(
         model, prompt, **{"sampler": sampler, "seed": 1, "max_new_tokens": 2 * CANVAS} | request
@@ -66,7 +66,7 @@ def test_defaults_come_from_the_checkpoint(folder: Path) -> None:
     module = tiny_gemma(vocab=facts.vocab_size)
     sampler = samplers.create("diffusion_gemma", entropy_bound=0.2, t_min=0.4, **SHORT)
     assert torch.equal(
-        decode_tokens(model, sampler=sampler), decode_tokens(paradec.wrap(module, eos_token_id=[1, 2]), sampler=sampler)
+        decode(model, sampler=sampler), decode(paradec.wrap(module, eos_token_id=[1, 2]), sampler=sampler)
     )
     assert isinstance(paradec.generate(model, "one two", seed=0).text, str)
 
@@ -75,7 +75,7 @@ def test_defaults_come_from_the_checkpoint(folder: Path) -> None:
 def test_dtypes(folder: Path, dtype: str) -> None:
     model = paradec.load(folder, dtype=dtype)
     assert model.dtype == model.soft_dtype == getattr(torch, dtype)
-    assert decode_tokens(model).shape == (1, 2 * CANVAS)
+    assert decode(model).shape == (1, 2 * CANVAS)
 
 
 def test_eager_attention_is_the_same(folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_eager_attention_is_the_same(folder: Path) -> None:
         paradec.load(folder, dtype="float64"),
         paradec.load(folder, dtype="float64", attn_implementation="eager"),
     )
-    assert torch.equal(decode_tokens(plain, rows), decode_tokens(eager, rows))
+    assert torch.equal(decode(plain, rows), decode(eager, rows))
 
 
 def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
         model.denoising,
         40,
     )
-    assert torch.equal(decode_tokens(model), decode_tokens(repeated))
+    assert torch.equal(decode(model), decode(repeated))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_invalid_values_are_refused(
+def test_wrong_values_are_refused(
     folder: Path, tmp_path: Path, file: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(paradec.CheckpointError, match=message) as error:
@@ -166,21 +166,20 @@ def test_images_are_encoded_like_transformers(sees: str | None) -> None:
     torch.manual_seed(3)
     theirs = module.generate(**inputs, max_new_tokens=2 * CANVAS, **SHORT).sequences
     model = paradec.wrap(module)
-    ours = decode_tokens(model, inputs, rng="reference", seed=3)
+    ours = decode(model, inputs, rng="reference", seed=3)
     assert torch.equal(ours, theirs[:, 9:])
     torch.manual_seed(3)
     assert not torch.equal(ours, module.generate(ids, max_new_tokens=2 * CANVAS, **SHORT).sequences[:, 9:])
 
     rows = [ids[0].tolist(), [6, IMAGE, IMAGE, 7, 30]]
-    beside = decode_tokens(model, {"input_ids": rows, **pictures()})
+    beside = decode(model, {"input_ids": rows, **pictures()})
     second = {name: value[1:] for name, value in pictures().items()}
-    assert torch.equal(decode_tokens(model, {"input_ids": rows[1], **second})[0], beside[1])
+    assert torch.equal(decode(model, {"input_ids": rows[1], **second})[0], beside[1])
     last = [rows[0], [30, IMAGE, IMAGE]]  # padded after an image
     assert torch.equal(
-        decode_tokens(model, {"input_ids": last[1], **second})[0],
-        decode_tokens(model, {"input_ids": last, **pictures()})[1],
+        decode(model, {"input_ids": last[1], **second})[0], decode(model, {"input_ids": last, **pictures()})[1]
     )
-    assert torch.equal(decode_tokens(model, {"input_ids": rows, **pictures()}, num_return_sequences=2)[[0, 2]], beside)
+    assert torch.equal(decode(model, {"input_ids": rows, **pictures()}, num_return_sequences=2)[[0, 2]], beside)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_images_are_encoded_like_transformers(sees: str | None) -> None:
     ids=["no images", "no tokens", "no ids", "unknown"],
 )
 def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: str) -> None:
-    refuses(lambda: decode_tokens(paradec.wrap(tiny_gemma()), prompt), message, (ValueError, TypeError))
+    refuses(lambda: decode(paradec.wrap(tiny_gemma()), prompt), message, (ValueError, TypeError))
 
 
 def test_models_of_text_alone_refuse_images() -> None:

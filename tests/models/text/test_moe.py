@@ -62,7 +62,7 @@ def cases(name: str | Path, *kinds: str) -> list[dict[str, Any]]:
     return [case for case in moe_forwards(name)["cases"] if case["kind"] in kinds]
 
 
-def copy_checkpoint(folder: Path, name: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
+def edit_copy(folder: Path, name: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
     """A copy of a golden checkpoint with other fields in config.json (`...` takes one out) or other weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MOE / name / "config.json").read_text()) | fields
@@ -253,7 +253,7 @@ def test_types(name: str, dtype: str) -> None:
 def test_sizes_without_a_grouped_matrix_product(tmp_path: Path) -> None:
     """Their rows are no multiples of 16 bytes: the loop over the experts computes them."""
     config = small_config("sdar-moe-tiny")
-    folder = copy_checkpoint(tmp_path, "sdar-moe-tiny", small_weights("sdar-moe-tiny", config), **config)
+    folder = edit_copy(tmp_path, "sdar-moe-tiny", small_weights("sdar-moe-tiny", config), **config)
     answers = []
     for dtype in ("float32", "float64"):
         model = paradec.load(folder, dtype=dtype, mask_token_id=3)
@@ -295,7 +295,7 @@ REFUSED: list[tuple[str, str, Any]] = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "field", "value"), REFUSED)
 def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: Any) -> None:
-    folder = copy_checkpoint(tmp_path, name, **{field: value})
+    folder = edit_copy(tmp_path, name, **{field: value})
     with pytest.raises(paradec.CheckpointError, match=field) as error:
         paradec.load(folder, **{key: given for key, given in moe_facts(name).items() if key != field})
     assert "\n" not in str(error.value)
@@ -310,7 +310,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize(("name", "field", "value"), FOLLOWED)
 def test_fields_that_are_followed(tmp_path: Path, name: str, field: str, value: Any) -> None:
-    model = paradec.load(copy_checkpoint(tmp_path, name, **{field: value}), **moe_facts(name))
+    model = paradec.load(edit_copy(tmp_path, name, **{field: value}), **moe_facts(name))
     case = cases(name, "full")[0]
     assert (logits_of(model, case) - tensors(name)[case["name"]]).abs().max() > 1e-2
 
@@ -359,7 +359,7 @@ def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor],
     ],
 )
 def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
-    folder = copy_checkpoint(tmp_path, name, **fields)
+    folder = edit_copy(tmp_path, name, **fields)
     model = paradec.load(folder, dtype="float64", **moe_facts(name))
     config = json.loads((folder / "config.json").read_text())
     layer = 2
@@ -372,7 +372,7 @@ def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str
 
 @pytest.mark.parametrize("architectures", [["LLaDAMoEModel"], ["LLaDAMoEModelLM"], None])  # else by its experts
 def test_llada_moe_is_distinguished_from_llada(tmp_path: Path, architectures: Any) -> None:
-    folder = copy_checkpoint(tmp_path, "llada-moe-tiny", architectures=architectures)
+    folder = edit_copy(tmp_path, "llada-moe-tiny", architectures=architectures)
     assert type(paradec.load(folder, mask_token_id=95).module).__name__ == "Qwen3MoeForCausalLM"
 
 
@@ -388,7 +388,7 @@ def test_llada_moe_is_distinguished_from_llada(tmp_path: Path, architectures: An
     ],
 )
 def test_the_block_of_a_release(tmp_path: Path, release: str, block: int | None) -> None:
-    folder = copy_checkpoint(tmp_path / release, "llada2-tiny", mask_token_id=95)
+    folder = edit_copy(tmp_path / release, "llada2-tiny", mask_token_id=95)
     if block is None:
         refuses(lambda: paradec.load(folder), r"states its block length", paradec.CheckpointError)
     else:
@@ -402,10 +402,10 @@ def test_end_tokens_of_llada2(tmp_path: Path) -> None:
     def ends(folder: Path) -> tuple[int, ...]:
         return paradec.load(folder, **moe_facts("llada2-tiny")).facts.eos_token_ids
 
-    folder = copy_checkpoint(tmp_path / "bare", "llada2-tiny")
+    folder = edit_copy(tmp_path / "bare", "llada2-tiny")
     assert ends(folder) == (92,)
-    assert ends(copy_checkpoint(tmp_path / "stated", "llada2-tiny", eos_token_id=[7, 8])) == (7, 8)
-    assert ends(copy_checkpoint(tmp_path / "none", "llada2-tiny", pad_token_id=...)) == ()
+    assert ends(edit_copy(tmp_path / "stated", "llada2-tiny", eos_token_id=[7, 8])) == (7, 8)
+    assert ends(edit_copy(tmp_path / "none", "llada2-tiny", pad_token_id=...)) == ()
     words = {f"w{index}": index for index in range(96)} | {"<|endoftext|>": 93, "<|role_end|>": 94, "<|mask|>": 95}
     words = {word: index for word, index in words.items() if word not in ("w93", "w94", "w95")}
     table = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}
@@ -425,23 +425,21 @@ def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) 
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
     for count in (2 * has, 10**9 // has * has):
-        folder = copy_checkpoint(tmp_path / str(count), name, num_experts=count)
+        folder = edit_copy(tmp_path / str(count), name, num_experts=count)
         refused(folder, f"do not fit config.json: {count} experts, but layer . holds {has}$")
     weights = load_file(MOE / name / "model.safetensors")
     kept = {key: value for key, value in weights.items() if "layers.2.mlp.experts.3." not in key}
-    refused(copy_checkpoint(tmp_path / "hole", name, kept), f"{has} experts, but layer 2 holds {has - 1}")
+    refused(edit_copy(tmp_path / "hole", name, kept), f"{has} experts, but layer 2 holds {has - 1}")
     kept = {key: value for key, value in weights.items() if "layers.2.mlp.experts.3.up_proj" not in key}
-    refused(
-        copy_checkpoint(tmp_path / "part", name, kept), "missing weights: model.layers.2.mlp.experts.3.up_proj.weight$"
-    )
+    refused(edit_copy(tmp_path / "part", name, kept), "missing weights: model.layers.2.mlp.experts.3.up_proj.weight$")
     key = "model.layers.1.mlp.experts.0.gate_proj.weight"
     wrong = weights | {key: weights[key][:-1].clone()}
-    refused(copy_checkpoint(tmp_path / "shape", name, wrong), rf"mismatched weights: {key} \[")
+    refused(edit_copy(tmp_path / "shape", name, wrong), rf"mismatched weights: {key} \[")
     stacked = torch.stack([weights[f"model.layers.1.mlp.experts.{index}.up_proj.weight"] for index in range(has)])
     trained = weights | {"model.layers.1.mlp.experts.up_proj": stacked}
-    refused(copy_checkpoint(tmp_path / "trained", name, trained), "in the training form.*layers.1.mlp.experts.up_proj")
+    refused(edit_copy(tmp_path / "trained", name, trained), "in the training form.*layers.1.mlp.experts.up_proj")
     seeing = weights | {"model.language_model.norm.weight": weights["model.norm.weight"].clone()}
-    refused(copy_checkpoint(tmp_path / "seeing", name, seeing), "of a model with pictures")
+    refused(edit_copy(tmp_path / "seeing", name, seeing), "of a model with pictures")
 
 
 LLAMA = {

@@ -158,7 +158,7 @@ def ends(trace: dict[str, Any]) -> bool:
     return trace["settings"].get("eos", 0) is not None
 
 
-def create_replaying_sampler(name: str, state_of: list[Any], **settings: Any) -> Any:
+def replaying_sampler(name: str, state_of: list[Any], **settings: Any) -> Any:
     """A masked sampler that draws with the numbers of a file: one for a seed, else one for each mask."""
     cls: Any = samplers.get(name)
 
@@ -216,9 +216,7 @@ def test_blocks(path: Path, cache: str) -> None:
         with replay_in_float64(label, case):
             numbers = [*case.get("uniforms", []), *[0.5] * 99]
             sampler = (
-                create_replaying_sampler(name, numbers, **given)
-                if "uniforms" in case
-                else samplers.create(name, **given)
+                replaying_sampler(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)
             )
             new, begin = case["max_new_tokens"], len(case["prompt_ids"])
             request: dict[str, Any] = {"steps": new} if by_count else {}

@@ -42,16 +42,14 @@ def expectation(model: Model, row: list[int], begin: int) -> float:
     return total
 
 
-def estimate_pair(
-    model: Model, context: list[int] = CONTEXT, continuation: list[int] = CONTINUATION, **how: Any
-) -> Likelihood:
+def judge(model: Model, context: list[int] = CONTEXT, continuation: list[int] = CONTINUATION, **how: Any) -> Likelihood:
     return next(log_likelihoods(model, [(context, continuation)], **how))
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_all_maskings_give_the_expectation(prediction: str) -> None:
     model = tiny(1, prediction=prediction)
-    actual = estimate_pair(model, samples=15)
+    actual = judge(model, samples=15)
     assert (actual.variance, actual.samples, actual.forwards) == (0.0, 15, 15)
     assert actual.value == pytest.approx(expectation(model, CONTEXT + CONTINUATION, len(CONTEXT)), abs=1e-9)
 
@@ -64,25 +62,25 @@ def test_all_orders_have_the_expectation_as_their_mean() -> None:
         chains.append(
             sum(distributions(model, mask_positions(row, left, MASK))[at, row[at]].item() for left, at in steps)
         )
-    assert np.mean(chains) == pytest.approx(estimate_pair(model, samples=15).value, abs=1e-9)
-    assert estimate_pair(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
-    backwards = estimate_pair(model, method="chain", order="right_to_left")
+    assert np.mean(chains) == pytest.approx(judge(model, samples=15).value, abs=1e-9)
+    assert judge(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
+    backwards = judge(model, method="chain", order="right_to_left")
     assert backwards.value == pytest.approx(chains[-1], abs=1e-9)
     assert (backwards.variance, backwards.forwards, backwards.samples) == (0.0, 4, 1)
-    drawn = estimate_pair(model, method="chain", order="random", samples=64)
+    drawn = judge(model, method="chain", order="random", samples=64)
     assert drawn.value == pytest.approx(np.mean(chains), abs=4 * drawn.error) and 0 < drawn.error < np.std(chains)
 
 
 def test_draws_estimate_the_expectation_and_their_variance() -> None:
     model = tiny(1)
     truth = expectation(model, CONTEXT + CONTINUATION, len(CONTEXT))
-    actual = [estimate_pair(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
+    actual = [judge(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
     values, variances = np.array([f.value for f in actual]), np.array([f.variance for f in actual])
     assert abs(values.mean() - truth) < 4 * values.std(ddof=1) / math.sqrt(len(values))
     assert 0.6 < variances.mean() / values.var(ddof=1) < 1.6
     # Student's t with 5 degrees of freedom: 95 % lie within 2.57 standard errors
     assert (abs(values - truth) < 2.57 * np.sqrt(variances)).mean() >= 0.85
-    assert math.isnan(estimate_pair(model, samples=4, stratum=4).variance), "one stratum says nothing of its spread"
+    assert math.isnan(judge(model, samples=4, stratum=4).variance), "one stratum says nothing of its spread"
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
@@ -104,9 +102,7 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
         value += statistics.mean(strata)
         variance += statistics.variance(strata) / len(strata) if part.drawn else 0
     assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
-    actual = estimate_pair(
-        model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2
-    )
+    actual = judge(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
     assert actual.value == pytest.approx(value, abs=1e-9) and actual.variance == pytest.approx(variance, abs=1e-9)
     assert actual.error == math.sqrt(actual.variance) > 0
 
@@ -137,13 +133,13 @@ def test_blocks_are_scored_in_order(longest: int) -> None:
             expected += distributions(model, row[:k] + [MASK] * (width - k))[k, row[k]].item()
     if longest == len(row):
         with pytest.raises(ValueError, match=f"= 10 is longer than .* takes .{longest}"):
-            estimate_pair(model, [1, *CONTEXT])
-    assert estimate_pair(model, method="chain").value == pytest.approx(expected, abs=1e-9)
-    parts = [estimate_pair(model, CONTEXT, row[5:8], samples=7), estimate_pair(model, row[:8], row[8:], samples=1)]
-    actual = estimate_pair(model, samples=7)
+            judge(model, [1, *CONTEXT])
+    assert judge(model, method="chain").value == pytest.approx(expected, abs=1e-9)
+    parts = [judge(model, CONTEXT, row[5:8], samples=7), judge(model, row[:8], row[8:], samples=1)]
+    actual = judge(model, samples=7)
     assert actual.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and actual.forwards == 8
     assert (
-        actual.samples == estimate_pair(model, row[:3], row[3:7], samples=7).samples == 7
+        actual.samples == judge(model, row[:3], row[3:7], samples=7).samples == 7
     )  # of the larger part, wherever it is
 
 
@@ -151,11 +147,11 @@ def test_causal_models_are_exact() -> None:
     model = wrap_kind("Llama causal")
     row = [3, 17, 8, 30, 2, 6, 21]
     read = distributions(model, row)
-    actual = estimate_pair(model, row[:3], row[3:])
+    actual = judge(model, row[:3], row[3:])
     assert actual.value == pytest.approx(sum(read[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
     assert (actual.variance, actual.samples, actual.forwards, actual.greedy) == (0.0, 1, 1, False)
     likeliest = paradec.generate(model, input_ids=row[:3], max_new_tokens=4, sampler="jacobi", eos_early_stop=False)
-    assert estimate_pair(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
+    assert judge(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
 
 
 def test_guidance_masks_the_context() -> None:
@@ -164,9 +160,9 @@ def test_guidance_masks_the_context() -> None:
     conditional = distributions(model, mask_positions(row, [at], MASK))[at]
     without = distributions(model, mask_positions(row, range(6), MASK))[at]
     expected = (without + scale * (conditional - without)).log_softmax(-1)[5].item()
-    actual = estimate_pair(model, continuation=[5], guidance_scale=scale)
+    actual = judge(model, continuation=[5], guidance_scale=scale)
     assert actual.value == pytest.approx(expected, abs=1e-9) and actual.forwards == 2
-    off = estimate_pair(model, continuation=[5], guidance_scale=1)
+    off = judge(model, continuation=[5], guidance_scale=1)
     assert off.forwards == 1 and off.value == pytest.approx(conditional[5].item(), abs=1e-9)
 
 
@@ -204,4 +200,4 @@ def test_nan_logits_are_an_error() -> None:
     model = tiny(1)
     model.module.lm_head.weight.data[7] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        estimate_pair(model)
+        judge(model)

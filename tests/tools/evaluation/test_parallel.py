@@ -46,20 +46,9 @@ def test_areas_use_equally_many_points() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     out, plot = tmp_path / "found.json", tmp_path / "curve.svg"
-    arguments = [
-        "bench",
-        "parallel",
-        "--samplers",
-        "factor",
-        "--settings",
-        "2",
-        "--tasks",
-        "sort,shuffle",
-        "--limit",
-        "2",
-    ]
-    arguments += ["--max-new-tokens", "12", "--batch", "4", "--out", str(out), "--plot", str(plot)]
-    shown = CliRunner().invoke(cli.app, arguments)
+    flags = ["bench", "parallel", "--samplers", "factor", "--settings", "2", "--tasks", "sort,shuffle", "--limit", "2"]
+    flags += ["--max-new-tokens", "12", "--batch", "4", "--out", str(out), "--plot", str(plot)]
+    shown = CliRunner().invoke(cli.app, flags)
     assert shown.exit_code == 0, shown.output
     actual = json.loads(out.read_text())
     assert actual["complete"] and set(actual["aup"]) == {"threshold", "factor"} and len(actual["results"]) == 4

@@ -81,7 +81,7 @@ def by_hand(model: Model, answers: list[list[int]], tmp_path_factory: pytest.Tem
     return file, paradec.tune(model, PROMPTS, answers=answers, study=file, **{**SMALL, "trials": 0})
 
 
-def generate_and_score(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
+def score_answer(model: Model, preset: Any, prompt: list[int], answer: list[int]) -> tuple[float, int]:
     out = paradec.generate(model, prompt, preset=preset, seed=SMALL["seed"])
     ids = out.new_tokens[0, : out.tokens[0]].tolist()
     return sum(a == b for a, b in zip(ids, answer)) / max(len(ids), len(answer)), out.row_nfe[0]
@@ -103,14 +103,12 @@ def test_reported_scores_match_the_preset(model: Model, answers: list[list[int]]
     for point in tuned.points:
         for half, measured in ((first, point.choosing), (second, point.reported)):
             assert measured is not None
-            expected = [
-                generate_and_score(model, point.request, entry.prompt, right[tuple(entry.prompt)]) for entry in half
-            ]
+            expected = [score_answer(model, point.request, entry.prompt, right[tuple(entry.prompt)]) for entry in half]
             assert list(zip(measured.score, measured.forwards)) == expected
             assert measured.truth == measured.score
     assert tuned.reference is not None
     one = paradec.Request(sampler="low_confidence", max_new_tokens=6)
-    expected = [generate_and_score(model, one, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
+    expected = [score_answer(model, one, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
     assert list(zip(tuned.reference.score, tuned.reference.forwards)) == expected
 
 
@@ -122,7 +120,7 @@ def test_the_choice_is_no_worse_than_hand_set_candidates(model: Model, answers: 
         if configuration.name == "low_confidence":
             continue  # one token per step
         request = paradec.Request(sampler=configuration.make(), max_new_tokens=6, **configuration.request(6))
-        actual = [generate_and_score(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
+        actual = [score_answer(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in first]
         rows[configuration.name] = tuple(sum(values) / len(values) for values in zip(*actual))
     best = max(score for score, _ in rows.values())
     forwards, score = min((forwards, -score) for score, forwards in rows.values() if score >= best - 0.01)
