@@ -16,47 +16,47 @@ if TYPE_CHECKING:
 
     from paradec.models.adapter import Model
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the cores are other workers'
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: other workers use the other cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None):
-        return  # this process only hands tests out: the others begin the sooner
+        return  # this process only distributes tests; without torch it starts sooner
     import torch
 
-    if not torch.cuda.is_available():  # kernels are interpreted then; triton reads this when it is imported
+    if not torch.cuda.is_available():  # then kernels are interpreted; triton reads the variable on import
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)  # tiny models are faster on one thread, and results do not depend on the machine's cores
+    torch.set_num_threads(1)  # faster for tiny models; and results do not depend on the number of cores
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark six of seven cases of each `thinned` test as `further`, different ones for each test; one case remains."""
+    """Mark six of seven cases of every `thinned` test as `further`. Which ones depends on the name of the test."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, group in cases.items():
-        interval = min(7, len(group))  # a prime: no value of a product of parameters is always left out
+        interval = min(7, len(group))  # a prime, so that no value of a product of parameters is always omitted
         for index, item in enumerate(group, zlib.crc32(name.encode())):
             if index % interval:
                 item.add_marker("further")
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported stays: a `gc.collect()` need not look through it, which takes half a second
+    gc.freeze()  # a later `gc.collect()` skips the imported modules, which saves half a second
 
 
 FILTERED = {
     ("llada-tiny", 64), ("dream-tiny", 72), ("LLaDAModelLM", 64), ("LlamaForCausalLM", 41), ("Qwen2ForCausalLM", 41),
     ("sdar", 32), ("Denoisers", 14),
 }  # fmt: skip
-"""Models of the suite that have no trained Learn2PD filter, with their vocabularies."""
+"""Models of the suite without a trained Learn2PD filter: (name, vocabulary size)."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Filters that accept and refuse at random, for tests of what must hold for every sampler with its defaults."""
+    """Register filters that decide at random, so that every sampler works with its defaults on these models."""
     import torch
 
     from paradec import caches
@@ -68,7 +68,7 @@ def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network, features = facts.network(), torch.rand(64, len(FEATURES), 8)
-        # far from 0.5 either way, and both ways equally often
+        # probabilities far from 0.5, above and below it equally often
         network.leave.weight.data *= 50
         with torch.no_grad():
             logits = network(dict(zip(FEATURES, features.unbind(1))), torch.ones(64, 8, dtype=torch.bool))
@@ -92,7 +92,7 @@ def packaged64() -> Model:
 
 
 def checkpoint(name: str, dtype: str) -> Any:
-    """A fixture: a small checkpoint of tests/golden in one precision."""
+    """Create a fixture that loads a small checkpoint of tests/golden in one precision."""
 
     @pytest.fixture(scope="session")
     def model() -> Model:
@@ -109,7 +109,7 @@ dream, dream64 = checkpoint("dream-tiny", "float32"), checkpoint("dream-tiny", "
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An offline hub cache in a folder of its own."""
+    """Let huggingface_hub use an empty cache folder, offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
