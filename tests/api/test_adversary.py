@@ -1,8 +1,8 @@
-"""Random checkpoints, settings and cases that no trace has, against the rules written out a second time.
+"""Random checkpoints and settings against independent, plain implementations of the published loops.
 
-Checkpoints are written in the published file formats with random sizes (grouped heads, tied matrices, rows beyond the
-vocabulary, other ids and angles), loaded, and decoded with random settings in float64; what every call evaluated and
-committed is compared with a plain loop over a plain module. Cases for draft and verify are judged draft by draft.
+Checkpoints have the published file formats and random sizes (grouped heads, tied matrices, rows beyond the vocabulary,
+other ids and angles). They are decoded in float64. The positions that every call evaluates and commits must equal those
+of a plain loop over a plain module. Draft-verify cases are checked draft by draft.
 """
 
 import random
@@ -28,7 +28,7 @@ from paradec.samplers.causal.trees import Tree, normalized, walk
 from paradec.samplers.causal.window import DraftDistributions, DraftWindow
 
 Calls = list[tuple[int, list[int]]]
-"""Per model call: positions evaluated, and what was committed after it."""
+"""For every model call: the number of evaluated positions, and the positions committed after it."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:steps=")
 
@@ -58,7 +58,7 @@ def write_random_checkpoint(kind: str, folder: Path, rng: random.Random) -> tupl
 
 
 def likeliest_tokens(logits: Tensor, mask: int) -> Tensor:
-    """The likeliest tokens but for the mask, whose share counts in probabilities all the same."""
+    """Return the likeliest tokens except the mask. (Probabilities are normalised with the mask.)"""
     return logits.index_fill(-1, torch.tensor(mask), -torch.inf).argmax(-1)
 
 
@@ -69,7 +69,7 @@ def token_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 def assert_decodes(
     model: Any, prompt: list[int], new: int, sampler: Any, expected: tuple[Tensor, Calls], **request: Any
 ) -> None:
-    """Decode, and compare tokens and, for calls that committed something, positions evaluated and committed."""
+    """Decode and compare tokens; for calls that committed something, also the evaluated and committed positions."""
     request |= {"sampler": sampler, "max_new_tokens": new, "rng": "reference", "eos_early_stop": False, "trace": True}
     out = paradec.generate(model, input_ids=[prompt], **request)
     canvas, calls = expected
@@ -96,7 +96,7 @@ def plain_llada(
     seed: int,
     **request: Any,
 ) -> tuple[Tensor, Calls]:
-    """generate.py of LLaDA: guidance, Gumbel noise, then the numbers of `random`, in this order."""
+    """generate.py of LLaDA. Draws come in this order: Gumbel noise, then the scores of `random`."""
     generator = torch.Generator().manual_seed(seed)
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     given, temperature, scale = x != mask, request["temperature"], request["guidance_scale"]
@@ -124,7 +124,7 @@ def plain_llada(
 def plain_fast_dllm(
     net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, rule: str, value: float, cache: str
 ) -> tuple[Tensor, Calls]:
-    """Fast-dLLM: a whole forward opens a block; then what is right of its start ("prefix") or the block ("dual")."""
+    """Fast-dLLM: a full forward opens a block. Later ones evaluate from its start on ("prefix") or only it ("dual")."""
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     for block in range(blocks):
         start, end, step, store = len(prompt) + block * length, len(prompt) + (block + 1) * length, 0, {}
@@ -157,7 +157,7 @@ def plain_fast_dllm(
 def plain_dkv(
     net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, interval: int
 ) -> tuple[Tensor, Calls]:
-    """dKV-Cache-Decode: what was decided before the last call is frozen, until the next whole forward."""
+    """dKV-Cache-Decode: tokens decided before the last call stay cached until the next full forward."""
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     for block in range(blocks):
         end, known, store = len(prompt) + (block + 1) * length, x != mask, {}
@@ -212,7 +212,7 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
 def plain_dream(
     net: Net, mask: int, prompt: list[int], new: int, steps: int, alg: str, seed: int, eps: float, **request: Any
 ) -> tuple[Tensor, Calls]:
-    """generation_utils of Dream: shifted logits, a time grid, filters before the softmax; `origin` chooses first."""
+    """generation_utils of Dream: shifted logits, a time grid, filters before the softmax. `origin` chooses first."""
     generator, times = torch.Generator().manual_seed(seed), torch.linspace(1, eps, steps + 1)
     x, calls = torch.tensor(prompt + [mask] * new), []
     temperature, top_p, top_k = (request[name] for name in ("temperature", "top_p", "top_k"))
@@ -294,7 +294,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def group_chance(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: int, near: float, far: float) -> float:
-    """GSD's probability that a draft stands; ranks beyond the last are cut off, not counted again."""
+    """Return GSD's acceptance probability of a draft. The group of ranks is cut off at the last rank."""
     order = np.argsort(p, kind="stable")
     rank = int(np.flatnonzero(order == x)[0])
     if rank < half:
@@ -316,7 +316,7 @@ def test_windows_of_drafts(kind: str) -> None:
         width, size = int(rng.integers(2, 9)), int(rng.choice([4, 14, 16, 24]))
         logits = rng.normal(size=(width, size)) * rng.choice([0.5, 2, 5])
         p, q = softmax(logits), softmax(rng.random() * logits + rng.normal(size=(width, size)))
-        # draft i is judged by the distribution of slot i; the last slot has none
+        # draft i is verified with the distribution of slot i; the last slot has no draft
         drafts = np.array([inverse(probs, rng.random()) for probs in q])
         best_drafts += int((drafts == p.argmax(-1))[:-1].sum())
         accept, fresh, redraw = rng.random(width), rng.random(width), rng.random(width)
@@ -360,7 +360,7 @@ def test_trees_of_drafts() -> None:
         tree = Tree(tuple(paths))
         nodes = [(), *tree.paths]
         p, q = (softmax(rng.normal(size=(len(nodes), size)) * rng.choice([0.5, 3, 6])) for _ in range(2))
-        if case % 5 == 0:  # as after a top-k filter
+        if case % 5 == 0:  # zeros, like after a top-k filter
             p = np.where(p >= np.sort(p, -1)[:, -2:-1], p, 0)
             p /= p.sum(-1, keepdims=True)
         tokens = rng.integers(size, size=len(nodes))

@@ -1,4 +1,4 @@
-"""Wrong arguments: one clear error that names the argument, before the model is called."""
+"""Wrong arguments: an error of one line names the argument before the model is called."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def llada() -> Counted:
 def assert_refused(
     counted: Counted, call: Callable[[], Any], *fragments: str, error: Any = (ValueError, TypeError)
 ) -> None:
-    """`call` raises one line that holds all fragments, and the model was not called."""
+    """Check that `call` raises an error of one line with all fragments, before a forward of the model."""
     before = counted.calls
     with pytest.raises(error) as raised:
         call()
@@ -57,7 +57,7 @@ def assert_refused(
     assert counted.calls == before
 
 
-# by argument: what each message says of the allowed values, and wrong values
+# by argument: the text about allowed values in the message, then wrong values
 WRONG: dict[str, tuple[Any, ...]] = {
     "sampler": ("", "treshold", object(), None, "sjd", "taylorseer"),
     "cache": ("prefix", "prefx"),
@@ -238,7 +238,7 @@ def test_wrong_blocks(arguments: tuple[Any, ...], name: str) -> None:
 
 
 def custom(**declared: Any) -> Any:
-    """A class as somebody might write it, who follows docs/write_a_sampler.md."""
+    """Create a sampler class the way docs/write_a_sampler.md describes."""
     space = {"name": "own", "summary": "x", "select": lambda self, view: view.candidates} | declared
     return dataclass(frozen=True)(type("Own", (MaskedSampler,), space))
 
@@ -295,8 +295,8 @@ def test_incomplete_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         message = f"^{kind} class Own is no dataclass, so share cannot be set; put @dataclass.frozen=True. before it"
         for make in (plain, lambda: plain(share=2.0), lambda: registry.register("own", plain)):  # noqa: B023
             refuses(make, message, TypeError)
-        assert bare().name == "own"  # without settings there is nothing to set
-    with pytest.raises(TypeError, match="sampler class Own has no select"):
+        assert bare().name == "own"  # a class without settings needs no dataclass
+    with pytest.raises(NotImplementedError, match="sampler class Own has no select"):
         bare = type("Own", (MaskedSampler,), {"name": "own"})
         paradec.generate(paradec.load(), "Sort: fig", sampler=bare(), max_new_tokens=4)
 
@@ -323,7 +323,7 @@ def test_one_broken_logit_is_named(broken: float, temperature: float) -> None:
     refuses(lambda: sampler.commit(state, sampler.step(model, state)), "row 1 at its step 2", FloatingPointError)
     assert torch.equal(state.canvas, before)
     assert state.nfe.tolist() == [2, 2]
-    paradec.decode(sampler, model, state)  # the state is as good as before
+    paradec.decode(sampler, model, state)  # the error left the state usable
     assert state.done
 
 
@@ -365,7 +365,7 @@ def test_random_requests(llada: Counted, sampler: str, fields: dict[str, Any]) -
 
 
 DECODED: set[Sampler] = set()
-"""What has been decoded with: most draws are refused, or one of few samplers."""
+"""Samplers that decoded at least once: most random requests are refused."""
 
 
 @pytest.mark.thinned

@@ -1,4 +1,4 @@
-"""Constraints through the entry points, on the packaged model."""
+"""Constraints in `generate`, `infill`, `generate_many`, presets and the command line."""
 
 import json
 import re
@@ -129,7 +129,7 @@ THINKING: dict[str, dict[str, Any]] = {
     ("family", "marker", "temperature"), covering(THINKING, [("x,", 3), ("<38>", 2), ("true", None)], [0.9, 0.0])
 )
 def test_free_text_precedes_the_answer(family: str, marker: tuple[str, int | None], temperature: float) -> None:
-    """A row equals the one decoded alone; the budget ends free text that would never write the marker."""
+    """Rows equal rows decoded alone. The budget ends free text that would never write the marker."""
     model, (after, budget) = build_model(family), marker
     arguments: dict[str, Any] = {"max_new_tokens": 20, **THINKING[family]}
     if family != "canvas":
@@ -157,7 +157,7 @@ def test_free_text_precedes_the_answer(family: str, marker: tuple[str, int | Non
         assert model.tokenizer.decode(answer, skip_special_tokens=True) == out.text[row]
         assert count <= (arguments["max_new_tokens"] if budget is None else budget + len(marker_ids))
         scores = out.logprobs.chosen[row, 2 : 2 + out.tokens[row]].isfinite()
-        assert scores[0] and len(scores) == out.tokens[row]  # what a constraint forces has none
+        assert scores[0] and len(scores) == out.tokens[row]  # tokens that the constraint forces have no score
     assert "reasoning" not in paradec.generate(model, prompts, **arguments).to_dict()
 
 
@@ -175,7 +175,7 @@ def test_impossible_markers_are_refused(family: str) -> None:
 
 
 def test_free_text_around_given_tokens() -> None:
-    """Holes end with the answer, and their budgets hold; a budget that given tokens break is refused."""
+    """Holes end with the answer and obey their budgets. A budget that given tokens exceed is refused."""
     model, value = build_model("bidirectional"), paradec.Regex("[0-9]{2}", after="x", thinking_budget=2)
     ids = [[1, *[MASK] * 5, 3, *[MASK] * 4]]
     out = paradec.infill(model, input_ids=ids, constraints=[value, None])

@@ -1,4 +1,4 @@
-"""Questions answered from the probabilities of their labels, beside transformers' decision pipeline and plain loops."""
+"""`decide`: answers from the probabilities of labels, compared with transformers' decision pipeline and plain loops."""
 
 import copy
 import functools
@@ -84,7 +84,7 @@ def test_causal_models_answer_like_the_pipeline(seed: int) -> None:
     module, temperature = chat_network(seed, torch.float32), {"noul": 1.5, "choice": 0.7}
     actual = paradec.decide(chat_model("causal", module=module), STATE, QUESTIONS, temperature=temperature)
     check_answers(actual, decide_by_pipeline(module, None, temperature), 2e-6)
-    assert actual.forwards == 2  # what the three prompts begin with is evaluated once
+    assert actual.forwards == 2  # the common prefix of the three prompts is evaluated once
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
@@ -104,13 +104,13 @@ def test_masked_models_answer_like_the_pipeline_with_a_masked_template(predictio
 
 
 FEW = {"a": Span("What?", ["level", "Yes or No", "Yes", "only level"]), "b": Span("And then?", ["No", "Answer", "x"])}
-"""Labels of several lengths, one of them the beginning of another."""
+"""Labels of different lengths; one is a prefix of another."""
 
 
 def visible_columns(model: Any, length: int, prompt: int) -> Tensor:
-    """[1, 1, length, length] bool, by the definition of the topology."""
+    """Return the mask [1, 1, length, length] of the model's topology; True means visible."""
     at = torch.arange(length)
-    if model.facts.block_align == "prompt":  # one block, and others from its end on
+    if model.facts.block_align == "prompt":  # the prompt is one block; the others follow
         at = (at - prompt).clamp(min=-1)
     block = {"bidirectional": length, "causal": 1}.get(model.facts.topology, model.facts.block_length)
     number = at.div(block, rounding_mode="floor")
@@ -118,7 +118,7 @@ def visible_columns(model: Any, length: int, prompt: int) -> Tensor:
 
 
 def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int = 0) -> float:
-    """log of the probability that one of `ids` is at a position of a row with such a prompt."""
+    """Return the log-probability of any of `ids` at a position of a row. prompt: length of its prompt."""
     shift = 1 if model.facts.topology == "causal" else model.facts.shift
     with torch.no_grad():
         logits = model.module(torch.tensor([row]), attention_mask=visible_columns(model, len(row), prompt)).logits[0]
@@ -126,7 +126,7 @@ def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int
 
 
 def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
-    """A label's log-probability, token by token. text: of the user's turn."""
+    """Return the log-probability of each label, token by token. text: the user's turn."""
     prompt, texts = chat_ids(f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"), [chat_ids(label) for label in labels]
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
     begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
@@ -139,7 +139,7 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
         for count, ids in enumerate(follows):
             row = prompt + own[:count]
             if not is_causal:
-                row += [CHAT_MASK] * (longest - count) + [CHAT_END]  # the template's end token, of several
+                row += [CHAT_MASK] * (longest - count) + [CHAT_END]  # the end token of the template
                 begin = len(prompt) if model.facts.block_align == "prompt" else 0
                 row += [CHAT_END] * (-(len(row) - begin) % model.facts.block_unit)
             total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
@@ -244,7 +244,7 @@ def test_an_empty_prior_subtracts_the_scores_of_an_empty_state() -> None:
         assert actual[name].log_scores == pytest.approx(scores, rel=1e-9)
         weights = np.exp(scores / 2)
         assert [*actual[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
-        assert actual[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # of the state's own row
+        assert actual[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # without the prior
 
 
 def test_rotated_options_have_every_label_once() -> None:
@@ -273,7 +273,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         )
         request = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
         actual = paradec.decide(model, "s", request)
-        weights = [math.exp(score / 2.5) for score in actual["q"].log_scores]  # answers of a model that is less sure
+        weights = [math.exp(score / 2.5) for score in actual["q"].log_scores]  # right answers at temperature 2.5
         decided.append(actual)
         right.append(
             {"q": draw.choices("xyz", weights)[0], "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)}
@@ -291,7 +291,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         grid = min(loss(name, 1.001**step) for step in range(-4000, 7000, 70))
         assert loss(name, fitted[kind]) <= grid + 1e-9
     assert 1.5 < fitted["choice"] < 4
-    assert fitted["score"] > 900  # always the other one than was likelier
+    assert fitted["score"] > 900  # the likelier answer is always wrong
     repeated = paradec.decide(model, "s", request, temperature=fitted)
     assert repeated["q"].log_scores == actual["q"].log_scores and repeated["q"].confidence < actual["q"].confidence
     assert paradec.fit_temperature(decided, [{"u": round(actual["u"].value)} for actual in decided])["score"] < 0.002
@@ -314,7 +314,7 @@ def test_recorded_answers(name: str) -> None:
             question = {"choice": Pick, "score": Score}[said["type"]](told, criteria, labels=labels)
         assert question.options == case["expected"]["options"][key]
         if len(labels) <= 26 and said["type"] != "noul":
-            assert type(question)(told, criteria).labels == labels  # without being told
+            assert type(question)(told, criteria).labels == labels  # the default labels
         ids = [chat_ids(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
             model = chat_model(topology, module=Constant(dict(zip(ids, case["logits"][key], strict=True))))

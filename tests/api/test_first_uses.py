@@ -1,4 +1,4 @@
-"""What newcomers write first: names from papers and other tools lead to the name here."""
+"""First attempts of newcomers: names from papers and other tools give an error with the name to use."""
 
 import copy
 import dataclasses

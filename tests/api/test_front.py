@@ -1,4 +1,4 @@
-"""The API as a person types it: names that are found when they are asked for, what `generate` accepts, its bar."""
+"""The API in first use: lazy imports, kinds of prompts, the progress bar, `accelerate` by name, the logger."""
 
 import inspect
 import logging
@@ -36,7 +36,7 @@ print(sorted({heavy} & {{*sys.modules}}) + sorted({{*paradec.__all__}} - {{*dir(
 import paradec.cli
 print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
 """
-    # plugins of other packages are looked up, and imported when they are used
+    # plugins of other packages are listed on first use and imported when a name needs them
     assert run_python(code) == ["[]", "[]"]
 
 
@@ -86,7 +86,7 @@ def test_tokenizer_outputs_are_prompts(tensors: str | None, single: bool, packag
             assert paradec.generate(packaged, **encoding).text == expected
         assert paradec.generate(packaged, dict(encoding)).text == expected
     one = packaged.tokenizer.apply_chat_template(chats[0], **options)
-    texts = paradec.generate(packaged, one).text  # ids without a batch, or with one where there are tensors
+    texts = paradec.generate(packaged, one).text  # lists of ids have no batch dimension, tensors have one
     assert texts == (expected[0] if tensors is None else expected[:1])
 
 
@@ -114,7 +114,7 @@ def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) 
     assert stopped.nfe == 1 and "1/8" in capsys.readouterr().err.split("\r")[-1]
     rows = paradec.generate(packaged, [PROMPT, "Copy: fig"], **request, progress=True)
     drawn = capsys.readouterr().err.split("\r")[-1]
-    assert f"forwards={rows.nfe}" in drawn and sum(rows.row_nfe) > rows.nfe  # calls, not what rows add up to
+    assert f"forwards={rows.nfe}" in drawn and sum(rows.row_nfe) > rows.nfe  # calls, not the sum over rows
     digits = paradec.load("digits-ar")
     made = paradec.generate_images(digits, class_labels=3, seed=0, progress=True, output_type="latent")
     drawn = capsys.readouterr().err

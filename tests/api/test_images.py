@@ -1,4 +1,4 @@
-"""`generate_images`, its pictures, and `paradec image`."""
+"""`generate_images` and `paradec image`."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_an_interrupt_returns_the_accepted_codes(tiny: LlamaGenModel) -> None:
         make(tiny, callback=callback)
     out, full = caught.value.output, make(tiny)
     assert out.images is None and len(out.accepted) == 3
-    assert out.tokens_per_forward == out.accepted.sum() / sum(out.row_nfe)  # not of what is still to come
+    assert out.tokens_per_forward == out.accepted.sum() / sum(out.row_nfe)  # accepted tokens only
     assert full.tokens_per_forward == full.tokens.numel() / sum(full.row_nfe)
     for row, count in enumerate(out.accepted.sum(0)):
         assert torch.equal(out.tokens[row, :count], full.tokens[row, :count])
@@ -169,7 +169,7 @@ def test_packaged_model_draws_the_requested_digits() -> None:
         right = classifier.output(features).argmax(-1) == torch.tensor(labels)
         back = model.decode(model.vq.encode(out.images * 2 - 1).flatten(1), out.grid)
     assert right.float().mean() > 0.93  # 99 % of 500
-    # its pictures survive its own codes, and lie nearer to real digits than noise does
+    # encoding and decoding keeps the images, and they are closer to real digits than noise
     assert (back - out.images).abs().mean() < 0.03
     real = (classifier.held_out_mean, classifier.held_out_covariance)
     noise = classifier.features(torch.rand(40, 1, 28, 28, generator=torch.Generator().manual_seed(0)))
@@ -187,7 +187,7 @@ def test_packaged_drafter(shape: dict[str, Any]) -> None:
     assert one_by_one.row_nfe == [49] * 2 and one_by_one.draft_nfe == [0] * 2
     drafted = paradec.generate_images(model, temperature=0, sampler=sampler, **request)
     assert torch.equal(drafted.codes, one_by_one.codes)
-    # what it drafts stands more often than not, and its own forwards are counted apart
+    # most drafts are accepted, and forwards of the drafter are counted separately
     for out in (drafted, paradec.generate_images(model, sampler=sampler, **request)):
         assert out.tokens_per_forward > 2
         depth = sampler.window - 1 if sampler.tree is None else len(sampler.tree)

@@ -11,14 +11,14 @@ from decoding import MASKED, fits, refuses, supported_fields, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import tiny
-from tokenized_models import TOKENIZER, encode, reciting_model
+from tokenized_models import TOKENIZER, reciting_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
 import paradec
 from paradec.models.adapter import Model
 
-_ = -1  # a hole; the two small checkpoints have different mask ids
+_ = -1  # a hole; `fill_in_masks` replaces it with the model's mask id
 HOLES = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _], [8, 9, 10, _, _, 11, 12, 13, 14, _]]
 
 
@@ -94,7 +94,7 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
 
 
 def test_blocks_run_from_the_first_mask(model: Model) -> None:
-    """Blocks of three: 2-4, 5-7 (nothing to fill, passed over), 8-10."""
+    """Blocks of three positions: 2-4, 5-7 (without a mask, skipped), 8-10."""
     row = fill_in_masks(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])
     out = paradec.infill(model, row, sampler="random", block_length=3, seed=0, trace=True)
     order = [commit[1] for step in out.trace.steps for commit in step.commits]
@@ -103,7 +103,7 @@ def test_blocks_run_from_the_first_mask(model: Model) -> None:
     for seed in range(8):
         steps = paradec.infill(model, row, sampler="random", seed=seed, trace=True).trace.steps
         full.append([commit[1] for step in steps for commit in step.commits])
-    assert any(max(first[:2]) > 4 for first in full)  # by default all holes are one block
+    assert any(max(first[:2]) > 4 for first in full)  # by default one block contains all holes
 
 
 class Constant(nn.Module):
@@ -131,7 +131,7 @@ def test_end_tokens_in_holes_do_not_end_the_row(sampler: str) -> None:
     out = paradec.infill(model, [1, 7, 7, 2, 7, 3], **inside)
     assert out.sequences.tolist() == [[1, 6, 6, 2, 6, 3]]
     assert (out.tokens, out.finished) == ([3], [False])
-    # given end tokens end nothing either
+    # given end tokens do not end the row either
     out = paradec.infill(model, [6, 7, 6, 7, 3], **inside)
     assert out.sequences.tolist() == [[6, 6, 6, 6, 3]]
     # after the text an end token ends the row
@@ -139,20 +139,20 @@ def test_end_tokens_in_holes_do_not_end_the_row(sampler: str) -> None:
     assert out.sequences.tolist() == [[1, 6, 2, 6, 5, 5, 5]]
     assert (out.tokens, out.finished) == ([2], [True])
     assert out.new_tokens.tolist() == [[6, 5, 5, 5]]
-    # and so it does in a hole that nothing follows
+    # a hole at the end of the row may end it too
     assert paradec.infill(model, [1, 7, 7, 7], sampler=sampler).sequences.tolist() == [[1, 6, 5, 5]]
     assert paradec.infill(model, [1, 7, 2], logits_eos_inf=True).sequences[0, 1] != 6
 
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
 def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
-    model = constant_model(6)  # every other token is equally good: the first one is taken
+    model = constant_model(6)  # all other tokens tie: the first one is chosen
     assert paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler).sequences.tolist() == [[1, 0, 0, 2, 0, 3]]
-    # given end tokens stay, what is appended may end, a row without a hole is untouched
+    # given end tokens stay, appended tokens may end the row, a row without a hole is unchanged
     out = paradec.infill(model, [[1, 7, 6, 7, 2], [3, 7]], max_new_tokens=2, sampler=sampler, block_length=3)
     assert out.sequences.tolist() == [[1, 0, 6, 0, 2, 6, 5], [5, 5, 5, 3, 6, 5, 5]]
     assert (out.tokens, out.finished) == ([3, 1], [True, True])
-    # ids with masks in `generate` are taken as they were
+    # `generate` with masks in the ids allows end tokens by default
     assert paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler).sequences.tolist() == [[1, 6, 2]]
     repeated = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
     assert repeated.sequences.tolist() == [[1, 0, 2]]
@@ -183,7 +183,7 @@ def check_no_ends_inside(model: Model, **request: Any) -> None:
     assert not torch.isin(out.sequences[out.filled], ends).any()
     free = paradec.infill(ending, rows, holes_eos_inf=False, **request)
     assert torch.isin(free.sequences[free.filled], ends).any()
-    # after the text nothing is kept out
+    # appended tokens may be end tokens
     if "temperature" not in request:
         return
     request["temperature"] = 4.0
@@ -198,7 +198,7 @@ def test_every_sampler_keeps_end_tokens_out_of_holes(name: str, llada64: Model, 
     blocks = tiny(2, topology_of(name), ends=())
     blocks.facts = dataclasses.replace(blocks.facts, pad_token_id=38)
     models = [model for model in (llada64, dream64) if fits(name, model)] or [blocks]
-    check_no_ends_inside(models[MASKED.index(name) % len(models)], sampler=name)  # they take turns
+    check_no_ends_inside(models[MASKED.index(name) % len(models)], sampler=name)  # models alternate
 
 
 @pytest.mark.thinned
@@ -258,10 +258,10 @@ def test_the_packaged_model_completes_an_answer(packaged: Model) -> None:
     )
     assert out.text == ["kiwi apple fig pear", "apple fig pear"]
     assert out.fills == [["kiwi apple", "pear"], ["apple"]]
-    # the question can be the unknown
+    # the hole may be in the question
     out = paradec.infill(packaged, chat("<mask>: pear fig apple kiwi", "kiwi apple fig pear"))
     assert len(out.fills) == 1 and out.text == "kiwi apple fig pear"
-    # an open turn is answered too
+    # a turn without an answer is answered too
     out = paradec.infill(packaged, chat("Reverse: pear fig <mask>", "")[:1], max_new_tokens=6)
     assert len(out.fills) == 2 and out.finished == [True]
 
@@ -290,8 +290,8 @@ def test_placeholders(packaged: Model) -> None:
 
 
 def test_a_space_before_a_hole_belongs_to_it() -> None:
-    """Byte-level vocabularies have the space in the token: a stray space token would keep the model from it."""
-    one, two, three = (encode(text) for text in ("one", " two", " three"))
+    """In byte-level vocabularies the space is part of the next token; a separate space token would change it."""
+    one, two, three = (ids_of(text) for text in ("one", " two", " three"))
     for text in ("one <mask> three", "one<mask> three"):
         out = paradec.infill(reciting_model([*three], [*two]), text, logits_eos_inf=True)
         ids, mask = out.sequences[0].tolist(), TOKENIZER.mask_token_id
@@ -378,7 +378,7 @@ def test_masked_language_models(kind: str) -> None:
     assert out.sequences[1, -6:-2].tolist() == [2, 5, 7, 11] and out.sequences[1, -1] == 3
     assert [len(fills) for fills in out.fills] == [2, 1]
     assert out.text[0].startswith("the cat ") and "[" not in "".join(out.text)
-    # one mask: what the module says at that place
+    # with one mask the token is the module's likeliest one
     ids = torch.tensor([[2, 5, 7, 11, 4, 3]])
     with torch.inference_mode():
         logits = module(ids).logits[0, 4]

@@ -1,8 +1,7 @@
-"""Tokens that are never drawn: what a model excludes, its mask, and ids without a text.
+"""Tokens that are never drawn: tokens with a logit of -inf, the mask, and ids without a text.
 
-The oracle of tokens that a model excludes (logits of -inf) is the same model with so low a finite logit in their place
-that their probability is exactly 0. Models whose mask has id 0 are compared with the same weights under an explicit
-`pad_token_id`, which may change the padding alone.
+Models with logits of -inf are compared with the same model with finite logits so low that the probability is exactly 0.
+Models with mask id 0 are compared with the same weights and an explicit `pad_token_id`: only the padding may differ.
 """
 
 import functools
@@ -152,7 +151,7 @@ def test_image_samplers_exclude_tokens(name: str) -> None:
 
 
 class Wide(nn.Module):
-    """A vocabulary that is read in float32; what it excludes differs from position to position and step to step."""
+    """A model with a vocabulary so large that float32 is used. Excluded tokens depend on position and step."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -182,7 +181,7 @@ def test_large_vocabularies_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 1.5, 7.0])
 def test_guidance_with_excluded_tokens_is_the_limit_of_the_formula(scale: float) -> None:
-    # a third is excluded in each branch, the first token in neither
+    # every branch excludes a third of the tokens, but never the first one
     draw = torch.Generator().manual_seed(0)
     conditional, unconditional = torch.randn(2, 2, 40, 12, generator=draw, dtype=torch.float64)
     for logits in (conditional, unconditional):
@@ -249,7 +248,7 @@ MODELS = {
     "causal": ("causal", "shifted"),
 }
 CAUSAL_MASK = [name for name in samplers.names() if samplers.get(name).family == "draft_verify" and name != "zipar"]
-"""ZipAR decodes pictures alone."""
+"""All but ZipAR, which decodes only images."""
 
 
 @functools.cache
@@ -277,7 +276,7 @@ def masked_pairs() -> list[tuple[str, str]]:
     for index, name in enumerate(MASKED_MASK):
         needs = samplers.get(name).needs
         kinds = [kind for kind in MODELS if kind != "causal" and fits(name, model_of(kind))]
-        if needs.multi_step or needs.mask_probes:  # refused where a block's first token needs a step of its own
+        if needs.multi_step or needs.mask_probes:  # refused by models that decode a block's first token separately
             kinds = [kind for kind in kinds if kind != "causal_context"]
         pairs.append((name, kinds[index % len(kinds)]))
     return pairs
@@ -329,11 +328,11 @@ def textless_model(kind: str, tokenizer: Any = TOKENIZER) -> Model:
 
 
 def draw_tokens(model: Model, **request: Any) -> torch.Tensor:
-    """The ids [N] that `generate` draws; rows of a batch, which takes no canvases, draw the same."""
+    """Return the ids [N] that `generate` draws. `generate_many` must draw the same (it takes no canvas models)."""
     request = DRAWN | request
     if model.facts.topology == "causal":
         request["sampler"] = "sjd"
-    if model.facts.topology == "canvas":  # whose sampler has temperatures of its own
+    if model.facts.topology == "canvas":  # its sampler has its own temperature schedule
         del request["temperature"]
     ids = paradec.generate(model, input_ids=PROMPTS_TEXTLESS, **request).new_tokens.reshape(-1)
     if model.facts.topology == "canvas":
@@ -349,7 +348,7 @@ def test_ids_without_text_are_drawn_only_on_request(kind: str) -> None:
     model = textless_model(kind)
     assert draw_tokens(model).max() < SIZE
     assert draw_tokens(model, suppress_tokens=()).max() >= SIZE
-    text = draw_tokens(model, suppress_tokens=range(SIZE))  # all that has a text: codes of pictures are asked for so
+    text = draw_tokens(model, suppress_tokens=range(SIZE))  # suppressing all ids with text requests those without
     assert text.min() >= SIZE
     assert draw_tokens(model, suppress_tokens=[3]).max() >= SIZE
     assert draw_tokens(textless_model(kind, None)).max() >= SIZE

@@ -1,4 +1,4 @@
-"""Properties over the registry: answers and prompts shorter than a tree, a window of drafts, a block or a cache."""
+"""All registered samplers on answers and prompts that are shorter than trees, draft windows, blocks or caches."""
 
 import itertools
 from typing import Any
@@ -23,7 +23,7 @@ from paradec.samplers.causal.trees import DynamicTree
 
 PROMPTS = [[3], [2, 1], [4, 0, 1]]
 LONG = [0, 3, 1, 3, 2, 4, 2, 1, 1, 0, 3, 2]
-"""A neighbour that makes the canvas longer than any tree is deep."""
+"""A second row that makes the canvas longer than the depth of any tree."""
 NEGATIVE = [[1], [3, 2, 1], [0, 2], [4]]
 MOST = 6
 DEEP = (2, 1, 1, 1, 1, 1, 1, 1)
@@ -44,18 +44,18 @@ OWN: dict[str, Any] = {
     "gumbel": {"refresh": "gumbel", "init": "repeat_horizontal", "window": 3},
     "keep": {"refresh": "keep", "init": "sample_horizontal", "guess_distribution": "one_hot"},
 }
-"""Settings of samplers that draft by themselves, as far as a sampler takes them."""
+"""Settings of samplers without a drafter. A sampler gets those that it has."""
 SHAPES = OWN | TREES
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
-CAUSAL.remove("self_speculative")  # which these models are not for
+CAUSAL.remove("self_speculative")  # needs other models
 
 
 def list_cases() -> list[tuple[str, str, str]]:
-    """(sampler, drafter, drafts): every sampler by itself, and with both kinds of drafters; fewer of lossy ones."""
+    """List (sampler, drafter, shape of drafts): every sampler without and with both drafters; fewer for lossy ones."""
     actual = []
     for name in CAUSAL:
         kind = samplers.get(name)
-        if name == "zipar":  # its rows of a picture stand in for drafts
+        if name == "zipar":  # it needs an image grid and drafts rows of it
             continue
         if not getattr(kind, "needs_drafter", False):
             actual += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
@@ -97,7 +97,7 @@ def create_sampler(name: str, drafter: Any, shape: str) -> Sampler:
 
 
 def next_logits(model: Any, ids: list[int]) -> Tensor:
-    """[V], without a line of the samplers' or the store's."""
+    """Return the logits [V] after `ids` from one plain forward."""
     if isinstance(model, exactness.TableModel):
         return model.table[ids[-2] if len(ids) > 1 else len(model.table) - 1, ids[-1]]
     with torch.inference_mode():
@@ -117,7 +117,7 @@ def greedy(model: Any, prompt: list[int], negative: list[int], scale: float) -> 
 
 @pytest.fixture(scope="module")
 def plain(models: dict[str, tuple[Any, Any]]) -> dict[tuple[str, float], list[list[int]]]:
-    """The greedy answers to the prompts and the neighbour; shorter ones are what they begin with."""
+    """Return greedy answers of MOST tokens to PROMPTS and LONG; shorter answers are their prefixes."""
     return {
         (kind, scale): [greedy(model, *pair, scale) for pair in zip([*PROMPTS, LONG], NEGATIVE, strict=True)]
         for (kind, (model, _)), scale in itertools.product(models.items(), (1.0, 2.0))
@@ -255,7 +255,7 @@ def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tupl
         decode(sampler, model, state)
         assert not state.undecided.any() and torch.equal(state.canvas[given], before[given])
         assert state.progress[0] == state.progress[1]
-        at = turn % 2  # of the short rows
+        at = turn % 2  # one of the two short rows
         alone = sampler.start(model, rows[at : at + 1], seed=at + 1, **request)
         decode(sampler, model, alone)
         stop = int(state.requested_end[at])

@@ -38,7 +38,7 @@ class Drafts(TensorRecorder):
         self.drafts: list[Tensor] = []
 
     def put_draft(self, value: Tensor) -> None:
-        # final tokens and the draft together are the whole canvas
+        # final tokens and the draft together make up the canvas
         self.drafts.append(torch.cat([*self.puts, value], dim=1))
 
 
@@ -46,7 +46,7 @@ def test_an_ended_row_does_not_delay_the_others() -> None:
     model = tiny(1)
     rows, request = [[7], [0]], {"max_new_tokens": 16, "block_length": 4}
     ends = [paradec.generate(model, [row], sampler="editing", **request).tokens[0] for row in rows]
-    assert ends[0] <= 4 and ends[1] == 16  # else the test shows nothing
+    assert ends[0] <= 4 and ends[1] == 16  # one row ends early, the other one does not
     streamer, sent = TensorRecorder(), []
 
     def callback(state: Any, commit: Any) -> None:
@@ -84,7 +84,7 @@ def test_every_token_is_streamed_once_and_final(name: str, kind: str, request: p
     assert all(put.shape[0] == 3 and put.shape[1] > 0 for put in streamer.puts)
     assert (actual != mask).all()
     assert torch.equal(actual, out.sequences[:, : actual.shape[1]])
-    # what was not sent is padding of all rows
+    # tokens that were not sent are padding in all rows
     assert (out.sequences[:, actual.shape[1] :] == model.facts.fill_token_id).all()
     assert actual.shape[1] == 5 + max(out.tokens)
     unfinished = [(canvas, length) for canvas, length, done in snapshots if not done]
@@ -140,7 +140,7 @@ def test_text_diffusion_streamer(packaged: Model, capsys: pytest.CaptureFixture[
     assert len(drafts) == out.nfe - 1
     assert packaged.tokenizer.mask_token in drafts[0]
     assert drafts[0].count(packaged.tokenizer.mask_token) > drafts[-1].count(packaged.tokenizer.mask_token)
-    # a terminal shows what is left when every draft is wiped
+    # the terminal's text after every draft is erased
     shown = re.sub("\0337.*?\0338\033\\[J", "", screen, flags=re.DOTALL)
     assert shown == packaged.tokenizer.decode(out.new_tokens[0, : out.tokens[0]]) + "\n"
 
@@ -211,7 +211,7 @@ def test_streamed_tensors_do_not_change_later(llada: Model) -> None:
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:
-    """Tokens that transformers' generate would keep of an answer that it makes one by one."""
+    """Return the number of tokens after which transformers' generate would stop."""
     criterion = StopStringCriteria(TOKENIZER, stops)
     for count in range(1, len(ids) + 1):
         if criterion(torch.tensor([ids[:count]]), None)[0]:
@@ -323,7 +323,7 @@ def test_every_sampler_stops(name: str) -> None:
         alone = paradec.generate(model, [[10 + row] * 2], **arguments)
         assert alone.new_tokens[0].tolist() == out.new_tokens[row].tolist()
         assert (alone.tokens[0], alone.nfe) == (out.tokens[row], out.row_nfe[row])
-    # a stop never costs steps
+    # stop strings never need more steps
     full = paradec.generate(model, [[10, 10], [11, 11]], **arguments | {"stop_strings": None})
     assert out.row_nfe[0] <= full.row_nfe[0]
 

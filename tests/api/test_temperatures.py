@@ -1,4 +1,4 @@
-"""What holds of every registered sampler at every temperature: no warning, no excluded token, greedy in the limit."""
+"""Every registered sampler at every temperature: no warning, no excluded token, greedy in the limit."""
 
 import dataclasses
 import itertools
@@ -80,7 +80,7 @@ def one_draw(name: str) -> dict[str, Any]:
 
 
 def decode_tokens(name: str, model: Table, filter_file: str, block: int, **request: Any) -> Tensor:
-    """[2, NEW]: new tokens of two rows, decoded without a warning."""
+    """Return the new tokens [2, NEW] of two rows. Warnings are errors."""
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
     arguments = {"max_new_tokens": NEW, "seed": 3, "suppress_tokens": model.suppressed} | request
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ CASES = len(DRAWN_FROM) * 3 * len(MASKED + DRAFTING)
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10**9) -> Tensor:
-    """[V]: what a token is drawn from, token by token."""
+    """Return the filtered distribution [V] of a token, by a plain loop."""
     weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
     order, before = sorted(range(len(weights)), key=lambda token: -weights[token]), 0.0
     actual = torch.zeros(len(weights), dtype=torch.float64)
@@ -130,7 +130,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
     "union": {"rules": ("threshold", "localleap")},
     **{name: {"window": 1} for name in ("gsd", "lantern", "lantern++")},
 }
-"""Settings that leave the model's distribution alone, of methods whose defaults draw from another one."""
+"""Settings with which lossy methods keep the model's distribution."""
 
 
 @pytest.mark.full
@@ -138,13 +138,13 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
 def test_draws_have_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
-    """Blocks of one masked position; windows whose drafts are rejected or not."""
+    """Masked samplers decode blocks of one position; drafts are accepted or rejected."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
     model: Any = Constant(**(facts_of(name, 1) if name in MASKED else causal))
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
     sampler = with_drafter(name, lambda: table_drafter(causal), **settings, **UNCHANGED.get(name, {}))
     logits = model.table[0].clone()
-    if name == "sjd_pac":  # whose branches need a store: a model to which all tokens are alike
+    if name == "sjd_pac":  # its branches need a store: here a Llama with the same embedding for all tokens
         module = tiny_llama(layers=1)
         module.get_input_embeddings().weight.data[:] = module.get_input_embeddings().weight.data[0]
         model, logits = wrap_causal(module), module(torch.tensor([[0]])).logits[0, 0].detach()
@@ -152,7 +152,7 @@ def test_draws_have_the_filtered_distribution(name: str, temperature: float, fil
         logits[model.facts.mask_token_id] = -torch.inf
     request: dict[str, Any] = {"sampler": sampler, "temperature": temperature, "max_new_tokens": 50, "seed": 3}
     request |= {"block_length": 1} if name in MASKED else {}
-    rows = DRAWS // 50 // (20 if name == "lpd" else 1)  # which orders positions row by row
+    rows = DRAWS // 50 // (20 if name == "lpd" else 1)  # lpd is slow: it orders positions row by row
     for filters in DRAWN_FROM:
         tokens = paradec.generate(model, [[1, 2]] * rows, **request, **filters).new_tokens
         p = filtered_distribution(logits, temperature, **filters)
@@ -195,7 +195,7 @@ def test_masked_samplers_are_greedy_near_temperature_0(name: str, filter_file: s
 
 IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2})
 DRAWN = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
-"""Samplers that draw positions, or whether a draft stands, whatever the temperature."""
+"""Samplers that also draw at temperature 0: positions, or the acceptance of drafts."""
 
 
 @pytest.mark.thinned
@@ -236,7 +236,7 @@ def test_each_request_warns_once() -> None:
         assert len(heard) == 1
     own = type("Own", (samplers.get("threshold"),), {})()
     quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
-    quiet.append({"sampler": "entropy_bound", "seed": None})  # its scores are those of the filtered distribution
+    quiet.append({"sampler": "entropy_bound", "seed": None})  # its scores use the filtered distribution
     for changes in quiet:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -286,7 +286,7 @@ def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> Non
 
 
 def broken_table(vocab: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
-    """A table whose rows are as they should not be; of "allowed" no allowed token has a finite logit."""
+    """Create a table with invalid logits of a kind. With "allowed" every allowed token has a logit of -inf."""
     model = Table(vocab, dtype, 8.0, **facts)
     if kind == "allowed":
         model.table[:, 1::2] = -torch.inf
@@ -330,13 +330,13 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
                 z = row if tokens_allowed is None else row.masked_fill(~tokens_allowed, -torch.inf)
                 z = (z - z.max()) / temperature
                 kept = probabilities > 0
-                # tokens as good as the last one stay
+                # tokens that tie with the last one stay
                 assert not (kept & (z == -torch.inf)).any() and (z > z[kept].min()).sum() < filters.get("top_k", vocab)
                 p = z.masked_fill(~kept, -torch.inf).exp()
                 rel = 1e-12 if dtype == torch.float64 else 2e-5
                 torch.testing.assert_close(probabilities.double(), p / p.sum(), rtol=rel, atol=1e-33)
                 p = z.exp() / z.exp().sum()
-                # the tokens that are left may be one more or less where a nucleus ends within rounding
+                # rounding at the end of the nucleus may add or remove one token
                 if "top_p" in filters and "top_k" not in filters:
                     assert p[kept].sum() > filters["top_p"] - 1e-6
                     assert p[kept].sum() - p[kept].min() <= filters["top_p"] + 1e-6
