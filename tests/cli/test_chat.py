@@ -1,4 +1,4 @@
-"""`paradec chat`: turns, commands, what is kept of them, and Ctrl-C."""
+"""`paradec chat`: turns, commands, prefix reuse, and Ctrl-C."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def test_turns_are_answered_one_by_one() -> None:
     assert ok("chat", stdin="\n\n".join(TURNS) + "\n").splitlines() == paradec.generate(model, TURNS).text
     assert ok("chat", stdin=TURNS[0] + "\n/quit\n" + TURNS[1]) == "apple fig pear\n"
     assert ok("chat", stdin="") == ""
-    # a mark of the byte order, a "\r" before the end of a line and one inside of it, which ends no turn
+    # a byte-order mark, a "\r" at the end of a line, and one inside a line, which does not end the turn
     odd = b"\xef\xbb\xbf" + TURNS[0].encode() + b"\r\nReverse: kiwi fig\rcow dog\n"
     assert ok("chat", stdin=odd).splitlines() == paradec.generate(model, TURNS).text
     settings = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--temperature", 1, "--seed", 3)
@@ -81,7 +81,7 @@ def create_work(model: Any, cache: str = "none") -> Work:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """A word for each id of the tiny models, and a template without marks of its own."""
+    """Create a tokenizer with one word per id of the tiny models and a chat template."""
     core = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}))
     core.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"w{END}", mask_token=f"w{MASK}")

@@ -31,7 +31,7 @@ EQUAL = "warning: all answers are equal: temperature 0 takes the likeliest token
 
 
 COST = re.compile(r"^\d+ tokens?, .* s(, interrupted.*)?\n", re.MULTILINE)
-"""What answers took, on standard error."""
+"""The line about cost on standard error."""
 
 
 def ok(*arguments: object, stdin: str | bytes | None = None, warning: str = "") -> str:
@@ -49,7 +49,7 @@ def test_generate_prints_the_answer_and_its_cost() -> None:
     result = run("generate", PROMPT)
     cost = result.stderr.removesuffix("\n")
     expected = paradec.generate(paradec.load(), PROMPT)
-    assert result.stdout == f"{expected.text}\n"  # in a pipe the answer alone
+    assert result.stdout == f"{expected.text}\n"  # in a pipe only the answer
     forwards = "1 forward" if expected.nfe == 1 else f"{expected.nfe} forwards"
     start = f"{expected.tokens[0]} tokens, {forwards}, {expected.tokens_per_forward:.1f} tokens per forward, "
     assert cost.startswith(start) and cost.endswith(" s")
@@ -59,7 +59,7 @@ def test_a_cache_has_its_settings_in_parentheses() -> None:
     flags = ("--max-new-tokens", 8, "--block-length", 8, "--sampler", "low_confidence", "--steps", 8, "--json")
     counts = []
     for cache in ("none", "dkv_decode(refresh_interval=1)", "dkv_decode(refresh_interval=8)"):
-        result = run("generate", PROMPT, *flags, "--cache", cache)  # with advice on standard error
+        result = run("generate", PROMPT, *flags, "--cache", cache)  # standard error has a warning
         counts.append(json.loads(result.stdout)["forwarded_tokens"])
     assert counts[0] == counts[1] > counts[2]
     assert "did you mean 'refresh_interval'" in refused("generate", PROMPT, "--cache", "dkv_decode(refresh=1)")
@@ -201,7 +201,7 @@ def test_infill() -> None:
     assert data["fills"] == ["apple fig"] and data["nfe"] == 2 and "new_tokens" not in data
     assert data["text"] == answer
     assert ok("infill", "fox ___ cow", "--mask", "___", "--max-new-tokens", 1).startswith("fox ")
-    # without a question the model has nothing to say, but holes are filled, and the text is as long as it was to be
+    # without a question the words are arbitrary, but all holes are filled
     assert len(ok("infill", "kiwi <mask:2> pear").splitlines()[0].split()) == 4
     assert ok("infill", "kiwi <mask:2> pear", "--no-holes-eos-inf").startswith("kiwi pear\n")
     assert refused("infill", "fox cow").startswith("error: the prompt of row 0 has nothing to fill")
@@ -281,7 +281,7 @@ def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.Mon
         assert run("generate", "-", stdin=given).exit_code == run("infill", "-", stdin=given).exit_code == 0
     assert asked == ["fox\ncow"] * 6
     run("generate", "fox\n")
-    assert asked[-1] == "fox\n"  # an argument is taken as it is
+    assert asked[-1] == "fox\n"  # an argument is unchanged
 
 
 def test_invalid_text_gives_one_line() -> None:
@@ -291,7 +291,7 @@ def test_invalid_text_gives_one_line() -> None:
     ):
         result = run("generate", "-", stdin=data)
         assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
-    odd = "caf\udce9"  # what Python makes of bytes that are no UTF-8
+    odd = "caf\udce9"  # how Python decodes bytes that are not UTF-8
     for arguments in (["generate", odd], ["generate", PROMPT, "--stop", odd], ["infill", "<mask>", "--mask", odd]):
         assert "is not UTF-8 text" in refused(*arguments)
 
@@ -326,13 +326,13 @@ def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> N
     [(False, "0", "torch.nn"), pytest.param(True, "1", "transformers.utils.import_utils", marks=pytest.mark.further)],
 )
 def test_an_interrupt_while_it_starts(as_module: bool, debug: str, imported: str, tmp_path: Path) -> None:
-    """While torch is imported, which is before any line of the command itself has run, and while the model loads."""
+    """Interrupt during the import of torch (before the command runs) and during the load of the model."""
     script = tmp_path / "paradec"
     script.write_text("import sys\nfrom paradec.cli import app\nsys.exit(app())\n")
     begin = ["-m", "paradec"] if as_module else [str(script)]
     command = [sys.executable, "-X", "importtime", *begin, "generate", PROMPT]
     process = start(args=command, env={"PARADEC_DEBUG": debug})
-    for line in process.stderr:  # a line per module, when it has been imported
+    for line in process.stderr:  # one line for every imported module
         if imported in line:
             process.send_signal(signal.SIGINT)
             break
@@ -342,7 +342,7 @@ def test_an_interrupt_while_it_starts(as_module: bool, debug: str, imported: str
 
 
 def test_an_interrupt_while_many_answers_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are printed as they come, long before the last one."""
+    """Answers are printed when they are ready."""
     echo = typer.echo
 
     def print_and_interrupt(message: str, **options: Any) -> None:
@@ -380,7 +380,7 @@ def test_module_runs_as_a_command(module: str) -> None:
 
 
 def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
-    """Its values stand in the place of the options' defaults; what is given on the command line wins."""
+    """Values of the preset replace the defaults of options; options on the command line override both."""
     path = tmp_path / "mine.json"
     sampler = paradec.samplers.create("threshold", threshold=0.5)
     request = paradec.Request(sampler=sampler, cache="dual", max_new_tokens=8, temperature=1.0, seed=3, top_k=9)

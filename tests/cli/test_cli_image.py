@@ -38,7 +38,7 @@ def colours(file: Path) -> int:
 
 
 def clip(cls: type) -> tuple[CLIPTokenizer, Any]:
-    """A tokenizer of letters, and a text encoder with random weights."""
+    """Create a tokenizer of letters and a text encoder with random weights."""
     vocab = {letter: index for index, letter in enumerate([*LETTERS, *(f"{letter}</w>" for letter in LETTERS)])}
     vocab |= {"<|startoftext|>": 52, "<|endoftext|>": 53}
     config = CLIPTextConfig(
@@ -108,7 +108,7 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     report, sheet = run(tmp_path, *arguments, "--sampler", sampler)
     assert report["nfe"] == 4 and report["sampler"]["sampler"] == sampler
     assert report["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else report["forwarded_tokens"] == 4 * 2 * 100
-    assert colours(trace) == 4 + 1  # a colour for each step, and the gap
+    assert colours(trace) == 4 + 1  # one colour per step, and the gap
 
 
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_mar_folder(mar: str, tmp_path: Path) -> None:
     actual, sheet = run(tmp_path, *arguments, "--sampler", "recap", "--trace", str(trace))
     assert actual["nfe"] == 6 and actual["codes"] is None and actual["sampler"]["local_steps"] == 1
     assert Image.open(sheet).size == (2 * 4 + 2, 2 * 4 + 2) and colours(trace) == 6 + 1
-    assert run(tmp_path, *arguments)[0]["sampler"]["local_steps"] == 0  # without a name it is mar
+    assert run(tmp_path, *arguments)[0]["sampler"]["local_steps"] == 0  # the default sampler is mar
 
 
 def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def run(*arguments: object) -> Any:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """Twelve residues in two chains, the second one of numbers 7 to 12."""
+    """Write a PDB file of twelve residues: chain A has numbers 1 to 6, chain B 7 to 12."""
     lines = []
     for line in UBIQUITIN.read_text(encoding="utf-8").splitlines():
         if line.startswith("ATOM") and int(line[22:26]) <= 12:
@@ -129,7 +129,7 @@ def test_ties(small: Path) -> None:
     bound = read_structure(BOUND)
     design = run_json(LIGAND, BOUND, "--homo-oligomer", "--temperature", 2)["sequence"].replace(":", "")
     assert all(design[a] == design[b] for a, b in bound.copies())
-    # what is kept on one side holds on the other
+    # a fixed residue of one chain determines the tied one of the other chain
     kept = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9", "--fixed", "A2")["sequence"].split(":")
     assert kept[0][1] == kept[1][1] == "Q"
 

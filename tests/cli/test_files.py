@@ -1,4 +1,4 @@
-"""`paradec generate --in FILE --out FILE`: a line for every prompt, whatever becomes of the others."""
+"""`paradec generate --in FILE --out FILE`: one line for every prompt, even if others fail."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Pa
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """What the file holds beside the settings, which are the same in every line."""
+    """Read the entries of a file of answers without their settings, which must be equal in every line."""
     actual = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     settings = [entry.pop("settings") for entry in actual]
     assert settings == settings[:1] * len(actual)
@@ -88,7 +88,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every byte of its output, in the order of the prompts, whatever the order of the lines that are there."""
+    """Cut the output at every byte and resume. Lines come in the order of the prompts."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
     source, full, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
@@ -96,7 +96,7 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
     data = full.read_bytes()
     assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in lines(full)] == [1, 2, 3]
     write, seen = files.write_lines, []
-    # what the run that goes on leaves behind if it is killed as well, before it has put the lines in order
+    # record the output that a second killed run would leave, before its lines are sorted
     monkeypatch.setattr(files, "write_lines", lambda *given: (seen.append(out.read_bytes()), write(*given)))
     inside = [index for index, byte in enumerate(data) if byte & 0xC0 == 0x80]
     ends = [index + beside for index, byte in enumerate(data) if byte == 10 for beside in (0, 1)]
@@ -106,11 +106,11 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
         assert result.exit_code == 1 and out.read_bytes() == data, cut
         assert sorted((seen or [data])[-1].split(b"\n")) == sorted(data.split(b"\n")), cut
     parts = data.splitlines(keepends=True)
-    for first, second in ((2, 0), (1, 2), (2, 1)):  # lines as they ended, the second cut off
+    for first, second in ((2, 0), (1, 2), (2, 1)):  # two lines in the order of completion, the second one cut
         out.write_bytes(parts[first] + parts[second][:-20])
         assert run("generate", "--in", source, "--out", out, "--resume", *flags).exit_code == 1
         assert out.read_bytes() == data
-    drawn = ("--temperature", 1, "--batch", 1)  # a seed that was drawn goes on too
+    drawn = ("--temperature", 1, "--batch", 1)  # without --seed the drawn seed is resumed
     full.unlink()
     assert run("generate", "--in", source, "--out", full, *drawn).exit_code == 1
     out.write_bytes(full.read_bytes()[: len(data) // 2])
@@ -129,7 +129,7 @@ OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
 def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, as_prompts(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
-    settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # of a prompt that failed
+    settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # a failed prompt has settings too
     request = {"temperature": 1.0, "seed": 3, "draws": DRAWS}
     assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": request}
     out.write_bytes(out.read_bytes()[:-30])
@@ -154,7 +154,7 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     assert " cache is {'cache': 'dual', " in refused(*flags, "--resume", "--sampler", "credit")
     text = out.read_text()
     saved = json.loads(text)["settings"]["request"]
-    (tmp_path / "preset.json").write_text(json.dumps(saved))  # what a line says is a preset
+    (tmp_path / "preset.json").write_text(json.dumps(saved))  # the request of a line is a valid preset
     ok(*flags, "--resume", "--preset", tmp_path / "preset.json")
     out.write_text(text.replace(f'"paradec": "{paradec.__version__}"', '"paradec": "0.0.1"'))
     result = run(*flags, *repeated, "--set", "threshold=0.8")
@@ -173,7 +173,7 @@ def test_files_without_answers_are_not_overwritten(tmp_path: Path) -> None:
     out.write_bytes(b'{"line": ' + b"[" * 5000)
     ok("generate", "--in", source, "--out", out, "--resume")
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
-    out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes().replace(b"\n", b"\r\n"))  # as an editor leaves it
+    out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes().replace(b"\n", b"\r\n"))  # like an editor would
     ok("generate", "--in", source, "--out", out, "--resume")
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
 

@@ -1,4 +1,4 @@
-"""What the command lists: samplers, caches, comparisons, and what the packaged model can do."""
+"""`paradec samplers`, `caches` and `tasks`."""
 
 import io
 import json
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:
-    """What the command prints on a terminal of so many columns, without colours."""
+    """Return the output of a command on a terminal `width` columns wide, without colours."""
     screen = Terminal()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", screen)
@@ -152,7 +152,7 @@ def test_what_the_packaged_model_can_do(width: int, monkeypatch: pytest.MonkeyPa
     assert words(" ".join(packaged.WORDS)) <= words(text)
     flat = " ".join(text.split())
     for task in TASKS:
-        assert packaged.example_prompt(task) in flat or width == 50  # where it goes on in the next line
+        assert packaged.example_prompt(task) in flat or width == 50  # at width 50 prompts are wrapped
     assert json.loads(ok("tasks", "--json"))["words"] == [*packaged.WORDS]
     assert len(ok("tasks").splitlines()) == 1 + len(TASKS) + 1
 

@@ -1,4 +1,4 @@
-"""`--quantization int8` of the commands, on a model with a layer that is large enough."""
+"""`--quantization int8` of the commands, on a model with a layer that is large enough for int8."""
 
 import inspect
 import json

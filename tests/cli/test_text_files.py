@@ -1,4 +1,4 @@
-"""Files of lines and of JSON, and every reader of them: where lines end, what is no JSON, and how files are written."""
+"""Reading and writing of text and JSON files: ends of lines, invalid JSON, atomic writes."""
 
 import json
 import subprocess
@@ -113,7 +113,7 @@ for turn in range(150):
 
 
 def test_two_processes_write_one_file(tmp_path: Path) -> None:
-    """Each writes every time, and whoever reads sees a whole file; what a killed process leaves hinders none."""
+    """No write fails, and readers see complete files only. Leftovers of a killed process do no harm."""
     file = tmp_path / "a.json"
     (tmp_path / "a.json.part").write_text("half")
     writers = [

@@ -1,4 +1,4 @@
-"""What is drawn while one waits: tokens being filled in, and what is loaded."""
+"""The live view: tokens that are filled in."""
 
 import io
 import re
