@@ -130,7 +130,7 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
     prompt, texts = chat_ids(f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"), [chat_ids(label) for label in labels]
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
     begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
-    actual = []
+    result = []
     for own in texts:
         follows = [[token] for token in own]
         if begins if is_causal else len(own) < longest:
@@ -143,8 +143,8 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
                 begin = len(prompt) if model.facts.block_align == "prompt" else 0
                 row += [CHAT_END] * (-(len(row) - begin) % model.facts.block_unit)
             total += plain_log_p(model, row, len(prompt) + count, ids, len(prompt))
-        actual.append(total)
-    return actual
+        result.append(total)
+    return result
 
 
 MODELS = {

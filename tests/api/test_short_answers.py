@@ -52,18 +52,18 @@ CAUSAL.remove("self_speculative")  # needs other models
 
 def list_cases() -> list[tuple[str, str, str]]:
     """List (sampler, drafter, shape of drafts): every sampler without and with both drafters; fewer for lossy ones."""
-    actual = []
+    result = []
     for name in CAUSAL:
         kind = samplers.get(name)
         if name == "zipar":  # it needs an image grid and drafts rows of it
             continue
         if not getattr(kind, "needs_drafter", False):
-            actual += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
+            result += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
         if issubclass(kind, DraftingSampler):
-            actual += [(name, "table", shape) for shape in (TREES if kind.lossless else EAGLE)]
-            actual += [(name, "eagle", shape) for shape in EAGLE]
-            actual += [(name, "llama", "dynamic")] if kind.lossless else []
-    return actual
+            result += [(name, "table", shape) for shape in (TREES if kind.lossless else EAGLE)]
+            result += [(name, "eagle", shape) for shape in EAGLE]
+            result += [(name, "llama", "dynamic")] if kind.lossless else []
+    return result
 
 
 def fits(name: str, shape: str) -> bool:
@@ -81,8 +81,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any
     base.codebook = base.token_embeddings
     table = exactness.TableModel.random(5, seed=0)
     small = exactness.TableModel.random(5, seed=1, near=table)
-    actual = {"none": (table, None), "table": (table, small), "eagle": (base, eagle)}
-    return actual | {"llama": (base, tiny_base(layers=1))}
+    result = {"none": (table, None), "table": (table, small), "eagle": (base, eagle)}
+    return result | {"llama": (base, tiny_base(layers=1))}
 
 
 def create_sampler(name: str, drafter: Any, shape: str) -> Sampler:

@@ -102,12 +102,12 @@ def filtered_distribution(logits: Tensor, temperature: float, top_p: float = 1.0
     """Return the filtered distribution [V] of a token, by a plain loop."""
     weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
     order, before = sorted(range(len(weights)), key=lambda token: -weights[token]), 0.0
-    actual = torch.zeros(len(weights), dtype=torch.float64)
+    result = torch.zeros(len(weights), dtype=torch.float64)
     for rank, token in enumerate(order):
         if rank < top_k and before <= top_p * math.fsum(weights):
-            actual[token] = weights[token]
+            result[token] = weights[token]
         before += weights[token]
-    return actual / actual.sum()
+    return result / result.sum()
 
 
 class Constant(Table):

@@ -107,9 +107,9 @@ def test_a_failing_file_does_not_stop_the_folder(small: Path, tmp_path: Path) ->
 
 
 def run_json(*arguments: object) -> dict[str, Any]:
-    actual = run(*arguments, "--json")
-    assert actual.exit_code == 0, actual.output
-    return dict(json.loads(actual.stdout)["designs"][0])
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout)["designs"][0])
 
 
 LIGAND, BOUND = GOLDEN / "ligands" / "small_ligand.pt", GOLDEN / "ligands" / "bound-two.pdb"

@@ -33,10 +33,10 @@ def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Pa
 
 def lines(file: Path) -> list[dict[str, Any]]:
     """Read the entries of a file of answers without their settings, which must be equal in every line."""
-    actual = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
-    settings = [entry.pop("settings") for entry in actual]
-    assert settings == settings[:1] * len(actual)
-    return actual
+    result = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    settings = [entry.pop("settings") for entry in result]
+    assert settings == settings[:1] * len(result)
+    return result
 
 
 def as_prompts(*texts: Any) -> list[Any]:

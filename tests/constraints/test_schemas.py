@@ -350,14 +350,14 @@ def compile_schema(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
 
 def accepted_sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
     """All accepted sequences of up to `most` tokens."""
-    actual, todo = list[list[int]](), [(list[int](), 0)]
+    result, todo = list[list[int]](), [(list[int](), 0)]
     for ids, state in todo:
         if automaton.accept[state]:
-            actual.append(ids)
+            result.append(ids)
         for index, target in zip(*automaton.after(state), strict=True):
             if len(ids) < most:
                 todo += [([*ids, token], int(target)) for token in automaton.members[index].tolist()]
-    return actual
+    return result
 
 
 def test_literals_have_the_tokenizer_s_spelling() -> None:

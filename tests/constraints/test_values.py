@@ -47,18 +47,18 @@ def some_text(automaton: ByteAutomaton, draw: np.random.Generator, most: int = 4
     for _ in range(len(distance)):
         ahead = np.where(automaton.step >= 0, distance[automaton.step], 10**9).min(1) + 1
         distance = np.minimum(distance, ahead)
-    state, actual, left = 0, bytearray(), int(draw.integers(0, 40))
+    state, result, left = 0, bytearray(), int(draw.integers(0, 40))
     bytes_of = [np.flatnonzero(automaton.letter_of == letter) for letter in range(automaton.step.shape[1])]
-    while len(actual) < most:
+    while len(result) < most:
         if automaton.accept[state] and left <= 0:
-            return actual.decode()
+            return result.decode()
         letters = np.flatnonzero(automaton.step[state] >= 0)
         if not len(letters):
-            return actual.decode()
+            return result.decode()
         if left <= 0:
             letters = letters[distance[automaton.step[state, letters]] < distance[state]]
         letter = draw.choice(letters)
-        actual.append(draw.choice(bytes_of[letter]))
+        result.append(draw.choice(bytes_of[letter]))
         state, left = int(automaton.step[state, letter]), left - 1
     return None
 
@@ -134,10 +134,10 @@ def is_valid_value(value: Any, schema: Any, whole: Any) -> bool:
         return not isinstance(value, bool) and isinstance(value, int if kind == "integer" else (int, float))
 
     if "$ref" in schema:
-        actual = whole
+        result = whole
         for name in schema["$ref"].split("/")[1:]:
-            actual = actual[name]
-        return is_valid_value(value, actual, whole)
+            result = result[name]
+        return is_valid_value(value, result, whole)
     said = [True]
     if "type" in schema:
         said.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))

@@ -23,9 +23,9 @@ DIGITS = ROOT / "paradec" / "assets" / "digits-dit"
 
 def module_of(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    actual = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(actual)
-    return actual
+    result = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(result)
+    return result
 
 
 def test_the_folder_for_transformers(tmp_path: Path) -> None:

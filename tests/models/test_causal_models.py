@@ -296,8 +296,8 @@ ASCII = {"suppress_tokens": [at for at in range(VOCAB) if not WORDS.decode([at])
 
 def makers(model: Any) -> dict[str, Any]:
     drafted = {"speculative": {"window": 4}, "tree": {"tree": (2, 2)}}
-    actual = {name: samplers.create("speculative", drafter=model, **shape) for name, shape in drafted.items()}
-    return actual | {"sjd": "sjd", "gsd": "gsd", "scd": "scd", "token by token": samplers.create("sjd", window=1)}
+    result = {name: samplers.create("speculative", drafter=model, **shape) for name, shape in drafted.items()}
+    return result | {"sjd": "sjd", "gsd": "gsd", "scd": "scd", "token by token": samplers.create("sjd", window=1)}
 
 
 @pytest.mark.thinned

@@ -111,9 +111,9 @@ def test_autocast_does_not_change_samplers(name: str) -> None:
 
 def run_in_child(work: Callable[[], Any], patience: float = 120) -> Any:
     forked = multiprocessing.get_context("fork")
-    actual = forked.Queue()
-    forked.Process(target=lambda: actual.put(work()), daemon=True).start()
-    return actual.get(timeout=patience)
+    result = forked.Queue()
+    forked.Process(target=lambda: result.put(work()), daemon=True).start()
+    return result.get(timeout=patience)
 
 
 @pytest.mark.thinned

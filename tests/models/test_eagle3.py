@@ -40,9 +40,9 @@ def tensors() -> dict[str, Tensor]:
 
 class Recording(Eagle3Drafter):
     def __call__(self, query: Any, features: Tensor, store: Any) -> tuple[Tensor, Tensor]:
-        actual = super().__call__(query, features, store)
-        self.calls.append((actual[0][0, -1], actual[1][0, -1]))
-        return actual
+        result = super().__call__(query, features, store)
+        self.calls.append((result[0][0, -1], result[1][0, -1]))
+        return result
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="no drafters were recorded")

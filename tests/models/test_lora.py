@@ -43,12 +43,12 @@ BASES = sorted(TARGETS)
 
 def random_adapter(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
     drawn = torch.Generator().manual_seed(0)
-    actual = {}
+    result = {}
     for name, weight in load_file(GOLDEN / base / "model.safetensors").items():
         if name.removesuffix(".weight").endswith(tuple(targets or TARGETS[base])) and weight.ndim == 2:
             down, up = (torch.randn(shape, generator=drawn) for shape in ((rank, weight.shape[1]), (len(weight), rank)))
-            actual[name.removesuffix(".weight")] = down * 0.1, up * 0.5
-    return actual
+            result[name.removesuffix(".weight")] = down * 0.1, up * 0.5
+    return result
 
 
 def write(folder: Path, base: str, pairs: dict | None = None, **fields: Any) -> Path:

@@ -26,11 +26,11 @@ def causal() -> Model:
 def given() -> dict[str, Any]:
     from pipelines import dit_pipeline
 
-    actual: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
-    actual |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
-    actual["canvas"] = paradec.wrap(tiny_gemma())
-    actual |= {"module": actual["causal text"].module, "name": "digits-ar", "none": None, "class": type(actual["mar"])}
-    return actual
+    result: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
+    result |= {"masked text": tiny(1), "causal text": causal(), "pipeline": dit_pipeline()}
+    result["canvas"] = paradec.wrap(tiny_gemma())
+    result |= {"module": result["causal text"].module, "name": "digits-ar", "none": None, "class": type(result["mar"])}
+    return result
 
 
 OURS = {

@@ -47,11 +47,11 @@ def heads(request: pytest.FixtureRequest) -> tuple[Model, MtpDrafter]:
 
 class Calls(MtpDrafter):
     def __call__(self, query: Any, features: Tensor, store: Any, layer: int = 0) -> tuple[Tensor, Tensor]:
-        actual = super().__call__(query, features, store, layer)
+        result = super().__call__(query, features, store, layer)
         if not layer:
             self.noted.append((query, features[0], []))
-        self.noted[-1][2].append(actual[0][0, -1])
-        return actual
+        self.noted[-1][2].append(result[0][0, -1])
+        return result
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,7 +89,7 @@ def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
     module, ids = drafter.base.module, torch.tensor([[*tokens, *drafts.tolist()]])
     last: list[Tensor] = []
     handle = module.model.norm.register_forward_hook(lambda *given: last.append(given[-1]))
-    actual, count = [], len(tokens) - 1
+    result, count = [], len(tokens) - 1
     with torch.no_grad():
         module(ids[:, :count])
         handle.remove()
@@ -101,8 +101,8 @@ def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
             states = drafter.module.layers[layer](
                 module.model.embed_tokens(read), states, False, position_embeddings=rotation, **arguments
             )
-            actual.append(module.lm_head(states[0, -1]))
-    return torch.stack(actual)
+            result.append(module.lm_head(states[0, -1]))
+    return torch.stack(result)
 
 
 def repeat_layers(folder: Path, layers: int) -> Path:
@@ -184,14 +184,14 @@ def in_a_list(name: str) -> str | None:
 
 
 def in_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str | None:
-    actual = name.removeprefix("model.layers.3.")
-    if actual == name:
+    result = name.removeprefix("model.layers.3.")
+    if result == name:
         return name
-    part = actual.rpartition(".")[0]
+    part = result.rpartition(".")[0]
     if part in ("embed_tokens", "shared_head.head"):
         return None
     own = dict(zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), parts, strict=True))
-    return f"{outer}{own[part]}.weight" if part in own else inner + actual
+    return f"{outer}{own[part]}.weight" if part in own else inner + result
 
 
 def swap(config: Any, weights: dict[str, Tensor]) -> None:

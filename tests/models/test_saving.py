@@ -67,10 +67,10 @@ def published_weights(model_type: str, **fields: Any) -> tuple[dict[str, Any], d
         config = {name: value for name, value in SDAR.items() if name != "max_window_layers"} | NEMOTRON | fields
         weights = family_weights("nemotron", config | {"tie_word_embeddings": True})
         names = {name: name.replace("model.", "encoder.", 1) for name in weights}
-        actual = {names[name]: weight for name, weight in weights.items()}
+        result = {names[name]: weight for name, weight in weights.items()}
         if not config["tie_word_embeddings"]:
-            actual["diffusion_head.weight"] = 0.4 * torch.randn_like(actual["encoder.embed_tokens.weight"])
-        return config, actual
+            result["diffusion_head.weight"] = 0.4 * torch.randn_like(result["encoder.embed_tokens.weight"])
+        return config, result
     by_type = {"llada": LLADA, "Dream": DREAM} | {config["model_type"]: config for config in CONFIGS.values()}
     config = by_type[model_type] | {"vocab_size": len(FAMILY_WORDS), "auto_map": {"AutoConfig": "code.Config"}} | fields
     if model_type in ("llada", "Dream"):

@@ -62,18 +62,18 @@ def shorter(model: Model) -> Any:
 @pytest.fixture(scope="module")
 def prompts(model: Model) -> list[list[int]]:
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
-    actual = [model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True) for chat in chats]
-    return [list(ids["input_ids"] if hasattr(ids, "keys") else ids) for ids in actual]
+    result = [model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True) for chat in chats]
+    return [list(ids["input_ids"] if hasattr(ids, "keys") else ids) for ids in result]
 
 
 @pytest.fixture(scope="module")
 def expected(model: Model, prompts: list[list[int]]) -> list[list[int]]:
-    actual = []
+    result = []
     for row in prompts:
         mask = torch.ones(1, len(row), dtype=torch.int64)
         out = model.module.generate(torch.tensor([row]), attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-        actual.append(out[0, len(row) :].tolist())
-    return actual
+        result.append(out[0, len(row) :].tolist())
+    return result
 
 
 def test_facts_come_from_the_file(model: Model) -> None:

@@ -101,7 +101,7 @@ def load(name: str, folder: str | None, **arguments: Any) -> Model:
 
 
 def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    actual = []
+    result = []
     for case in cases:
         request = REQUEST | case
         if request.pop("sparse", False):
@@ -112,8 +112,8 @@ def answers(model: Model, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if out.attention is not None:
             entry["sparse"] = sum(out.attention.sparse_calls)
             entry["pattern"] = out.attention.pattern_bytes
-        actual.append(entry)
-    return actual
+        result.append(entry)
+    return result
 
 
 def answer_grid(rank: int, formats: dict[str, list[dict[str, Any]]], folder: str | None = None) -> Any:
@@ -129,27 +129,27 @@ def refused(call: Callable[[], Any]) -> str:
 
 def loads(rank: int, folder: str) -> dict[str, Any]:
     source, broken = GOLDEN / "llada-tiny", Path(folder, "broken")
-    actual = {"half a checkpoint": refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))}
+    result = {"half a checkpoint": refused(lambda: paradec.load(broken if rank else source, tp_plan="auto"))}
     other = GOLDEN / "dream-tiny" if rank else source
-    return actual | {"another checkpoint": refused(lambda: paradec.load(other, tp_plan="auto"))}
+    return result | {"another checkpoint": refused(lambda: paradec.load(other, tp_plan="auto"))}
 
 
 def requests(rank: int) -> dict[str, Any]:
     model = paradec.load(GOLDEN / "llada-tiny", dtype="float64", tp_plan="auto")
-    actual: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def asked(prompt: Any = PROMPTS, **request: Any) -> Any:
         return paradec.generate(model, prompt, **(REQUEST | request)).new_tokens.tolist()
 
-    actual["prompt"] = asked(prompt=[[5, 6, 7 + rank]])
-    actual["seed"] = asked(seed=3 + rank)
-    actual["request"] = asked(sampler=["threshold", "credit"][rank], max_new_tokens=12 - 4 * rank)
+    result["prompt"] = asked(prompt=[[5, 6, 7 + rank]])
+    result["seed"] = asked(seed=3 + rank)
+    result["request"] = asked(sampler=["threshold", "credit"][rank], max_new_tokens=12 - 4 * rank)
     torch.manual_seed(rank)
-    actual["drawn"] = [asked(seed=None), torch.initial_seed()]
+    result["drawn"] = [asked(seed=None), torch.initial_seed()]
     generator = torch.Generator().manual_seed(5 + rank)
-    actual["generator"] = asked(seed=None, generator=generator)
+    result["generator"] = asked(seed=None, generator=generator)
     reference = {"sampler": "low_confidence", "prompt": PROMPTS[:1], "rng": "reference", "seed": None, "cache": "none"}
-    actual["reference"] = asked(**reference, generator=generator)
+    result["reference"] = asked(**reference, generator=generator)
     for name, call in {
         "Batch": lambda: Batch(model),
         "generate_many": lambda: list(paradec.generate_many(model, PROMPTS)),
@@ -159,7 +159,7 @@ def requests(rank: int) -> dict[str, Any]:
         "too long": lambda: asked(cache="dual", max_new_tokens=10**6),
         "thread": lambda: ThreadPoolExecutor(1).submit(asked).result(),
     }.items():
-        actual[name] = refused(call)
+        result[name] = refused(call)
 
     def failing(state: Any, commit: Any) -> None:
         if rank or not alone:
@@ -167,15 +167,15 @@ def requests(rank: int) -> dict[str, Any]:
 
     failing_request: dict[str, Any] = {"callback": failing, "sampler": "low_confidence"}
     alone = False
-    actual["all"] = refused(lambda: asked(**failing_request))
-    actual["again"] = asked()
+    result["all"] = refused(lambda: asked(**failing_request))
+    result["again"] = asked()
     alone, begin = True, time.monotonic()
     tensor_parallel.FAILURE_WAIT = timedelta(seconds=1)
-    actual["one"] = refused(lambda: asked(**failing_request))
-    actual["seconds"] = time.monotonic() - begin
+    result["one"] = refused(lambda: asked(**failing_request))
+    result["seconds"] = time.monotonic() - begin
     if rank:
-        actual["after"] = refused(asked)
-    return actual
+        result["after"] = refused(asked)
+    return result
 
 
 def command(rank: int, words: list[str]) -> list[Any]:
@@ -197,8 +197,8 @@ def command(rank: int, words: list[str]) -> list[Any]:
 
 
 def check_all(rank: int, formats: Any, folder: str, words: list[str]) -> dict[str, Any]:
-    actual = {"loads": loads(rank, folder), "grid": answer_grid(rank, formats, folder)}
-    return actual | {"command": command(rank, words), "requests": requests(rank)}
+    result = {"loads": loads(rank, folder), "grid": answer_grid(rank, formats, folder)}
+    return result | {"command": command(rank, words), "requests": requests(rank)}
 
 
 CHECKS: dict[str, Callable[..., Any]] = {"short": check_all, "grid": answer_grid}

@@ -60,16 +60,16 @@ except ValueError as error:
 def imports_of(path: Path) -> set[str]:
     """The modules of paradec that a file imports, wherever in it: for types alone, inside functions and by
     `import_module("...")` too."""
-    actual = set()
+    result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            actual |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
-            actual |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+            result |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
         elif isinstance(node, ast.ImportFrom) and node.module:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            actual |= {name if module_path(name) else node.module for name in inner}
-    return {name for name in actual if name.split(".")[0] == "paradec"}
+            result |= {name if module_path(name) else node.module for name in inner}
+    return {name for name in result if name.split(".")[0] == "paradec"}
 
 
 def module_path(name: str) -> Path | None:

@@ -431,13 +431,13 @@ def test_amused_with_guidance_and_pictures(amused: AmusedPipeline) -> None:
 
 
 def capture_latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -> Tensor:
-    actual = pipeline(
+    result = pipeline(
         prompt_embeds=torch.ones(1, 8), encoder_hidden_states=torch.ones(1, 8, 8),
         negative_prompt_embeds=-torch.ones(1, 8), negative_encoder_hidden_states=torch.zeros(1, 8, 8),
         num_inference_steps=6, height=8, width=8, num_images_per_prompt=2,
         generator=torch.Generator().manual_seed(seed), output_type="latent", **arguments,
     )  # fmt: skip
-    return actual.images
+    return result.images
 
 
 def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipeline) -> None:

@@ -106,23 +106,23 @@ def pipeline_arguments(call: dict[str, Any]) -> dict[str, Any]:
     def drawn(words: str) -> torch.Generator:
         return torch.Generator("cpu").manual_seed(int(re.findall(r"\d+", words)[-1]))
 
-    actual = call | {"generator": drawn(call["generator"])}
+    result = call | {"generator": drawn(call["generator"])}
     if "prompt_embeds" in call:
         words, source = call["prompt_embeds"], drawn(call["prompt_embeds"])
         shapes = [tuple(map(int, shape.split(","))) for shape in re.findall(r"randn\(([\d,]+)\)", words)]
         full, pooled = (torch.randn(shape, generator=source) for shape in shapes)
-        actual |= {"prompt_embeds": full, "pooled_prompt_embeds": pooled}
-    return actual
+        result |= {"prompt_embeds": full, "pooled_prompt_embeds": pooled}
+    return result
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Any]:
-    actual = {}
+    result = {}
     for path in LATENTS:
         facts = read_json(path)
         weights = {kind: find_weights(f"golden_tiny_{kind}.safetensors", "diffusion") for kind in ("dit", "flux")}
-        actual[path] = {"dit": dit_pipeline(facts, weights["dit"]), "flux": flux_pipeline(facts, weights["flux"])}
-    return actual
+        result[path] = {"dit": dit_pipeline(facts, weights["dit"]), "flux": flux_pipeline(facts, weights["flux"])}
+    return result
 
 
 @pytest.mark.thinned

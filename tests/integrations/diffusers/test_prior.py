@@ -25,12 +25,12 @@ CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for 
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    actual = glm_image_pipeline(RECORDED)
-    config = actual.vision_language_encoder.config
+    result = glm_image_pipeline(RECORDED)
+    config = result.vision_language_encoder.config
     codes, names = config.vq_config.num_embeddings, config.text_config.vision_vocab_size
-    own = actual.vision_language_encoder.generation_config
+    own = result.vision_language_encoder.generation_config
     own.top_k, own.suppress_tokens = 1, list(range(codes, names))
-    return actual
+    return result
 
 
 def run(pipe: Any, prompt: Any = ("a fox", "cat"), seed: int = 0, **options: Any) -> Tensor:

@@ -121,19 +121,19 @@ def session(case: Case) -> Iterator[Any]:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    actual: list[Any] = []
+    result: list[Any] = []
 
     def call() -> None:
         try:
-            actual.append(function())
+            result.append(function())
         except BaseException as error:
-            actual.append(error)
+            result.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join(60)
-    assert actual, "the thread hangs"
-    return actual[0]
+    assert result, "the thread hangs"
+    return result[0]
 
 
 def callback_at(step: int, function: Callable[[], Any], results: list[Any]) -> Callable[..., Any]:

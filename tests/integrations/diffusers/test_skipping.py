@@ -131,11 +131,11 @@ def test_seacache_config_of_diffusers() -> None:
 
 def unpack_cells(cells: Tensor, rows: int, columns: int) -> np.ndarray:
     """Cells [1, rows columns, 4 C] of 2 x 2 as a picture [C, 2 rows, 2 columns], number by number."""
-    actual = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
+    result = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
     for cell, row, column in itertools.product(range(cells.shape[1]), range(2), range(2)):
         at = 2 * (cell // columns) + row, 2 * (cell % columns) + column
-        actual[:, at[0], at[1]] = cells[0, cell, 2 * row + column :: 4]
-    return actual
+        result[:, at[0], at[1]] = cells[0, cell, 2 * row + column :: 4]
+    return result
 
 
 def seacache_indicator(picture: np.ndarray, level: float) -> np.ndarray:

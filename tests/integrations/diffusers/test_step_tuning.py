@@ -77,9 +77,9 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
         kept: list[Any] = []
 
         def step(output: Any, t: Any, sample: Any, own: Any = own, kept: list = kept, **options: Any) -> Any:
-            actual = own(output, t, sample, **options)
-            kept.append((sample.double(), actual[0].double()))
-            return actual
+            result = own(output, t, sample, **options)
+            kept.append((sample.double(), result[0].double()))
+            return result
 
         pipe.scheduler.step = step
         try:

@@ -105,8 +105,8 @@ def test_edits_report_the_stored_tokens() -> None:
 
     def step(token: int) -> tuple[list[int], bool, bool]:
         logits = 20.0 * torch.nn.functional.one_hot(torch.tensor([9, 9, 9, token]), VOCAB).double()
-        actual = hosted.step({0: logits})[0]
-        return actual.tokens.tolist(), actual.changed, actual.closed
+        result = hosted.step({0: logits})[0]
+        return result.tokens.tolist(), result.changed, result.closed
 
     assert step(5) == ([1, 2, 3, 5], True, False)
     assert step(6) == ([1, 2, 3, 6], True, False)  # what was given is nobody's to edit

@@ -91,16 +91,16 @@ class Engine:
         return SamplingParams(max_tokens=new, extra_args=None if said is None else {"paradec": said}, **others)
 
     def answers(self, prompts: list[list[int]], params: Any) -> list[Any]:
-        actual = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [output.outputs[0] for output in actual]
+        result = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0] for output in result]
 
     def expected(self, prompt: list[int], new: int, **request: Any) -> list[int]:
         """Tokens of `paradec.generate` with the end token, equal in float32 and float64: near-ties would show."""
         said = [paradec.generate(model, [prompt], max_new_tokens=new, **request) for model in (self.model, self.exact)]
         rows = [(output.sequences[0, output.filled[0]].tolist(), output.tokens[0]) for output in said]
-        actual, exact = (row[:count] if request.get("eos_early_stop", True) else row for row, count in rows)
-        assert actual == exact, "a near-tie: give other weights"
-        return actual
+        result, exact = (row[:count] if request.get("eos_early_stop", True) else row for row, count in rows)
+        assert result == exact, "a near-tie: give other weights"
+        return result
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()

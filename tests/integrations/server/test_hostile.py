@@ -27,9 +27,9 @@ MOST = 100 * 2**20
 
 
 def allocated() -> int:
-    actual = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())
+    result = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())
     Path("/proc/self/clear_refs").write_text("5")
-    return (int(actual[0]) - int(actual[1])) * 1024
+    return (int(result[0]) - int(result[1])) * 1024
 
 
 def decoded(model: Any, own: Any) -> None:

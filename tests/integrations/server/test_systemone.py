@@ -113,10 +113,10 @@ def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
 
 
 def nested(depth: int) -> Any:
-    actual: Any = "x"
+    result: Any = "x"
     for _ in range(depth):
-        actual = [actual]
-    return actual
+        result = [result]
+    return result
 
 
 def with_question(**question: Any) -> dict[str, Any]:

@@ -160,8 +160,8 @@ class Words:
     ids = {"<s>": 1, "fox": 50, "no": 51, "fog": 52, "3*4": 53, "<|image start|>": 54, "<|image token|>": 55}
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        actual = re.findall("|".join(map(re.escape, self.ids)), text)
-        return {"input_ids": [1] * add_special_tokens + [self.ids[word] for word in actual]}
+        result = re.findall("|".join(map(re.escape, self.ids)), text)
+        return {"input_ids": [1] * add_special_tokens + [self.ids[word] for word in result]}
 
     def get_vocab(self) -> dict[str, int]:
         return self.ids

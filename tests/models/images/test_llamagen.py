@@ -181,7 +181,7 @@ def diffusers_names(model: VQModel) -> dict[str, Tensor]:
     attention = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
     levels = len(model.config.channel_mult)
     middle = {"mid.0": "resnets.0", "mid.1": "attentions.0", "mid.2": "resnets.1"}
-    actual = {}
+    result = {}
     for name, tensor in model.state_dict().items():
         half, _, rest = name.partition(".")
         if half == "encoder":
@@ -195,8 +195,8 @@ def diffusers_names(model: VQModel) -> dict[str, Tensor]:
                 rest = rest.replace(f"conv_blocks.{level}.res.", f"down_blocks.{level}.resnets.")
                 rest = rest.replace(f"conv_blocks.{level}.downsample.", f"down_blocks.{level}.downsamplers.0.")
             rest = rest.replace("nin_shortcut", "conv_shortcut").replace("norm_out", "conv_norm_out")
-        actual[f"{half}.{rest}"] = tensor
-    return {name: tensor for name, tensor in actual.items() if name.startswith(("encoder.", "quant_conv."))}
+        result[f"{half}.{rest}"] = tensor
+    return {name: tensor for name, tensor in result.items() if name.startswith(("encoder.", "quant_conv."))}
 
 
 def test_vq_encodes_like_diffusers() -> None:

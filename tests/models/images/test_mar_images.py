@@ -39,7 +39,7 @@ def make(model: MARModel, **request: Any) -> Any:
 def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
     """Rename the decoder weights of diffusers' KL autoencoder as in latent diffusion's files."""
     attention = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
-    actual = {}
+    result = {}
     for name, tensor in state.items():
         if not name.startswith(("decoder.", "post_quant_conv.")):
             continue
@@ -53,8 +53,8 @@ def ldm_names(state: dict[str, Tensor], levels: int) -> dict[str, Tensor]:
         for level in range(levels):
             name = name.replace(f"up_blocks.{level}.resnets", f"up.{levels - 1 - level}.block")
             name = name.replace(f"up_blocks.{level}.upsamplers.0", f"up.{levels - 1 - level}.upsample")
-        actual[name] = tensor.clone()
-    return actual
+        result[name] = tensor.clone()
+    return result
 
 
 def test_decoder_equals_diffusers(tmp_path: Path) -> None:

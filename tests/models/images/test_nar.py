@@ -101,14 +101,14 @@ def test_the_mask_and_one_forward_equal_the_reference(name: str) -> None:
 
 def cell_logits(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
     """[B, T + N, 2, V] -> the logits of the cells row by row [B, N, V], cell by cell as the paper says it."""
-    actual = []
+    result = []
     for cell in range(grid.length):
         i, j = divmod(cell, grid.width)
         said = [heads[:, prompt + cell - 1, 0]] if j else []
         said += [heads[:, prompt + cell - grid.width, 1]] if i else []
         said = said or [heads[:, prompt - 1, 0], heads[:, prompt - 1, 1]]
-        actual.append(sum(said) / len(said))
-    return torch.stack(actual, 1)
+        result.append(sum(said) / len(said))
+    return torch.stack(result, 1)
 
 
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])

@@ -25,8 +25,8 @@ CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.jsonl")) for case 
 
 def structure_of(case: dict[str, Any]) -> Structure:
     backbone = BACKBONES / case["file"]
-    actual = read_structure(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
-    return dataclasses.replace(actual, membrane=case["membrane"]) if "membrane" in case else actual
+    result = read_structure(backbone if backbone.exists() else find_weights(case["file"], "ligands"))
+    return dataclasses.replace(result, membrane=case["membrane"]) if "membrane" in case else result
 
 
 def predict(model: ProteinMPNNModel, order: list[int]) -> Tensor:
@@ -65,9 +65,9 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
     assert structure.atoms is not None
     near = (cb[:, None] - structure.atoms.float()).square().sum(-1).argsort(1)[:, :count]
     kinds = torch.tensor([ELEMENTS.index(element) + 1 for element in structure.elements], dtype=torch.int64)
-    actual = torch.zeros(1, len(structure), count, 3)
+    result = torch.zeros(1, len(structure), count, 3)
     kind, real = torch.zeros(1, len(structure), count, dtype=torch.int64), torch.zeros(1, len(structure), count)
-    actual[0, :, : near.shape[1]], kind[0, :, : near.shape[1]] = structure.atoms.float()[near], kinds[near]
+    result[0, :, : near.shape[1]], kind[0, :, : near.shape[1]] = structure.atoms.float()[near], kinds[near]
     real[0, :, : near.shape[1]] = 1
     chains = [*dict.fromkeys(structure.chains or ())]
     return {
@@ -80,7 +80,7 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
         "randn": torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)),
         "batch_size": 1,
         "symmetry_residues": [[]],
-        "Y": actual,
+        "Y": result,
         "Y_t": kind,
         "Y_m": real,
         "membrane_per_residue_labels": torch.tensor([labels or [0] * len(structure)]),

@@ -51,12 +51,12 @@ def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int
 
 
 def forwards() -> list[Any]:
-    actual = []
+    result = []
     for path in sorted(golden("autumn").glob("**/forwards.json")):
         if read_head(path)["schema"].startswith("paradec-golden-nld/"):
             names = [case["name"] for case in read_head(path)["cases"]]
-            actual += [pytest.param(path, index, id=f"{path.parent.name}-{name}") for index, name in enumerate(names)]
-    return actual
+            result += [pytest.param(path, index, id=f"{path.parent.name}-{name}") for index, name in enumerate(names)]
+    return result
 
 
 @pytest.mark.parametrize("path", sorted({param.values[0] for param in forwards()}), ids=lambda path: path.parent.name)
@@ -131,11 +131,11 @@ def test_forwards(path: Path, number: int) -> None:
 
 def traces(mode: str) -> list[Any]:
     """Recorded files of one mode: those whose draws are argmaxes, or that are ours to put the uniforms in."""
-    actual = []
+    result = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
         if read_head(path)["mode"] == mode:
-            actual.append(pytest.param(path, id=path.stem))
-    return actual
+            result.append(pytest.param(path, id=path.stem))
+    return result
 
 
 def cache_params(actual: list[Any]) -> list[Any]:

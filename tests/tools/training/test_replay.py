@@ -38,12 +38,12 @@ def checkpoint(name: str, dtype: str) -> Model:
 
 
 def recorded(number: int) -> Rollout:
-    case, actual = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
-    length = torch.tensor([len(actual["final"])])
+    case, result = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
+    length = torch.tensor([len(result["final"])])
     return Rollout(
-        tokens=actual["final"][None],
-        step_map=actual["step"][None],
-        logp=actual["logp"][None],
+        tokens=result["final"][None],
+        step_map=result["step"][None],
+        logp=result["logp"][None],
         logp_drawn=None,
         length=length,
         prompt_length=torch.tensor([len(case["prompt"])]),

@@ -62,12 +62,12 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def answers(model: Model) -> list[list[int]]:
     """Ids that are right: those of one token per step, every other one exchanged in a third of the prompts."""
-    actual = []
+    result = []
     for k, prompt in enumerate(PROMPTS):
         out = paradec.generate(model, prompt, sampler="low_confidence", max_new_tokens=6)
         ids = out.new_tokens[0, : out.tokens[0]].tolist()
-        actual.append([(i + j % 2) % 39 if k % 3 == 0 else i for j, i in enumerate(ids)])
-    return actual
+        result.append([(i + j % 2) % 39 if k % 3 == 0 else i for j, i in enumerate(ids)])
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -240,8 +240,8 @@ def test_step_searches_find_the_optimum(runs: int) -> None:
     best = (0, 1, 2, 3, 15)
 
     def loss(steps: Steps, bound: float) -> float:
-        actual = 0.1 + sum(abs(a - b) for a, b in zip(steps, best, strict=True))
-        return actual if actual < bound else math.inf
+        result = 0.1 + sum(abs(a - b) for a, b in zip(steps, best, strict=True))
+        return result if result < bound else math.inf
 
     even, actual = search(loss, even_starts(20, 5), 20, 10 * runs)
     assert actual == best != even
