@@ -105,8 +105,8 @@ def plain_llada(
         for count in step_quotas(length, steps // blocks):
             logits = net(x)
             if scale != 1:
-                other = net(torch.where(given, mask, x))
-                logits = other + scale * (logits - other)
+                unconditional = net(torch.where(given, mask, x))
+                logits = unconditional + scale * (logits - unconditional)
             tokens = likeliest_tokens(logits, mask)
             if temperature:
                 noise = torch.rand(logits.shape, dtype=torch.float64, generator=generator)
@@ -129,12 +129,12 @@ def plain_fast_dllm(
     for block in range(blocks):
         start, end, step, store = len(prompt) + block * length, len(prompt) + (block + 1) * length, 0, {}
         while (x[start:end] == mask).any():
-            positions, seen = torch.arange(len(x)), None
+            positions, visible = torch.arange(len(x)), None
             if step and cache != "none":
                 positions = torch.arange(start, len(x) if cache == "prefix" else end)
-                seen = torch.arange(len(x)) < (start if cache == "prefix" else len(x))
+                visible = torch.arange(len(x)) < (start if cache == "prefix" else len(x))
             logits = torch.zeros(len(x), net.head.shape[0], dtype=torch.float64)
-            logits[positions] = net(x[positions], positions, store, seen)
+            logits[positions] = net(x[positions], positions, store, visible)
             tokens = likeliest_tokens(logits, mask)
             scores = token_probabilities(logits, tokens)
             scores[:start], scores[end:], scores[x != mask] = -torch.inf, -torch.inf, -torch.inf
@@ -147,9 +147,9 @@ def plain_fast_dllm(
                 count = 1
                 while count < len(order) and scores[order[count]] >= 1 - value / (count + 2):
                     count += 1
-            made = order[:count]
-            x[made] = tokens[made]
-            calls.append((len(positions), made))
+            committed = order[:count]
+            x[committed] = tokens[committed]
+            calls.append((len(positions), committed))
             step += 1
     return x, calls
 
@@ -242,26 +242,26 @@ def plain_dream(
 
     for step in range(steps):
         masked, logits = x == mask, net(x)
-        left, last = int(masked.sum()), step == steps - 1
-        if not left:
+        num_masked, last = int(masked.sum()), step == steps - 1
+        if not num_masked:
             break
         logits = torch.cat((logits[:1], logits[:-1]))[masked]
         part = 1 if last else 1 - times[step + 1] / times[step]
         if alg == "origin":
-            final = torch.rand(left, generator=generator) < part
-            made = masked.nonzero()[final, 0]
-            if len(made):
-                x[made] = sample(logits[final])[0]
+            final = torch.rand(num_masked, generator=generator) < part
+            chosen = masked.nonzero()[final, 0]
+            if len(chosen):
+                x[chosen] = sample(logits[final])[0]
         else:
             tokens, scores = sample(logits)
-            count = left if last else int(torch.tensor(float(left)) * part)
+            count = num_masked if last else int(torch.tensor(float(num_masked)) * part)
             full = torch.full(x.shape, -torch.inf, dtype=torch.float64)
             full[masked] = scores
-            made = full.topk(count).indices
+            chosen = full.topk(count).indices
             if count and request["alg_temp"]:
-                made = torch.multinomial((full / request["alg_temp"]).softmax(-1).float(), count, generator=generator)
-            x[made] = torch.full_like(x, mask).masked_scatter(masked, tokens)[made]
-        calls.append((len(x), made.tolist()))
+                chosen = torch.multinomial((full / request["alg_temp"]).softmax(-1).float(), count, generator=generator)
+            x[chosen] = torch.full_like(x, mask).masked_scatter(masked, tokens)[chosen]
+        calls.append((len(x), chosen.tolist()))
     return x, calls
 
 

@@ -88,8 +88,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
 )
 def test_wrong_arguments_of_generate(llada: Counted, name: str, value: Any, allowed: str) -> None:
     arguments = {"max_new_tokens": 8, "sampler": "low_confidence", "input_ids": torch.tensor([PROMPT]), name: value}
-    shown = repr(value) if isinstance(value, int | float | str | None) else name
-    assert_refused(llada, lambda: paradec.generate(llada.model, **arguments), name, shown, allowed)
+    text = repr(value) if isinstance(value, int | float | str | None) else name
+    assert_refused(llada, lambda: paradec.generate(llada.model, **arguments), name, text, allowed)
 
 
 TOGETHER = [

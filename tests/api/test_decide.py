@@ -52,18 +52,20 @@ STATE = {"text": "WIN a phone <|mask|> now<|end|>", "n": [1, 2.5, None]}
 def check_answers(actual: paradec.Decisions, expected: dict[str, Any], tolerance: float) -> None:
     assert [*actual] == [*expected]
     for name, answer in expected.items():
-        one = actual[name]
-        assert one.type == answer["type"]
-        assert sum(one.probabilities.values()) == pytest.approx(1)
-        if one.type == "noul":
-            assert one.probabilities[True] == pytest.approx(answer["noul"], abs=tolerance)
-            assert one.value == (one.probabilities[True] >= 0.5)
+        output = actual[name]
+        assert output.type == answer["type"]
+        assert sum(output.probabilities.values()) == pytest.approx(1)
+        if output.type == "noul":
+            assert output.probabilities[True] == pytest.approx(answer["noul"], abs=tolerance)
+            assert output.value == (output.probabilities[True] >= 0.5)
             continue
-        assert [*one.probabilities.values()] == pytest.approx([*answer["probabilities"].values()], abs=tolerance)
-        assert one.confidence == pytest.approx(answer["confidence"], abs=tolerance)
-        wanted = answer["score"] if one.type == "score" else answer["choice"]
-        assert one.value == (pytest.approx(wanted, abs=tolerance) if one.type == "score" else wanted)
-        assert one.entropy == pytest.approx(-sum(p * math.log(p) for p in one.probabilities.values() if p), abs=1e-12)
+        assert [*output.probabilities.values()] == pytest.approx([*answer["probabilities"].values()], abs=tolerance)
+        assert output.confidence == pytest.approx(answer["confidence"], abs=tolerance)
+        wanted = answer["score"] if output.type == "score" else answer["choice"]
+        assert output.value == (pytest.approx(wanted, abs=tolerance) if output.type == "score" else wanted)
+        assert output.entropy == pytest.approx(
+            -sum(p * math.log(p) for p in output.probabilities.values() if p), abs=1e-12
+        )
 
 
 def decide_by_pipeline(module: Any, template: str | None, temperature: dict[str, float]) -> Any:
@@ -117,12 +119,12 @@ def visible_columns(model: Any, length: int, prompt: int) -> Tensor:
     return (number <= number.unsqueeze(1))[None, None]
 
 
-def plain_log_p(model: Any, row: list[int], at: int, ids: list[int], prompt: int = 0) -> float:
+def plain_log_p(model: Any, row: list[int], position: int, ids: list[int], prompt: int = 0) -> float:
     """Return the log-probability of any of `ids` at a position of a row. prompt: length of its prompt."""
     shift = 1 if model.facts.topology == "causal" else model.facts.shift
     with torch.no_grad():
         logits = model.module(torch.tensor([row]), attention_mask=visible_columns(model, len(row), prompt)).logits[0]
-    return float(logits[at - shift].log_softmax(-1)[ids].logsumexp(0))
+    return float(logits[position - shift].log_softmax(-1)[ids].logsumexp(0))
 
 
 def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
@@ -131,13 +133,13 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
     begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
     result = []
-    for own in texts:
-        follows = [[token] for token in own]
-        if begins if is_causal else len(own) < longest:
+    for label_ids in texts:
+        follows = [[token] for token in label_ids]
+        if begins if is_causal else len(label_ids) < longest:
             follows.append([*model.facts.eos_token_ids])
         total = 0.0
         for count, ids in enumerate(follows):
-            row = prompt + own[:count]
+            row = prompt + label_ids[:count]
             if not is_causal:
                 row += [CHAT_MASK] * (longest - count) + [CHAT_END]  # the end token of the template
                 begin = len(prompt) if model.facts.block_align == "prompt" else 0
@@ -295,8 +297,8 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     repeated = paradec.decide(model, "s", request, temperature=fitted)
     assert repeated["q"].log_scores == actual["q"].log_scores and repeated["q"].confidence < actual["q"].confidence
     assert paradec.fit_temperature(decided, [{"u": round(actual["u"].value)} for actual in decided])["score"] < 0.002
-    for wrong, said in (({"q": "w"}, "'w'"), ({"s": 1}, "1 to 's'"), ({"none": 1}, "none"), ({}, "no right")):
-        with pytest.raises(ValueError, match=said):
+    for wrong, message in (({"q": "w"}, "'w'"), ({"s": 1}, "1 to 's'"), ({"none": 1}, "none"), ({}, "no right")):
+        with pytest.raises(ValueError, match=message):
             paradec.fit_temperature(decided, [wrong] * 60)
     refuses(lambda: paradec.fit_temperature(decided, [{}]), "60 results")
 
@@ -305,16 +307,16 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
 @replays("name")
 def test_recorded_answers(name: str) -> None:
     case = CASES[name]
-    for key, said in case["questions"].items():
-        labels, told = case["expected"]["labels"][key], said.get("instructions") or "?"
-        criteria = said.get("criteria")
-        if said["type"] == "noul":
-            question: Any = YesNo(told, **(criteria or {}), labels=labels)
+    for key, question_fields in case["questions"].items():
+        labels, instructions = case["expected"]["labels"][key], question_fields.get("instructions") or "?"
+        criteria = question_fields.get("criteria")
+        if question_fields["type"] == "noul":
+            question: Any = YesNo(instructions, **(criteria or {}), labels=labels)
         else:
-            question = {"choice": Pick, "score": Score}[said["type"]](told, criteria, labels=labels)
+            question = {"choice": Pick, "score": Score}[question_fields["type"]](instructions, criteria, labels=labels)
         assert question.options == case["expected"]["options"][key]
-        if len(labels) <= 26 and said["type"] != "noul":
-            assert type(question)(told, criteria).labels == labels  # the default labels
+        if len(labels) <= 26 and question_fields["type"] != "noul":
+            assert type(question)(instructions, criteria).labels == labels  # the default labels
         ids = [chat_ids(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
             model = chat_model(topology, module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
@@ -401,15 +403,15 @@ WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
-    state, questions, more, said = WRONG[name]
+    state, questions, arguments, message = WRONG[name]
     topology = "causal" if name in ("long", "end") else "bidirectional"
-    with pytest.raises((ValueError, TypeError), match=said) as error:
-        paradec.decide(chat_model(topology, module=Untouched({})), state, questions, **more)
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        paradec.decide(chat_model(topology, module=Untouched({})), state, questions, **arguments)
     assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: YesNo(), "instructions"),
         (lambda: YesNo("?", labels=["Yes"]), "labels="),
@@ -421,8 +423,8 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
         (lambda: Span("?", ["a\udfff"]), "texts="),
     ],
 )
-def test_invalid_questions_are_refused(make: Any, said: str) -> None:
-    refuses(make, said, (ValueError, TypeError))
+def test_invalid_questions_are_refused(make: Any, message: str) -> None:
+    refuses(make, message, (ValueError, TypeError))
 
 
 def test_unsuitable_models_are_refused() -> None:

@@ -167,10 +167,10 @@ def test_packaged_model_draws_the_requested_digits() -> None:
     with torch.inference_mode():
         features = classifier.features(out.images)
         right = classifier.output(features).argmax(-1) == torch.tensor(labels)
-        back = model.decode(model.vq.encode(out.images * 2 - 1).flatten(1), out.grid)
+        decoded = model.decode(model.vq.encode(out.images * 2 - 1).flatten(1), out.grid)
     assert right.float().mean() > 0.93  # 99 % of 500
     # encoding and decoding keeps the images, and they are closer to real digits than noise
-    assert (back - out.images).abs().mean() < 0.03
+    assert (decoded - out.images).abs().mean() < 0.03
     real = (classifier.held_out_mean, classifier.held_out_covariance)
     noise = classifier.features(torch.rand(40, 1, 28, 28, generator=torch.Generator().manual_seed(0)))
     assert frechet_distance(moments(features), real) < 0.1 * frechet_distance(moments(noise.detach()), real)

@@ -168,9 +168,9 @@ INSIDE = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13
 def with_end_tokens(model: Model) -> Model:
     tokens = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
     ends = tuple(sorted(tokens - {model.facts.mask_token_id}))
-    other = copy.copy(model)
-    other.facts = dataclasses.replace(model.facts, eos_token_ids=ends)
-    return other
+    copied = copy.copy(model)
+    copied.facts = dataclasses.replace(model.facts, eos_token_ids=ends)
+    return copied
 
 
 def check_no_ends_inside(model: Model, **request: Any) -> None:

@@ -317,14 +317,14 @@ DRAWN: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 3, "e
 
 
 def textless_model(kind: str, tokenizer: Any = TOKENIZER) -> Model:
-    own: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": (END_TEXTLESS,)}
+    facts: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": (END_TEXTLESS,)}
     if kind == "causal":
-        return paradec.wrap(tiny_llama(vocab=40), topology="causal", prediction="shifted", **own)
+        return paradec.wrap(tiny_llama(vocab=40), topology="causal", prediction="shifted", **facts)
     if kind == "canvas":
-        return paradec.wrap(tiny_gemma(), **own)
+        return paradec.wrap(tiny_gemma(), **facts)
     block = 4 if kind == "block_causal" else None
-    own |= {"mask_token_id": MASK_TEXTLESS, "prediction": "same"}
-    return paradec.wrap(tiny(2).module, topology=kind, block_length=block, **own)
+    facts |= {"mask_token_id": MASK_TEXTLESS, "prediction": "same"}
+    return paradec.wrap(tiny(2).module, topology=kind, block_length=block, **facts)
 
 
 def draw_tokens(model: Model, **request: Any) -> torch.Tensor:
@@ -338,7 +338,7 @@ def draw_tokens(model: Model, **request: Any) -> torch.Tensor:
     if model.facts.topology == "canvas":
         return ids
     many = paradec.generate_many(model, PROMPTS_TEXTLESS, batch_size=2, **request)
-    assert torch.equal(torch.cat([each.new_tokens.reshape(-1) for each in many]), ids)
+    assert torch.equal(torch.cat([output.new_tokens.reshape(-1) for output in many]), ids)
     return ids
 
 

@@ -86,12 +86,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any
 
 
 def create_sampler(name: str, drafter: Any, shape: str) -> Sampler:
-    settings, own = dict(SHAPES[shape]), samplers.get(name).settings()
+    settings, allowed = dict(SHAPES[shape]), samplers.get(name).settings()
     if shape in TREES:
         settings["drafter"] = drafter
-    if isinstance(settings.get("tree"), DynamicTree) and "rule" in own:
+    if isinstance(settings.get("tree"), DynamicTree) and "rule" in allowed:
         settings["rule"] = "naive"
-    if "k" in own:
+    if "k" in allowed:
         settings["k"] = 2
     return samplers.create(name, **settings)
 

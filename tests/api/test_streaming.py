@@ -72,11 +72,11 @@ def test_every_token_is_streamed_once_and_final(name: str, kind: str, request: p
     expected = paradec.generate(model, rows, **arguments)
     snapshots = []
 
-    def look(state: Any, commit: Any) -> None:
+    def callback(state: Any, commit: Any) -> None:
         snapshots.append((state.canvas.clone(), state.length.copy(), bool(state.done)))
 
     streamer = Drafts()
-    out = paradec.generate(model, rows, streamer=streamer, callback=look, **arguments)
+    out = paradec.generate(model, rows, streamer=streamer, callback=callback, **arguments)
     assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe
     assert streamer.ends == 1
     actual = torch.cat(streamer.puts, dim=1)
@@ -98,12 +98,14 @@ def test_tokens_are_sent_as_soon_as_they_are_final(llada: Model) -> None:
     sent = []
     streamer = TensorRecorder()
 
-    def look(state: Any, commit: Any) -> None:
+    def callback(state: Any, commit: Any) -> None:
         undecided = state.undecided[0].tolist()
         first = undecided.index(True) if True in undecided else int(state.end[0])
         sent.append((sum(put.shape[1] for put in streamer.puts), first))
 
-    paradec.generate(llada, [1, 2, 3], sampler="random", max_new_tokens=12, seed=0, streamer=streamer, callback=look)
+    paradec.generate(
+        llada, [1, 2, 3], sampler="random", max_new_tokens=12, seed=0, streamer=streamer, callback=callback
+    )
     assert all(count == first for count, first in sent)
     assert len({count for count, _ in sent}) > 3
 
@@ -204,10 +206,10 @@ def test_an_early_end_by_callback(llada: Model) -> None:
 
 def test_streamed_tensors_do_not_change_later(llada: Model) -> None:
     streamer = Drafts()
-    kept = []
-    streamer.put_draft = lambda value: kept.append((value, value.tolist()))
+    drafts = []
+    streamer.put_draft = lambda value: drafts.append((value, value.tolist()))
     paradec.generate(llada, [1, 2], streamer=streamer, **STEPWISE)
-    assert all(value.tolist() == at_the_time for value, at_the_time in kept) and kept
+    assert all(value.tolist() == at_the_time for value, at_the_time in drafts) and drafts
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:
@@ -258,8 +260,10 @@ def test_stop_strings_end_growing_answers_like_whole_ones(name: str, data: st.Da
     piece = st.one_of(st.integers(0, len(tokenizer) - 1).map(lambda token: [token]), st.sampled_from(pieces))
     news = st.lists(piece, max_size=7).map(lambda parts: sum(parts, []))
     answer, answers = list[int](), list[list[int]]()
-    for back, new in data.draw(st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 3, 9]), news), min_size=1, max_size=12)):
-        answer = answer[: max(0, len(answer) - back)] + new
+    for num_removed, new in data.draw(
+        st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 3, 9]), news), min_size=1, max_size=12)
+    ):
+        answer = answer[: max(0, len(answer) - num_removed)] + new
         answers.append(answer)
 
     def read(ids: list[int]) -> str:
@@ -270,11 +274,11 @@ def test_stop_strings_end_growing_answers_like_whole_ones(name: str, data: st.Da
     stops = [stop for stop in data.draw(st.lists(cut, min_size=1, max_size=2)) if stop] or ["no such text"]
     rule, row, before = StopStrings(stops, tokenizer, np.array([first])), np.array([0]), list[int]()
     for answer in answers:
-        same = next((i for i, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer)))
-        begin = data.draw(st.integers(0, same))
+        num_equal = next((i for i, (a, b) in enumerate(zip(before, answer)) if a != b), min(len(before), len(answer)))
+        begin = data.draw(st.integers(0, num_equal))
         tokens = np.array([answer[begin:]], np.int64)
         (end,) = rule.find_ends(row, np.array([first + begin]), tokens, np.array([first + len(answer)]))
-        counts = range(same + 1, len(answer) + 1)
+        counts = range(num_equal + 1, len(answer) + 1)
         holds = [count for count in counts if any(stop in read(answer[:count]) for stop in stops)]
         assert end == (first + holds[0] if holds and holds[-1] == len(answer) else NEVER)
         if end < NEVER:

@@ -214,8 +214,8 @@ def test_fields_without_effect_at_temperature_0_are_warned_of(name: str, filter_
         filters = {} if sampler.needs.score_from == "sampled" else changes
         idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
         idle += [f"seed={arguments['seed']}"] * (name not in DRAWN)
-        said = [str(one.message) for one in heard if "temperature 0" in str(one.message)]
-        assert [one.split(" ha")[0] for one in said] == [", ".join(idle)] * bool(idle)
+        messages = [str(warning.message) for warning in heard if "temperature 0" in str(warning.message)]
+        assert [message.split(" ha")[0] for message in messages] == [", ".join(idle)] * bool(idle)
         outputs.append((out.sequences.tolist(), out.nfe))
         assert ("seed" in changes and name in DRAWN) == (
             outputs[-1] != outputs[0]
@@ -234,8 +234,12 @@ def test_each_request_warns_once() -> None:
         with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as heard:
             entry()
         assert len(heard) == 1
-    own = type("Own", (samplers.get("threshold"),), {})()
-    quiet: list[dict[str, Any]] = [{"temperature": 1.0}, {"top_p": 1.0, "seed": None}, {"sampler": own, "top_p": None}]
+    custom = type("Own", (samplers.get("threshold"),), {})()
+    quiet: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"top_p": 1.0, "seed": None},
+        {"sampler": custom, "top_p": None},
+    ]
     quiet.append({"sampler": "entropy_bound", "seed": None})  # its scores use the filtered distribution
     for changes in quiet:
         with warnings.catch_warnings():
@@ -329,20 +333,20 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
             for row, probabilities in zip(logits.double().flatten(0, 1), distribution.flatten(0, 1), strict=True):
                 z = row if tokens_allowed is None else row.masked_fill(~tokens_allowed, -torch.inf)
                 z = (z - z.max()) / temperature
-                kept = probabilities > 0
+                keep = probabilities > 0
                 # tokens that tie with the last one stay
-                assert not (kept & (z == -torch.inf)).any() and (z > z[kept].min()).sum() < filters.get("top_k", vocab)
-                p = z.masked_fill(~kept, -torch.inf).exp()
+                assert not (keep & (z == -torch.inf)).any() and (z > z[keep].min()).sum() < filters.get("top_k", vocab)
+                p = z.masked_fill(~keep, -torch.inf).exp()
                 rel = 1e-12 if dtype == torch.float64 else 2e-5
                 torch.testing.assert_close(probabilities.double(), p / p.sum(), rtol=rel, atol=1e-33)
                 p = z.exp() / z.exp().sum()
                 # rounding at the end of the nucleus may add or remove one token
                 if "top_p" in filters and "top_k" not in filters:
-                    assert p[kept].sum() > filters["top_p"] - 1e-6
-                    assert p[kept].sum() - p[kept].min() <= filters["top_p"] + 1e-6
+                    assert p[keep].sum() > filters["top_p"] - 1e-6
+                    assert p[keep].sum() - p[keep].min() <= filters["top_p"] + 1e-6
                 elif not filters:
-                    assert p[~kept].sum() < 1e-30
-                assert kept[draw(probabilities.expand(len(uniform), -1), uniform)].all()
+                    assert p[~keep].sum() < 1e-30
+                assert keep[draw(probabilities.expand(len(uniform), -1), uniform)].all()
 
 
 def with_drafter(name: str, make: Callable[[], Any], **settings: Any) -> Any:
