@@ -388,8 +388,8 @@ def test_a_preset_is_a_request_that_python_saved(tmp_path: Path) -> None:
     model = paradec.load()
     changed = {"seed": 4, "temperature": 0.5, "max_new_tokens": 2}
     flags = ["--seed", "4", "--temperature", "0.5", "--max-new-tokens", "2"]
-    for more, changes in (([], {}), (flags, changed)):
-        actual = report(PROMPT, "--preset", path, *more)
+    for options, changes in (([], {}), (flags, changed)):
+        actual = report(PROMPT, "--preset", path, *options)
         assert len(actual["new_tokens"]) <= changes.get("max_new_tokens", 8)
         expected = paradec.generate(model, PROMPT, preset=path, **changes)
         assert actual["text"] == expected.text and actual["cache"] == "dual"
@@ -407,9 +407,9 @@ def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
     tiny_gemma(vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     arguments = ["one two", "--model", str(tmp_path), "--seed", "1", "--max-new-tokens", "20", "--json"]
-    own = json.loads(run("generate", *arguments).stdout)
-    assert own["sampler"]["sampler"] == "diffusion_gemma" and own["cache"] == "canvas"
-    assert own["nfe"] > own["encoder_calls"] == 2
+    chosen = json.loads(run("generate", *arguments).stdout)
+    assert chosen["sampler"]["sampler"] == "diffusion_gemma" and chosen["cache"] == "canvas"
+    assert chosen["nfe"] > chosen["encoder_calls"] == 2
     other = json.loads(run("generate", *arguments, "--sampler", "entropy_threshold").stdout)
     assert other["sampler"]["rule"]["sampler"] == "entropy_threshold"
     default = json.loads(run("generate", *arguments, "--sampler", "threshold").stdout)  # said, though it is the default

@@ -206,8 +206,8 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
     sampler = paradec.samplers.create("sjd", window=3)
     paradec.Request(sampler=sampler, seed=5, temperature=0.8, top_k=40).save(path)
     model = paradec.load("digits-ar")
-    for more, changes in [([], {}), (["--seed", "6", "--top-k", "0"], {"seed": 6, "top_k": 0})]:
-        arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", *more]
+    for options, changes in [([], {}), (["--seed", "6", "--top-k", "0"], {"seed": 6, "top_k": 0})]:
+        arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", *options]
         arguments += ["--enlarge", "1"]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output

@@ -41,11 +41,11 @@ def test_designs_match_generate_with_score_and_recovery(small: Path) -> None:
     entries = json.loads(actual.stdout)["designs"]
     structure = read_structure(small)
     model = paradec.load_protein_mpnn(WEIGHTS, structure)
-    kept = [1, 7, 8, 9]
+    fixed = [1, 7, 8, 9]
     for number, entry in enumerate(entries):
         letters = entry["sequence"].replace(":", "")
-        assert entry["sequence"][6] == ":" and all(letters[i] == structure.sequence[i] for i in kept)
-        designed = [i for i in range(12) if i not in kept]
+        assert entry["sequence"][6] == ":" and all(letters[i] == structure.sequence[i] for i in fixed)
+        designed = [i for i in range(12) if i not in fixed]
         assert entry["recovery"] == sum(letters[i] == structure.sequence[i] for i in designed) / 8
         assert entry["seed"] == 5 + number and entry["calls"] <= 8 == entry["designed"]
         assert 0.5 < entry["score"] < 6
@@ -56,11 +56,11 @@ def test_designs_match_generate_with_score_and_recovery(small: Path) -> None:
     assert fasta[0].startswith(line)
     first = json.loads(run(WEIGHTS, small, *arguments, "--order", "chain", "--json").stdout)["designs"][0]
     out = paradec.generate(
-        model, model.prompt(fixed=kept), sampler="jacobi", order="chain", temperature=2.0, seed=5, logprobs=0
+        model, model.prompt(fixed=fixed), sampler="jacobi", order="chain", temperature=2.0, seed=5, logprobs=0
     )
     assert model.tokenizer.decode(out.sequences[0, 1:]) == first["sequence"].replace(":", "")
-    at_one = paradec.generate(model, model.prompt(fixed=kept), sampler="jacobi", order="chain", seed=5, logprobs=0)
-    score = model.score(model.prompt(fixed=kept), at_one.sequences, [range(12)])
+    at_one = paradec.generate(model, model.prompt(fixed=fixed), sampler="jacobi", order="chain", seed=5, logprobs=0)
+    score = model.score(model.prompt(fixed=fixed), at_one.sequences, [range(12)])
     assert 8 * score[0] == pytest.approx(float(at_one.logprobs.sums()[0]), abs=1e-5)
 
 
@@ -130,8 +130,8 @@ def test_ties(small: Path) -> None:
     design = run_json(LIGAND, BOUND, "--homo-oligomer", "--temperature", 2)["sequence"].replace(":", "")
     assert all(design[a] == design[b] for a, b in bound.copies())
     # a fixed residue of one chain determines the tied one of the other chain
-    kept = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9", "--fixed", "A2")["sequence"].split(":")
-    assert kept[0][1] == kept[1][1] == "Q"
+    designs = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9", "--fixed", "A2")["sequence"].split(":")
+    assert designs[0][1] == designs[1][1] == "Q"
 
 
 def test_labels_of_membranes() -> None:

@@ -274,8 +274,8 @@ def test_constraints_of_single_lines(tmp_path: Path) -> None:
         {"prompt": "Copy: fox cow", "constraint": {"regex": "(fox ){9}fox"}},
     ]
     source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
-    arguments = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
-    assert run(*arguments).exit_code == 1
+    command = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
+    assert run(*command).exit_code == 1
     actual = lines(out)
     assert actual[0]["text"].startswith("kiwi") and "constraint" not in actual[0]
     model, together = paradec.load(), [entry["prompt"] for entry in entries[1:3]]
@@ -286,4 +286,4 @@ def test_constraints_of_single_lines(tmp_path: Path) -> None:
     assert "lookahead" in actual[4]["error"] and "max_new_tokens=6" in actual[5]["error"]
     entries[3]["constraint"] = first
     prompts(tmp_path, entries)
-    assert "answers another prompt than line 4" in refused(*arguments, "--resume")
+    assert "answers another prompt than line 4" in refused(*command, "--resume")

@@ -81,7 +81,7 @@ def test_json_lists_every_name(kind: str) -> None:
         cls = registry.get(entry["name"])
         data = json.loads(ok(kind, entry["name"], "--json"))
         assert [*entry["settings"]] == [*data["settings"]] == [*cls.settings()] and data["summary"] == cls.summary
-        assert data["about"] and all(each["about"] for each in data["settings"].values()), entry["name"]
+        assert data["about"] and all(setting["about"] for setting in data["settings"].values()), entry["name"]
 
 
 @pytest.mark.thinned
@@ -91,11 +91,11 @@ def test_caches_of_a_sampler(sampler: str) -> None:
     assert len(entries) == len(MODELS) * len(paradec.caches.names())
     lines = ok("caches", "--sampler", sampler).splitlines()
     assert [line.split("\t") for line in lines[1:]] == [list(entry.values()) for entry in entries]
-    one = json.loads(ok("caches", "--sampler", sampler, "--model", TINY, "--json"))
+    for_model = json.loads(ok("caches", "--sampler", sampler, "--model", TINY, "--json"))
     facts = paradec.load().facts
-    for entry in one:
-        said = verdict(paradec.samplers.create(sampler), paradec.caches.create(entry["cache"]), facts)
-        assert (entry["model"], entry["verdict"]) == ("bidirectional", said.status)
+    for entry in for_model:
+        expected = verdict(paradec.samplers.create(sampler), paradec.caches.create(entry["cache"]), facts)
+        assert (entry["model"], entry["verdict"]) == ("bidirectional", expected.status)
 
 
 OWN = """
