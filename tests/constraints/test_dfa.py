@@ -1,4 +1,4 @@
-"""Deterministic automata: sizes, operations, ECMA patterns, lengths, formats and numbers."""
+"""Deterministic finite automata: sizes, operations, ECMA patterns, lengths, formats and numbers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def matches(language: Dfa, text: str) -> bool:
     return language.accepts(map(ord, text))
 
 
-def all_texts(signs: str, most: int) -> list[str]:
-    return ["".join(text) for size in range(most + 1) for text in itertools.product(signs, repeat=size)]
+def all_texts(signs: str, max_length: int) -> list[str]:
+    return ["".join(text) for size in range(max_length + 1) for text in itertools.product(signs, repeat=size)]
 
 
 def count_classes(language: Dfa, signs: str) -> int:
-    """States that some text of `signs` tells apart, by Moore's algorithm."""
+    """Count the states that texts of `signs` distinguish (Moore's algorithm)."""
     size = len(language.rows)
     step = np.full((size + 1, len(signs)), size)
     for state, row in enumerate(language.rows):
@@ -75,7 +75,7 @@ def test_length_ranges_need_one_state_per_character() -> None:
     assert len(to_dfa(parse("(x{0,30}y{0,30})z")).rows) < 70
     bytes_of = to_dfa(parse("é{0,40}"), over_bytes=True)
     assert len(bytes_of.rows) == 81 and bytes_of.accepts("éé".encode())
-    # parts that more than one prefix leads to exist once
+    # parts that several prefixes reach are shared
     shared = to_dfa(parse("(a|b|cc|dd)(x{20}|y{20})"))
     assert len(shared.rows) == 43
 
@@ -146,7 +146,7 @@ WHOLE, FRACTIONS = ["0", "1", "5", "9", "10", "12", "13", "99", "100", "105", "1
 
 
 def test_numeric_bounds_match_decimal() -> None:
-    """All numbers of a grid of digits, at each bound; above and below it, also what doubles tell apart alone."""
+    """Check a grid of numbers at every bound. Exclusive bounds other than 0 refuse numbers of more than 15 digits."""
     for text in (sign + full + fraction for sign in ("", "-") for full in WHOLE for fraction in FRACTIONS):
         number = Decimal(text)
         assert matches(PLAIN, text) == (number != 0 or text[0] != "-")

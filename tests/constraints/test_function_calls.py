@@ -1,4 +1,4 @@
-"""Calls of ten functions with every registered sampler that takes constraints: always JSON that is valid."""
+"""Calls of ten functions with every registered sampler that supports constraints: always valid JSON."""
 
 import importlib.metadata
 import importlib.util
@@ -126,7 +126,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "then": {"required": ["card"]},
     },
 }
-"""Parameters of functions, as the `tools` of a chat have them."""
+"""Parameters of functions in the format of a chat's `tools`."""
 REFUSED = {
     **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces decided tokens"),
     **dict.fromkeys(("freedave", "lopa"), "drafts steps ahead"),
@@ -144,7 +144,7 @@ SAMPLERS = [
 
 
 def model_for(name: str, tokenizer: Any) -> Model:
-    """A small random model for a sampler."""
+    """Create a small random model for a sampler."""
     cls, size = paradec.samplers.get(name), len(tokenizer)
     facts: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": tokenizer.eos_token_id}
     if cls.family == "renoising":
@@ -162,7 +162,7 @@ def model_for(name: str, tokenizer: Any) -> Model:
 
 
 def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, after: str | None) -> None:
-    """Decode a call of a function and check it, or the refusal."""
+    """Decode a function call and validate it, or check the error."""
     call = {"name": {"const": function}, "arguments": FUNCTIONS[function]}
     schema = {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
     schema |= {"$defs": FUNCTIONS[function].get("$defs", {})}

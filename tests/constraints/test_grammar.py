@@ -1,4 +1,4 @@
-"""Grammars on causal models: a language with brackets, the distribution of masked decoding, copies, refusals."""
+"""Grammars on causal models: a nested language, the distribution of constrained decoding, copies, errors."""
 
 import copy
 import pickle
@@ -29,13 +29,13 @@ NESTED = paradec.Grammar('start: "a" start "b" | "x" | "y" start "z"')
 
 
 def is_prefix(text: str) -> bool:
-    """Whether some text of NESTED begins with it, by hand."""
-    left: list[str] = []
+    """Return whether `text` is a prefix of a text of NESTED, without a grammar library."""
+    rest: list[str] = []
     for place, sign in enumerate(text):
         if sign in "ay":
-            left.append("b" if sign == "a" else "z")
+            rest.append("b" if sign == "a" else "z")
         elif sign == "x":
-            return "".join(reversed(left)).startswith(text[place + 1 :])
+            return "".join(reversed(rest)).startswith(text[place + 1 :])
         else:
             return False
     return True
@@ -170,7 +170,7 @@ PATTERNS = [
 
 
 def test_llguidance_allows_a_subset_of_the_automata() -> None:
-    """And the same in each state where several texts go on; where one does, it takes one spelling alone."""
+    """Both allow the same tokens unless one continuation is left; then llguidance allows one tokenization."""
     size, ends, draw, alike, states = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0), 0, 0
     for pattern in PATTERNS:
         automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, size, ends, ())

@@ -30,7 +30,7 @@ def automaton_of(schema: Any, depth: int = 3) -> ByteAutomaton:
 
 
 def accepts(automaton: ByteAutomaton, value: Any) -> bool:
-    """With spaces and without; both are alike."""
+    """Return whether a value is accepted with and without spaces; both must agree."""
     spaced, compact = json.dumps(value), json.dumps(value, separators=(",", ":"))
     assert matches(automaton, spaced) == matches(automaton, compact)
     return matches(automaton, spaced)
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_keywords(name: str) -> None:
-    """Each case: values that are written and valid, values that are neither; and random texts."""
+    """Every case has accepted and rejected values; random texts of the automaton must be valid."""
     schema, written, others = CASES[name]
     automaton = automaton_of(schema)
     reference = json.loads(json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3'))
@@ -128,18 +128,18 @@ SMALL: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_all_texts_of_a_small_vocabulary(name: str) -> None:
-    """All sequences of up to seven parts: accepted is what is valid, with keys in the schema's order and once."""
+    """Texts of up to seven parts are accepted if valid, with every key once and in the order of the schema."""
     schema, automaton, actual = SMALL[name], automaton_of(SMALL[name], depth=8), 0
 
     def extend(text: str, state: int, size: int) -> None:
         nonlocal actual
         for part in TOKENS:
-            after = state
+            next_state = state
             for byte in part.encode():
-                after = int(automaton.step[after, automaton.letter_of[byte]]) if after >= 0 else -1
-            check(text + part, after >= 0 and bool(automaton.accept[after]))
-            if size > 1 and (after >= 0 or size > 4):  # what leads nowhere is tried three parts further
-                extend(text + part, after, size - 1)
+                next_state = int(automaton.step[next_state, automaton.letter_of[byte]]) if next_state >= 0 else -1
+            check(text + part, next_state >= 0 and bool(automaton.accept[next_state]))
+            if size > 1 and (next_state >= 0 or size > 4):  # rejected texts of up to three parts are extended too
+                extend(text + part, next_state, size - 1)
 
     def check(text: str, accepted: bool) -> None:
         nonlocal actual
@@ -162,7 +162,7 @@ NAMES, SIMPLE = ["a", "b", "ab", "c"], [1, "a", None, 0.5, True, {}]
 
 
 def random_schema(draw: random.Random, depth: int) -> Any:
-    """A schema of a few keywords, with at most `depth` levels."""
+    """Draw a schema of one or two keywords with at most `depth` levels."""
     if not depth or draw.random() < 0.15:
         values = draw.sample([1, 2, "a", "b", None, True, False, 0.5, [1], {"a": 1}], 3)
         kinds = ("string", "integer", "number", "boolean", "null")
@@ -348,20 +348,20 @@ def compile_schema(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
     return paradec.JsonSchema(schema, spelling=how).to_token_automaton(TOKENIZER, len(TOKENIZER))
 
 
-def accepted_sequences(automaton: TokenAutomaton, most: int) -> list[list[int]]:
-    """All accepted sequences of up to `most` tokens."""
+def accepted_sequences(automaton: TokenAutomaton, max_tokens: int) -> list[list[int]]:
+    """List all accepted sequences of at most `max_tokens` tokens."""
     result, todo = list[list[int]](), [(list[int](), 0)]
     for ids, state in todo:
         if automaton.accept[state]:
             result.append(ids)
         for index, target in zip(*automaton.after(state), strict=True):
-            if len(ids) < most:
+            if len(ids) < max_tokens:
                 todo += [([*ids, token], int(target)) for token in automaton.members[index].tolist()]
     return result
 
 
 def test_literals_have_the_tokenizer_s_spelling() -> None:
-    """A schema of literals alone: each of its texts once, in the tokens of the whole text; in any spelling, more."""
+    """A schema of literals accepts one tokenization of every text, the tokenizer's; with spelling="any" more."""
     schema = {**CLOSED, "properties": {"one": {"enum": [True, "two"]}, "three": {"const": None}}, "required": ["one"]}
     own, free = compile_schema(schema), compile_schema(schema, "any")
     actual = accepted_sequences(own, 60)
@@ -376,7 +376,7 @@ def test_literals_have_the_tokenizer_s_spelling() -> None:
 
 
 def test_free_text_has_any_spelling_between_literals() -> None:
-    """Strings in all of their spellings, what is around them in one."""
+    """Strings have all tokenizations, the text around them has one."""
     schema = {**CLOSED, "properties": {"one": {"type": "string", "pattern": "^[a-z]{1,4}$"}}, "required": ["one"]}
     own, free = compile_schema(schema), compile_schema(schema, "any")
     for text in ("one", "t", "twoo", "three", ""):

@@ -1,4 +1,4 @@
-"""Recorded automata, conditioned marginals, likeliest texts and joint draws."""
+"""Recorded automata, constrained marginals, likeliest texts and joint draws."""
 
 import math
 from typing import Any
@@ -15,17 +15,17 @@ from paradec.constraints.marginals import Marginals, _run_sums, _scattered_sums
 
 
 def same_language(ours: TokenAutomaton, steps: list[list[int]], accept: list[int]) -> bool:
-    """Whether both, which have no useless states, accept the same sequences."""
+    """Return whether both automata accept the same sequences. Neither has useless states."""
     pairs = [(0, 0)]
-    for own, other in pairs:
-        if ours.accept[own] != (other in accept):
+    for state, other in pairs:
+        if ours.accept[state] != (other in accept):
             return False
-        for token, after in enumerate(steps[other]):
-            to = ours.step(own, token)
-            if (to < 0) != (after < 0):
+        for token, next_state in enumerate(steps[other]):
+            our_next = ours.step(state, token)
+            if (our_next < 0) != (next_state < 0):
                 return False
-            if to >= 0 and (to, after) not in pairs:
-                pairs.append((to, after))
+            if our_next >= 0 and (our_next, next_state) not in pairs:
+                pairs.append((our_next, next_state))
     return True
 
 
@@ -46,7 +46,7 @@ def test_automata(name: str) -> None:
 
 
 def table_of(case: dict[str, Any]) -> torch.Tensor:
-    """Logits of the undecided positions."""
+    """Return the logits of the undecided positions."""
     return torch.tensor(case["p"], dtype=torch.float64)[[token is None for token in case["canvas"]]].log()
 
 
@@ -117,7 +117,7 @@ def test_marginals_over_several_token_ranges() -> None:
         step[state, members[index]] = target
 
     def weights(slot: int, state: int, among: Any) -> np.ndarray:
-        """[V]: of a slot's tokens with what may come after them."""
+        """Return the weights [V] of a slot's tokens, including all continuations."""
         if slot == 3:
             return automaton.accept[state]
         after = np.array([among(weights(slot + 1, to, among)) for to in range(2)])

@@ -1,4 +1,4 @@
-"""What callers give: patterns, choices and schemas, as they are read, refused, spelt in tokens and compiled."""
+"""Patterns, choices and schemas from users: parsing, errors, tokenizations and compilation."""
 
 import copy
 import datetime
@@ -41,25 +41,25 @@ def matches(automaton: ByteAutomaton, text: str) -> bool:
     return state >= 0 and bool(automaton.accept[state])
 
 
-def some_text(automaton: ByteAutomaton, draw: np.random.Generator, most: int = 400) -> str | None:
-    """A text of the language, by a walk that turns to acceptance after some steps; None where it took too long."""
+def some_text(automaton: ByteAutomaton, draw: np.random.Generator, max_bytes: int = 400) -> str | None:
+    """Draw a text by a random walk that after some steps goes to acceptance. None if it exceeds `max_bytes`."""
     distance = np.where(automaton.accept, 0, 10**9)
     for _ in range(len(distance)):
-        ahead = np.where(automaton.step >= 0, distance[automaton.step], 10**9).min(1) + 1
-        distance = np.minimum(distance, ahead)
-    state, result, left = 0, bytearray(), int(draw.integers(0, 40))
+        next_distance = np.where(automaton.step >= 0, distance[automaton.step], 10**9).min(1) + 1
+        distance = np.minimum(distance, next_distance)
+    state, result, steps_before_end = 0, bytearray(), int(draw.integers(0, 40))
     bytes_of = [np.flatnonzero(automaton.letter_of == letter) for letter in range(automaton.step.shape[1])]
-    while len(result) < most:
-        if automaton.accept[state] and left <= 0:
+    while len(result) < max_bytes:
+        if automaton.accept[state] and steps_before_end <= 0:
             return result.decode()
         letters = np.flatnonzero(automaton.step[state] >= 0)
         if not len(letters):
             return result.decode()
-        if left <= 0:
+        if steps_before_end <= 0:
             letters = letters[distance[automaton.step[state, letters]] < distance[state]]
         letter = draw.choice(letters)
         result.append(draw.choice(bytes_of[letter]))
-        state, left = int(automaton.step[state, letter]), left - 1
+        state, steps_before_end = int(automaton.step[state, letter]), steps_before_end - 1
     return None
 
 
@@ -124,8 +124,8 @@ SCHEMAS: list[Any] = [
 ]  # fmt: skip
 
 
-def is_valid_value(value: Any, schema: Any, whole: Any) -> bool:
-    """What a schema says of a value, keyword by keyword."""
+def is_valid_value(value: Any, schema: Any, root: Any) -> bool:
+    """Validate a value keyword by keyword."""
     kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
     def is_of(kind: str) -> bool:
@@ -134,39 +134,39 @@ def is_valid_value(value: Any, schema: Any, whole: Any) -> bool:
         return not isinstance(value, bool) and isinstance(value, int if kind == "integer" else (int, float))
 
     if "$ref" in schema:
-        result = whole
+        result = root
         for name in schema["$ref"].split("/")[1:]:
             result = result[name]
-        return is_valid_value(value, result, whole)
-    said = [True]
+        return is_valid_value(value, result, root)
+    passed = [True]
     if "type" in schema:
-        said.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
+        passed.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
     for key, rule in {
         "enum": lambda said: value in said,
         "const": lambda said: value == said,
-        "anyOf": lambda said: any(is_valid_value(value, part, whole) for part in said),
-        "allOf": lambda said: all(is_valid_value(value, part, whole) for part in said),
+        "anyOf": lambda said: any(is_valid_value(value, part, root) for part in said),
+        "allOf": lambda said: all(is_valid_value(value, part, root) for part in said),
     }.items():
-        said += [rule(schema[key])] if key in schema else []
+        passed += [rule(schema[key])] if key in schema else []
     if isinstance(value, dict):
         listed, more = schema.get("properties", {}), schema.get("additionalProperties", {})
-        said += [key in value for key in schema.get("required", ())]
-        said += [is_valid_value(inner, listed.get(key, more), whole) for key, inner in value.items()]
-        said.append(not listed or value.keys() <= listed.keys())
+        passed += [key in value for key in schema.get("required", ())]
+        passed += [is_valid_value(inner, listed.get(key, more), root) for key, inner in value.items()]
+        passed.append(not listed or value.keys() <= listed.keys())
     if isinstance(value, list):
         front = schema.get("prefixItems", [])
-        said += [is_valid_value(inner, rule, whole) for inner, rule in zip(value, front)]
-        said += [is_valid_value(inner, schema.get("items", {}), whole) for inner in value[len(front) :]]
-        said += [len(value) >= schema.get("minItems", 0), len(value) <= schema.get("maxItems", 99)]
+        passed += [is_valid_value(inner, rule, root) for inner, rule in zip(value, front)]
+        passed += [is_valid_value(inner, schema.get("items", {}), root) for inner in value[len(front) :]]
+        passed += [len(value) >= schema.get("minItems", 0), len(value) <= schema.get("maxItems", 99)]
     if isinstance(value, str):
-        said += [len(value) >= schema.get("minLength", 0), len(value) <= schema.get("maxLength", 10**9)]
-        said.append("pattern" not in schema or re.search(schema["pattern"], value) is not None)
+        passed += [len(value) >= schema.get("minLength", 0), len(value) <= schema.get("maxLength", 10**9)]
+        passed.append("pattern" not in schema or re.search(schema["pattern"], value) is not None)
         reads = {"date": datetime.date.fromisoformat, "uuid": uuid.UUID}.get(schema.get("format", ""), str)
-        said.append(reads(value) is not None)
+        passed.append(reads(value) is not None)
     if is_of("number"):
-        said += [value >= schema.get("minimum", -math.inf), value <= schema.get("maximum", math.inf)]
-        said += [value > schema.get("exclusiveMinimum", -math.inf), value < schema.get("exclusiveMaximum", math.inf)]
-    return all(said)
+        passed += [value >= schema.get("minimum", -math.inf), value <= schema.get("maximum", math.inf)]
+        passed += [value > schema.get("exclusiveMinimum", -math.inf), value < schema.get("exclusiveMaximum", math.inf)]
+    return all(passed)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=range(len(SCHEMAS)))
@@ -277,7 +277,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_take_bounded_work(name: str) -> None:
-    """They are refused, or have a small automaton."""
+    """Hostile schemas are refused or have a small automaton."""
     begin = time.process_time()
     try:
         automaton = byte_automaton(paradec.JsonSchema(HOSTILE[name], depth=8).node())
@@ -353,7 +353,7 @@ def test_choices_have_one_spelling() -> None:
 
 
 def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
-    """What tokens read together is not known: patterns are refused, choices work."""
+    """The text of joined tokens is unknown: patterns are refused, choices work."""
 
     class Reversed:
         all_special_ids: list[int] = []
@@ -377,7 +377,7 @@ def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("arguments", "message"),
     [
         ({"after": ""}, "after='' must be a text of 1 to 256 characters"),
         ({"after": 3}, "after=3 must be a text of 1 to 256 characters"),
@@ -388,12 +388,12 @@ def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
         ({"thinking_budget": 1}, "thinking_budget=1 needs after"),
     ],
 )
-def test_markers_are_checked(more: dict[str, Any], message: str) -> None:
+def test_markers_are_checked(arguments: dict[str, Any], message: str) -> None:
     for value in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {"type": "null"}}):
         with pytest.raises(ValueError, match=message):
-            constraint_of("constraint", value | more)
+            constraint_of("constraint", value | arguments)
     with pytest.raises(ValueError, match="after does not work with a grammar|thinking_budget"):
-        constraint_of("constraint", {"grammar": 'start: "a"', "after": "x"} | more)
+        constraint_of("constraint", {"grammar": 'start: "a"', "after": "x"} | arguments)
 
 
 MARKED = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]
@@ -403,7 +403,7 @@ MARKED = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>",
 @pytest.mark.parametrize("special", [(0,), (0, 1)])
 @pytest.mark.parametrize("drops_space", [False, True])
 def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> None:
-    """All sequences of up to 4 tokens, where a special token may be the marker, and spaces at the beginning drop."""
+    """Check all sequences of up to 4 tokens. A special token may be the marker; leading spaces may be dropped."""
     tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(MARKED)}, unk_token="<unk>"))
     sentence_piece = [
         decoders.Replace("\u2581", " "),
@@ -428,7 +428,7 @@ def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> 
         return text
 
     def free_length(ids: tuple[int, ...]) -> int | None:
-        """Tokens up to the first marker's end; None where there is none, or the token that ends it goes on."""
+        """Count tokens up to the end of the first marker. None without marker, or if its last token goes beyond it."""
         count = next((n for n in range(len(ids) + 1) if "</t>" in read(ids[:n])), 0)
         return count if read(ids[:count]).endswith("</t>") else None
 
@@ -446,7 +446,7 @@ def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> 
 
 
 def test_literals_behind_a_marker() -> None:
-    """Free text is in any tokens; the tokenizer spells what follows, as without a marker."""
+    """Free text has any tokenization. The text after the marker has the tokenizer's, as without a marker."""
     schema = {"type": "object", "properties": {"one": {"enum": ["two", "three"]}}, "required": ["one"]}
     plain, marked = compile_tokens(paradec.JsonSchema(schema)), compile_tokens(paradec.JsonSchema(schema, after="then"))
     free = [
@@ -490,7 +490,7 @@ def test_states_reach_acceptance_in_n_tokens(pattern: str, ends: tuple[int, ...]
 
 
 def test_a_long_answer_takes_no_table_of_states_times_tokens() -> None:
-    """500 texts over 126,000 tokens in 4,096 slots: with all that is made of them 5 MB at most."""
+    """500 texts over 126,000 tokens in 4,096 slots take at most 5 MB, with all derived arrays."""
     texts = many_texts(500, 24)
     for ends in ((), (TOKENIZER.eos_token_id,)):
         automaton = token_automaton(paradec.Choice(texts), TOKENIZER, 126_000, ends, ())
@@ -522,24 +522,24 @@ def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cached_automata_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = values._CACHE.setdefault(TOKENIZER, {})
-    kept.clear()
-    made = [token_automaton(paradec.Choice([text]), TOKENIZER, 9000, (), ()) for text in ("one", "two", "three")]
-    monkeypatch.setattr(values, "MAX_CACHED_BYTES", sum(each.nbytes for each in made) + 1000)
-    assert token_automaton(paradec.Choice(["one"]), TOKENIZER, 9000, (), ()) is made[0]
+    cached = values._CACHE.setdefault(TOKENIZER, {})
+    cached.clear()
+    automata = [token_automaton(paradec.Choice([text]), TOKENIZER, 9000, (), ()) for text in ("one", "two", "three")]
+    monkeypatch.setattr(values, "MAX_CACHED_BYTES", sum(each.nbytes for each in automata) + 1000)
+    assert token_automaton(paradec.Choice(["one"]), TOKENIZER, 9000, (), ()) is automata[0]
     token_automaton(paradec.Choice(["nine"]), TOKENIZER, 9000, (), ())
-    assert sum(each.nbytes for each in kept.values()) <= values.MAX_CACHED_BYTES
-    assert [key[0].choices for key in kept] == [("three",), ("one",), ("nine",)]
+    assert sum(each.nbytes for each in cached.values()) <= values.MAX_CACHED_BYTES
+    assert [key[0].choices for key in cached] == [("three",), ("one",), ("nine",)]
     monkeypatch.setattr(values, "MAX_CACHED_BYTES", 1)
     token_automaton(paradec.Choice(["seven"]), TOKENIZER, 9000, (), ())
-    assert [key[0].choices for key in kept] == [("seven",)]
+    assert [key[0].choices for key in cached] == [("seven",)]
 
 
 @pytest.fixture
 def compiler() -> Iterator[Compiler]:
-    made = Compiler(TOKENIZER, VOCAB, seconds=2, max_bytes=2**28)
-    yield made
-    made.close()
+    instance = Compiler(TOKENIZER, VOCAB, seconds=2, max_bytes=2**28)
+    yield instance
+    instance.close()
 
 
 def test_compiled_automata_equal_local_ones(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,12 +548,12 @@ def test_compiled_automata_equal_local_ones(compiler: Compiler, monkeypatch: pyt
     for value, (make, argument) in zip(values, arguments, strict=True):
         expected = value.to_token_automaton(TOKENIZER, VOCAB)
         assert compiler.compile(make, argument) == value
-        monkeypatch.setattr(type(value), "to_token_automaton", None)  # it is found
+        monkeypatch.setattr(type(value), "to_token_automaton", None)  # the compiled one is cached
         actual = token_automaton(value, TOKENIZER, VOCAB, (), ())
         for name in ("edges", "accept", "class_of"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
     monkeypatch.setattr(compiler, "_ask", None)
-    assert compiler.compile(Regex, "[ab]{2,5}c?") == values[0]  # nothing is compiled again
+    assert compiler.compile(Regex, "[ab]{2,5}c?") == values[0]  # from the cache
 
 
 def test_compilation_is_limited_and_does_not_block_others(compiler: Compiler) -> None:
