@@ -1,5 +1,5 @@
-"""DiffusionGemmaPipeline with diffusers' and paradec's EntropyBoundScheduler, transformers' generate and
-paradec.generate: the same numbers, but where a canvas runs out of steps."""
+"""DiffusionGemmaPipeline with diffusers' and paradec's EntropyBoundScheduler equals transformers' generate and
+paradec.generate, except for canvases that reach the last step."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from paradec import schedulers
 
 
 def gemma_pipeline(module: Any, scheduler: Any, processor: Any) -> Any:
-    """diffusers' DiffusionGemmaPipeline. It calls a function of transformers 5.24 with an argument of 5.23."""
+    """Create a DiffusionGemmaPipeline. Rename an argument for transformers 5.24; diffusers passes the name of 5.23."""
     import diffusers
 
     decoder = module.model.decoder
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 def run_pipeline(
     module: Any, scheduler: Any, rows: list[list[int]], seed: int, **call: Any
 ) -> tuple[Tensor, list[Step]]:
-    """What DiffusionGemmaPipeline makes of two canvases, and the steps that it took."""
+    """Return the tokens of two canvases from DiffusionGemmaPipeline, and its steps."""
     pipeline = gemma_pipeline(module, scheduler, Prompts(rows))
     steps: list[Step] = []
 
@@ -101,7 +101,7 @@ def test_converged_rows_equal_transformers(which: str) -> None:
     converged = 0
     for seed in range(3):
         actual, steps = run_pipeline(module, SCHEDULERS[which](), ROWS, seed)
-        if any(step.timestep == STEPS - 1 for step in steps):  # the last step was reached: see the next test
+        if any(step.timestep == STEPS - 1 for step in steps):  # not converged: see the next test
             continue
         converged += 1
         assert torch.equal(actual, run_transformers(module, ROWS, seed))
@@ -119,7 +119,7 @@ def test_converged_rows_equal_transformers(which: str) -> None:
 @pytest.mark.parametrize("which", SCHEDULERS)
 @pytest.mark.parametrize("confidence", [1e-9, None])
 def test_at_the_last_step_the_pipeline_returns_the_noisy_canvas(which: str, confidence: float | None) -> None:
-    """transformers and `diffusion_gemma` return the best tokens of the last step, the pipeline its noisy canvas."""
+    """transformers and `diffusion_gemma` return the likeliest tokens of the last step, the pipeline a noisy canvas."""
     module, row = tiny_gemma(), ROWS[:1]
     actual, steps = run_pipeline(
         module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence

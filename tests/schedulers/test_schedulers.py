@@ -1,4 +1,4 @@
-"""Schedulers that are swapped into diffusers' pipelines: the tokens of `paradec.generate`, configs and presets."""
+"""Schedulers in diffusers' pipelines: the tokens of `paradec.generate`, configs and presets."""
 
 import copy
 import dataclasses
@@ -44,7 +44,7 @@ def ids() -> Tensor:
 
 IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.LPDScheduler, schedulers.RecapScheduler]
 DRAWS = {schedulers.RandomScheduler}
-"""Choose positions by chance, from numbers that depend on the prompt, which a scheduler does not see."""
+"""Draw positions with keys that depend on the prompt. A scheduler does not see the prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: T
         named.unwrap()
     assert torch.equal(out, expected.new_tokens)
     pipe.model.calls = 0
-    assert torch.equal(run_text(pipe, ids[:1]), out[:1])  # nothing is left of the run before
+    assert torch.equal(run_text(pipe, ids[:1]), out[:1])  # the previous run leaves no state
     assert pipe.model.calls == expected.row_nfe[0]
 
 
@@ -107,14 +107,14 @@ def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
     step = {"mask_token_id": MASK, "temperature": 5.0, "generator": torch.Generator().manual_seed(1)}
     drawn = scheduler.step(logits, 0, torch.full((1, 200), MASK), top_k=3, **step).sampled_tokens
     places = (best == drawn.unsqueeze(-1)).sum((0, 1))
-    assert places.sum() == 200 and (places > 30).all()  # the three best, and each of them
+    assert places.sum() == 200 and (places > 30).all()  # all three best tokens are drawn, and no other
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [schedulers.ThresholdScheduler, schedulers.EditingScheduler])
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids: Tensor, model: Model) -> None:
-    """Up to and with the end token; the pipeline leaves what follows as it is, and freezes the row."""
+    """Rows equal up to and including the end token. The pipeline freezes the rest of the row."""
     wanted = torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(seed))
     plain = paradec.generate(model, input_ids=wanted, max_new_tokens=10, eos_early_stop=False, sampler="threshold")
     end = int(plain.new_tokens[0, 5])  # some token that comes up
@@ -137,8 +137,8 @@ def test_changes_by_a_callback_take_effect(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
     seen = []
 
-    def once(_: Any, step: int, timestep: int, actual: dict[str, Tensor]) -> dict[str, Tensor]:
-        block = actual["block_x"].clone()
+    def once(_: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        block = tensors["block_x"].clone()
         if not seen:
             block[:, -1], block[:, -2] = 7, MASK
         seen.append(step)
@@ -181,13 +181,13 @@ def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Ten
     pipe.scheduler = schedulers.LowConfidenceScheduler(block_length=BLOCK)
     with paradec.accelerate(pipe, cache="block") as session:
         run_text(pipe, ids[:1], num_inference_steps=2)
-        # the prompt's whole block and the open one; then the open block, and with each new one the block before
+        # first the prompt's full block and the open one; then the open block, plus the previous one when a block opens
         assert session.report().evaluated == (8 + 4) + (8 + 4) + (8 + 4)
         assert session.report().whole == 2 * (8 + 12 + 16) and session.report().calls == 6
 
 
 def test_block_cache_distinguishes_attention_masks(pipe: Any, ids: Tensor) -> None:
-    """The same prompt padded otherwise is another one: answers of one block, so that its keys would all fit."""
+    """The same prompt with other padding needs new keys. The answers have one block, so that old keys would fit."""
     requests = [{}, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])}, {}]
     plain = [run_text(pipe, ids, gen_length=2, **request) for request in requests]
     with paradec.accelerate(pipe, cache="block"):
@@ -196,7 +196,7 @@ def test_block_cache_distinguishes_attention_masks(pipe: Any, ids: Tensor) -> No
 
 
 def test_block_cache_recovers_from_an_error_in_the_model(pipe: Any, ids: Tensor) -> None:
-    """When the first layer has kept its keys, and the second has not."""
+    """Raise after the first layer has stored its keys and before the second one has."""
     plain, calls = run_text(pipe, ids), 0
 
     def fail(*_: Any) -> None:
@@ -239,7 +239,7 @@ def test_logits_are_those_of_the_block() -> None:
 
 
 def test_row_memory_survives_ended_rows() -> None:
-    """Saber's mean confidence is of all blocks, whichever other rows have masks."""
+    """Saber averages the confidence over all blocks, even those in which other rows have no masks."""
     draws = torch.Generator().manual_seed(0)
     first, second = (torch.randn(3, 4, VOCAB, generator=draws) for _ in range(2))
     blocks = [torch.full((3, 4), MASK) for _ in range(2)]
@@ -308,12 +308,12 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
 
 
 def callback_after(step: int, function: Any) -> Any:
-    """A callback of LLaDA2Pipeline that calls a function after this step."""
+    """Create a callback of LLaDA2Pipeline that calls `function` after step `step`."""
 
-    def callback(_: Any, index: int, timestep: int, actual: dict[str, Tensor]) -> dict[str, Tensor]:
+    def callback(_: Any, index: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if index == step:
             function()
-        return {"block_x": actual["block_x"]}
+        return {"block_x": tensors["block_x"]}
 
     return callback
 
@@ -321,7 +321,7 @@ def callback_after(step: int, function: Any) -> Any:
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
 def test_a_new_run_ends_the_previous_one(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
-    """Where another thread begins a run, the first one is refused at its next step."""
+    """If another thread starts a run, the next step of the first run raises."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **required_settings(cls, filter_path))
     request = {"gen_length": 6}
     plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
@@ -378,7 +378,7 @@ def amused() -> AmusedPipeline:
 
 
 class OneImage(nn.Module):
-    """The pipeline's transformer as a model of rows of tokens, under its fixed condition."""
+    """The pipeline's transformer with a fixed condition, as a model over token ids [B, T]."""
 
     def __init__(self, pipeline: AmusedPipeline, condition: dict[str, Tensor]):
         super().__init__()
@@ -441,7 +441,7 @@ def capture_latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -
 
 
 def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipeline) -> None:
-    """One group: local steps evaluate all cells, from scratch."""
+    """With one group, local steps evaluate all cells anew."""
     amused.scheduler = before = AmusedScheduler(mask_token_id=IMAGE_MASK)
     plain = capture_latents(amused)
     amused.scheduler = schedulers.RecapScheduler.from_config(before.config, local_steps=5)
@@ -456,16 +456,18 @@ def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipel
 
 
 def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipeline) -> None:
-    """As many cells of 2 x 2 as hold a target, of the image with most of them; in both branches of guidance its own."""
+    """Every image evaluates its cells of 2 x 2 that contain targets; their number is the maximum over the images."""
     amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
     expected, uneven, cells = [16], 0, []
 
-    def note(step: int, timestep: Tensor, actual: Tensor) -> None:
+    def note(step: int, timestep: Tensor, codes: Tensor) -> None:
         nonlocal uneven, cells
         if session.local is not None:
             evaluated = [{divmod(cell, 4) for cell in row} for row in session.local.tolist()]
-            assert len(evaluated) == 4 and all(cells[row % 2] <= own for row, own in enumerate(evaluated))
-        targets = session.scheduler.targets()  # of the call that comes next
+            assert len(evaluated) == 4 and all(
+                cells[row % 2] <= evaluated_cells for row, evaluated_cells in enumerate(evaluated)
+            )
+        targets = session.scheduler.targets()  # of the next call
         if targets is None:
             expected.append(16)
             return
@@ -484,7 +486,7 @@ def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipel
 
 @pytest.mark.parametrize("cls", [AmusedScheduler, *IMAGE], ids=lambda cls: cls.__name__)
 def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
-    """With every scheduler; a second thread in a run is refused, and a pipeline beside it is right."""
+    """A second thread in the same run is refused; another pipeline during the run gives the right result."""
     config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
     amused.scheduler = cls.from_config(config)
     beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
@@ -523,7 +525,7 @@ def test_given_image_tokens_stay() -> None:
 
 @pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
 def test_noise_masks_the_share_of_the_schedule(cls: type) -> None:
-    """After step t of T, cos(pi / 2 (t + 1) / T) of the tokens are masks: none after the last one."""
+    """After step t of T, a share of cos(pi / 2 (t + 1) / T) of the tokens is masked: none after the last step."""
     scheduler = cls(mask_token_id=8)
     scheduler.set_timesteps(6)
     generator = torch.Generator().manual_seed(0)
@@ -691,11 +693,11 @@ def test_steps_are_counted_per_block(model: Model) -> None:
     preset = paradec.Request(sampler="low_confidence", block_length=BLOCK, max_new_tokens=8, steps=4, temperature=0.5)
     called = schedulers.call_arguments(preset)
     assert called == {"gen_length": 8, "temperature": 0.5, "num_inference_steps": 2}
-    made = schedulers.from_preset(preset)
-    assert isinstance(made, schedulers.LowConfidenceScheduler) and made.config.num_inference_steps == 2
+    scheduler = schedulers.from_preset(preset)
+    assert isinstance(scheduler, schedulers.LowConfidenceScheduler) and scheduler.config.num_inference_steps == 2
     assert schedulers.from_preset(preset, block_length=2).config.block_length == 2
     ids = torch.randint(0, MASK - 1, (1, 8), generator=torch.Generator().manual_seed(2))
-    pipe = LLaDA2Pipeline(BlockCausal(model), made)
+    pipe = LLaDA2Pipeline(BlockCausal(model), scheduler)
     greedy = {**called, "temperature": 0.0}
     expected = paradec.generate(model, input_ids=ids, preset=preset, temperature=0.0, eos_early_stop=False)
     assert torch.equal(run_text(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
