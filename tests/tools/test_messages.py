@@ -1,4 +1,4 @@
-"""Wrong arguments and files of the tools: one line that names the argument or the line, and what is allowed."""
+"""Wrong arguments and files of the tools: errors of one line with the argument or line, and the allowed values."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a harness asks of a model, and recipes. None of it needs lm-evaluation-harness."""
+"""Requests of an evaluation harness to a model, and recipes. lm-evaluation-harness is not needed."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def as_requests(*entries: tuple[Any, ...]) -> list[Any]:
 
 
 def score_pairs(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
-    """Log-likelihoods of (context, continuation), as the harness asks for them."""
+    """Return (log-likelihood, is greedy) of (context, continuation) pairs through the harness interface."""
     return lm._loglikelihood_tokens([(pair, *lm._encode_pair(*pair)) for pair in pairs], disable_tqdm=True)
 
 
@@ -49,11 +49,11 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) -> None:
-    kept = []
+    cached = []
 
     class Keeping(Answering):
         def keep(self, *entry: Any) -> None:
-            kept.append(entry)
+            cached.append(entry)
 
     lm = Keeping(packaged64, batch_size=batch, max_new_tokens=6)
     texts = ["Sort: pear fig apple", "Copy: kiwi", "Reverse: kiwi goat fox", "Copy: fig pear"]
@@ -61,7 +61,7 @@ def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) 
     answers = lm.generate_until(as_requests(*entries)) + lm.generate_until(as_requests(entries[0]))
     alone = [paradec.generate(packaged64, text, max_new_tokens=6) for text in [*texts, texts[0]]]
     assert answers == [out.text for out in alone]
-    assert kept == [("generate_until", entry, text) for entry, text in zip([*entries, entries[0]], answers)]
+    assert cached == [("generate_until", entry, text) for entry, text in zip([*entries, entries[0]], answers)]
     assert lm.spent.answers == 5 and lm.spent.row_calls == sum(out.nfe for out in alone)
     assert lm.spent.tokens == sum(sum(out.tokens) for out in alone)
     assert lm.spent.forwarded_tokens == sum(out.forwarded_tokens for out in alone)
@@ -76,8 +76,8 @@ def test_prompts_have_the_ids_of_generate(packaged64: Model) -> None:
     assert lm.tok_encode(chat) == encode(packaged64, text).rows[0]
     assert lm.tok_encode(text) == encode(packaged64, text, chat=False).rows[0] != lm.tok_encode(chat)
     closed = [{"role": "user", "content": text}, {"role": "assistant", "content": "apple"}]
-    begun = lm.apply_chat_template(closed, add_generation_prompt=False)
-    assert begun.endswith("apple") and begun.startswith(chat)
+    prompts = lm.apply_chat_template(closed, add_generation_prompt=False)
+    assert prompts.endswith("apple") and prompts.startswith(chat)
 
 
 def test_unsupported_task_settings_are_refused(packaged64: Model) -> None:
@@ -102,7 +102,7 @@ def test_task_penalties_act_like_generate(packaged64: Model) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_log_likelihoods_have_errors_and_greedy_flags(packaged64: Model, batch: int) -> None:
-    """Of two strata each; one token alone has nothing to draw."""
+    """Every estimate has two strata. A single token needs no draw and has no error."""
     lm = Answering(packaged64, mc_num=4, mc_batch=2, seed=3, batch_size=batch)
     chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat fox pear"}])
     answers = ["kiwi goat fox pear", "kiwi fox goat pear", "kiwi", "goat kiwi fox", "goat kiwi pear apple"]
@@ -124,7 +124,7 @@ def test_log_likelihoods_have_errors_and_greedy_flags(packaged64: Model, batch: 
 
 
 def test_a_rendered_chat_gets_no_first_token() -> None:
-    class Words:  # of a causal model, with a token that texts begin with
+    class Words:  # the tokenizer of a causal model, which adds a first token
         bos_token_id, eos_token_id, unk_token_id, chat_template = 1, 2, None, "yes"
 
         def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The comparison of samplers: its numbers, its file, its interrupts, and the command."""
+"""`paradec compare`: scores, files, interrupts and the command."""
 
 import csv
 import io
@@ -37,7 +37,7 @@ def small(packaged: Model) -> Comparison:
 
 
 def test_wilson_solves_its_equation() -> None:
-    # the interval's ends are the shares p from which right/asked lies z standard deviations of p away
+    # at both ends p of the interval, right/asked is z standard deviations away from p
     z = 1.959963984540054
     for right, asked in ((1, 10), (5, 10), (47, 48), (700, 720)):
         for p in wilson(right, asked):
@@ -54,13 +54,13 @@ def test_aup_by_hand() -> None:
     # weights: w(78) = exp(-3 * 2/80), w(80) = 1
     expected = 80 + 0.5 * 1 * (80 + 78 * math.exp(-0.075)) + 0.5 * 2 * (76 * math.exp(-0.15) + 78 * math.exp(-0.075))
     assert aup([(4.0, 76.0), (1.0, 80.0), (2.0, 78.0)]) == pytest.approx(expected, rel=1e-12)
-    # more than five points below the slowest setting: left out; exactly five: kept
+    # points more than five below the slowest setting are excluded; exactly five are included
     assert aup([(1.0, 80.0), (9.0, 74.9)]) == 80
     assert aup([(1.0, 80.0), (9.0, 75.0)]) == pytest.approx(80 + 0.5 * 8 * (80 + 75 * math.exp(-3 * 5 / 80)))
-    # a faster setting that is better than the slowest one, and a best accuracy from elsewhere
+    # a faster setting better than the slowest one, and a best accuracy of another sampler
     worth = [y * math.exp(-3 * (1 - y / 90)) for y in (50.0, 60.0)]
     assert aup([(0.5, 50.0), (1.5, 60.0)], best=90) == pytest.approx(0.5 * 50 + 0.5 * sum(worth))
-    # a hole in the middle of a curve is left out too, and its neighbours are joined
+    # an excluded point in the middle: its neighbours are connected
     assert aup([(1.0, 80.0), (2.0, 10.0), (3.0, 80.0)]) == 80 + 2 * 80
     assert aup([(1.0, 0.0)]) == 0
 
@@ -94,7 +94,7 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_seeds_and_blocks_match_generate(packaged: Model) -> None:
-    """Draws; and rows with unequal numbers of blocks, whose steps are shared out over the most."""
+    """Random draws; and rows with unequal numbers of blocks, whose steps are divided by the largest number."""
     facts = packaged.facts
     model = paradec.wrap(
         packaged.module, tokenizer=packaged.tokenizer, mask_token_id=facts.mask_token_id, prediction="same",
@@ -133,7 +133,7 @@ def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
     best = max(100 * row["accuracy"] for row in data["results"])
     curve = [(r["tokens_per_forward"], 100 * r["accuracy"]) for r in data["results"] if r["sampler"] == "factor"]
     assert data["aup"]["factor"] == aup(curve, best)
-    assert set(data["aup"]) == {"factor", "low_confidence"}  # of the baseline one setting was measured, not three
+    assert set(data["aup"]) == {"factor", "low_confidence"}  # the baseline has one setting, not three
     assert without_times(Comparison.from_json(file).to_dict()) == without_times(small.to_dict())
 
 
@@ -145,12 +145,12 @@ def test_answers_and_lost_tokens_are_recorded(packaged: Model, small: Comparison
     for result in small.results:
         name, method = result.configuration.sampler, result.configuration.make()
         if name == "low_confidence":
-            continue  # its steps are the request's
-        for text, question, kept in zip(texts, questions, result.answers, strict=True):
+            continue  # its steps come from the request
+        for text, question, answer in zip(texts, questions, result.answers, strict=True):
             out = paradec.generate(packaged, text, sampler=method, **quick)
-            said = {"text": out.text, "right": question.right(out.text), "nfe": out.nfe, "tokens": out.tokens[0]}
-            assert kept == said, name
-    assert any(small.lost(result) for result in small.results)  # else nothing is seen
+            expected = {"text": out.text, "right": question.right(out.text), "nfe": out.nfe, "tokens": out.tokens[0]}
+            assert answer == expected, name
+    assert any(small.lost(result) for result in small.results)  # else the test shows nothing
     rows = small.to_dict()["results"]
     for row in rows:
         pairs = list(enumerate(zip(rows[0]["answers"], row["answers"], strict=True)))
@@ -200,7 +200,7 @@ def stop_after(count: int) -> Callable[..., None]:
 def test_interrupted_comparisons_resume(packaged: Model, small: Comparison) -> None:
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     with pytest.raises(paradec.Interrupted) as caught:
-        # two batches per configuration: the third configuration is cut short
+        # two batches per configuration: the third configuration is interrupted
         evaluation.compare(packaged, questions=questions, batch=4, progress=stop_after(5), **SMALL)
     partial = caught.value.output
     assert not partial.complete and partial.to_dict()["complete"] is False
@@ -218,12 +218,12 @@ def test_interrupted_comparisons_resume(packaged: Model, small: Comparison) -> N
     shares = [share for _, share in measured]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
     assert without_times(full.to_dict()) == without_times(small.to_dict())
-    # a gap in the middle: what stands after it survives an interrupt
+    # a gap in the middle: later results survive an interrupt
     gap = replace(small, results=[r for r in small.results if r.configuration.name != "factor"])
     with pytest.raises(paradec.Interrupted) as caught:
         evaluation.compare(packaged, questions=questions, batch=4, resume=gap, progress=stop_after(1), **SMALL)
     assert [r.configuration for r in caught.value.output.results] == [r.configuration for r in gap.results]
-    # so do results that this run does not ask for
+    # so do results of other samplers than this run's
     base = evaluation.compare(packaged, questions=questions, batch=8, resume=small, **SMALL | {"names": "factor"})
     assert without_times(base.to_dict()) == without_times(small.to_dict())
     with pytest.raises(ValueError, match="max_new_tokens=12"):
@@ -321,7 +321,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     actual = Comparison.from_json(file)
     assert lines == [actual.columns(), *actual.table()] and len(lines) == 5 and actual.complete
-    # everything is there already: nothing is decoded again
+    # all results exist: nothing is decoded
     monkeypatch.setattr(sys.modules["paradec.tools.evaluation.compare"], "generate", None)
     repeated = run(*FEW, "--out", file, "--resume", "--json")
     assert repeated.exit_code == 0

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with a paradec model: the scores of `paradec compare`, and what the harness adds to it."""
+"""lm-evaluation-harness with a paradec model: the scores of `paradec compare`, caches, choices and recipes."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def test_arguments_of_the_command_line_are_the_model_s() -> None:
 
 def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> None:
     limit, tasks = 6, tuple(f"paradec_{task}" for task in SOME)
-    # the harness takes the first prompts of a task, and compare some of all lengths: the questions are the first ones
+    # compare samples prompts of all lengths, the harness takes the first ones: give compare the first ones too
     questions = [question for task in SOME for question in evaluation.packaged_questions(task)[:limit]]
     of_compare = evaluation.compare(packaged64, questions=questions, names=["threshold"], batch=4).baseline
     expected = {f"paradec_{task}": right / count for task, (right, count) in of_compare.tasks.items()}
@@ -113,7 +113,7 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
 
 @pytest.fixture
 def choices(tmp_path: Path) -> Path:
-    """A task with choices, as YAML and JSON lines."""
+    """Write a multiple-choice task as YAML and JSON lines."""
     rows = [
         {"question": "Copy: kiwi goat fox", "choices": ["kiwi goat fox", "goat kiwi fox"], "label": 0},
         {
@@ -142,9 +142,12 @@ def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path,
         for batch in (1, 7)
     ]
     assert [f["results"]["choices"]["acc,none"] for f in actual] == [1.0, 1.0]
-    said = actual[0]["config"]["log_likelihoods"]
-    assert (said["judged"], said["method"], said["samples"]) == (5, "monte_carlo", 4)
-    assert said["median_standard_error"] >= 0 and said["largest_standard_error"] >= said["median_standard_error"]
+    reported = actual[0]["config"]["log_likelihoods"]
+    assert (reported["judged"], reported["method"], reported["samples"]) == (5, "monte_carlo", 4)
+    assert (
+        reported["median_standard_error"] >= 0
+        and reported["largest_standard_error"] >= reported["median_standard_error"]
+    )
     first, second = ([sample["filtered_resps"] for sample in f["samples"]["choices"]] for f in actual)
     for a, b in zip(sum(first, []), sum(second, []), strict=True):
         assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]

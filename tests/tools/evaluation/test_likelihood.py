@@ -1,4 +1,4 @@
-"""Log-likelihoods beside plain loops: over all maskings, all orders, and one position after the other."""
+"""Log-likelihoods against plain loops over all maskings, over all orders, and from left to right."""
 
 import itertools
 import math
@@ -20,19 +20,19 @@ CONTEXT, CONTINUATION = [3, 17, 8, 30, 2], [5, 21, 9, 33]
 
 
 def distributions(model: Model, tokens: list[int]) -> torch.Tensor:
-    """[L, V]: the log-probabilities of each position, from one call with nothing padded and nothing left out."""
+    """Return the log-probabilities [L, V] of all positions from one call without padding."""
     row = torch.tensor([tokens])
     query = Query(rows=np.arange(1), tokens=row, positions=torch.arange(len(tokens))[None])
     logits = model(query)[0].double()
     return logits.roll(1 if model.facts.topology == "causal" else model.facts.shift, 0).log_softmax(-1)
 
 
-def mask_positions(row: list[int], at: Any, mask: int) -> list[int]:
-    return [mask if position in at else token for position, token in enumerate(row)]
+def mask_positions(row: list[int], positions: Any, mask: int) -> list[int]:
+    return [mask if position in positions else token for position, token in enumerate(row)]
 
 
 def expectation(model: Model, row: list[int], begin: int) -> float:
-    """The bound, by a plain loop over the number of masks and all their places."""
+    """Return the bound by a plain loop over all numbers and positions of masks."""
     length, total = len(row) - begin, 0.0
     for size in range(1, length + 1):
         subsets = list(itertools.combinations(range(begin, len(row)), size))
@@ -86,7 +86,7 @@ def test_draws_estimate_the_expectation_and_their_variance() -> None:
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("method", ["chain", "monte_carlo"])
 def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
-    """Of the draws' values one by one; those of blocks add up, and where nothing was drawn there is none."""
+    """The error follows from the single draws. Variances of blocks add up; without draws there is no error."""
     model, continuation = tiny(1, topology), CONTINUATION * 2
     row = CONTEXT + continuation
     if method == "chain":
@@ -109,7 +109,7 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
 
 @pytest.mark.parametrize(("length", "stratum"), [(8, 16), (24, 16), (5, 16), (40, 16), (7, 1)])
 def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> None:
-    # at 8 and 24 a rounding to even numbers would favour these
+    # at lengths 8 and 24 rounding to even would favour even numbers
     keys = likelihood._keys(0, [length])
     sizes = np.array(likelihood._mask_counts(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
     assert {sizes.min(), sizes.max()} == {1, length}
@@ -182,13 +182,13 @@ def test_values_depend_on_no_other_pair(kind: str) -> None:
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
     model = tiny(2, prediction=prediction)
-    row, left = CONTEXT + [MASK] * 4, {5, 6, 7, 8}
-    while left:  # the most confident of the masked positions, one per forward
+    row, masked = CONTEXT + [MASK] * 4, {5, 6, 7, 8}
+    while masked:  # the most confident of the masked positions, one per forward
         read = distributions(model, row)
         read[:, MASK] = -torch.inf
-        most_confident = max(left, key=lambda i: (read[i].max().item(), -i))
+        most_confident = max(masked, key=lambda i: (read[i].max().item(), -i))
         row[most_confident] = int(read[most_confident].argmax())
-        left.discard(most_confident)
+        masked.discard(most_confident)
     other = row[5:8] + [(row[8] + 1) % MASK]
     pairs = [(CONTEXT, row[5:]), (CONTEXT, other), (CONTEXT[:3], row[5:6])]
     assert greedily_decoded(model, pairs)[:2] == [True, False]

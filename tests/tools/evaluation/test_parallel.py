@@ -1,4 +1,4 @@
-"""The bench of parallel decoding: its prompts, equal numbers of settings, the command."""
+"""`paradec bench parallel`: prompts, equal numbers of settings, the command."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Pages, animations, plots and notebook views: harmless, bounded, and what they say is what was recorded."""
+"""Pages, animations, plots and notebook views: escaped, bounded, and equal to the record."""
 
 import json
 import re
@@ -128,7 +128,7 @@ def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -
             times.append(drawn.info["duration"])
     assert len(frames) == len(trace.steps) + 1 and set(times[:-1]) == {200} and times[-1] == 2500
     assert all((a != b).any() for a, b in zip(frames, frames[1:]))
-    # grey where nothing is decided: less from frame to frame as long as nothing is taken back
+    # undecided positions are grey: their number decreases from frame to frame
     grey = [int((np.abs(frame.astype(int) - (226, 226, 234)).max(-1) <= 4).sum()) for frame in frames]
     assert grey[0] > 2 * grey[-1]
     for wrong in ({"row": 3}, {"width": 5}, {"seconds": 0}, {"font": tmp_path / "no.ttf"}):
@@ -152,19 +152,19 @@ def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
     trace.save(tmp_path / "run.gif")
     with Image.open(tmp_path / "run.gif") as drawn:
         assert drawn.n_frames == len(trace.steps) + 1
-    back = trace_from_steps(out.steps, out.images, paradec.samplers.create("maskgit"))
-    assert back.grid == trace.grid and [sum(step.forwarded) for step in back.steps] == [
+    decoded = trace_from_steps(out.steps, out.images, paradec.samplers.create("maskgit"))
+    assert decoded.grid == trace.grid and [sum(step.forwarded) for step in decoded.steps] == [
         (out.steps == i).sum() for i in range(len(trace.steps))
     ]
-    back.save(tmp_path / "back.html")
+    decoded.save(tmp_path / "back.html")
 
 
 @pytest.mark.parametrize("family", ["text", "picture", "forecast"])
 def test_plots(family: str, trace: Trace) -> None:
     pytest.importorskip("matplotlib")
     if family == "picture":
-        made = paradec.generate_images(tiny_masked_image(), class_labels=1, steps=3, output_type="latent", trace=True)
-        trace = made.trace
+        plot = paradec.generate_images(tiny_masked_image(), class_labels=1, steps=3, output_type="latent", trace=True)
+        trace = plot.trace
     elif family == "forecast":
         trace = Trace([], {"sampler": "by hand"}, family="forecast")
         for kind in ("full", "forecast", "full"):
@@ -195,7 +195,7 @@ def test_characters_of_several_tokens(bytewise: Any) -> None:
     texts = token_texts(bytewise, ids)
     assert [texts[i] for i in (ids[0], ids[1], ids[-1])] == ["a", " ", "!"] and texts[ids[2]] == "\ufffd"
     assert merge_characters(bytewise, ids, texts) == [(2, 6, "🦊"), (6, 8, "é")]
-    assert merge_characters(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # a torn one stays torn
+    assert merge_characters(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # no partial character
     trace = Trace([[0, 0]], family="masked", mask_id=0)
     trace.add([(0, 0, ids[6], 1.0), (0, 1, ids[7], 1.0)], [2], "full")
     record_token_texts(trace, bytewise)

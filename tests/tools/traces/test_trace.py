@@ -1,4 +1,4 @@
-"""What a trace records of a run beside what was written, for every family; its files; and that it changes nothing."""
+"""Traces of every family: recorded steps, files, and runs that tracing does not change."""
 
 import copy
 import dataclasses
@@ -54,7 +54,7 @@ def sorted_ids(row: list[tuple[int, int]]) -> list[int]:
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [  # where a sampler works without a cache and with one, it takes turns in which of them is left to -m full
+    [  # a sampler that works with both caches runs with one by default and with the other under -m full
         pytest.param(*pair, marks=[pytest.mark.full] if pair in LEFT else []) for pair in PAIRS
     ],
 )
@@ -74,7 +74,7 @@ def test_recorded_steps_add_up_to_the_output(name: str, cache: str, llada64: Mod
         for row in range(len(ROWS)):
             evaluated = sorted_ids(step.evaluated[row])
             assert evaluated == sorted(set(evaluated))
-            # shadows and drafts are evaluated beside the row, at positions that it has too
+            # mask probes and drafts repeat positions of the row
             if not (sampler.needs.mask_probes or sampler.needs.multi_step):
                 assert len(evaluated) == step.forwarded[row]
             written = [position for at, position, *_ in step.commits if at == row]
@@ -99,7 +99,7 @@ def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
     plain, traced = (paradec.generate(llada64, [[1, 2], [3, 4]], trace=trace, **request) for trace in (False, True))
     assert torch.equal(plain.sequences, traced.sequences) and plain.row_nfe == traced.row_nfe
     assert plain.recorded_trace is None and len(traced.trace.steps) >= traced.nfe
-    assert all(traced.trace.rules)  # every token of a combination has a rule, drawn ones too
+    assert all(traced.trace.rules)  # every token of a combination has a rule
 
 
 def test_combinations_record_the_rule_of_each_token(llada64: Model) -> None:
@@ -118,7 +118,7 @@ def test_combinations_record_the_rule_of_each_token(llada64: Model) -> None:
             for score, rule in own:
                 seen.add(rule)
                 assert ("threshold" in rule) == (score >= 0.6 or score == best)
-            # the schedule's two of every step
+            # the schedule commits two tokens in every step
             assert sum("low_confidence" in rule for _, rule in own) == (2 if own else 0)
     assert seen == {"threshold and low_confidence", "low_confidence", "threshold"}
     both = samplers.create("intersection", rules=(low, high))
@@ -146,7 +146,7 @@ def test_rejected_drafts_were_drafted_and_not_written(name: str) -> None:
                 depths = Tree.of(sampler.tree).depths
                 places = [(first - 1 + depths[node], drafts[row][node]) for node in range(1, len(depths))]
                 places = [place for place in places if place[0] < end]
-            else:  # the last slot's is not evaluated
+            else:  # the draft of the last slot is not evaluated
                 places = [(first + i, drafts[row][i]) for i in range(min(5, 9, end - first) - 1)]
             drafted |= {(row, *place) for place in places if place[1] >= 0}
         commit = sampler.commit(state, sampler.step(model, state))
@@ -189,15 +189,15 @@ def test_saved_traces_load_unchanged(tmp_path: Path, llada64: Model) -> None:
     sampler = "threshold+entropy_threshold"
     out = paradec.generate(llada64, ROWS, sampler=sampler, max_new_tokens=8, block_length=4, cache="dual", trace=True)
     out.trace.save(file)
-    back = Trace.load(file)
-    assert [vars(step) for step in back.steps] == [vars(step) for step in out.trace.steps]
-    out.trace.settings = back.settings = {}  # JSON makes lists of tuples
-    assert vars(back) == vars(out.trace) and Trace.from_json(out.trace.to_json()) == back
+    loaded = Trace.load(file)
+    assert [vars(step) for step in loaded.steps] == [vars(step) for step in out.trace.steps]
+    out.trace.settings = loaded.settings = {}  # JSON makes lists of tuples
+    assert vars(loaded) == vars(out.trace) and Trace.from_json(out.trace.to_json()) == loaded
     later = json.loads(out.trace.to_json()) | {"of_a_later_version": 1}
     later["steps"][0]["of_a_later_version"] = [0.5]
-    assert Trace.from_dict(later) == back
-    for copied in (copy.deepcopy(back), pickle.loads(pickle.dumps(back))):
-        assert vars(copied) == vars(back)
+    assert Trace.from_dict(later) == loaded
+    for copied in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert vars(copied) == vars(loaded)
 
 
 def test_files_with_only_required_fields_are_read_and_drawn(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_files_with_only_required_fields_are_read_and_drawn(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def recorded() -> list[dict[str, Any]]:
-    """What files hold of runs of several kinds: every field is in one of them."""
+    """Return traces of several kinds of runs as data. Together they have every field."""
     request = {"blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8, "logprobs": 1, "trace": True}
     text = paradec.generate(tiny(1), ROWS[:2], cache="dual", **request | {"blocks": None, "block_length": 4}).trace
     open_ = paradec.generate(tiny(1), ROWS[:1], **request).trace
@@ -246,7 +246,7 @@ JUNK = [None, True, *NUMBERS, "", "\ud800", [0], [-1, 1], [[]], [[0, 1]], [[[0, 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.DataObject) -> None:
-    """A value somewhere in a file is another one, or gone, or there twice."""
+    """Replace, delete or repeat one value anywhere in a file."""
     trace = copy.deepcopy(data.draw(st.sampled_from(recorded)))
     for _ in range(data.draw(st.integers(1, 2))):
         at: Any = trace

@@ -1,4 +1,4 @@
-"""`paradec.replay`: recorded rollouts and cases, a plain loop, one forward beside rows, gradients, what is refused."""
+"""`paradec.replay`: recorded rollouts and cases, a plain loop, one forward against several, gradients, errors."""
 
 import dataclasses
 import functools
@@ -130,7 +130,7 @@ def test_replay_equals_the_record_and_a_plain_loop(name: str, setting: str) -> N
                 drawn = paradec.replay(model, rollout, temperature=arguments["temperature"])
                 assert_logp(drawn, rollout.logp_drawn, tolerance)
         if dtype == "float64" and name != "mixture":
-            # norms of transformers are float32 inside
+            # transformers computes norms in float32
             assert_logp(masked_logp(model, rollout), replayed_logp, 1e-5)
 
 
@@ -153,13 +153,15 @@ BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0
 
 @pytest.mark.parametrize(("name", "topology"), covering(BACK, ["bidirectional", "block_causal"]))
 def test_rewriting_samplers_are_replayed_write_by_write(name: str, topology: str) -> None:
-    model, back = tiny(2, topology), set()
+    model, has_rewritten = tiny(2, topology), set()
     for temperature in (0.0, 1.0):
         arguments: dict[str, Any] = {"sampler": name, "temperature": temperature} | ({"seed": 5} if temperature else {})
         if topology == "bidirectional":
             arguments["block_length"] = 6
         rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, **arguments).rollout
-        back.add(bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > len(rollout.logp[rollout.decided]))
+        has_rewritten.add(
+            bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > len(rollout.logp[rollout.decided])
+        )
         with torch.no_grad():
             replayed_logp = paradec.replay(model, rollout, writes=True)
             assert_logp(replayed_logp, rollout.writes_logp, 1e-10)
@@ -171,12 +173,12 @@ def test_rewriting_samplers_are_replayed_write_by_write(name: str, topology: str
                 assert_logp(paradec.replay(model, rollout, 100, writes=True), writes_logp(model, rollout, True), 1e-5)
             if temperature:
                 assert_logp(paradec.replay(model, rollout, writes=True, batch_size=1), rollout.writes_logp_drawn, 1e-10)
-    assert True in back or (name, topology) == ("saber", "block_causal")
+    assert True in has_rewritten or (name, topology) == ("saber", "block_causal")
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "taken back"])
 def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers' is float32 inside
+    def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers computes it in float32
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", normed)
@@ -190,7 +192,7 @@ def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.Monke
         model = tiny(2, kind)
     rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True, **arguments).rollout
     replay = functools.partial(paradec.replay, model, rollout, writes=kind == "taken back")
-    model.module.train()  # in evaluation mode all the same
+    model.module.train()  # replay evaluates in evaluation mode anyway
     weights = torch.linspace(-1, 1, replay().numel(), dtype=torch.float64).view(replay().shape)
     parameter = model.module.model.layers[0].self_attn.k_proj.weight
     (gradient,) = torch.autograd.grad((replay() * weights).nansum(), [parameter])
@@ -289,7 +291,7 @@ def test_unsupported_rollouts_are_refused() -> None:
     model = tiny(1)
     rollout = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True).rollout
     causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
-    said = paradec.generate(causal, ROWS, max_new_tokens=4, rollout=True, sampler="sjd").rollout
+    output = paradec.generate(causal, ROWS, max_new_tokens=4, rollout=True, sampler="sjd").rollout
     other = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
     unnamed = dataclasses.replace(rollout, settings={})
     assert (unnamed.step_map.diff() < 0)[unnamed.decided[:, 1:]].any()
@@ -302,10 +304,10 @@ def test_unsupported_rollouts_are_refused() -> None:
         (None, rollout, {}, "replay takes a language model"),
         (causal, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM: .* topology differ"),
         (causal, unnamed, {}, "rollout is of None"),
-        (model, said, {}, "rollout is of LlamaForCausalLM, not of"),
-        (model, dataclasses.replace(said, settings={}), {}, "rollout is of None, not of"),
-        (causal, said, {"shrink": 2}, "shrink=2 does not work with LlamaForCausalLM, which is causal"),
-        (causal, said, {"one_forward": False}, "one_forward=False does not work with"),
+        (model, output, {}, "rollout is of LlamaForCausalLM, not of"),
+        (model, dataclasses.replace(output, settings={}), {}, "rollout is of None, not of"),
+        (causal, output, {"shrink": 2}, "shrink=2 does not work with LlamaForCausalLM, which is causal"),
+        (causal, output, {"one_forward": False}, "one_forward=False does not work with"),
         (tiny(1, "causal_context", "shifted"), rollout, {}, "which is causal-context"),
         (other, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM"),
     ]

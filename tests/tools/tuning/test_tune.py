@@ -1,4 +1,4 @@
-"""`paradec.tune` and its command: what is measured, the halves, the preset, resumption, and what is refused."""
+"""`paradec.tune` and its command: measurements, halves, presets, resumption and errors."""
 
 import importlib.util
 import json
@@ -28,12 +28,12 @@ from paradec.tools.tuning.scoring import Half
 
 
 def wait_for(file: Path, trials: int, process: subprocess.Popen[str], seconds: float = 300) -> None:
-    """Until a process has finished so many trials; it must not end before, nor take longer."""
+    """Wait until a process has finished `trials` trials. It must not end earlier or take longer than `seconds`."""
     end = time.monotonic() + seconds
     while len(finished(file)) < trials:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, f"{len(finished(file))} trials after {seconds} s"
-        time.sleep(0.5)  # looking takes the file's lock
+        time.sleep(0.5)  # `finished` locks the file
 
 
 def finished(file: Path) -> list[Any]:
@@ -47,7 +47,7 @@ def finished(file: Path) -> list[Any]:
 
 
 PROMPTS = [[k, 7 * k % 39, (3 * k + 1) % 39][: 1 + k % 3] for k in range(1, 21)]
-"""Of one to three tokens."""
+"""Prompts of one to three tokens."""
 SMALL: dict[str, Any] = {
     "samplers": ["threshold", "factor", "low_confidence"], "blocks": [None], "max_new_tokens": 6, "trials": 3,
     "batch": 4, "seed": 1, "loss": 100,
@@ -61,7 +61,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def answers(model: Model) -> list[list[int]]:
-    """Ids that are right: those of one token per step, every other one exchanged in a third of the prompts."""
+    """Return right answers: those of one token per step, with every second id changed in a third of the prompts."""
     result = []
     for k, prompt in enumerate(PROMPTS):
         out = paradec.generate(model, prompt, sampler="low_confidence", max_new_tokens=6)
@@ -144,7 +144,7 @@ def test_hand_set_candidates_are_always_measured(by_hand: tuple[Path, Tuning]) -
 
 
 def test_hand_set_candidates_are_never_stopped_early(model: Model) -> None:
-    """With rungs of 8 and 24 prompts. None is ever right: those of two forwards lie after all of those of one."""
+    """Rungs of 8 and 24 prompts. No answer is right, so candidates of two forwards rank behind those of one."""
     prompts = [[a, b] for a in range(4) for b in range(12)]
     schedules = ["low_confidence", "entropy", "margin", "topk_margin", "random", "origin"]
     arguments = {**SMALL, "samplers": schedules, "trials": 0}
@@ -158,7 +158,7 @@ def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     two = {**SMALL, "samplers": ["low_confidence", "threshold"]}
     actual = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
     assert actual.trials["refused"] >= 2 and {point.candidate.sampler for point in actual.points} == {"threshold"}
-    assert actual.trials["measured"] == 3 + 3  # set by hand, and proposed: what is refused uses up no trial
+    assert actual.trials["measured"] == 3 + 3  # hand-set and proposed; refused candidates use no trial
     actual = paradec.tune(model, PROMPTS, **two)
     assert actual.setup["score"] == "agreement"
     for point in actual.points:
@@ -366,9 +366,9 @@ def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
     chosen = next(point for point in actual["points"] if point["chosen"])
     assert json.loads(preset.read_text()) == chosen["preset"] and f"preset {str(preset)!r}" in done.stderr
     repeated = CliRunner().invoke(app, ["generate", "Reverse: pear fig", "--preset", str(preset), "--json"])
-    told = json.loads(repeated.stdout)
+    expected = json.loads(repeated.stdout)
     out = paradec.generate(paradec.load(), "Reverse: pear fig", preset=preset)
-    assert told["text"] == out.text and told["nfe"] == out.nfe
+    assert expected["text"] == out.text and expected["nfe"] == out.nfe
 
 
 def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parts of tuning: prompts and halves, scores, rungs and who goes on, the space, fronts, the search for steps."""
+"""Parts of tuning: prompts, halves, scores, rungs and promotion, the search space, fronts, the search for steps."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def test_halves_share_no_group_and_balance_tasks(group: int) -> None:
     for task in "abc":
         counts = [len({e.group for e in half if e.task == task}) for half in (first, second)]
         assert abs(counts[0] - counts[1]) <= 1
-    # whatever begins a half is a sample of all tasks
+    # every beginning of a half is a sample of all tasks
     begins = list(dict.fromkeys(e.group for e in first))[:2]
     assert {name.split()[0] for name in begins} == {"a", "b"}
 
@@ -124,7 +124,7 @@ def test_ranges_cover_hand_set_values_and_valid_settings(name: str) -> None:
         if isinstance(domain, Span):
             assert domain.low < domain.high and all(domain.low <= value <= domain.high for value in values)
             for end in (domain.low, domain.high):
-                if setting != "steps" and end not in values:  # those set by hand come with others
+                if setting != "steps" and end not in values:  # hand-set values depend on other settings
                     samplers.create(name, **{setting: end})
             assert domain.whole == all(isinstance(value, int) for value in values)
             assert not domain.log or domain.low > 0
@@ -163,7 +163,7 @@ def names(points: Iterable[Point]) -> list[str]:
 
 
 def test_the_cheapest_candidate_that_is_not_worse_is_chosen() -> None:
-    """The best set by hand, or what is cheaper, scores no less and is surely not worse."""
+    """Choose the best hand-set candidate, or a cheaper one that scores no less and is not significantly worse."""
 
     def chosen(points: list[Point], tolerance: float = 0.01) -> list[str]:
         groups = [str(k) for k in range(len(points[0].choosing))]
@@ -177,7 +177,7 @@ def test_the_cheapest_candidate_that_is_not_worse_is_chosen() -> None:
     assert chosen([*hand, point("as dear", 0.95, 3)]) == ["c", "c"]
     assert chosen([*hand, point("the best of many", 1.0, 9)]) == ["c", "c"], "it sets no mark for those set by hand"
     assert chosen([*hand, point("half a point below", 0.89, 2)]) == ["c", "c"]
-    # as good in the mean, but one prompt of four decides that
+    # equal means, but the difference depends on one prompt of four
     lucky = point("lucky", [0.8, 0.8, 1.0, 0.98], 2)
     assert chosen([*hand[:3], lucky]) == ["c", "c"] and chosen([*hand[:3], lucky], 0.1) == ["lucky", "c"]
     # nothing set by hand was measured: the same rule for all
@@ -212,24 +212,24 @@ def test_starts_are_even() -> None:
 @given(st.integers(2, 9), st.data())
 @settings(max_examples=40, deadline=None)
 def test_step_searches_respect_budget_and_bounds(total: int, data: st.DataObject) -> None:
-    """Sets of the budget with step 0, no more new ones than allowed, none asked for below its bound in vain."""
+    """Sets have the size of the budget and contain step 0; the number of evaluations and the bounds are respected."""
     budget = data.draw(st.integers(1, total))
     runs, seed = data.draw(st.sampled_from((0, 3, 10, 150))), data.draw(st.integers(0, 99))
     values: dict[Steps, float] = {}
-    said: dict[Steps, float] = {}
+    evaluated: dict[Steps, float] = {}
 
     def value(steps: Steps) -> float:
         return values.setdefault(steps, random.Random(f"{seed} {steps}").random())
 
     def loss(steps: Steps, bound: float) -> float:
         assert len(set(steps)) == budget and steps[0] == 0 and steps[-1] < total and list(steps) == sorted(steps)
-        said[steps] = value(steps)
+        evaluated[steps] = value(steps)
         return value(steps) if value(steps) < bound else math.inf
 
     starts = even_starts(total, budget)
     even, actual = search(loss, starts, total, runs, seed)
-    assert len(set(said) - set(starts)) <= runs
-    assert value(even) == min(map(value, starts)) and value(actual) == min(said.values()) <= value(even)
+    assert len(set(evaluated) - set(starts)) <= runs
+    assert value(even) == min(map(value, starts)) and value(actual) == min(evaluated.values()) <= value(even)
     if runs == 150:
         assert all(value(near) >= value(actual) for near in moves(actual, total))
     assert search(loss, starts, total, runs, seed) == (even, actual)
