@@ -1,5 +1,4 @@
-"""What the README and the documentation show: commands and code that need nothing but the package are run, and what
-they are said to print is compared."""
+"""Commands and code in the README and docs/ that need only the package are run, and their output is compared."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ from paradec.cli import app
 
 CUDA = ', dtype="bfloat16", device="cuda")'
 NOW = "stand_in"
-"""The name that substitutes have in the code."""
+"""The variable that holds the `StandIn` in substituted code."""
 KNOWN = {"Natalia sold 48 clips in April and half as many in May. How many in all?": "Sort: pear fig apple"}
-"""The packaged model has words of its own."""
+"""Prompts of the pages that the packaged model's vocabulary lacks, and their substitutes."""
 SUBSTITUTES: dict[str, dict[str, str]] = {
     "text.md": {
         'paradec.load("GSAI-ML/LLaDA-8B-Instruct"' + CUDA: "paradec.load()",
@@ -38,7 +37,7 @@ SUBSTITUTES: dict[str, dict[str, str]] = {
     "images.md": {
         'paradec.load("c2i_XL_384.pt", vq="vq_ds16_c2i.pt"' + CUDA: f"{NOW}.teacher",
         'paradec.load("BAAI/Emu3-Gen-hf"' + CUDA: f"{NOW}.emu3",
-        # no tokenizer, and a smaller picture
+        # no tokenizer, and a smaller image
         '"a portrait of a young girl", negative_prompt="lowres, blurry", height=720, width=720': f"**{NOW}.portrait",
         'paradec.load("c2i_XL_256.pt", vq="vq_ds16_c2i.pt")': f"{NOW}.nar",
         'paradec.load("llamagen-L.pt", vq="vq_ds16_c2i.pt")': f"{NOW}.student",
@@ -56,11 +55,11 @@ SUBSTITUTES: dict[str, dict[str, str]] = {
         'pipe("a red bicycle", num_inference_steps=12)': f"pipe(**{NOW}.bicycle, num_inference_steps=12)",
     },
 }
-"""By page: what is written, and what is run in its place."""
+"""For every page: code as written, and the code to run instead."""
 
 
 class StandIn:
-    """The tiny models, made when they are asked for; `folder` is for those that are read from files."""
+    """Tiny models, created on first access. Those that load from files are written to `folder`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -68,8 +67,8 @@ class StandIn:
         self.asked |= {"mask_token_id": 3, "eos_token_id": 2, "use_chat_template": False}
 
     def __getattr__(self, name: str) -> Any:
-        made = getattr(self, f"_{name}")()
-        vars(self).update(made)
+        created = getattr(self, f"_{name}")()
+        vars(self).update(created)
         return vars(self)[name]
 
     def _nar(self) -> dict[str, Any]:
@@ -104,15 +103,15 @@ class StandIn:
 
 
 def make_runnable(page: str, block: str) -> str:
-    """A block of a page as it can be run."""
+    """Replace the parts of a block that need other models."""
     for written, run in SUBSTITUTES.get(page, {}).items():
         block = loose_pattern(written).sub(lambda _, run=run: run, block)
     return block
 
 
-def loose_pattern(written: str) -> re.Pattern[str]:
-    """Code as it is written on one line, wherever a page breaks it."""
-    parts = re.findall(r"\w+|\s+|.", written)
+def loose_pattern(code: str) -> re.Pattern[str]:
+    """Compile a pattern for code that a page may break into several lines. written: the code on one line."""
+    parts = re.findall(r"\w+|\s+|.", code)
     gap = r"\s*,?\s*"
     joined = [re.escape(part) if part.strip() else r"\s+" for part in parts]
     joined = [r"\(\s*" if part == r"\(" else gap + r"\)" if part == r"\)" else part for part in joined]
@@ -125,15 +124,15 @@ ELSEWHERE = re.compile(
     r"path|folder|cuda|\bpipe\b|pipe\.|\.ckpt|\.pth|\.pt\b|\.safetensors|mar_large|amused/|black-forest|BAAI|mine\.jsonl|"
     r"custom_generate|vllm|logits\)|\.\.\.|questions|generate\(\s*model,\s*(prompt|chat)\b"
 )
-"""Code with one of these needs a checkpoint, a GPU, or something that only the text around it names."""
+"""Code that matches needs a checkpoint, a GPU, or names that only the text of the page explains."""
 WHOLE = ("README.md", "diffusion.md", "images.md", "index.md", "text.md")
-"""Pages of which every block runs; tiny models are in the places of checkpoints (`StandIn`)."""
+"""Pages of which every block runs, with tiny models in place of checkpoints (`StandIn`)."""
 NO_STAND_IN = re.compile(r"\.pth|maskgit-r")
 """Checkpoints on these pages that no tiny model replaces."""
 SLOW = ("images.md",)
-"""Of these, pages that take long; they run in `.ci/full`."""
+"""Slow ones of these pages; they run in `.ci/full`."""
 LONG = ("bench", "compare", "eval", "learn2pd", "serve", "tune")
-"""Commands that take minutes, do not end, or need an extra; they have tests of their own."""
+"""Commands that take minutes, do not end, or need an extra; other tests cover them."""
 SECONDS = re.compile(r"\d+\.\d+ s$")
 
 
@@ -142,7 +141,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def transcripts() -> Iterator[tuple[str, str, str]]:
-    """Every command that is shown with what it prints: page, command, output."""
+    """Yield (page, command, output) of every command that is shown with its output."""
     for page in PAGES:
         for block in (re.sub(r" \\\n *", " ", text) for text in blocks(page, "console")):
             for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
@@ -151,7 +150,7 @@ def transcripts() -> Iterator[tuple[str, str, str]]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every command that is shown without, and that can be run anywhere: page, command."""
+    """Yield (page, command) of every command that is shown without output and runs anywhere."""
     for page in PAGES:
         joined = re.sub(r" \\\n *", " ", "\n".join(blocks(page, "bash")))
         for line in joined.splitlines():
@@ -160,7 +159,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def run(command: str) -> str:
-    """What a terminal shows: what an answer took is on standard error."""
+    """Run a command. Return its standard output, and the cost of an answer from standard error."""
     name, *arguments = shlex.split(command, comments=True)
     assert name == "paradec"
     done = CliRunner().invoke(app, arguments)
@@ -170,8 +169,8 @@ def run(command: str) -> str:
 
 @pytest.mark.parametrize(("page", "command", "printed"), list(transcripts()))
 def test_commands_print_the_shown_output(page: str, command: str, printed: str) -> None:
-    actual, said = ([SECONDS.sub("", line) for line in text.splitlines()] for text in (run(command), printed))
-    assert actual == said
+    actual, expected = ([SECONDS.sub("", line) for line in text.splitlines()] for text in (run(command), printed))
+    assert actual == expected
 
 
 @pytest.mark.parametrize(("page", "command"), list(commands()))
@@ -185,9 +184,9 @@ def test_commands_run(page: str, command: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 def execute_blocks(page: Path, blocks: list[str], names: dict[str, Any], tmp_path: Path) -> None:
-    """Run blocks one after the other, as a reader would run them. "# -> " is what a line prints."""
+    """Run blocks in order, like a reader would. Lines after "# -> " are the expected output."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tiny models in the places of others
+        warnings.simplefilter("ignore")  # warnings about the tiny models
         patch.chdir(tmp_path)
         for registry in (samplers.registry, caches.registry):  # what a page registers goes with it
             patch.setattr(registry, "_targets", dict(registry._targets))
@@ -195,13 +194,12 @@ def execute_blocks(page: Path, blocks: list[str], names: dict[str, Any], tmp_pat
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(block, str(page), "exec"), names)
-            said = re.findall(r"# -> (.*)$", block, flags=re.MULTILINE)
-            assert not said or printed.getvalue().splitlines() == said
+            expected = re.findall(r"# -> (.*)$", block, flags=re.MULTILINE)
+            assert not expected or printed.getvalue().splitlines() == expected
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in WHOLE], ids=lambda page: page.name)
 def test_code_prints_the_shown_output(page: Path, tmp_path: Path) -> None:
-    """What needs nothing but the package."""
     actual = [block for block in blocks(page, "python") if not ELSEWHERE.search(block)]
     assert all("# -> " not in block for block in blocks(page, "python") if block not in actual), "this block is not run"
     execute_blocks(page, actual, {}, tmp_path)

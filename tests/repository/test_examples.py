@@ -13,7 +13,7 @@ from places import ROOT, load_script
 from safetensors.torch import load_file
 
 EXAMPLES = ROOT / "examples"
-ROLLOUTS = "rollouts"  # has tests of its own
+ROLLOUTS = "rollouts"  # has separate tests
 NEEDS_RAY = "ray_batch"
 PACKAGED = {
     "digits_dit": "digits-dit",
@@ -21,10 +21,10 @@ PACKAGED = {
     "digits_masked": "digits-maskgit",
     "tiny_llada": "tiny-llada",
 }
-"""Folders that a script exports by themselves; the other scripts export several."""
+"""Scripts that export one folder; the other scripts export several."""
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (ROLLOUTS, NEEDS_RAY))
-# one process for all of them: most of their time is the import of transformers. The limit is CPU time, of each: how
-# long they wait for a busy machine says nothing
+# One process runs all of them, because the import of transformers takes most of the time. The limit for each is CPU
+# time, which does not depend on the load of the machine.
 RUN_EACH = """
 import runpy, sys, time
 try:
@@ -52,7 +52,7 @@ def test_an_example_says_which_extra_it_needs() -> None:
 
 @pytest.mark.full
 def test_examples_run_offline() -> None:
-    """Each prints something, and what the packaged models answer is right."""
+    """Every example prints something, and the answers of the packaged models are right."""
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ def test_examples_run_offline() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["digits_ar", "digits_dit", "digits_lpd", "digits_masked", "digits_var", "tiny_llada"])
 def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> None:
-    """Two steps of each stage write the files that the package holds, with the same names and shapes."""
+    """Two steps of every stage write files with the names and shapes of the packaged ones."""
     data = np.random.default_rng(0).integers(0, 256, (1100, 785))  # 1000 are held out
     data[:, -1] %= 10
     np.savetxt(tmp_path / "digits.csv", data, fmt="%d", delimiter=",")
@@ -96,7 +96,7 @@ def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> Non
 
 
 def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    """What `rollouts` prints."""
+    """Run the example `rollouts` and return the lines that it prints."""
     monkeypatch.setattr(sys, "argv", ["rollouts.py", *options])
     load_script("examples/rollouts.py").main()
     return capsys.readouterr().out.splitlines()
@@ -106,7 +106,7 @@ def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_rollouts_are_replayed_before_the_weights_change(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the first step of the optimizer all ratios are 1, at the second they are not."""
+    """All ratios are 1 at the first step of the optimizer, but not at the second."""
     lines = train_rollouts(monkeypatch, capsys, "--tiny")
     actual = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
     assert [int(each[3]) for each in actual if each] == [1, 2]

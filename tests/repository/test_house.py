@@ -1,4 +1,4 @@
-"""What importing paradec brings in, and which of its packages imports which."""
+"""Modules that importing paradec loads, and the order of imports between its packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from places import ROOT
 
 
 def run_python(code: str) -> str:
-    """Run code with the working directory at the root of the checkout, where its folders can be imported."""
+    """Run code in a new process at the root of the checkout."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""}
     )
@@ -36,7 +36,7 @@ print(*sorted(set(sys.modules) - before), sep="\\n")
 
 
 def test_kernels_need_no_triton() -> None:
-    # What `paradec/kernels/__init__.py` says of when it is imported, and what is left where it is not installed.
+    # Triton is imported on first use (see `paradec/kernels/__init__.py`); without it the references work.
     code = """
 import sys, torch
 before = "triton" in sys.modules  # some builds of torch import it
@@ -58,8 +58,7 @@ except ValueError as error:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of paradec that a file imports, wherever in it: for types alone, inside functions and by
-    `import_module("...")` too."""
+    """Return the modules of paradec that a file imports, also for types, in functions or by `import_module("...")`."""
     result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -82,17 +81,17 @@ LAYERS = (
     *("core", "kernels", "attention", "caches", "models", "constraints", "request", "samplers", "api"),
     *("batching", "tools", "integrations schedulers", "cli"),
 )
-"""Packages from below to above: each imports those before it. Diffusers' hooks and schedulers share a layer."""
+"""Packages from the lowest layer to the highest. A package imports only from its own and lower layers."""
 FLOORS = {package: floor for floor, packages in enumerate(LAYERS) for package in packages.split()}
 
 
 def package_of(module: str) -> str:
-    """The package of paradec that a module is in; "" for paradec itself, which names what users type."""
+    """Return the subpackage of paradec that contains a module; "" for paradec itself."""
     return (module.split(".") + [""])[1]
 
 
 def test_imports_point_one_way() -> None:
-    """Nothing is imported in a circle, and what stands below knows nothing of what stands above."""
+    """No package imports from a higher layer."""
     files = sorted((ROOT / "paradec").rglob("*.py"))
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
     imports = {name: (imports_of(file) & names.keys()) - {name} for name, file in names.items()}

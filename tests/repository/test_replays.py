@@ -15,7 +15,7 @@ from places import GOLDEN, ROOT
 
 
 def run(family: str, folder: Path) -> tuple[int, list[str]]:
-    """The exit status, and the lines of the report."""
+    """Return the exit status and the lines of the report."""
     command = [sys.executable, "tests/replays.py", family, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
@@ -34,14 +34,14 @@ def test_an_empty_folder_fails(tmp_path: Path) -> None:
 
 
 def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) -> None:
-    """Of the folder alone; a token that the case does not have, one whose uniform lies on the bound, a new field."""
+    """One case each: right, reversed tokens, a tie, an unknown method, an unknown field."""
     names = ["sjd-00", "sjd-02", "sjd-04", "sjd-06"]
     for name in names:
         shutil.copy(GOLDEN / "sjd" / f"{name}.json", tmp_path)
     change(tmp_path / "sjd-02.json", lambda case: case["expected"]["tokens"][0].reverse())
 
     def tie(case: dict[str, Any]) -> None:
-        """The first fresh token drawn on the bound between two, and recorded as the other one."""
+        """Move the first fresh draw to the bound between two tokens, and record the other token."""
         place = next(
             (row, slot)
             for row, slots in enumerate(case["u_fresh"])
@@ -67,6 +67,6 @@ def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) ->
 
 
 def _accepts_all(path: Path) -> bool:
-    """Whether a row accepts its whole window, so that its last token is a fresh draw."""
+    """Return whether a row accepts its whole window, so that its last token is a fresh draw."""
     case = json.loads(path.read_text())
     return case["settings"]["window"] in case["expected"]["first_reject_slot"]
