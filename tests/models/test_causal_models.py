@@ -103,7 +103,7 @@ def test_facts_come_from_the_files(tmp_path: Path) -> None:
     assert model.default_max_new_tokens == 7 and model.facts.name == folder.name
     assert model.facts.max_length == 128 and model.facts.mask_token_id is None
     output = paradec.generate(model, "one two", sampler="sjd")
-    # a text begins as its tokenizer begins it
+    # texts have the first token of the tokenizer
     assert output.sequences[0, : -output.new_tokens.shape[1]].tolist() == WORDS("one two")["input_ids"]
     assert WORDS("one two")["input_ids"][0] == 0
     model.save_pretrained(tmp_path / "again")
@@ -217,7 +217,7 @@ def test_ambiguous_modules_need_a_prediction() -> None:
     module.config.mask_token_id = 3
     refuses(lambda: paradec.wrap(module), asked)
     module = module_of("llama")
-    module.config.is_causal = False  # as paradec.load leaves it
+    module.config.is_causal = False  # like after paradec.load
     refuses(lambda: paradec.wrap(module), asked)
     refuses(lambda: paradec.wrap(module_of("llama"), prediction="shifted"), "topology is needed")
 
@@ -291,7 +291,7 @@ DRAWN: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 1}
 
 
 ASCII = {"suppress_tokens": [at for at in range(VOCAB) if not WORDS.decode([at]).isascii()]}
-"""Tokens that are texts by themselves: what a part of a letter is called is up to the tokenizer."""
+"""Allow only tokens of complete characters; the text of partial ones depends on the tokenizer."""
 
 
 def makers(model: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is loaded equals the published maths, and what cannot be loaded is refused by name."""
+"""Checkpoint folders: loaded models equal the published code, and unsupported fields and files are refused by name."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def test_golden_logits(name: str, attn_implementation: str) -> None:
     for part in ("full", "half"):
         with torch.inference_mode():
             actual = model.module(input_ids=stored[f"ids_{part}"].long()).logits
-        # In float32 the stored logits themselves are off by 2e-4 in places, and processors differ by 6e-5 there.
+        # In float32 the stored logits have errors of up to 2e-4, and processors differ by 6e-5.
         expected = stored[f"logits_{part}"]
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
@@ -82,7 +82,7 @@ def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[
 
 OTHER_MATHS = ["bias_for_layer_norm", "attention_layer_norm", "include_bias", "include_qkv_bias", "alibi"]
 MISSING = ["block_type", "rope_theta", "d_model", "n_heads", "mlp_hidden_size", "max_sequence_length", "mask_token_id"]
-"""The published class assumes another `block_type` where none is stated."""
+"""Required fields. (The published class has another default of `block_type` than the files.)"""
 
 
 @pytest.mark.thinned
@@ -241,7 +241,7 @@ def test_unknown_repositories_are_refused(hub: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_unreachable_hub_is_contacted_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # a closed port
     begin = time.perf_counter()
     refuses(lambda: paradec.load("some/model"), "'some/model' is not a folder here", paradec.CheckpointError)
     assert time.perf_counter() - begin < 8
@@ -352,7 +352,7 @@ FUZZ = settings(
 def assert_loads_or_explains(folder: Path) -> None:
     try:
         model = paradec.load(folder)
-    except ValueError as error:  # CheckpointError is one
+    except ValueError as error:  # the base class of CheckpointError
         assert str(error)
         assert "\n" not in str(error)
     else:
@@ -385,7 +385,7 @@ def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> Non
 
 
 LARGE: dict[str, Any] = LLADA | {"d_model": 512, "n_layers": 10, "n_heads": 8, "mlp_hidden_size": 2048}
-"""More bytes of weights than anything else that a load takes."""
+"""A size at which the weights dominate the memory of a load."""
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +430,7 @@ def test_changes_in_memory_do_not_change_the_file(large: Path, tmp_path: Path) -
     with torch.no_grad():
         model.module.model.norm.weight.mul_(2)
     assert hashlib.sha256(file.read_bytes()).digest() == digest
-    model.save_pretrained(tmp_path)  # over the file that it lies in
+    model.save_pretrained(tmp_path)  # overwrites the mapped file
     torch.testing.assert_close(forward(model), 2 * expected)
     assert torch.equal(forward(paradec.load(tmp_path)), forward(model))
     file.unlink()

@@ -1,4 +1,4 @@
-"""What stands around a request: torch's modes, autocast, a process that forks."""
+"""Requests in inference mode, under autocast and in forked processes."""
 
 import multiprocessing
 import os

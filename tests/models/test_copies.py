@@ -1,4 +1,4 @@
-"""Copies, pickles and torch.save of models, and of what a request is made of and leaves."""
+"""Copies, pickles and torch.save of models, requests, states and outputs."""
 
 import copy
 import io
@@ -116,7 +116,7 @@ def test_copied_outputs_are_equal(kind: str, way: str) -> None:
 
 
 def assert_copies_continue(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:
-    """Two steps, each repeated, then copies: all end as the state itself does, and none disturbs another."""
+    """Do two steps twice each, then copy the state. All copies end like the original, independently."""
     with torch.inference_mode():
         for _ in range(2):
             if not state.done:

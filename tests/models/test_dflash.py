@@ -1,4 +1,4 @@
-"""DFlash drafters: transformers' own generator, both file formats, the maths by hand, exactness, rows, refusals."""
+"""DFlash drafters: transformers' generator, both file formats, a plain implementation, exactness, rows, errors."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ TARGETS = [0, 2]
 def checkpoint(
     hidden: int = 16, targets: list[int] = TARGETS, block: int = BLOCK, mask: int = 4, seed: int = 1, **changes: Any
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and weights as z-lab publishes them; `inner` goes into `dflash_config`."""
+    """Return config.json and weights in z-lab's format. `inner` updates `dflash_config`."""
     inner = {"mask_token_id": mask, "target_layer_ids": targets} | changes.pop("inner", {})
     config = {
         "architectures": ["DFlashDraftModel"], "attention_bias": False, "block_size": block, "dflash_config": inner,
@@ -93,7 +93,7 @@ def speculative(drafter: DFlashDrafter) -> Any:
 
 
 def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Path) -> None:
-    """Its own `generate`, with eager attention: the sdpa one leaves the window out (5.23)."""
+    """transformers needs eager attention: its sdpa attention ignores the window (5.23)."""
     base = tiny_base(layers=4)
     drafter = loaded(base, transformers_format=True)
     theirs_eager = type(drafter.module).from_pretrained(
@@ -128,13 +128,13 @@ def test_answers_under_a_constraint(loaded: Any) -> None:
 def plain_block(
     config: dict[str, Any], weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool
 ) -> Tensor:
-    """One row by hand: block [B, D] after features [C, layers * D] of positions 0 to C -> [B, D]."""
+    """Compute one row plainly: block [B, D] after features [C, layers * D] of positions 0 to C -> [B, D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
 
     def turned(x: Tensor, at: Tensor) -> Tensor:
-        """x [heads, Q, 8] at positions [Q]."""
+        """Rotate x [heads, Q, 8] to positions [Q]."""
         angle = at[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)
         cos, sin = (part(angle).double().repeat(1, 2) for part in (torch.cos, torch.sin))
         left, right = x.chunk(2, -1)
@@ -203,7 +203,7 @@ def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transfor
                 logits = branches[0] if len(branches) == 1 else branches[1] + scale * (branches[0] - branches[1])
                 expected = token_distribution(logits, request)
                 if int(state.end[row] - state.committed[row]) - 1:
-                    # transformers' norm and angles are float32 in every dtype
+                    # transformers computes norms and angles in float32
                     draft_probs = state.memory["draft_distribution"][row, : BLOCK - 1]
                     torch.testing.assert_close(draft_probs, expected, rtol=0, atol=5e-6)
                     checked += 1

@@ -49,8 +49,8 @@ def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
 
 
 def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, turned: Callable[..., Tensor]) -> Tensor:
-    """One row of the drafter as the paper has it: tokens [Q] at 1 and on, features [Q, D] at 0 and on -> [Q, D].
-    turned(x [heads, Q, d]) rotates."""
+    """Compute one row by the paper: tokens [Q] from position 1, features [Q, D] from position 0 -> [Q, D].
+    turned: rotates x [heads, Q, d]."""
     names = {key.split(".")[-2]: tensor for key, tensor in weights.items() if key.endswith("weight")}
     bias = {key.split(".")[-2]: tensor for key, tensor in weights.items() if key.endswith("bias")}
     length = len(tokens)
@@ -77,7 +77,7 @@ def by_halves(x: Tensor) -> Tensor:
 
 
 def by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
-    """LlamaGen's: pairs, half by the row of a token's cell and half by its column; nothing before cell `first`."""
+    """Rotate pairs like LlamaGen: half by the row of a cell, half by its column; none before position `first`."""
 
     def turned(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -105,7 +105,7 @@ def check_distributions(
     turned: Callable[[int, int], Callable[[Tensor], Tensor]],
     chain: bool,
 ) -> int:
-    """Compare the distribution of each node that has children with a fresh computation of the columns on its path."""
+    """Compare the distribution of every inner node with a computation of the path to it from scratch."""
     checked = 0
     drafts = state.memory["drafts"].roll(1, 1) if chain else state.memory["drafts"]
     for row in state.rows.tolist():
@@ -130,7 +130,7 @@ def check_distributions(
             scale = state.request.guidance_scale
             logits = branches[0] if len(branches) == 1 else branches[1] + scale * (branches[0] - branches[1])
             expected = token_distribution(logits, state.request)[0]
-            # transformers' norm and angles are float32 in every dtype; guidance and temperature multiply their rounding
+            # transformers computes norms and angles in float32; guidance and temperature multiply the rounding errors
             atol = 5e-6 * (abs(scale) + abs(1 - scale)) / state.request.temperature
             torch.testing.assert_close(state.memory["draft_distribution"][row, node], expected, rtol=0, atol=atol)
             checked += 1
@@ -177,7 +177,7 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
     every = torch.arange(state.context.shape[1]).expand_as(state.context)
 
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
-        """Of the base's own evaluation of whole rows, which its tests compare with the public code."""
+        """Return features from the base's evaluation of whole rows; other tests compare it with the public code."""
         full = CausalQuery(np.arange(state.batch), state.context, every, branches=2, keep_hidden=True)
         request.model(full)
         return full.hidden[branch * state.batch + row]
@@ -202,7 +202,7 @@ def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None
 
 
 def grow(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
-    """EAGLE-2's tree by hand: the tokens on the path to each node. room: how many drafts there are places for."""
+    """Build EAGLE-2's tree by a plain loop: a node is its path of tokens. room: the maximum number of drafts."""
     named: dict[tuple[int, ...], float] = {}
     beams: list[tuple[int, ...]] = [()]
     for _ in range(min(tree.depth, room)):
@@ -359,7 +359,7 @@ def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings:
 def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
     base = tiny_base()
     config, weights = eagle_weights(bias=bias, qkv_bias=bias)
-    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # in old files, of no use
+    weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # an unused buffer of old files
     a, b = (
         paradec.load_drafter(write_eagle(tmp_path / file, config, weights, file), base=base)
         for file in ("model.safetensors", "pytorch_model.bin")

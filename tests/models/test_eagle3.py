@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters: recorded drafts and their q, both formats, greedy decoding, wrong checkpoints."""
+"""EAGLE-3 drafters: recorded drafts and draft distributions, both formats, greedy decoding, wrong checkpoints."""
 
 import json
 import shutil
@@ -129,7 +129,7 @@ def test_wrong_checkpoints(change: Any, message: str, base: Model, tmp_path: Pat
 
 
 def test_missing_embeddings_come_from_the_model(base: Model, tmp_path: Path) -> None:
-    """The paper's code stores none where the model's are used, and prefixes names by "model." at times."""
+    """The paper's code stores no embeddings if it uses the model's, and sometimes prefixes names with "model."."""
     folder = RECORDED / "eagle3-original"
     shutil.copy(folder / "config.json", tmp_path)
     weights = load_file(folder / "model.safetensors")

@@ -49,7 +49,7 @@ TEXTS = ("one two  three", "seven\n\n12'll <think>x", f"{SPECIAL}nine <|end|>...
 
 
 def folder_of(name: str, tmp_path: Path) -> Path:
-    """A golden checkpoint, with another config.json if its type is another."""
+    """Return a golden checkpoint, with an adapted config.json if the model type differs."""
     source, changes = GOLDEN / CHECKPOINTS[name][0], CHECKPOINTS[name][1]
     folder = tmp_path / name
     folder.mkdir()
@@ -59,7 +59,7 @@ def folder_of(name: str, tmp_path: Path) -> Path:
 
 
 def wide_folder(folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-    """A random LLaDA or Dream, 256 wide, as the packed kinds need it."""
+    """Write a random LLaDA or Dream of width 256, which packed kinds need."""
     sizes = {"vocab_size": 300, "mask_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "rms_norm_eps": 1e-5}
     config = LLADA | {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 256} | sizes
     if changes.get("model_type") == "Dream":
@@ -68,7 +68,7 @@ def wide_folder(folder: Path, weights: dict[str, Tensor] | None = None, **change
     config |= changes
     if "embedding_size" in config:
         config["embedding_size"] = config["vocab_size"]
-    if weights is None:  # smaller ones, so that rounding does not grow from layer to layer
+    if weights is None:  # small weights, so that rounding errors do not grow from layer to layer
         made = random_weights(config).items()
         weights = {name: (0.3 * weight if weight.ndim > 1 else weight).float() for name, weight in made}
     folder.mkdir(exist_ok=True)
@@ -176,7 +176,7 @@ def test_tied_output_and_other_fields(tmp_path: Path) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada", "dream"])
 def test_shifted_logits(name: str, tmp_path: Path) -> None:
-    """The file's word counts, and stays with a saved model."""
+    """The field of the file decides, and a saved model keeps it."""
     folder, file = folder_of(name, tmp_path), tmp_path / "model.gguf"
     for is_shifted in (True, False):
         field = {"diffusion.shift_logits": is_shifted}
@@ -200,7 +200,7 @@ def test_shifted_logits(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A GGUF file whose MLP has matrices of a million weights, by kind."""
+    """Write GGUF files by kind whose MLP matrices have a million weights."""
     root = tmp_path_factory.mktemp("large")
     folder = wide_folder(root / "folder", n_layers=1, mlp_hidden_size=2**12)
 
@@ -232,7 +232,7 @@ def test_packed_weights_become_int8_on_a_cpu(large: Callable[..., Path], tmp_pat
 
 
 def test_layers_are_unpacked_one_at_a_time(large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a layer is rounded, the numbers of no other large one are in memory."""
+    """While a large layer is rounded, no other one is unpacked in memory."""
     alive: list[Any] = []
     most = 0
     unpack = gguf.GgufTensor.__getitem__
@@ -260,7 +260,7 @@ def causal_folder(folder: Path, model_type: str, **fields: Any) -> Path:
     }[model_type]  # fmt: skip
     sizes = {"vocab_size": len(tokenizer()), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    sizes |= {"head_dim": 128 if model_type.startswith("qwen3") else 16}  # which transformers takes for Qwen3
+    sizes |= {"head_dim": 128 if model_type.startswith("qwen3") else 16}  # 128 is transformers' default for Qwen3
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "norm_topk_prob": True}
     ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 1, "rms_norm_eps": 1e-6}
     torch.manual_seed(0)
@@ -293,7 +293,7 @@ def test_causal_models(model_type: str, tmp_path: Path) -> None:
 
 
 def test_scaled_angles_of_llama(tmp_path: Path) -> None:
-    """Stored factors scale the angles as config.json does; others than Llama's are refused."""
+    """Stored factors scale the angles like those in config.json. Other scalings than Llama's are refused."""
     scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
     scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     folder = causal_folder(tmp_path / "folder", "llama", rope_parameters=scaling)
@@ -344,7 +344,7 @@ def test_tokenizers(pre: str, split: str | None, tmp_path: Path) -> None:
 
 
 def test_the_first_token(tmp_path: Path) -> None:
-    """A stated first token is added, but to LLaDA's texts, whose converter states it for all."""
+    """The first token of the file is added, except for LLaDA, whose converter writes one for every file."""
     for name, count in (("llada", 0), ("Dream", 1)):
         folder, file = wide_folder(tmp_path / name, model_type=name), tmp_path / f"{name}.gguf"
         extra = {} if name == "llada" else {"tokenizer.ggml.add_bos_token": True}
@@ -388,7 +388,7 @@ def test_repositories_and_the_command_line(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose header is most of it."""
+    """Write a file that consists mostly of its header."""
     root = tmp_path_factory.mktemp("small")
     sizes = {"d_model": 16, "n_heads": 2, "n_kv_heads": 2, "n_layers": 1, "mlp_hidden_size": 8, "vocab_size": 12}
     folder = wide_folder(root / "folder", **sizes, mask_token_id=0, eos_token_id=1, pad_token_id=1)
@@ -416,7 +416,7 @@ def test_files_that_are_cut_short(count: int | None, small: Path, tmp_path: Path
 
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.full)])
 def test_files_with_wrong_bytes(count: int, small: Path, tmp_path: Path) -> None:
-    """A wrong byte in the header gives a model or an error with the file's name."""
+    """With a wrong byte in the header the file loads, or the error has the file's name."""
     data, start, draw = small.read_bytes(), data_start(small), random.Random(0)
     file = tmp_path / "wrong.gguf"
     loaded = 0

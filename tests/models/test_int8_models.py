@@ -1,4 +1,4 @@
-"""Text models with int8 weights: what is rounded, files, and the tokens and logits of every family."""
+"""Text models with int8 weights: rounding, files, tokens and logits of every family."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def median_error(actual: Tensor, expected: Tensor) -> float:
-    """Of the rows' relative errors by norm."""
+    """Return the median over rows of the relative error (2-norm)."""
     errors = (actual - expected).flatten(0, 1).norm(dim=-1) / expected.flatten(0, 1).norm(dim=-1)
     return float(errors.median())
 
@@ -70,7 +70,7 @@ def decode(model: Any, prompts: Any = PROMPTS) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Causal checkpoints of transformers, by whether the output matrix is that of the embeddings."""
+    """Write causal checkpoints of transformers. Key: whether the output matrix is tied to the embeddings."""
     folders = {}
     for tied in (False, True):
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def test_logits_and_files(family: str, tmp_path: Path) -> None:
     assert has_experts == (family in ("sdar_moe", "llada_moe", "llada2", "llada22"))
     tokens = torch.randint(4, 60, (3, 16), generator=torch.Generator().manual_seed(0))
     expected, actual = logits(exact, tokens), logits(model, tokens)
-    # a choice of experts may flip: then that row counts in full, so the middle row counts
+    # rounding may change a row's experts and thus the whole row: hence the median
     assert 0 < median_error(actual, expected) < (0.08 if has_experts else 0.04) * (1 if weight_bits() == 8 else 2)
     state = model.module.state_dict()
     for name, weight in exact.module.state_dict().items():
@@ -118,7 +118,7 @@ def test_logits_and_files(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "llada2"])
 def test_weights_equal_those_of_the_rounded_module(family: str) -> None:
-    """Each matrix is what rounding the loaded one gives; embeddings, norms and routers are unchanged."""
+    """Matrices equal the rounded loaded ones. Embeddings, norms and routers are unchanged."""
     exact = load(family).module.state_dict()
     state = load(family, quantization=SMALL).module.state_dict()
     for name, tensor in state.items():
@@ -241,7 +241,7 @@ def test_wrong_settings_and_files(tmp_path: Path) -> None:
 
 
 def test_files_for_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven bits where eight are not exact, and no files of eight there."""
+    """Processors on which eight bits are inexact use seven, and refuse files with eight."""
     monkeypatch.setattr("paradec.models.int8.weight_bits", lambda: 8)
     load("llada", quantization=SMALL).save_pretrained(tmp_path / "eight")
     monkeypatch.setattr("paradec.models.int8.weight_bits", lambda: 7)

@@ -1,4 +1,4 @@
-"""LoRA adapters in peft's format, over checkpoints in LLaDA's and Dream's: merged as by hand."""
+"""LoRA adapters in peft's format over LLaDA and Dream checkpoints."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ CONFIG = {
     "peft_type": "LORA", "r": 4, "rank_pattern": {}, "revision": None, "task_type": None, "use_dora": False,
     "use_rslora": False,
 }  # fmt: skip
-"""What peft writes. D2F's have rank and alpha 32, and the matrices of `TARGETS`."""
+"""adapter_config.json of peft. D2F's has rank and alpha 32, and the matrices of `TARGETS`."""
 TARGETS = {
     "dream-tiny": ["q_proj", "v_proj", "k_proj", "o_proj"],
     "llada-tiny": ["q_proj", "v_proj", "k_proj", "attn_out"],
@@ -95,7 +95,7 @@ def test_merged_weights_equal_a_manual_merge(base: str, tmp_path: Path) -> None:
         ours = paradec.load(GOLDEN / base, adapter=write(tmp_path / f"adapter{number}", base, pairs, **fields))
         assert same_weights(ours, by_hand) and not same_weights(ours, plain)
         assert ours.facts == plain.facts and ours.facts.topology == "bidirectional"
-    # ranks of their own, and the adapter alone, which names its base
+    # a different rank per matrix; and the adapter folder without `base`, because it names its base
     pairs[first] = random_adapter(base, rank=2)[first]
     by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, pairs, lambda name: 6 / (2 if name == first else 4)))
     fields = {"rank_pattern": {first: 2}, "base_model_name_or_path": str(GOLDEN / base)}
@@ -169,7 +169,7 @@ def test_adapters_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({}, {}, "holds no matrices"),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("paradec.models.masked._read_pretrained", None)  # the base is not read before
+        patch.setattr("paradec.models.masked._read_pretrained", None)  # errors come before the base is read
         for number, (held, fields, message) in enumerate(cases):
             folder = write(tmp_path / str(number), "llada-tiny", held, **fields)
             with pytest.raises(CheckpointError, match=message):
@@ -220,7 +220,7 @@ def test_matrices_outside_target_modules_are_not_merged(fields: dict, merged: An
 
 
 class Raw(str):
-    """Text of a JSON value that json itself cannot write."""
+    """The text of a JSON value that json.dumps cannot write."""
 
 
 ATOMS = st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats()

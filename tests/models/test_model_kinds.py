@@ -1,4 +1,4 @@
-"""Every kind of model in every entry point: it decodes, or one error says what was given and what is allowed."""
+"""Every kind of model in every entry point: it decodes, or an error names the given and the allowed kinds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +112,7 @@ def raises() -> None:
 
 
 WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
-"""Kinds that answer no plain query: of latents, of scales, or over a store alone."""
+"""Kinds without plain queries: they work on latents, on scales, or only with a store."""
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_EMBEDDINGS])

@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction: the recorded calls, all layouts, several layers over a store, answers, refusals."""
+"""Multi-token prediction heads: recorded calls, file layouts, several layers over a store, answers, errors."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def test_recorded_calls(name: str) -> None:
 
 
 def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
-    """[n, V]: logits of the drafts after `tokens`, from one call of each layer over everything, without a store."""
+    """Return the logits [n, V] of the drafts after `tokens`, from one call per layer without a store."""
     module, ids = drafter.base.module, torch.tensor([[*tokens, *drafts.tolist()]])
     last: list[Tensor] = []
     handle = module.model.norm.register_forward_hook(lambda *given: last.append(given[-1]))
@@ -265,7 +265,7 @@ def test_wrong_checkpoints(change: Any, message: str, tmp_path: Path, heads: tup
 
 
 def test_layers_beyond_the_config_are_refused(tmp_path: Path) -> None:
-    """Heads are left out of the model only where they are heads: else it would lose a layer in silence."""
+    """Only layers that are heads are removed from the model; other layers must not disappear silently."""
     rewritten(tmp_path / "a", lambda name: name, lambda config, weights: config.pop("num_nextn_predict_layers"))
     plain_layer = rewritten(tmp_path / "b", lambda name: None if "layers.3.eh_proj" in name else name)
     for folder in (tmp_path / "a", plain_layer):

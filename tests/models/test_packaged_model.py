@@ -1,4 +1,4 @@
-"""The model inside the package: it loads without a network, answers unseen prompts, and separates samplers."""
+"""The packaged model answers unseen prompts, and parallel samplers differ on it."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from paradec.models.adapter import Model
 from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 PROMPTS = 12
-"""Of the 48 per task; enough for the margins asserted here."""
+"""Prompts per task, of 48."""
 
 
 def success_and_tokens_per_forward(model: Model, task: str, sampler: object) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What `Model.save_pretrained` writes is the checkpoint again, whatever happens on the way."""
+"""`Model.save_pretrained` writes the published format, atomically."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ NEMOTRON = {
     "mask_token_id": 3, "vocab_size": len(FAMILY_WORDS),
 }  # fmt: skip
 WIDE = "mlp.gate.expert_bias"
-"""What transformers keeps in float32 whatever the others are in."""
+"""The weight that transformers keeps in float32 whatever the dtype of the others."""
 NAMES_OF_MASKS = {
     "llada": "<|mdm_mask|>",
     "Dream": "<|mask|>",
@@ -58,7 +58,7 @@ NAMES_OF_MASKS = {
 
 
 def published_weights(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and float64 weights as this family publishes them; blocks of 4."""
+    """Return config.json and float64 weights in the family's published format, with blocks of 4."""
     if model_type in MIXTURES:
         own = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
         config = small_config(MIXTURES[model_type], **own)
@@ -102,7 +102,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture(params=[name for name in FAMILIES if name != "mmada"])  # which is LLaDA's
+@pytest.fixture(params=[name for name in FAMILIES if name != "mmada"])  # mmada has LLaDA's format
 def model_type(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -126,7 +126,7 @@ def state(folder: Path) -> dict[str, str]:
 
 
 def plain_experts(module: Any) -> None:
-    """Let a module that transformers loaded run its experts in float64: its default for them has none."""
+    """Switch a module of transformers to experts that support float64; its default ones do not."""
     if getattr(module.config, "_experts_implementation", None) == "grouped_mm":
         module.set_experts_implementation("eager")
 
@@ -152,7 +152,7 @@ def assert_equal(model: Model, other: Model) -> None:
 
 
 class Quantised(torch.Tensor):
-    """A tensor of a class of its own, as torchao's quantised ones are."""
+    """A tensor subclass like torchao's quantised tensors."""
 
 
 def test_quantised_tensors_are_named(source: Path, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_tied_embeddings_are_stored_once(model_type: str, tmp_path: Path) -> Non
     other = paradec.load(tmp_path / "saved")
     assert_equal(model, other)
     assert other.module.get_output_embeddings().weight is other.module.get_input_embeddings().weight
-    # an output matrix of its own has no place in this format
+    # this format cannot store an untied output matrix
     model.module.get_output_embeddings().weight = nn.Parameter(model.token_embeddings().detach() * 2)
     before = state(tmp_path / "saved")
     refuses(lambda: model.save_pretrained(tmp_path / "saved"), "no longer fits the format.*unexpected weights:")
@@ -269,7 +269,7 @@ def test_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
     other = paradec.load(tmp_path / "saved")
     assert other.tokenizer is None
     assert sorted(other.facts.eos_token_ids) == sorted(with_one.facts.eos_token_ids)
-    with_one.facts = replace(with_one.facts, eos_token_ids=other.facts.eos_token_ids)  # their order is the reader's
+    with_one.facts = replace(with_one.facts, eos_token_ids=other.facts.eos_token_ids)  # their order may differ
     assert_equal(with_one, other)
 
 
@@ -347,7 +347,7 @@ def test_over_its_own_folder(model_type: str, tmp_path: Path) -> None:
 
 
 class Stopped(BaseException):
-    """As an interrupt from the keyboard is."""
+    """A BaseException, like KeyboardInterrupt."""
 
 
 def raise_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, for_good: bool = False) -> None:
@@ -378,7 +378,7 @@ def test_a_disk_that_is_full(twice: tuple[Model, Path], tmp_path: Path) -> None:
     model, folder = twice
     before, limits = state(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     for target in (folder, tmp_path / "new"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # no file may be longer: in the midst of one
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the limit cuts the write of a file
         try:
             with pytest.raises(OSError):
                 model.save_pretrained(target, max_shard_size=15000)
@@ -388,7 +388,7 @@ def test_a_disk_that_is_full(twice: tuple[Model, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("size", [15000, 9000])  # shards of the same names, and of others
+@pytest.mark.parametrize("size", [15000, 9000])  # shards with the same names, and with others
 def test_an_interrupt_while_files_are_exchanged(
     twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
@@ -411,7 +411,7 @@ def test_an_interrupt_while_files_are_exchanged(
 def test_a_process_that_is_killed_while_files_are_exchanged(
     twice: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs any more after a rename, no way back either: no file is lost, and half and half is never loaded."""
+    """The process ends after any rename, without cleanup. No file is lost, and no mixture of files loads."""
     model, folder = twice
     old = {name: digest for name, digest in state(folder).items() if name.endswith((".safetensors", ".json"))}
     for index in range(1, 100):
@@ -426,7 +426,7 @@ def test_a_process_that_is_killed_while_files_are_exchanged(
         if index > 1:
             refuses(partial(paradec.load, tmp_path / str(index)), "has no config.json", paradec.CheckpointError)
     assert index > 10
-    # the next save goes through, and leaves the draft with the old files alone
+    # the next save succeeds and keeps the draft that has the old files
     model.save_pretrained(tmp_path / str(index - 1), max_shard_size=15000)
     assert_equal(model, paradec.load(tmp_path / str(index - 1)))
     assert len(list((tmp_path / str(index - 1)).glob(".saving-*"))) == 1

@@ -1,4 +1,4 @@
-"""Modules that a model takes: evaluation mode, attention, threads, devices, quantised weights, adapters, memory."""
+"""Modules under a model: evaluation mode, attention, threads, devices, quantised weights, adapters, memory."""
 
 import copy
 import sys
@@ -53,7 +53,7 @@ def plain(module: Any) -> Tensor:
 
 
 def test_models_of_one_module() -> None:
-    """Any number with one attention. Of two the last one is served, the other is refused until that is unwrapped."""
+    """Models with equal attention share a module. With different ones, only the last model works until its unwrap."""
     module = decoder()
     first, second = (paradec.wrap(module, **TOPOLOGIES[name], **WRAP_IDS) for name in ("bidirectional", "block_causal"))
     assert not torch.equal(logits(first), logits(second))
@@ -87,7 +87,7 @@ def test_a_module_in_training_mode_is_refused(kind: str) -> None:
 
 
 def test_layers_that_bypass_the_attention_are_refused() -> None:
-    """A module whose layers attend in another way would decode with its causal mask."""
+    """Without the error such a module would decode with its causal mask."""
     module = decoder()
     model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **WRAP_IDS)
     for layer in module.model.layers:
@@ -116,7 +116,7 @@ def offloaded(module: Any) -> Any:
 
 
 def quantised(module: Any) -> Any:
-    """int8 weights but in the output matrix, whose inputs would be rounded by what columns there are."""
+    """Quantise all weights except the output matrix: the rounding of its inputs would depend on the columns."""
     head = module.lm_head.float()
     module = torch.ao.quantization.quantize_dynamic(module.float(), {nn.Linear}, dtype=torch.qint8)
     module.lm_head = head
@@ -129,7 +129,7 @@ def with_adapter(module: Any) -> Any:
     try:
         module.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     except ValueError as error:
-        pytest.skip(str(error))  # transformers needs another peft
+        pytest.skip(str(error))  # transformers needs another version of peft
     return module.double()
 
 

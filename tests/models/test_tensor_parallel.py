@@ -1,4 +1,4 @@
-"""Models that are spread over processes: the tokens of one process, half the store, and errors instead of hangs."""
+"""Tensor parallelism: the tokens of one process, half the store per process, and errors instead of hangs."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
     import transformers.distributed.tensor_parallel
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (once, for all)
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 (once, before the fork)
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -77,7 +77,7 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
             try:
                 actual = CHECKS[check](rank, **(json.loads(arguments) or {}))
                 Path(folder, f"{rank}.json").write_text(json.dumps(actual))
-                while rank == 0 and len(list(Path(folder).glob("*.json"))) < int(size):  # it holds the store
+                while rank == 0 and len(list(Path(folder).glob("*.json"))) < int(size):  # rank 0 hosts the store
                     time.sleep(0.02)
                 os._exit(0)
             except BaseException:
@@ -86,7 +86,7 @@ def main(check: str, size: str, folder: str, arguments: str) -> int:
         children.append(child)
     for _ in children:
         ended, status = os.wait()
-        if status:  # as torchrun does
+        if status:  # end the other ranks, like torchrun
             for child in children:
                 if child != ended:
                     os.kill(child, signal.SIGKILL)
@@ -212,13 +212,13 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "dream-tiny": [*BIDIRECTIONAL, {"cache": "dual", "guidance_scale": 1.7}],
     "sdar": [{"cache": "none"}, {"cache": "dual"}, {"cache": "block"}],
 }
-"""SparseD's lists are for full attention, which SDAR does not have."""
+"""SparseD needs full attention, which SDAR does not have."""
 SHORT: dict[str, list[dict[str, Any]]] = {
     "llada-tiny": [FORMATS["llada-tiny"][index] for index in (1, 2, 4)],
     "dream-tiny": [FORMATS["dream-tiny"][index] for index in (0, 3, 4)],
     "sdar": FORMATS["sdar"][1:],
 }
-"""The requests of the default suite."""
+"""Requests of the default tests."""
 
 
 def expected(formats: dict[str, list[dict[str, Any]]], folder: Path) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def test_heads_that_cannot_be_shared_out(monkeypatch: pytest.MonkeyPatch) -> Non
         distributed_config("auto", transformers.LlamaConfig(**sizes), "x")
     refuses(lambda: distributed_config("auto", transformers.GPT2Config(), "x"), "transformers has no plan for 'gpt2'")
     assert distributed_config("auto", transformers.LlamaConfig(**sizes | {"num_key_value_heads": 4}), "x").tp_size == 4
-    # experts alone are shared out whatever the heads are
+    # a plan of experts only does not depend on the number of heads
     config = transformers.LlamaConfig(**sizes)
     config.base_model_tp_plan = {"layers.*.mlp.up_proj": "colwise"}
     assert distributed_config("auto", config, "x").tp_plan == "auto"
@@ -370,7 +370,7 @@ def test_commands_that_several_processes_cannot_run(
 
 
 ORDERED = "dkv_greedy"
-"""The cache that must know what a step will commit before it is evaluated."""
+"""The cache that needs the next commits before the forward."""
 
 
 def every_cache() -> dict[str, list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""`update_weights`: in place by published names, between requests, with a version; what is of older weights."""
+"""`update_weights`: names, waiting for requests, versions, and prefixes or states of older weights."""
 
 import copy
 import pickle
@@ -195,7 +195,7 @@ def test_an_update_waits_while_nested_requests_continue() -> None:
         if state.commits == 1:
             inside.set()
             asked.wait()
-            time.sleep(0.05)  # the update waits by now
+            time.sleep(0.05)  # the update is waiting now
             decode_tokens(model)
             order.append("nested")
 

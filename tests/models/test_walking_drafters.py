@@ -31,7 +31,7 @@ NAMES = sorted({case["drafter"] for case in CASES.values() if case["drafter"].st
 
 @pytest.fixture(scope="module")
 def base() -> Model:
-    return paradec.load(RECORDED / "base", dtype=torch.float64)  # as the recorded numbers are
+    return paradec.load(RECORDED / "base", dtype=torch.float64)  # like the recording
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def assert_close_to_recorded(actual: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
-    """The reference's norms and angles are float32 inside; `largest` is what values reach."""
+    """Compare with a tolerance for the reference's norms and angles in float32. largest: bound of the values."""
     torch.testing.assert_close(actual.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
 
 
@@ -65,7 +65,7 @@ def test_recorded_drafts_and_their_distributions(
             assert drafts.tolist() == case["drafts"], key
             assert_close_to_recorded(q, tensors[f"{key}/q"])
             made, states = walks.pop()
-            # a drafter that skips the first row has recorded it too where it could have drafted
+            # the recording of a drafter that skips the first row may include that row
             assert_close_to_recorded(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
             before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
             if f"{key}/candidates" in tensors:
@@ -112,7 +112,7 @@ def test_answers_have_the_distribution_of_the_model(name: str, rows: int, temper
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
 def test_only_tokens_outside_the_drafter_vocabulary_are_allowed(name: str, base: Model) -> None:
-    """Its own distribution is empty then; answers stay the model's, also where some of its tokens are left."""
+    """The drafter's distribution may be empty. Answers still have the model's distribution."""
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
     own = set(drafter.tokens.tolist())
     lacked = [token for token in range(64) if token not in own][:6]
@@ -198,7 +198,7 @@ VARIANTS = [
 def test_windows_causality_and_the_first_row(
     name: str, change: Any, causal: bool, anchored: bool, first: int, tmp_path: Path, base: Model
 ) -> None:
-    """Fields that are missing mean what the public codes take them for."""
+    """Missing fields have the defaults of the public code."""
     drafter = paradec.load_drafter(rewritten(name, tmp_path, change), base=base)
     assert (drafter.settings.causal, drafter.settings.anchored, drafter.settings.first) == (causal, anchored, first)
     assert drafter.slots == drafter.block_size + 1 - first

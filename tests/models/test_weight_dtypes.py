@@ -1,4 +1,4 @@
-"""Weights that are missing, or no floating-point numbers, are refused by every loader and by name."""
+"""Every loader refuses missing weights and weights without floating-point numbers, by name."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ TORCH = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.complex128,
 )  # fmt: skip
-"""What is no number that a model computes with; the last one is in pickles alone."""
+"""Dtypes that models do not compute with. Only pickles can have the last one."""
 
 
 def recode(file: Path, name: str, dtype: torch.dtype) -> None:
@@ -101,7 +101,7 @@ def learn2pd(folder: Path) -> Case:
 def transformers_format(make_model: Callable[[], Any], load: Callable[[Path], Any]) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
         module = make_model().module
-        module.generation_config._from_model_config = False  # else it would be made anew from config.json
+        module.generation_config._from_model_config = False  # else it would be rebuilt from config.json
         module.save_pretrained(folder)
         return (
             folder / "model.safetensors",
@@ -156,7 +156,7 @@ def refused(case: Case, message: str) -> None:
 @pytest.mark.parametrize("loader", [*SAFETENSORS, *PICKLES])
 def test_weights_of_other_dtypes_are_refused(loader: str, tmp_path: Path) -> None:
     case = file, name, load = (SAFETENSORS | PICKLES)[loader](tmp_path)
-    load()  # as it should be
+    load()  # unchanged files load
     kept = file.read_bytes()
     for dtype in TORCH[:-1] if file.suffix == ".safetensors" else TORCH:
         recode(file, name, dtype)
@@ -176,7 +176,7 @@ def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
 
 
 def test_weights_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
-    """An Anole needs no encoder of pictures, and no codebook beside that of a VQ decoder."""
+    """An Anole needs no image encoder, and no codebook other than the VQ decoder's."""
     file, _, load = SAFETENSORS["chameleon"](tmp_path)
     weights, own = load_file(file), "model.vqmodel."
     expected = load().codebook()
@@ -214,7 +214,7 @@ def test_fp8_checkpoints_load_through_transformers(tmp_path: Path, config: dict[
     quantised, plain = fp8(tmp_path, config)
     model, expected = paradec.load(quantised), paradec.load(plain)
     assert torch.equal(logits(model, IDS), logits(expected, IDS))
-    model.save_pretrained(tmp_path / "saved")  # as plain numbers
+    model.save_pretrained(tmp_path / "saved")  # as unquantised weights
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert torch.equal(logits(paradec.load(tmp_path / "saved"), IDS), logits(expected, IDS))
     said = json.loads((quantised / "config.json").read_text())

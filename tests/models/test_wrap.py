@@ -1,4 +1,4 @@
-"""Modules that are already in memory: transformers masked and causal language models, and a user's own."""
+"""`paradec.wrap`: masked and causal language models of transformers, and custom modules."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_topologies_set_the_attention_of_decoders(name: str, topology: str, attn
     query, key = torch.arange(10).unsqueeze(1), torch.arange(10)
     masks = {"bidirectional": query >= 0, "causal": key <= query, "block_causal": key // 4 <= query // 4}
     mask = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~masks[topology], -torch.inf)
-    module.set_attn_implementation("eager")  # takes an additive mask as it is
+    module.set_attn_implementation("eager")  # accepts an additive mask
     with torch.inference_mode():
         expected = module(input_ids=ids, attention_mask=mask[None, None], use_cache=False).logits
     extra = {"block_length": 4} if topology == "block_causal" else {}
@@ -71,7 +71,7 @@ def test_topologies_set_the_attention_of_decoders(name: str, topology: str, attn
 
 @pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
 def test_padding_columns_see_themselves(kind: str) -> None:
-    """Softmax over nothing is not defined: where a query's own mask leaves padding alone, it sees itself."""
+    """A column that may see only padding sees itself, because a softmax over nothing is undefined."""
     model, seen, pairs = wrap_kind(kind), [], torch.arange(6) // 2
     sees = {"valid": torch.arange(6) < torch.tensor([[6], [4]]), "visible": (pairs[:, None] == pairs).expand(2, -1, -1)}
     query = Query(np.arange(2), random_ids(2, 6), torch.arange(6).expand(2, 6), **sees)
@@ -98,7 +98,7 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
 
 
 def test_heads_that_bypass_the_base_model() -> None:
-    # OPT's head reads from a part of its base model
+    # OPT's head reads a submodule of its base model
     config = transformers.OPTConfig(
         vocab_size=40, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
     )
@@ -152,7 +152,7 @@ def test_remote_code_decodes_like_the_loaded_checkpoint(
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 5}
     request = supported_fields(name, request)
     prompts = [[3, 14, 15], [9, 26, 5, 35, 8], [9, 7, 9]]
-    if not fits(name, wrapped_remote):  # some ask for masks of attention, which no opaque module takes
+    if not fits(name, wrapped_remote):  # some samplers need attention masks, which opaque modules do not accept
         refuses(lambda: paradec.generate(wrapped_remote, prompts, **request), f"sampler {name!r}.* LLaDAModelLM is ")
         return
     output = paradec.generate(wrapped_remote, prompts, **request)
@@ -254,7 +254,7 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
     assert sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()) == 0
     assert torch.equal(plain(), before)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    model.unwrap()  # once more does nothing
+    model.unwrap()  # a second call does nothing
 
 
 BOTH = {"prediction": "same", "topology": "bidirectional"}
@@ -320,7 +320,7 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
         attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, **{extra: torch.ones(1)})
     with pytest.raises(ValueError, match="sliding_window=2 is shorter than the 3 positions"):
         attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, sliding_window=2)
-    # one that hides nothing changes nothing
+    # a mask that hides nothing is accepted
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
     module = nn.Module()
     full, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
@@ -328,7 +328,7 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
 
 
 def test_the_cache_keyword_matches_the_module() -> None:
-    """transformers 5.24 has renamed it; a class of the user's may have the old name, or pass arguments on."""
+    """transformers 5.24 renamed the keyword. Custom classes may have the old name or **kwargs."""
 
     class New(nn.Module):
         def forward(self, input_ids: Tensor, cache: Any = None) -> Any:

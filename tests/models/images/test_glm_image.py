@@ -59,11 +59,11 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
     for row, prompt in enumerate(laid.prompts.rows):
         first = len(arrays["input_ids"][row]) - len(prompt)
         expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
-        # the end token's, which is never evaluated, is the next place after the last raster
+        # the position after the last raster is the end token's, which is never evaluated
         assert np.array_equal(laid.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
-        if len(free[row]) == grid.length:  # nothing is left out, nothing stops
+        if len(free[row]) == grid.length:  # no position is forced
             actual = call(laid, row, [*prompt, *free[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
             assert np.array_equal(actual, free[row])
 
@@ -174,7 +174,7 @@ def test_zipar_knows_both_rasters(window: int) -> None:
     state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))
     paradec.decode(method, laid.model, state)
     tokens = model().read(state, GRID).tokens
-    # the preview's first row, and the large raster's first token, see all that token-by-token decoding sees
+    # the preview's first row and the large raster's first token see the same tokens as in token-by-token decoding
     for row, prompt in enumerate(laid.prompts.rows):
         for offset in (0, 1, 4, 5):
             logits = last_logits(laid.model, row, prompt + tokens[row, :offset].tolist())

@@ -1,4 +1,4 @@
-"""Emu3, Chameleon's kin and Janus on tiny random weights: transformers' own generation, and SJD at temperature 0."""
+"""Emu3, Chameleon, Anole, Lumina-mGPT and Janus with random weights: transformers' generation, SJD at temperature 0."""
 
 import itertools
 import re
@@ -38,7 +38,7 @@ def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:
     )
     assert torch.equal(out.tokens, expected)
     assert (out.accepted.sum(0) == grid.length).all()
-    # structure is put in directly: it is never what stops a window
+    # forced structure tokens never end a window
     assert max(out.row_nfe) <= grid.height * grid.width + 1
     assert torch.equal(out.images, grid.codes(expected))
 
@@ -106,7 +106,7 @@ def test_emu3_equals_transformers() -> None:
 
 
 def test_chameleon_gives_finite_logits_of_image_tokens() -> None:
-    """transformers' forward puts them at the lowest number there is; everything else is as it computes it."""
+    """transformers' forward sets them to the lowest finite number. All other logits are equal."""
     model, _, _, _ = small_grid("anole")
     tokens = [1, 45, 40, 7, 9]
     theirs = model.module(torch.tensor([tokens])).logits[0, -1]
@@ -135,7 +135,7 @@ def test_lumina_layout() -> None:
     assert model.opening(grid) == [40, 51, 52]
     with pytest.raises(ValueError, match="height=24 must be a multiple of 32"):
         model.grid(24, 64)
-    # 768 x 768 in the published model: 2357 tokens from its start to the end of the text
+    # the published model has 2357 tokens from start to end for 768 x 768 pixels
     rows = Grid(48, 48, cells=range(4, 8196), row_end=LUMINA_MGPT.row_end, tail=(LUMINA_MGPT.end, 8710))
     assert 3 + rows.length == 2357
 

@@ -1,4 +1,4 @@
-"""LlamaGen and VQ decoders: the public code's numbers, checkpoints in their published formats, and what is refused."""
+"""LlamaGen and VQ decoders: numbers of the public code, checkpoints in the published formats, and errors."""
 
 import json
 import math
@@ -29,7 +29,7 @@ RECORDED = sorted(golden("llamagen").glob("*.safetensors"))
 
 
 def list_recordings(part: str, key: str) -> list[Any]:
-    """The recorded files that have an array of this name, "c2i" and "ids" for one."""
+    """List the recordings that have the array "part.key", for example "c2i.ids"."""
     return [
         pytest.param(path, part, id=f"{path.stem}-{part}") for path in RECORDED if f"{part}.{key}" in read_arrays(path)
     ]
@@ -41,7 +41,7 @@ def weights_of(recorded: dict[str, Tensor], part: str) -> dict[str, Tensor]:
 
 
 def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenModel, ImageRequest]:
-    """The model of recorded numbers, and its rows; the last of two classes is unconditional."""
+    """Return the recorded model and its request."""
     state = weights_of(recorded, condition)
     _, heads, slots, _ = recorded[f"{condition}.sd.layers.0.attention.kv_cache.k_cache"].shape
     if condition == "c2i":
@@ -69,7 +69,7 @@ def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenMode
 
 
 def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: int = 0) -> Query:
-    """Image tokens `start` to `stop` of rows with equally long prompts over a store; -1 begins with the prompt."""
+    """Query image tokens `start` to `stop` of rows with equally long prompts, over a store. -1: from the prompt on."""
     first = len(prompts[0])
     rows = torch.cat((torch.tensor(prompts), ids), 1)
     begin, end = (0 if start < 0 else first + start), first + stop
@@ -98,7 +98,7 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
         actual = {"prefill": logits[:, :first]}
         actual |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
         for name, part in actual.items():
-            # captions are padded on the left there; what stands on padding is nobody's
+            # the public code pads captions on the left; outputs at padding are ignored
             assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
 
         store = model.make_store(rows, full.shape[1])
@@ -128,7 +128,7 @@ def test_ragged_captions_do_not_see_each_other() -> None:
 
 
 def test_captions_are_replaced_by_the_last_learned_features() -> None:
-    """The public code pads captions on the left up to the full length, and hides the padding from both branches."""
+    """The public code pads captions on the left to the full length and masks the padding in both branches."""
     model = tiny_llamagen("t2i")
     network, full, ids = model.module, 6, [5, 9, 30]
     torch.manual_seed(4)
@@ -250,7 +250,7 @@ def test_taming_names(tmp_path: Path) -> None:
     actual = load_vq(file, model.config).double()
     codes = torch.randint(CODES, (1, 3, 2))
     assert torch.allclose(actual.decode(codes), model.decode(codes), atol=1e-5)
-    # without its encoder too
+    # files without an encoder load too
     half = load_vq(file, VQConfig(**{**model.config.to_dict(), "encoder": False}))
     assert torch.allclose(half.decode(codes), actual.float().decode(codes), atol=1e-5)
 
@@ -277,7 +277,7 @@ def test_published_files(tmp_path: Path, save: Callable[[Path, dict[str, Tensor]
     state = {name: tensor.float() for name, tensor in original.state_dict().items()}
     vq = tmp_path / "vq.safetensors"
     save_file({k: v.float() for k, v in tiny_vq().state_dict().items()}, vq, {"config": json.dumps(TINY_VQ.to_dict())})
-    # the public code leaves its table of angles behind
+    # files of the public code contain a table of angles
     model = paradec.load(
         save(tmp_path, state | {"freqs_cis": torch.zeros(257, 6, 2)}), n_head=4, vq=vq, dtype="float64"
     )

@@ -47,7 +47,7 @@ def test_a_recorded_run(name: str) -> None:
     said, arrays = image_case("lpd", name)
     settings, steps = said["settings"], said["steps"]
     seed = re.search(r"manual_seed\((\d+)\)", said["draws"])
-    # a margin this small is no matter of float32; torch draws other numbers in float64
+    # float32 cannot resolve smaller margins, and torch draws other numbers in float64
     dtype = torch.float32 if said["margin"] >= 1e-4 or seed is not None else torch.float64
     model = recorded(said["model"], dtype)
     order = orders.Given(cells=said["orders"], sizes=settings["group_sizes"])
@@ -170,7 +170,7 @@ def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
     assert (resize_positions(table, 4) - table).abs().max() < 1e-6
     larger = resize_positions(table, 8)
     assert larger.shape == (1, 65, 3) and torch.equal(larger[:, 0], table[:, 0])
-    # a plane stays a plane, inside
+    # interpolation keeps linear functions, except at the border
     plane = torch.arange(4.0).view(1, 4, 1).expand(1, 4, 4).reshape(1, 16, 1)
     grown = resize_positions(torch.cat((torch.zeros(1, 1, 1), plane), 1), 8)[0, 1:].view(8, 8)
     assert (grown[:, 0] == grown[:, 5]).all() and grown[4, 0] - grown[3, 0] == pytest.approx(0.5, abs=0.1)
@@ -190,18 +190,18 @@ def test_pictures_come_of_codes() -> None:
     assert made.images.shape == (2, 3, 8, 8) and made.codes.shape == (2, 4, 4)
     assert torch.equal(made.images, model.decode(made.tokens, made.grid))
     assert made.accepted.sum(0).tolist() == [16, 16] and made.row_nfe == [5, 5]
-    # group sizes 1 2 4 4 5: two branches of the class and 1, then a group's tokens and the next one's masks
+    # group sizes 1 2 4 4 5: two branches evaluate the class and 1 mask, then a group's tokens and the next masks
     assert made.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
     refuses(lambda: make(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
 
 
 def test_top_p_applies_after_top_k() -> None:
-    """Of the k best, renormalised, as in the public code: not the k best of the nucleus of all."""
+    """The nucleus is computed after top-k and renormalisation, like in the public code."""
     model = tiny_lpd()
     sampler = samplers.create("groups")
     state = sampler.start(model, [[33]], top_k=2, top_p=0.55)
     logits = torch.tensor([0.3, 0.2, 0.18, 0.17, 0.15]).log().view(1, 1, 5)
-    # the nucleus of all holds three and more; of the two best the first has 0.6
+    # the nucleus of all tokens has at least three; after top-k=2 the first token has probability 0.6
     assert sampler.distribution(state, logits).flatten().tolist() == [1, 0, 0, 0, 0]
 
 
@@ -217,7 +217,7 @@ def test_guidance_grows_with_the_rank() -> None:
         sampler.commit(state, sampler.step(model, state))
     assert actual == [1 + 4 * rank / 16 for rank in range(16)]
     assert replace(sampler, guidance_schedule="constant").guidance(state) == 5.0
-    # off is one branch, and the same pictures
+    # guidance 1 evaluates one branch and gives the same images
     assert make(model, guidance_scale=1.0).row_forwards == 10 and make(model).row_forwards == 20
 
 

@@ -1,7 +1,7 @@
-"""MAR and ReCAP over it: replay of the public code on a small model, and what must hold for any.
+"""MAR and ReCAP over it: replay of the public code on a small model, and properties.
 
-The recorded runs drew the head's noise from torch's generator, so that it can be drawn again in their order. Their
-local steps took 5 of the head's 10 steps, though their settings say a ratio of 0.4: here the ratio is 0.5.
+The recorded runs drew the head's noise from torch's generator, so the same noise can be drawn again. Their local steps
+used 5 of the head's 10 steps although their settings have a ratio of 0.4; here the ratio is 0.5.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def model() -> MARModel:
     module = MAR(**{**SIZES, "side": 4}, **HEAD).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    # a head that stays near the noise that it is given
+    # small weights: the head changes its noise little
     torch.nn.init.zeros_(module.diffloss.net.final_layer.linear.weight)
     torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
     return MARModel(module)
@@ -40,7 +40,7 @@ def model() -> MARModel:
 
 @dataclass(frozen=True)
 class Replayed(Sampler):
-    """With the reference's noise: the start's, then one draw per step for both branches, of which the first is used."""
+    """Use the reference's noise: of the start, then one draw per step for both branches. The first half is used."""
 
     channels: int = 4
 
@@ -99,7 +99,7 @@ def test_every_step_decides_something(size: int, steps: int) -> None:
 @pytest.mark.parametrize("keep_buffer", [False, True])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_local_steps_over_all_positions_are_exact(model: MARModel, guidance: float, keep_buffer: bool) -> None:
-    """Nothing is read but, with `keep_buffer`, the class tokens' keys: these have not seen what was decided since."""
+    """Nothing is cached, except the keys of the class tokens with `keep_buffer`, which do not see later decisions."""
     plain, grouped = (
         Sampler(local_steps=local, full_groups=0, head_steps=3, fast_ratio=1, chunk_order="order", keep_buffer=keep)
         for local, keep in ((0, False), (4, keep_buffer))
@@ -138,7 +138,7 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
 def test_local_steps_are_guided(model: MARModel, schedule: str) -> None:
-    """Full and local steps alike: 1 + (s - 1) (S - m) / S, m positions being left behind the step; or s throughout."""
+    """Scale of full and local steps: 1 + (s - 1) (S - m) / S, m masked positions after the step; or constant s."""
     sampler = Sampler(local_steps=2, full_groups=0, head_steps=4, fast_ratio=1, guidance_schedule=schedule)
     plain = Sampler(local_steps=0, head_steps=4, guidance_schedule=schedule)
     left, scale, kinds = remaining_counts(16, 6), 3.0, []

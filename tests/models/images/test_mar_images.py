@@ -1,4 +1,4 @@
-"""MAR in the entry points that users take: `paradec.load`, `generate_images`, and the decoder of its latents."""
+"""MAR through `paradec.load` and `generate_images`, and the decoder of its latents."""
 
 import json
 from pathlib import Path

@@ -68,12 +68,12 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         ]
         logits, averaged = proposal.quantities["logits"], proposal.quantities["averaged"]
         assert_checksum(logits, step["guided_logits"])
-        if len(averaged) == step["rows"]:  # the reference evaluates the unconditional half that has no say
+        if len(averaged) == step["rows"]:  # the reference also evaluates an unconditional half without effect
             assert_checksum(averaged, step["averaged_logits"])
         for key, values in (("guided_logits", logits), ("averaged_logits", averaged[: step["rows"]])):
             if (expected := arrays.get(f"{key}.{index}")) is not None:
                 assert (values - expected[: len(values)]).abs().max() < 1e-4
-        if not text and query.branches * state.batch == step["rows"]:  # the reference keeps padded captions
+        if not text and query.branches * state.batch == step["rows"]:  # the reference evaluates padded captions
             assert query.tokens.tolist() == step["input_tokens"] or step["input_tokens"] is None
             store, count = state.store, 1 + grid.length
             for layer, pair in enumerate(step["kv"]):
@@ -100,7 +100,7 @@ def test_the_mask_and_one_forward_equal_the_reference(name: str) -> None:
 
 
 def cell_logits(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
-    """[B, T + N, 2, V] -> the logits of the cells row by row [B, N, V], cell by cell as the paper says it."""
+    """Return the logits [B, N, V] of the cells in raster order from heads [B, T + N, 2, V], by the paper's formula."""
     result = []
     for cell in range(grid.length):
         i, j = divmod(cell, grid.width)
@@ -126,7 +126,7 @@ def test_cached_decoding_equals_one_masked_forward(condition: str, side: int) ->
         cached[:, diagonal(grid, state.index)] = proposal.quantities["logits"]
         sampler.commit(state, proposal)
     for row, length in enumerate(state.prompt_length):
-        # without the store, with the cells in any order, and after padding
+        # without a store, with cells in any order, and after padding
         count = int(length) + grid.length
         order = torch.cat((torch.arange(length), length + torch.randperm(grid.length)))
         tokens, positions = state.canvas[row, :count][order], order
@@ -134,7 +134,7 @@ def test_cached_decoding_equals_one_masked_forward(condition: str, side: int) ->
         query = Query(
             np.array([row]),
             torch.cat((tokens, pad)).unsqueeze(0),
-            torch.cat((positions, pad)).unsqueeze(0),  # where all would see it
+            torch.cat((positions, pad)).unsqueeze(0),  # position 0, visible to all cells
             valid=(torch.arange(count + 2) < count).unsqueeze(0),
         )
         actual = cell_logits(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
@@ -150,7 +150,7 @@ def test_guidance_ends_and_leaves_one_branch() -> None:
     assert state.row_forwards.tolist() == [2 * 2 + 5] and state.nfe.tolist() == [7]
     plain = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=1.0, seed=4))
     assert plain.row_forwards.tolist() == [7]
-    # up to 1 it is off, as in the public code
+    # scales up to 1 turn guidance off, like in the public code
     half = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=0.5, **arguments))
     assert torch.equal(half.canvas, plain.canvas) and half.row_forwards.tolist() == [7]
     for scale in (3.0, 1.0):
@@ -191,7 +191,7 @@ def test_files_without_the_second_head_are_refused(gone: tuple[str, ...], tmp_pa
     file = tmp_path / "t2i_XL_stage1_256.pt"
     torch.save(weights, file)
     refuses(lambda: load_nar(file, n_head=4), f"holds no NAR: {', '.join(gone)} missing", CheckpointError)
-    if len(gone) == 1:  # what is left says that it was one
+    if len(gone) == 1:  # the remaining one shows that a second head existed
         refuses(lambda: paradec.load(file, n_head=4), "holds no NAR", CheckpointError)
     folder = saved(model, tmp_path / "folder")
     save_file(weights, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The entry point of pictures and the adapters after it; wrong requests are named."""
+"""`generate_images` with every family and with custom models; errors of wrong requests."""
 
 import json
 import warnings
@@ -32,7 +32,7 @@ from paradec.request import DEFAULTS, Request, request_for
 
 
 class Tiles(PictureModel):
-    """3 x 3 cells of 4 shades; each class has a likeliest one. A masked model without a network."""
+    """A masked model without a network: 3 x 3 cells of 4 shades. Every class has a likeliest shade."""
 
     makes, family, default_sampler = "masked image", "masked", "maskgit"
     defaults = {"steps": 3, "temperature": 1.0}
@@ -231,7 +231,7 @@ def test_presets_use_the_model_names_of_samplers() -> None:
 
 
 def test_a_zero_in_a_preset_s_mapping_counts() -> None:
-    """Temperature 0 is the default for text, which `Request.save` leaves out; written out it is meant."""
+    """`Request.save` omits temperature 0, the default for text. An explicit 0 in a mapping must be used."""
     model = tiny_llamagen()
     cold = paint(model, temperature=0, top_k=0, seed=1)
     assert torch.equal(paint(model, preset={"temperature": 0.0, "top_k": None}, seed=2).tokens, cold.tokens)

@@ -1,4 +1,4 @@
-"""What designers set: bias, excluded letters and ties, beside plain loops and enumeration."""
+"""Design rules (bias, excluded letters, ties) against plain loops and enumeration."""
 
 import itertools
 import random
@@ -38,7 +38,8 @@ def model() -> ProteinMPNNModel:
 def design_by_loop(
     model: ProteinMPNNModel, row: list[int], order: list[int], key: Tensor, temperature: float, number: int = 0
 ) -> tuple[list[int], float]:
-    """Tie after tie: averaged logits, the bias, the column's noise. And the mean log-probability without bias."""
+    """Decode tie after tie with averaged logits, bias and the column's noise. Return the row and its mean
+    log-probability without bias."""
     groups, rules = model.columns[number].residues, model.rules[number]
     row, size = list(row), len(model.structures[number])
     decided, total = [index for index, token in enumerate(row[1:]) if token != MASK_ID], []
@@ -149,7 +150,7 @@ def test_ties_have_the_distribution_of_one_tie_per_step(model: ProteinMPNNModel,
     numbers = torch.tensor([[index[token] for token in row] for row in out.sequences[:, 1:].tolist()])
     counts = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
     assert expected.sum() == pytest.approx(1) and exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
-    # residues that were not tied, or a tie without the bias, are told apart
+    # the test can detect missing ties and a missing bias
     assert exactness.p_value(counts.numpy(), expected.flip(0).numpy()) < 1e-6
 
 
@@ -202,7 +203,7 @@ def test_given_letters_of_ties(model: ProteinMPNNModel) -> None:
     assert tied.letters(torch.tensor([[22, 0, 1, 2, 3, 4, 5]])) == ["ACDEFGACDFD"]
     refuses(lambda: tied.prompt(fixed=[2, 8]), "residues 2, 8, 10 of dimer are tied, and keep several letters: A, G")
     refuses(lambda: tied.prompt(chains="A", fixed=[4]), "are tied, and keep several letters")
-    # an incomplete residue takes no part
+    # incomplete residues are ignored
     gaps = dimer().coordinates.clone()
     gaps[8, 0] = torch.nan
     free = model.on(dimer("gaps", coordinates=gaps), DesignRules(ties=TIES))

@@ -1,4 +1,4 @@
-"""ProteinMPNN in paradec's entry points."""
+"""ProteinMPNN in `paradec.generate`, `infill` and `score`; structure files."""
 
 import gzip
 import math
@@ -27,7 +27,7 @@ def model() -> ProteinMPNNModel:
 
 
 def distribution(model: ProteinMPNNModel, number: int, letters: Tensor, order: list[int]) -> Tensor:
-    """[L, 20] log-probabilities of each residue given those before it in an order, without X."""
+    """Return the log-probabilities [L, 20] (without X) of every residue given the earlier ones of an order."""
     logits = model.module(model.encodings[number], letters[None], torch.tensor([order]).argsort())[0]
     return logits[:, :20].log_softmax(-1)
 
@@ -89,7 +89,7 @@ def test_drafts_are_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None
 
 
 def test_branches_are_refused_and_lopa_without_branches_equals_its_base(model: ProteinMPNNModel) -> None:
-    """A branch's token would come before those of its own step, which no order of steps says."""
+    """A branch's token would precede tokens of its own step, which a decoding order cannot express."""
     prompt = model.prompt("short", fixed=range(9))
     refuses(lambda: paradec.generate(model, prompt, sampler="lopa"), "sampler 'lopa' does not work with .* reads")
     request = {"temperature": 0.5, "seed": 2}
@@ -125,7 +125,7 @@ def test_rewritten_residues_move_to_the_end_of_the_order(
 
 
 QUICK = ("threshold", "random", "editing", "ccd", "wino")
-"""Of each way of deciding one; the others take their time under `-m full`."""
+"""One sampler per kind of rule; the others run under `-m full`."""
 
 
 @pytest.mark.thinned
@@ -175,7 +175,7 @@ def test_prompts(model: ProteinMPNNModel) -> None:
     assert [LETTERS[row[1]], LETTERS[row[3]]] == [long.sequence[0], long.sequence[2]] and row[2] == MASK_ID
     out = paradec.generate(model, row, sampler="threshold")
     assert len(out.text) == 24 and out.text[0] == long.sequence[0] and {*out.text} <= {*LETTERS[:20]}
-    # the same in letters, by infill
+    # the same prompt as text for infill
     text = f"<long>{long.sequence[0]}<mask>{long.sequence[2]}<mask:21>"
     assert paradec.infill(model, text, sampler="threshold").text == out.text
     assert model.tokenizer.decode(row) == f"<long>{long.sequence[0]}-{long.sequence[2]}" + 21 * "-"

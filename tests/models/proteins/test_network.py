@@ -1,4 +1,4 @@
-"""ProteinMPNN's network beside the public code."""
+"""ProteinMPNN's network against the public code."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_scores_equal_the_public_code(model: ProteinMPNNModel, case: dict[str, A
     logits = model.module(model.encodings[0], letters, rank_of(score["order"]))
     expected = torch.tensor(score["log_probs"]).exp()
     assert (logits.float().softmax(-1)[0] - expected).abs().max() < 1e-5
-    # the weights are such that letters and order matter
+    # letters and order matter with these weights
     other = model.module(model.encodings[0], letters, rank_of(score["order"][::-1]))
     assert (other.float().softmax(-1)[0] - expected).abs().max() > 0.02
 
@@ -94,7 +94,7 @@ def test_designs_have_the_recorded_probabilities(model: ProteinMPNNModel, case: 
 
 
 def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: list[int]) -> Tensor:
-    """[L, 21]: the decoder residue by residue, each message joined whole, as the paper writes it."""
+    """Return the logits [L, 21] of the decoder by a loop over residues with the paper's messages."""
     encoding, at = network.encode(structure), network
     parts = [at.W_e(part) for part in at.features(structure, at.neighbours, torch.device("cpu"))[0]]
     nodes = torch.zeros(len(structure), parts[0].shape[-1], dtype=parts[0].dtype)

@@ -1,4 +1,4 @@
-"""LigandMPNN and the models of membrane proteins beside the public code."""
+"""LigandMPNN and the membrane models against the public code."""
 
 import dataclasses
 from pathlib import Path
@@ -30,7 +30,7 @@ def structure_of(case: dict[str, Any]) -> Structure:
 
 
 def predict(model: ProteinMPNNModel, order: list[int]) -> Tensor:
-    """[L, 21] probabilities of the structure's own letters in an order."""
+    """Return the probabilities [L, 21] in a decoding order, given the structure's own letters."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
     return model.module(model.encodings[0], letters, torch.tensor([order]).argsort())[0].float().softmax(-1)
 
@@ -50,14 +50,14 @@ def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> N
     model = load_protein_mpnn(weights, structure, dtype=dtype)
     probabilities, expected = (predict(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp())
     assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
-    # the weights are such that what is told of the structure matters
+    # inputs about the structure matter with these weights
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
     apart = (predict(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
     assert apart > 0.02 if structure.elements or structure.membrane else apart < 2e-5
 
 
 def public_input(structure: Structure, count: int, labels: list[int] | None) -> dict[str, Any]:
-    """What the public network reads: of each residue, the nearest atoms to its CB."""
+    """Build the input of the public network: for every residue the atoms nearest to its CB."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in structure.sequence]])
     at, mask = structure.coordinates.nan_to_num().float(), structure.complete.float()
     along, out = at[:, 1] - at[:, 0], at[:, 2] - at[:, 1]
@@ -114,7 +114,7 @@ def test_published_weights_give_the_probabilities_of_the_public_code(file: str, 
 def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
     refuses(lambda: load_protein_mpnn(OWN / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
-    # the name of the published file tells the two membrane models apart, which have the same weights
+    # both membrane models have the same shapes; the name of the published file distinguishes them
     named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
     named.write_bytes((OWN / "small_membrane.pt").read_bytes())
     refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
@@ -122,7 +122,7 @@ def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> N
     order = list(range(len(plain)))
     out = [predict(load_protein_mpnn(named, each), order) for each in both]
     assert (out[0] - out[1]).abs().max() > 0.02
-    # labels that nobody gave are 0, as in the public code
+    # missing labels are 0, like in the public code
     assert torch.equal(out[0], predict(load_protein_mpnn(named, plain), order))
     data = torch.load(OWN / "small_ligand.pt", weights_only=True)
     torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
@@ -130,7 +130,7 @@ def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> N
 
 
 def test_ignored_ligand_atoms() -> None:
-    """Hydrogen and molybdenum are left out, as in the public code; and more atoms than the network reads are."""
+    """Hydrogen, molybdenum (like in the public code) and atoms beyond the network's number are ignored."""
     structure = structure_of(CASES["bound-ligand"])
     model, order = load_protein_mpnn(OWN / "small_ligand.pt", structure), list(range(len(structure)))
     assert structure.atoms is not None

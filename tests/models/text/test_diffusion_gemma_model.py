@@ -1,4 +1,4 @@
-"""DiffusionGemma as a model: what is read of a checkpoint, images, soft embeddings, and a module left as it is."""
+"""DiffusionGemma as a model: checkpoints, images, soft embeddings."""
 
 import copy
 import json
@@ -148,7 +148,7 @@ IMAGE = 5
 
 
 def pictures() -> dict[str, Tensor]:
-    """Two images of 6 x 3 patches, which are two image tokens each, as the processor gives them."""
+    """Return two images in the processor's format: 6 x 3 patches, two image tokens each."""
     grid = torch.stack(torch.meshgrid(torch.arange(6), torch.arange(3), indexing="ij"), -1).reshape(1, 18, 2)
     return {
         "pixel_values": torch.rand(2, 18, 768, generator=torch.Generator().manual_seed(0)),
@@ -205,7 +205,7 @@ def test_models_of_text_alone_refuse_images() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_embeddings_equal_those_of_the_module(dtype: torch.dtype) -> None:
-    """Fed to its self-conditioning they give the logits that it gives itself, to the bit."""
+    """With them, self-conditioning gives bitwise the same logits."""
     module = tiny_gemma(dtype=dtype)
     model = paradec.wrap(module)
     sampler = samplers.create("diffusion_gemma")

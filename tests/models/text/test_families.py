@@ -1,4 +1,4 @@
-"""Checkpoint families: tiny checkpoints in the published formats, and what decoding with them must equal."""
+"""Checkpoint families: tiny checkpoints in the published formats against plain modules of transformers."""
 
 import json
 import sys
@@ -33,9 +33,9 @@ antibody_model = load_script("benchmarks/antibody_model.py")
 NEW = 11
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 EXACT = {"none", "prefix", "dual", "block"} & set(caches.names())
-"""Caches that lose nothing on a block-causal model decoded in its own blocks."""
+"""Caches that are exact on a block-causal model decoded in its own blocks."""
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
-"""Ending inside a block, at the end of one, inside the first, and at its beginning."""
+"""Prompts that end inside a block, at the end of a block, inside the first block, and at its first token."""
 
 
 MODULES = {"sdar": ("Qwen3Config", "Qwen3ForCausalLM"), "fast_dllm_v2": ("Qwen2Config", "Qwen2ForCausalLM")}
@@ -58,7 +58,7 @@ def model(family: str, loaded: dict[str, Model]) -> Model:
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> dict[str, Any]:
-    """transformers' own modules with the same weights; rotary angles and norms as their code has them."""
+    """Return transformers' modules with the same weights."""
     modules = {}
     for family, folder in folders.items():
         config_class, module_class = (getattr(transformers, name) for name in MODULES[family])
@@ -76,7 +76,7 @@ def plain(folders: dict[str, Path]) -> dict[str, Any]:
 
 
 def one_shot(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
-    """[L, V] logits of a whole row in one forward, with the mask written out: block b sees all blocks up to b."""
+    """Return the logits [L, V] of a row from one forward with an explicit mask: block b sees blocks 0 to b."""
     mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64)
     for query in range(len(ids)):
         end_of_block = (query // block + 1) * block
@@ -87,7 +87,7 @@ def one_shot(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
 
 
 def shifted(family: str, logits: Tensor) -> Tensor:
-    """Row i predicts token i: Fast-dLLM v2's rows stand one to the left, the first is used twice."""
+    """Align logits so that row i predicts token i. Fast-dLLM v2's are shifted by one; its first row is used twice."""
     return torch.cat((logits[:1], logits[:-1])) if family == "fast_dllm_v2" else logits
 
 
@@ -102,7 +102,7 @@ def test_facts(family: str, model: Model) -> None:
     assert type(model.module).__name__ == MODULES[family][1]
     assert facts.mask_token_id == 3  # of the tokenizer: no config.json states it
     assert set(facts.eos_token_ids) == {"sdar": {0, 2}, "fast_dllm_v2": {2}}[family]  # with the end of a turn
-    # SDAR's config.json names no padding; Fast-dLLM v2's says otherwise than its tokenizer, and counts
+    # SDAR's config.json has no padding id; Fast-dLLM v2's differs from its tokenizer's and takes precedence
     assert facts.pad_token_id == {"sdar": 0, "fast_dllm_v2": 2}[family]
     assert facts.max_length == 64
     assert facts.vocab_size == 32
@@ -115,7 +115,7 @@ def test_facts(family: str, model: Model) -> None:
 @pytest.mark.parametrize("states_mask", [True, False])
 def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) -> None:
     folder = write_family(tmp_path, family)
-    write_tokenizer(folder, MASK_NAMES[family], states_mask)  # stated, or under its published name in the vocabulary
+    write_tokenizer(folder, MASK_NAMES[family], states_mask)  # as mask_token, or only in the vocabulary
     assert paradec.load(folder).facts.mask_token_id == 3
     assert paradec.load(folder, mask_token_id=9).facts.mask_token_id == 9
     (folder / "config.json").write_text(json.dumps(CONFIGS[family] | {"mask_token_id": 8}))
@@ -287,7 +287,7 @@ def test_a_longer_answer_begins_as_a_shorter_one(model: Model, cache: str) -> No
     for prompt in PROMPTS[:2]:
         whole_blocks = -len(prompt) % FAMILY_BLOCK + FAMILY_BLOCK
         long = paradec.generate(model, prompt, max_new_tokens=whole_blocks + 9, **request)
-        # the last block is decoded whole, and cut: lengths inside a block too
+        # the last block is decoded completely and then cut
         for new in (whole_blocks, whole_blocks - 1, whole_blocks + 2):
             short = paradec.generate(model, prompt, max_new_tokens=new, trace=True, **request)
             assert long.new_tokens[0, :new].tolist() == short.new_tokens[0].tolist()
@@ -369,7 +369,7 @@ def test_block_lengths_that_do_not_divide_are_refused(model: Model, length: int)
 
 
 def test_steps_are_counted_over_whole_and_partial_blocks(model: Model) -> None:
-    # 5 prompt tokens and 11 new ones stand in blocks 1 to 3 of 4
+    # 5 prompt tokens and 11 new ones end in blocks 1 to 3 of length 4
     out = paradec.generate(
         model, PROMPTS[0], max_new_tokens=11, sampler="low_confidence", steps=3, eos_early_stop=False
     )
@@ -412,7 +412,7 @@ def test_antiberty_knows_antibodies() -> None:
     assert "antiberty" not in sys.modules  # its code is not imported
     ids = torch.tensor(model.tokenizer(" ".join(TRASTUZUMAB))["input_ids"])
     assert len(ids) == len(TRASTUZUMAB) + 2
-    # every residue is masked once, every eighth of a row together
+    # every residue is masked once: every eighth residue of a row in one call
     position = torch.arange(len(ids))
     masked = (position % 8 == torch.arange(8).unsqueeze(1)) & (position > 0) & (position < len(ids) - 1)
     rows = ids.repeat(8, 1).masked_fill(masked, model.facts.mask_token_id)

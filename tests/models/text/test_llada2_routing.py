@@ -1,4 +1,4 @@
-"""LLaDA2.2 (`tests/golden/autumn/llada22`): experts chosen for whole blocks, its format, and what is refused."""
+"""LLaDA2.2 (`tests/golden/autumn/llada22`): experts chosen for whole blocks, its format, and errors."""
 
 import copy
 import functools

@@ -32,7 +32,7 @@ from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 
 TOLERANCE = 2e-4
-"""Of the golden logits, in float32. The smallest of the mistakes that were tried moves them by 4e-2."""
+"""Tolerance of the golden logits in float32. The smallest of several deliberate mistakes changes them by 4e-2."""
 MODULES = {
     "llada2-tiny": "Glm4MoeForCausalLM",
     "llada-moe-tiny": "Qwen3MoeForCausalLM",
@@ -41,7 +41,7 @@ MODULES = {
 BLOCK_CAUSAL = ("llada2-tiny", "sdar-moe-tiny")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
 EXACT = sorted({"prefix", "dual", "block"} & set(caches.names()))
-"""Caches that lose nothing on a block-causal model decoded in its own blocks."""
+"""Caches that are exact on a block-causal model decoded in its own blocks."""
 
 
 @pytest.fixture(params=MOE_NAMES)
@@ -63,7 +63,7 @@ def cases(name: str | Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def edit_copy(folder: Path, name: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
-    """A copy of a golden checkpoint with other fields in config.json (`...` takes one out) or other weights."""
+    """Copy a golden checkpoint with other fields in config.json (`...` removes a field) or other weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((MOE / name / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
@@ -75,7 +75,7 @@ def edit_copy(folder: Path, name: str, weights: dict[str, Tensor] | None = None,
 
 
 def blocks(case: dict[str, Any], length: int) -> Tensor:
-    """[1, T, T] bool: which column sees which, blocks counted from column 0 whatever the position ids."""
+    """Return the attention mask [1, T, T]. Blocks are counted from column 0, not by position ids."""
     block = torch.arange(length) // case["block_length"]
     return (block[:, None] >= block[None, :]).unsqueeze(0)
 
@@ -251,7 +251,7 @@ def test_types(name: str, dtype: str) -> None:
 
 
 def test_sizes_without_a_grouped_matrix_product(tmp_path: Path) -> None:
-    """Their rows are no multiples of 16 bytes: the loop over the experts computes them."""
+    """Rows that are not multiples of 16 bytes are computed by the loop over experts."""
     config = small_config("sdar-moe-tiny")
     folder = edit_copy(tmp_path, "sdar-moe-tiny", small_weights("sdar-moe-tiny", config), **config)
     answers = []
@@ -289,7 +289,7 @@ REFUSED: list[tuple[str, str, Any]] = [
         ("use_sliding_window", True), ("head_dim", 31), ("rope_scaling", {"type": "yarn", "factor": 4.0}),
     )),
 ]  # fmt: skip
-"""Fields that change the maths, with values that the classes here do not compute, or that fit nothing."""
+"""Fields that change the result, with unsupported or invalid values."""
 
 
 @pytest.mark.thinned
@@ -316,7 +316,7 @@ def test_fields_that_are_followed(tmp_path: Path, name: str, field: str, value: 
 
 
 def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
-    """A layer of experts by the published rule, token by token, in float64."""
+    """Compute a layer of experts by the published rule, token by token, in float64."""
 
     def expert(at: str, token: Tensor) -> Tensor:
         gate, up, down = (weights[f"{place}{at}.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
@@ -367,10 +367,10 @@ def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str
     with torch.inference_mode():
         routed = model.module.model.layers[layer].mlp(x.unsqueeze(0))[0]
     expected = naive_mixture(name, config, load_file(folder / "model.safetensors"), f"model.layers.{layer}.mlp.", x)
-    torch.testing.assert_close(routed, expected, rtol=0, atol=1e-5)  # the routers compute in float32
+    torch.testing.assert_close(routed, expected, rtol=0, atol=1e-5)  # routers use float32
 
 
-@pytest.mark.parametrize("architectures", [["LLaDAMoEModel"], ["LLaDAMoEModelLM"], None])  # else by its experts
+@pytest.mark.parametrize("architectures", [["LLaDAMoEModel"], ["LLaDAMoEModelLM"], None])  # None: by its experts
 def test_llada_moe_is_distinguished_from_llada(tmp_path: Path, architectures: Any) -> None:
     folder = edit_copy(tmp_path, "llada-moe-tiny", architectures=architectures)
     assert type(paradec.load(folder, mask_token_id=95).module).__name__ == "Qwen3MoeForCausalLM"
@@ -397,7 +397,7 @@ def test_the_block_of_a_release(tmp_path: Path, release: str, block: int | None)
 
 
 def test_end_tokens_of_llada2(tmp_path: Path) -> None:
-    """Its config.json states none: the tokenizer's, else the padding; and the end of a turn."""
+    """config.json has none: they are the tokenizer's (or else the padding token) and the end of a turn."""
 
     def ends(folder: Path) -> tuple[int, ...]:
         return paradec.load(folder, **moe_facts("llada2-tiny")).facts.eos_token_ids
@@ -499,7 +499,7 @@ def test_fields_of_stable_diffcoder_that_are_refused(tmp_path: Path, field: str,
 
 
 def test_multimodal_llada_checkpoints(tmp_path: Path) -> None:
-    """MMaDA and Lumina-DiMOO are LLaDA over a longer vocabulary, in which the codes of pictures stand too."""
+    """MMaDA and Lumina-DiMOO are LLaDA with image codes in a longer vocabulary."""
     source = GOLDEN / "llada-tiny"
     expected = paradec.generate(paradec.load(source), [5, 6, 7], max_new_tokens=8).new_tokens
     config = json.loads((source / "config.json").read_text())

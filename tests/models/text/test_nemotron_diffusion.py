@@ -1,8 +1,8 @@
-"""Nemotron-Labs-Diffusion: forwards of transformers' module in all three modes, recorded in float32, and traces of the
-published loops, restated over that module (`tests/golden/autumn/nld`).
+"""Nemotron-Labs-Diffusion against recordings in `tests/golden/autumn/nld`: forwards of transformers' module in all
+three modes (float32), and traces of the published loops over that module.
 
-Ours makes the reference's calls with its tokens, one row at a time. The mask id may be predicted there and never is
-here; no trace depends on it.
+Calls have the reference's tokens, one row at a time. The reference may predict the mask id, paradec never does; no
+trace depends on it.
 """
 
 import copy
@@ -69,7 +69,7 @@ def test_facts(path: Path) -> None:
 
 
 def evaluate(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
-    """[T, V] logits of one call. sees: what columns see, [T, T] bool, or True for all and None for the model's own."""
+    """Return the logits [T, V] of one call. sees: attention mask [T, T], True for full, None for the model's own."""
     tokens, width = torch.tensor([ids]), len(ids)
     positions = torch.arange(start, start + width)[None]
     common: dict[str, Any] = {"rows": np.array([0]), "tokens": tokens, "positions": positions}
@@ -130,7 +130,7 @@ def test_forwards(path: Path, number: int) -> None:
 
 
 def traces(mode: str) -> list[Any]:
-    """Recorded files of one mode: those whose draws are argmaxes, or that are ours to put the uniforms in."""
+    """List recordings of one mode: greedy ones, and those whose uniform numbers can be replayed."""
     result = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
         if read_head(path)["mode"] == mode:
@@ -139,7 +139,7 @@ def traces(mode: str) -> list[Any]:
 
 
 def cache_params(actual: list[Any]) -> list[Any]:
-    """Each with and without a cache. By default every setting runs on one checkpoint, with caches in turns."""
+    """Pair every recording with both caches. By default each setting runs on one checkpoint; caches alternate."""
     models, cases = sorted({read_head(param.values[0])["model"] for param in actual}), []
     for number, param in enumerate(actual):
         (path,) = param.values
@@ -159,7 +159,7 @@ def ends(trace: dict[str, Any]) -> bool:
 
 
 def replaying_sampler(name: str, state_of: list[Any], **settings: Any) -> Any:
-    """A masked sampler that draws with the numbers of a file: one for a seed, else one for each mask."""
+    """Create a masked sampler that draws with recorded numbers: one for a seed, otherwise one for every mask."""
     cls: Any = samplers.get(name)
 
     @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def test_the_causal_mode(path: Path) -> None:
             sampler = samplers.create("sjd", window=1)
             state = sampler.start(model, [case["prompt_ids"]], **request, temperature=temperature)
             numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
-            # every token is one of the file's numbers' draw
+            # every token is drawn with a recorded number
             state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
                 (*at.shape, count), next(numbers), dtype=torch.float64
             )
@@ -241,7 +241,7 @@ def test_blocks(path: Path, cache: str) -> None:
                     theirs.append({(begin + step["block"] * block, step["seed"])})
                     width.append(begin if not step["block"] else block)
                     confidences.append({})
-            if state.stopped[0]:  # what comes after an end is padding
+            if state.stopped[0]:  # the rest is padding
                 made, theirs = (
                     [{one for one in step if one[0] < state.end[0]} for step in steps] for steps in (made, theirs)
                 )
@@ -253,7 +253,7 @@ def test_blocks(path: Path, cache: str) -> None:
             assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
             if cache == "block" and model.facts.topology == "causal_context":
                 assert evaluated == width
-            # every block is evaluated once more to be stored
+            # a further forward stores every finished block
             calls, last = [[0, begin, int(context), 1, 0]], 0
             for step in case["steps"]:
                 start = begin + step["block"] * block

@@ -1,4 +1,4 @@
-"""Scaled rotary angles: against transformers' tables, in every family, and what is refused or warned of."""
+"""Scaled rotary angles in every family against transformers' tables; errors and warnings."""
 
 import json
 import warnings
@@ -38,7 +38,7 @@ SCALED = {
 @pytest.mark.parametrize("name", TABLES)
 @replays("name")
 def test_angles_equal_the_recorded_tables(name: str) -> None:
-    """The module that a config.json makes has the recorded angles; what ties a row to its neighbours is refused."""
+    """Modules built from config.json have the recorded angles. Angles that depend on other rows are refused."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -58,7 +58,7 @@ def test_angles_equal_the_recorded_tables(name: str) -> None:
     module, positions = LlamaRotaryEmbedding(config), torch.tensor(case["positions"])
     torch.testing.assert_close(module.inv_freq, torch.tensor(case["inv_freq"]), rtol=1e-6, atol=0)
     assert module.attention_scaling == pytest.approx(case["attention_factor"], rel=1e-6)
-    # processors round powers otherwise: an angle may be off by the last bit of its frequency, at every position
+    # processors round powers differently, which changes the last bit of a frequency
     rounding = 1e-6 + positions[:, None] * module.inv_freq * 2.0**-23
     for one, expected in zip(module(torch.zeros(1), positions[None]), (case["cos"], case["sin"]), strict=True):
         assert ((one[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs() < rounding).all()
@@ -96,7 +96,7 @@ def test_families_scale_their_angles(family: str, kind: str, tmp_path: Path) -> 
 
 
 def test_rope_theta_replaces_the_base(tmp_path: Path) -> None:
-    """`rope_theta=` replaces the checkpoint's wherever it states one; rows beyond the trained length are warned of."""
+    """`rope_theta=` replaces the value in every field of config.json. Rows beyond the trained length give a warning."""
     folder = checkpoint(tmp_path / "plain", "llada", max_sequence_length=12)
     raised = paradec.load(folder, rope_theta=77.0, dtype="float64")
     stated = paradec.load(checkpoint(tmp_path / "stated", "llada", rope_theta=77.0), dtype="float64")
