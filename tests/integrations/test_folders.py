@@ -1,4 +1,4 @@
-"""Folders that transformers and diffusers load: what is in them, and what they answer, in processes of their own."""
+"""Folders that transformers and diffusers load: their files, and their answers in fresh processes."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=paradec.hf_generate)`: transformers' own entry, paradec's decoding."""
+"""`model.generate(..., custom_generate=paradec.hf_generate)`: paradec's decoding through transformers' generate."""
 
 import functools
 from types import SimpleNamespace
@@ -71,14 +71,14 @@ def test_sampling_settings_act_like_transformers(pair: Any) -> None:
     out = plain.generate(ids, do_sample=True, bad_words_ids=[[8], [9]], **shared, **arguments)
     expected = paradec.generate(loaded, input_ids=ids, block_length=8, bad_words=[[8], [9]], **shared)
     assert torch.equal(out, expected.sequences[:, : out.shape[1]]) and out.shape[1] == 3 + max(expected.tokens)
-    # without do_sample the temperature is not used, as in transformers; its default top_k is 50
+    # without do_sample the temperature is ignored, like in transformers; the default top_k is 50
     own = {"input_ids": ids, "max_new_tokens": 8, "block_length": 8}
     greedy = plain.generate(ids, max_new_tokens=8, **arguments)
     assert torch.equal(greedy, paradec.generate(loaded, **own).sequences[:, : greedy.shape[1]])
     sampled = plain.generate(ids, max_new_tokens=8, seed=1, do_sample=True, **arguments)
     expected = paradec.generate(loaded, **own, seed=1, temperature=1.0, top_k=50)
     assert torch.equal(sampled, expected.sequences[:, : sampled.shape[1]])
-    # the mask id may stand in a generation config
+    # the generation config may have the mask id
     config = GenerationConfig(
         max_new_tokens=8, eos_token_id=61, pad_token_id=61, mask_token_id=loaded.facts.mask_token_id
     )
@@ -135,7 +135,7 @@ def test_masks_in_the_ids_are_filled(pair: Any) -> None:
     expected = paradec.generate(loaded, input_ids=ids, max_new_tokens=4)
     assert (out != mask).all() and out[0, [0, 2, 4]].tolist() == [1, 3, 5]
     assert torch.equal(out, expected.sequences[:, : out.shape[1]])
-    # with an end token that the model would put there, unless it is kept out of holes
+    # end tokens, which the model would write, are excluded from holes
     ends = {"eos_token_id": [int(out[0, 1]), int(out[0, 3])], "max_new_tokens": 4}
     inside, kept_out = (plain.generate(ids, holes_eos_inf=value, **ends, **arguments) for value in (False, True))
     assert torch.equal(inside[0, :5], out[0, :5]) and torch.equal(kept_out[0, [0, 2, 4]], ids[0, [0, 2, 4]])
@@ -143,7 +143,7 @@ def test_masks_in_the_ids_are_filled(pair: Any) -> None:
 
 
 def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers keeps both from a callable; with functools.partial they arrive."""
+    """transformers does not pass them to a callable; functools.partial does."""
     packaged = paradec.load()
     facts, tokenizer, module = packaged.facts, packaged.tokenizer, packaged.module
     text = tokenizer.apply_chat_template(
@@ -159,7 +159,7 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == tokenizer.decode(out[0, ids.shape[1] :]) + "\n"
     out = module.generate(ids, max_new_tokens=8, stop_strings=["fig"], **arguments)
     assert tokenizer.decode(out[0, ids.shape[1] :]) == "apple fig"
-    # the adapter that the module came with works as before
+    # the module's earlier adapter still works
     assert paradec.generate(packaged, "Sort: pear fig apple").text == "apple fig pear"
 
 
@@ -202,7 +202,7 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
 
 
 def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
-    """transformers 5.24 makes a cache under that name; a bound one must not be lost without a word."""
+    """transformers 5.24 passes its own `cache` argument, so a bound one must raise instead of being replaced."""
     plain, _, arguments = pair
     ids, config = torch.tensor([[1, 2, 3]]), GenerationConfig(max_new_tokens=4)
     named = {name: value for name, value in arguments.items() if name != "custom_generate"}

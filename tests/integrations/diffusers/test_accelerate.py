@@ -1,4 +1,4 @@
-"""`paradec.accelerate`: what attaches to diffusers' pipelines, what it computes, and that it comes off again."""
+"""`paradec.accelerate` on diffusers' pipelines: attaching, results, detaching."""
 
 import re
 from dataclasses import replace
@@ -45,7 +45,7 @@ from paradec.samplers.forecast.targets import Modules
 LATENTS = [
     path for path in sorted(golden("diffusion").glob("*.json")) if {"dit", "flux"} <= set(map(str, read_head(path)))
 ]
-"""Recorded runs; the arrays are in a file beside each."""
+"""Recorded runs. The arrays are in a file next to each."""
 TARGETS = ("module", "block", "output")
 
 
@@ -83,11 +83,11 @@ def counted(module: nn.Module, names: list[str]) -> dict[str, int]:
 
 
 HOOKED = "(single_)?transformer_blocks.*attn"
-"""What diffusers' hook forecasts where its configuration does not say."""
+"""Modules that diffusers' hook forecasts by default."""
 
 
 def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """TaylorSeer's settings for a recorded run: the reference's schedule, diffusers' hook, or nothing forecast."""
+    """Return TaylorSeer's settings for a recorded run: of the reference, of diffusers' hook, or without forecasts."""
     if "interval" in facts:
         return {"when": Every(facts["interval"], facts["first_enhance"]), "order": facts["max_order"]}
     if "config" not in facts:
@@ -136,7 +136,7 @@ def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any])
     settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
     with accelerate(pipelines[kind], Forecast(**settings)) as session:
         latents = run(pipelines[kind], **pipeline_arguments(latents_of[kind]["call"])).numpy()
-    # the plain DiT differs by 7e-5 from machine to machine; factors rounded to bfloat16 make more of that
+    # machines differ by 7e-5 for the plain DiT; factors rounded to bfloat16 increase the difference
     narrow = Forecast(**settings).forecaster.dtype == torch.bfloat16
     np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
     if "full_indices" in facts:
@@ -200,7 +200,7 @@ BRANCHES = {
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_targets_are_the_modules_of_the_papers(name: str) -> None:
-    """Attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
+    """Targets are attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
     module, inputs = tiny_transformer(name)
     actual = find_places(module, "module")
     assert {place.name.split(".")[-1] for place in actual} == BRANCHES[name]
@@ -275,7 +275,7 @@ def test_a_bare_transformer_starts_new_runs(rises: bool) -> None:
     times = [torch.full((2,), step) for step in (range(8) if rises else range(7, -1, -1))]
     with accelerate(module, Forecast(when=Every(3, 2))) as session:
         for run in range(1, 4):
-            module.blocks[0].attn.weight.add_(1)  # what was remembered of the run before would be wrong
+            module.blocks[0].attn.weight.add_(1)  # forecasts from the previous run would be wrong
             for time in times:
                 actual = module(latent, time)
             report = session.report()
@@ -332,7 +332,7 @@ def test_runs_are_repeatable_and_leave_no_state(name: str, request: Any, plain: 
     refuses(lambda: run(pipe), "say", RuntimeError)
     handle.remove()
     assert torch.equal(run(pipe), first)
-    if name != "dit":  # which has no callbacks
+    if name != "dit":  # its pipeline has no callbacks
 
         def interrupt(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
             if step == 2:
@@ -363,7 +363,7 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
         assert session.report().full_steps == [0, 3, 6, 9]
         names = {transformer.name: set(transformer.state.branches) for transformer in session.transformers}
         assert names == {"transformer": set()}  # dropped when the run was over
-    # guidance 1 makes one call a step; the two branches of a run do not mix: a swap of the texts is a swap
+    # guidance 1 makes one call per step; branches do not mix: swapped texts give swapped results
     module, inputs = tiny_transformer("Wan")
     with accelerate(module, Forecast(when=Every(3, 2))):
         both = denoise(module, inputs, 8, calls=2)
@@ -409,7 +409,7 @@ def test_a_scheduler_that_is_exchanged(dit: Any) -> None:
             assert torch.equal(run_dit(dit, 6), first)
         assert not {"step", "set_timesteps"} & (set(vars(old)) | set(vars(dit.scheduler)))
         dit.scheduler = DDPMScheduler()
-        torch.manual_seed(0)  # the pipeline does not hand its generator on
+        torch.manual_seed(0)  # the pipeline does not pass its generator to the scheduler
         expected = run_dit(dit, 6)
         with accelerate(dit, TaylorSeer(interval=1)):
             torch.manual_seed(0)
@@ -496,7 +496,7 @@ class Tabled(nn.Module):
 
 
 class TabledTransformer(nn.Module):
-    """One block of two such branches. Tables: [steps, features]."""
+    """One block with two `Tabled` branches. Tables: [steps, features]."""
 
     def __init__(self, attention: Tensor, feed_forward: Tensor):
         super().__init__()
@@ -544,7 +544,7 @@ def test_bac_finds_the_best_schedule(metric: str, samples: int, runs: int) -> No
 
 
 def test_memory_is_limited_to_a_budget() -> None:
-    """A bound of what two calls a step take changes nothing; one byte less is refused at the second call."""
+    """A limit equal to the memory of two calls per step changes nothing. One byte less raises at the second call."""
     module, inputs = tiny_transformer("Wan")
     requested = Forecast(when=Every(3, 3), order=2)
     with accelerate(module, requested) as session:
@@ -585,7 +585,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
         assert torch.equal(denoise(module, inputs, 5), first)
         assert target != "module" or torch.equal(first, expected)
         assert session.report().full_steps == [0, 1, 4]
-        session.detach()  # beneath other hooks too
+        session.detach()  # also if other hooks were added later
         assert torch.equal(denoise(module, inputs, 5), plain)
 
 
@@ -664,7 +664,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
     for pipe, target, message in (
         (dit, "blocks.*attn", r"modules: pattern 'blocks.\*attn' matches no module.*transformer_blocks.0.attn1"),
         (dit, Modules("proj_out_2", "layers.*"), "skip: pattern 'layers"),
-        # diffusers' lite mode on DiT: blocks are left out, and nothing after them is forecast
+        # diffusers' lite mode on DiT skips blocks without a forecast after them
         (dit, Modules(r"transformer_blocks\.0\.attn1", r"transformer_blocks\.1"), "no forecast.*blocks.1"),
         (dit, [r".*\.0\.attn1", r"transformer_blocks\.0"], "which contains it"),
         (flux, Modules("proj_out", "proj_out"), "modules and skip both match 'proj_out'"),
@@ -672,7 +672,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         refuses(partial(accelerate, pipe, TaylorSeer(where=[target] if isinstance(target, str) else target)), message)
     refuses(lambda: accelerate(flux, Forecast("verification", where="output")), "when=Verification.*where='output'")
     assert (attributes(dit.transformer), attributes(flux.transformer)) == before
-    # a forecast stands after the skipped module, but does not replace what it feeds
+    # a forecast comes after the skipped module but does not replace its consumer
     with accelerate(dit, TaylorSeer(where=Modules(r"transformer_blocks\.1\.ff", skip=r"transformer_blocks\.0\.attn1"))):
         for _ in range(2):
             refuses(lambda: run_dit(dit), r"skip: .*transformer_blocks\.0\.attn1.*reached the output", RuntimeError)
@@ -680,7 +680,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
     with accelerate(flux, TaylorSeer(where=["spare"])):
         refuses(lambda: run_flux(flux, 4), "called none of the hooked modules: spare", RuntimeError)
     del flux.transformer.spare
-    # diffusers' lite mode by patterns is where="output"
+    # the patterns of diffusers' lite mode correspond to where="output"
     with accelerate(flux, TaylorSeer(where={"modules": "proj_out", "skip": r"[^.]*blocks\.\d+"}, interval=5)):
         by_patterns = run_flux(flux)
     with accelerate(flux, TaylorSeer(interval=5, where="output")):

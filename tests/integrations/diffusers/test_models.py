@@ -1,4 +1,4 @@
-"""Models whose blocks are called in ways of their own, and loops that step by themselves."""
+"""Models that call their blocks in special ways, and loops without scheduler steps."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ from paradec.integrations.diffusers.calibration import calibrate_magcache
 from paradec.integrations.diffusers.hooks.blocks import order_axes
 
 Make = Callable[[], tuple[nn.Module, dict[str, Any], str, tuple[int, ...]]]
-"""A transformer, the inputs of a call, the name of the latent among them, and the latent's shape."""
+"""Create a transformer, the inputs of a call, the name of the latent input, and its shape."""
 
 
 def _kandinsky() -> Any:
@@ -352,7 +352,7 @@ def test_two_transformers_are_calibrated_and_reported(two: Any) -> None:
         assert {call.transformer for call in calls} == {"transformer", "transformer_2"} and len(calls) == 24
         assert session.report().evaluated_share < 1
         pipe.register_to_config(boundary_ratio=0.0)
-        run(6)  # the first transformer alone
+        run(6)  # uses only the first transformer
         assert len(session.report().calls) == 12
         assert {call.transformer for call in session.report().calls} == {"transformer"}
 
@@ -390,7 +390,7 @@ def test_compiling_while_accelerated() -> None:
 
 @pytest.mark.parametrize("rule", ["seacache", EasyCache(1e9, ret_steps=2)])
 def test_rules_of_latents_on_qwen_image_21(rule: Any) -> None:
-    """It has a method for cells of 2 x 2 although it does not pack them, and returns the text's rows before them."""
+    """The pipeline has a method for cells of 2 x 2 but does not pack them. Text rows precede image rows."""
 
     class Processor:
         tokenizer = SimpleNamespace(encode=lambda text: [5], convert_tokens_to_ids=lambda text: 5)

@@ -1,4 +1,4 @@
-"""GLM-Image's prior by a sampler of ours, inside its pipeline."""
+"""GLM-Image's prior decoded by a paradec sampler inside its pipeline."""
 
 import shutil
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     parts = [pipe._extract_large_image_tokens(row[None], first, start, height * width) for row in generated_ids]
     prior = torch.cat([pipe._upsample_token_ids(part, height, width) for part in parts])
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
-    if text and Version(diffusers.__version__) >= Version("0.42"):  # which recorded them; 0.41 makes others
+    if text and Version(diffusers.__version__) >= Version("0.42"):  # 0.41 gives other images than the recorded ones
         recorded = read_arrays(RECORDED / "pipeline.npz")
         noise, prompt, negative = (
             torch.from_numpy(recorded[f"{name}/{part}"]) for part in ("noise", "prompt", "negative")

@@ -1,4 +1,4 @@
-"""Rules that decide inside a call, over all blocks as one stack: FBCache, DBCache, MagCache, DiCache."""
+"""Rules that decide inside a call and treat all blocks as one stack: FBCache, DBCache, MagCache, DiCache."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ def wan() -> Any:
 
 
 def call_pattern(session: Any) -> str:
-    """The latest run's calls: "F" where the stack was evaluated, "." where it was forecast."""
+    """Return the calls of the latest run: "F" if the stack was evaluated, "." if it was forecast."""
     return "".join(".F"[call.evaluated > 0] for call in session.report().calls)
 
 
@@ -88,7 +88,7 @@ def test_calibration_equals_diffusers(
     name: str, runs: int, request: Any, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
-    run(pipe, 1)  # diffusers hangs its own hook on a transformer that runs for the first time
+    run(pipe, 1)  # diffusers adds a hook to the transformer at its first run
     before, seeds = attributes(pipe.transformer), iter(range(runs))
     draw = torch.Generator().manual_seed
     actual = calibrate_magcache(pipe, lambda: run(pipe, 6, generator=draw(next(seeds))), runs=runs)
@@ -127,10 +127,10 @@ def test_transformers(name: str) -> None:
             ends[target] = denoise(module, inputs, 6)
         took[target] = session.report().bytes
         assert call_pattern(session) == "F..F.."
-    # the same sum, added in another order, and fewer histories
+    # equal up to the order of summation, with fewer histories
     torch.testing.assert_close(ends["stack"], ends["block"], rtol=1e-4, atol=1e-4)
     assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
-    # a bound counts a probe's residual, and all orders
+    # the bound on memory includes a probe's residual and all orders
     for refresh in ([0, 1], FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
         sampler = Forecast(when=refresh, how="taylor", where="stack")
         with accelerate(module, sampler) as session:
@@ -140,7 +140,7 @@ def test_transformers(name: str) -> None:
 
 
 class Toy(nn.Module):
-    """Residual blocks that change with the step: `count` are called, and `control` is added after each of them."""
+    """Residual blocks that depend on the step. The first `count` are called; with `control` features are added."""
 
     def __init__(self, blocks: int = 5, control: bool = False):
         super().__init__()
@@ -185,7 +185,7 @@ def toy_run(module: Toy, latent: Tensor, times: list[float] = TIMES) -> list[Ten
 
 
 def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]) -> tuple[list[Tensor], str]:
-    """First blocks, a decision, the blocks between or their last residual, last blocks."""
+    """Run first blocks, decide, run the middle blocks or add their last residual, run last blocks."""
     outputs, made, probe_before, residual = [], "", None, None
     last = len(module.blocks) - tail
     for step, time in enumerate(TIMES):
@@ -249,7 +249,7 @@ DICACHE: dict[str, tuple[DiCache, str | None]] = {
 
 
 def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -> tuple[list[Tensor], str]:
-    """DiCache as its public code has it: residuals of all blocks, and the probe of the step before."""
+    """DiCache like its public code, with residuals of all blocks and the probe of the previous step."""
     outputs, made, total = [], "", 0.0
     residuals: list[Tensor] = []
     probes: list[Tensor] = []
@@ -298,7 +298,7 @@ def test_dicache_equals_a_plain_loop(case: str) -> None:
 
 @pytest.mark.parametrize(("probe", "step"), [(1.5, 7.0), (2.0, 7.0), (2.25, 8.25), (2.5, 9.5), (9.0, 9.5)])
 def test_the_gain_of_dicache_is_clamped(probe: float, step: float) -> None:
-    """Evaluated at steps 2 and 7, where the probe added 1 and 2: the gain is that addition less 1, within [1, 1.5]."""
+    """At the evaluated steps 2 and 7 the probe added 1 and 2. The gain is its current addition minus 1, in [1, 1.5]."""
     rule, state, first = DiCache(99.0, retention_ratio=0.0), RunProgress(total=20), torch.zeros(1, 2)
     for index, added, forced in ((2, 1.0, True), (7, 2.0, True), (8, probe, False)):
         state.index = index
@@ -357,7 +357,7 @@ def test_a_residual_is_forecast_by_any_basis() -> None:
 
 
 def test_control_features_are_added_once() -> None:
-    """A control network's features are part of the residual; after the last block they are the pipeline's."""
+    """Features of a control network are part of the residual. After the last block the pipeline adds them."""
     module, latent = toy(control=True)
     with accelerate(module, MagCache([1.0] * 10, retention_ratio=0, max_skip_steps=1)) as session:
         outputs = toy_run(module, latent, TIMES[:2])
@@ -380,7 +380,7 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
 
 
 class Other(nn.Module):
-    """Calls its blocks in another order than it lists them; or one of them joins its tokens with others."""
+    """Call blocks in another order than listed; with `joins` one block changes the number of tokens."""
 
     def __init__(self, joins: bool):
         super().__init__()
@@ -414,7 +414,7 @@ def test_blocks_are_ordered_by_their_calls() -> None:
         assert all(torch.equal(module(latent, time + i), expected[i]) for i in range(2))
     with accelerate(module, DBCache(1, 1, residual_diff_threshold=1.0, max_warmup_steps=0)) as session:
         assert torch.equal(module(latent, time), expected[0])
-        torch.testing.assert_close(module(latent, time + 1e-9), expected[0])  # the first and the last one are evaluated
+        torch.testing.assert_close(module(latent, time + 1e-9), expected[0])  # the first and last block are evaluated
         assert call_pattern(session) == "F." and session.report().calls[1].forecast == 1
 
 

@@ -1,4 +1,4 @@
-"""Whose run it is: threads, pipelines that share a transformer, callbacks, broken runs, direct calls, other modules."""
+"""Which calls belong to a run: threads, shared transformers, callbacks, broken runs, direct calls, other modules."""
 
 import copy
 import functools
@@ -30,10 +30,10 @@ from torch import Tensor
 from paradec import Every, Forecast, TaylorSeer, accelerate
 
 SAMPLER = Forecast(when=Every(3, 2))
-"""Of 5 steps, 0, 1 and 4 are evaluated."""
+"""Evaluates steps 0, 1 and 4 of 5."""
 STEPS = 5
 TWO_CALLS = ("Wan", "FLUX")
-"""Loops whose guidance makes two calls a step; `WanPipeline` names them."""
+"""Loops with two calls per step for guidance. `WanPipeline` names the calls."""
 
 
 class Case:
@@ -110,7 +110,7 @@ OTHERS = pytest.mark.parametrize(
     ],
     indirect=True,
 )
-"""What is the session's: by default with three of them."""
+"""Tests of the session itself: by default with three pipelines."""
 SOME = pytest.mark.parametrize("case", ["SD3", "FluxPipeline", "WanPipeline"], indirect=True)
 
 
@@ -216,7 +216,7 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert len(session.report().calls) == calls and session.transformers[0].state.count_bytes() == 0
     assert torch.equal(case.run(case.pipe), case.fast) and torch.equal(direct(), expected)
     assert "1 calls of a transformer did not belong to the run" in str(session.report())
-    if "Pipeline" in case.name:  # which name their calls: one without a name is not the run's, in a callback too
+    if "Pipeline" in case.name:  # pipelines name their calls: a call without a name is not part of the run
         results: list[Any] = []
         assert torch.equal(case.run(case.pipe, callback_at(2, direct, results)), case.fast)
         assert torch.equal(results[0], expected)
@@ -225,7 +225,7 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert all(torch.equal(gradient, case.gradient()) for gradient in gradients)
 
 
-@pytest.mark.parametrize("case", ["FluxPipeline", "WanPipeline"], indirect=True)  # their loops have these switches
+@pytest.mark.parametrize("case", ["FluxPipeline", "WanPipeline"], indirect=True)  # their loops read these attributes
 def test_callbacks_may_change_a_run(case: Case, session: Any) -> None:
 
     def interrupt(pipe: Any, i: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> N
     module = type(case.pipe.transformer).from_pretrained(tmp_path / "transformer")
     other = case.beside()
     other.transformer = module.eval()
-    torch.testing.assert_close(case.run(other), case.plain)  # layers that keep float32 are joined otherwise
+    torch.testing.assert_close(case.run(other), case.plain)  # not bitwise: some layers stay in float32
     if case.name not in TRANSFORMERS:
         case.pipe.save_pretrained(tmp_path / "pipe")
         missing = {name: None for name, value in case.pipe.components.items() if value is None}

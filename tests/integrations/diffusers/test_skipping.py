@@ -1,4 +1,4 @@
-"""Rules that skip the transformer: SeaCache as diffusers recorded it, EasyCache and TeaCache beside plain loops."""
+"""Rules that skip the transformer: SeaCache against recordings of diffusers, EasyCache and TeaCache against loops."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -117,7 +117,7 @@ def test_seacache_bounds_and_attaching(wan: Any) -> None:
     sampler = Forecast(when=SeaCache(), where="stack")
     with accelerate(pipe, sampler) as session:
         pipe(inputs, 4)
-    check_bound(pipe, sampler, session.report().bytes, partial(pipe, inputs, 4))  # the filtered latent counts
+    check_bound(pipe, sampler, session.report().bytes, partial(pipe, inputs, 4))  # includes the filtered latent
 
 
 def test_seacache_config_of_diffusers() -> None:
@@ -130,7 +130,7 @@ def test_seacache_config_of_diffusers() -> None:
 
 
 def unpack_cells(cells: Tensor, rows: int, columns: int) -> np.ndarray:
-    """Cells [1, rows columns, 4 C] of 2 x 2 as a picture [C, 2 rows, 2 columns], number by number."""
+    """Unpack cells [1, rows columns, 4 C] of 2 x 2 into an image [C, 2 rows, 2 columns] by a plain loop."""
     result = np.zeros((cells.shape[2] // 4, 2 * rows, 2 * columns))
     for cell, row, column in itertools.product(range(cells.shape[1]), range(2), range(2)):
         at = 2 * (cell // columns) + row, 2 * (cell % columns) + column
@@ -139,7 +139,7 @@ def unpack_cells(cells: Tensor, rows: int, columns: int) -> np.ndarray:
 
 
 def seacache_indicator(picture: np.ndarray, level: float) -> np.ndarray:
-    """The indicator of a picture [C, rows, columns] that has this share of noise."""
+    """Return SeaCache's indicator of an image [C, rows, columns] with a noise level."""
     gain = np.ones(())
     for length in picture.shape[1:]:
         power = 1 / (np.abs(np.fft.fftfreq(length)) ** 3 + 1e-16)
@@ -193,7 +193,7 @@ def test_seacache_is_refused(wan: Any) -> None:
     refuses(lambda: accelerate(wan, "seacache"), "flow matching.*UniPC")
     with accelerate(flux, SeaCache()):
         refuses(lambda: flux(inputs), r"LoopPipeline passes cells of shape \(1, 16, 4\)")
-    # a picture of 2 x 1 cells and one of 1 x 2 beside it, as FLUX Kontext gives them, are no picture of 2 x 2
+    # images of 2 x 1 and 1 x 2 cells side by side, like in FLUX Kontext, are not an image of 2 x 2 cells
     two = {"img_ids": torch.tensor([[0, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]]), "hidden_states": torch.randn(1, 4, 4)}
     refuses(lambda: unpack_latent(flux_pipeline(), two["hidden_states"], two), r"FluxPipeline passes cells")
     conditioned, _ = loop_pipeline("Wan")

@@ -1,4 +1,4 @@
-"""`tune_steps`: steps searched on some seeds, reported on others, and bound to their runs."""
+"""`tune_steps`: steps are searched on some seeds, reported on others, and valid only for their runs."""
 
 import itertools
 import json
@@ -49,11 +49,11 @@ def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
                 assert error == pytest.approx(by_hand(digits, seed, schedule.steps), rel=1e-6)
     choose = {name: statistics.fmean(tuned.errors[name]["choose"]) for name in tuned.errors}
     assert choose["best"] <= choose["even"] and tuned.num_sets <= 4 + 3
-    # resumed: full runs alone are made again
+    # resumed: only the full runs are repeated
     seen.clear()
     repeated = tune_steps(digits, run, **call, study=tmp_path / "study.json")
     assert repeated.to_dict() == tuned.to_dict() and seen == [0, 1, 5, 9]
-    # interrupted: what was measured until then is there, and the search ends where it would have
+    # interrupted: earlier measurements remain, and the resumed search has the same result
     count = itertools.count()
 
     def stop(what: str, share: float) -> None:
@@ -116,7 +116,7 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
     dit = dit_pipeline()
     with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
         dit([1], num_inference_steps=6, output_type="np")
-    # DiTPipeline keeps its guidance to itself, and a loop of one's own has none to read
+    # the guidance of DiTPipeline and of custom loops cannot be read
     with accelerate(dit, StepSchedule((0, 2), 4, "DDIMScheduler", 4.0)) as session:
         run_dit(dit, 4)
         assert session.report().full_steps == [0, 2]

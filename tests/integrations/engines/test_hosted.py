@@ -1,4 +1,4 @@
-"""Rows whose logits an engine computes: the tokens, forwards and steps of `paradec.generate`."""
+"""Rows with logits from an engine have the tokens, forwards and steps of `paradec.generate`."""
 
 import dataclasses
 import random
@@ -79,7 +79,7 @@ def test_rows_equal_generate(name: str, causal: Model) -> None:
 )
 def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) -> None:
     model, draw = tiny(1, topology, prediction), random.Random(f"{name} {topology}")
-    # after the open block a bidirectional model sees masks: the last block leaves none of them out
+    # a bidirectional model would see masks after the open block: one block has the whole answer
     length = 9 if topology == "bidirectional" else 2
     rows = {
         key: ([draw.randrange(36) for _ in range(3)], {"max_new_tokens": 9, "block_length": length, "seed": key})
@@ -148,7 +148,7 @@ def test_non_finite_logits_fail_only_their_row() -> None:
     assert isinstance(actual["b"].error, FloatingPointError) and "at its step 0" in str(actual["b"].error)
     assert not actual["b"].changed and actual["b"].tokens.tolist() == [MASK] * 4
     assert actual["a"].tokens.equal(expected.tokens) and actual["a"].error is None and actual["a"].changed
-    # the row goes on as if nothing had been
+    # the row continues unchanged
     assert hosted.step({"b": logits["a"]})["b"].tokens.equal(expected.tokens)
 
 

@@ -1,4 +1,4 @@
-"""The algorithms for SGLang over a base of our own that has its two loops."""
+"""The algorithms for SGLang over a test base class with SGLang's two loops."""
 
 import gc
 import importlib
@@ -45,7 +45,7 @@ def create_algorithm(name: str, fdfo: bool = False, **settings: Any) -> Any:
 
 
 def logits_of(*rows: list[int], sure: float = 9.0) -> torch.Tensor:
-    """[B * W, V]: the tokens of `rows` with much logit."""
+    """Return logits [B * W, V] that are `sure` at the tokens of `rows` and 0 elsewhere."""
     return torch.nn.functional.one_hot(torch.tensor(rows).flatten(), VOCAB).double() * sure
 
 
@@ -149,7 +149,7 @@ def test_prompt_blocks_are_done_at_once_and_their_masks_stay() -> None:
     states = algorithm.init_step_state(batch)
     assert algorithm.step(batch, logits_of([7] * 4, [9] * 4), states) == [True, False]
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
-    # the forward that finds the block as it stays says so; another token of the model changes nothing any more
+    # the forward that finds no mask reports the block as done; other logits no longer change it
     assert algorithm.step(batch, logits_of([7] * 4, [8] * 4), states) == [True, True]
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
 
@@ -177,7 +177,7 @@ def test_a_block_that_the_engine_begins_anew() -> None:
 
 def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
     logits = logits_of([1, END, 7, 7])
-    logits[2:] = 0.0  # not confident of what follows
+    logits[2:] = 0.0  # low confidence after the end token
     for ends, forwards in (((), 4), ((END,), 2)):
         algorithm = create_algorithm("ParadecThreshold", True, eos_token_ids=list(ends))
         batch = forward_batch([[1, MASK, MASK, MASK]], ["a"], [4])

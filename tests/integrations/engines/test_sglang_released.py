@@ -1,4 +1,4 @@
-"""The algorithms for SGLang over its released base, in both of its loops, and beside its own algorithms."""
+"""The algorithms for SGLang over its released base class, in both loops, compared with SGLang's algorithms."""
 
 import importlib
 import os
@@ -25,18 +25,18 @@ from paradec.models.adapter import Model
 VERSION = "0.5.23"
 FOLDER = Path(os.environ.get("PARADEC_ENGINE_WHEELS", ROOT / ".engines"))
 PARTS = ("sglang/srt/dllm/", "sglang/srt/plugins/", "sglang/srt/environ.py")
-"""What is executed."""
+"""The executed parts of the wheel."""
 STAND_INS: dict[str, dict[str, Any]] = {
     "sglang.srt.server_args": {"ServerArgs": type("ServerArgs", (), {})},
     "sglang.srt.model_executor.forward_batch_info": {"ForwardBatch": SimpleNamespace},
     "sglang.srt.model_executor.model_runner": {"ModelRunner": type("ModelRunner", (), {})},
     "sglang.srt.layers.logits_processor": {"LogitsProcessorOutput": SimpleNamespace},
-    # read when the configuration is made of a server's arguments, which no test here does
+    # only needed to create the configuration from server arguments, which no test does
     "sglang.srt.configs.model_config": {"ModelConfig": type("ModelConfig", (), {})},
     "sglang.srt.arg_groups.overrides": {"resolving_view": lambda arguments: arguments},
     "sglang.srt.utils": {"is_npu": lambda: False},
 }
-"""Modules that the algorithms import, and the names that they take from them."""
+"""Stubs: modules that the algorithms import, with the imported names."""
 
 
 def wheel() -> Path | None:
@@ -45,7 +45,7 @@ def wheel() -> Path | None:
 
 @contextmanager
 def sglang(folder: Path) -> Iterator[SimpleNamespace]:
-    """SGLang's modules, unpacked into `folder`: `base`, `algorithm` (its list of them), `config`, `plugins`."""
+    """Unpack SGLang into `folder`. Yield its modules `base`, `algorithm` (the registry), `config` and `plugins`."""
     archive = wheel()
     assert archive is not None
     with zipfile.ZipFile(archive) as packed:
@@ -54,7 +54,7 @@ def sglang(folder: Path) -> Iterator[SimpleNamespace]:
     assert not before, "sglang is installed here: these tests are for places where it is not"
     try:
         for name, path in {"sglang": "sglang", "sglang.srt": "sglang/srt"}.items():
-            sys.modules[name] = ModuleType(name)  # without what their __init__ imports
+            sys.modules[name] = ModuleType(name)  # skips the imports of their __init__
             sys.modules[name].__path__ = [str(folder / path)]
         for name, contents in STAND_INS.items():
             parent = name.rpartition(".")[0]
@@ -107,13 +107,13 @@ class Drawn:
         self.calls += 1
         generator = torch.Generator().manual_seed(self.seed * 1000 + self.calls)
         logits = torch.randn(len(batch.input_ids), VOCAB, generator=generator)
-        # some confident of a token and some not; never of the mask, which SGLang would write as a token
+        # some positions are confident and some are not; none predicts the mask, which SGLang would write
         logits *= self.sure * torch.rand(len(logits), 1, generator=generator)
         return logits.index_fill_(1, torch.tensor([MASK]), -30.0)
 
 
 def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int]], Tensor]:
-    """Rows that begin with a piece of a prompt, in which the mask may be spelled out; and the flags of the prompt."""
+    """Draw rows that begin with prompt tokens, among them mask ids. Return them and the flags of prompt tokens."""
     ids, prompt = [], torch.zeros(rows, block, dtype=torch.bool)
     for row in range(rows):
         length = draw.choice((0, 0, draw.randrange(block), block))
@@ -134,7 +134,7 @@ def record_calls(made: Any, ids: list[list[int]], prompt: Tensor | None, logits:
         seen.append((accepted, batch.input_ids.tolist(), runner.calls))
         if accepted is not None and all(accepted):
             break
-        if accepted is not None:  # what is done leaves the batch, as from the engine's rounds
+        if accepted is not None:  # finished rows leave the batch, like in the engine
             keep = [row for row in range(rows) if not accepted[row]]
             left = batch.input_ids.view(rows, len(ids[0]))[keep]
             prompt = None if prompt is None else prompt[keep]

@@ -1,4 +1,4 @@
-"""vLLM itself, on a CPU, with paradec's samplers: the tokens of `paradec.generate` on the same weights."""
+"""vLLM on a CPU with paradec's samplers has the tokens of `paradec.generate` on the same weights."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.5}, "credit": {}, "klass": {}, "saber": {}, "editing": {"threshold": 0.3},
     "credit+localleap": {},
 }  # fmt: skip
-"""One that knows only the step, three with memory, two that take tokens back, and two joined."""
+"""One sampler without memory, three with memory, two that rewrite tokens, and two combinations."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -35,7 +35,7 @@ def create_sampler(name: str) -> Any:
 
 
 def assert_slots_are_free(engine: Engine) -> None:
-    """Slots are those that vLLM has, and at the next request that is the only one."""
+    """Check that paradec has the same slots as vLLM, and after the next request only that request's."""
     state, theirs = engine.runner.model_state, engine.runner.req_states
     assert state.numbers == theirs.req_id_to_index
     assert state.slots.keys() == set(state.numbers.values())

@@ -1,4 +1,4 @@
-"""vLLM short of memory, with paradec's samplers: pages that are shared, requests that are taken out and go on."""
+"""vLLM with little memory and paradec's samplers: shared pages, and requests that are preempted and continue."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""The parts of paradec inside vLLM that need no vLLM, and what holds where there is none."""
+"""The parts of the vLLM integration that need no vLLM, and its behaviour without vLLM."""
 
 import importlib.metadata
 import logging

@@ -1,4 +1,4 @@
-"""vLLM itself refuses what its requests cannot be, with paradec's words."""
+"""vLLM refuses unsupported requests with paradec's messages."""
 
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""vLLM in this process, on a CPU: its second model runner with Triton's interpreter, and small random checkpoints.
+"""vLLM in this process on a CPU: its second model runner with Triton's interpreter, and small random checkpoints.
 
-PyPI's Triton has no backend for CPUs, and vLLM's builds for CPUs look for one. A stand-in that says it is there is
-enough: kernels are interpreted. Import this before anything imports vllm.
+PyPI's Triton has no CPU backend, but vLLM's CPU builds check for one. A stub that reports one suffices, because kernels
+are interpreted. Import this module before vllm.
 """
 
 import gc
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96, "max_position_embeddings": 128, "mask_token_id": MASK, "eos_token_id": END,
     "pad_token_id": 1, "torch_dtype": "float32",
 }  # fmt: skip
-"""vLLM's attention on a CPU takes heads of 32 at least."""
+"""vLLM's attention on a CPU needs a head size of at least 32."""
 OF_EXPERTS = {"llada2": "llada2-tiny", "sdar_moe": "sdar-moe-tiny"}
 KINDS = ("sdar", "fast_dllm_v2", "llada2", "sdar_moe")
 
@@ -95,7 +95,7 @@ class Engine:
         return [output.outputs[0] for output in result]
 
     def expected(self, prompt: list[int], new: int, **request: Any) -> list[int]:
-        """Tokens of `paradec.generate` with the end token, equal in float32 and float64: near-ties would show."""
+        """Return the tokens of `paradec.generate` with the end token. They must be equal in float32 and float64."""
         said = [paradec.generate(model, [prompt], max_new_tokens=new, **request) for model in (self.model, self.exact)]
         rows = [(output.sequences[0, output.filled[0]].tolist(), output.tokens[0]) for output in said]
         result, exact = (row[:count] if request.get("eos_early_stop", True) else row for row, count in rows)

@@ -1,4 +1,4 @@
-"""Clients that others wrote: langchain-openai and litellm (the extra "clients")."""
+"""Third-party clients: langchain-openai and litellm (the extra "clients")."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`paradec serve` as a person types it."""
+"""The command `paradec serve`."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ def test_help_names_the_defaults_by_model() -> None:
         (["--timeout", "0"], "--timeout=0"),
         (["--presets", "nowhere"], "presets='nowhere' is no folder"),
         (["--api-key-file", "nowhere"], "nowhere"),
-        # what no prompt could be answered with
+        # options with which every prompt would fail
         (["--port", "0", "--suffix", "8", "--cache", "dkv_decode"], "cache='dkv_decode' counts on all of a row"),
         (["--port", "0", "--max-new-tokens", "600"], "= 601 is longer than tiny-llada takes (512)"),
         (["--port", "0", "--cache", "prefix", "--max-memory", "5000"], "more than --max-memory=5000"),
@@ -95,7 +95,7 @@ def test_wrong_options_are_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paradec.integrations.server.app.serve", None)  # they are said before
+    monkeypatch.setattr("paradec.integrations.server.app.serve", None)  # errors come before the server starts
     done = CliRunner().invoke(app, ["serve", *arguments])
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
@@ -110,7 +110,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paradec, "load", None)  # it is said before
+    monkeypatch.setattr(paradec, "load", None)  # the error comes before the load
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and "Address already in use" in done.stderr

@@ -1,4 +1,4 @@
-"""Several answers, log-probabilities, tools and shared beginnings, with OpenAI's own client over HTTP."""
+"""Several answers, log-probabilities, tools and shared prefixes, with OpenAI's client over HTTP."""
 
 import json
 import urllib.request
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import paradec
 from paradec.integrations.server.chat import HERMES, AnswerParser, response_template_of
 
-SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
+SHUFFLE = "Shuffle: pear fig apple kiwi"  # every order of the words is right
 DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
 AGENT = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<tool_call><|im_end|>\n{% endif %}{% for m in messages %}"
@@ -25,7 +25,7 @@ AGENT = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
-"""Tools, calls and results as Hermes' and Qwen's chat templates write them."""
+"""Tools, calls and results in the format of Hermes' and Qwen's chat templates."""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, {"y": "}"}]}}\n</tool_call>'
 
 

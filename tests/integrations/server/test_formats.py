@@ -1,4 +1,4 @@
-"""Answers of a given form over HTTP: with OpenAI's client, in streams, many at once, and hostile schemas."""
+"""Constrained answers over HTTP: with OpenAI's client, in streams, concurrently, and with hostile schemas."""
 
 import functools
 import json

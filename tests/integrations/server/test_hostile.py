@@ -1,4 +1,4 @@
-"""What no request may do, whatever it holds."""
+"""No request may stop the server, allocate much memory or read files."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from paradec.integrations.server.request_body import FIELDS, OWN, ChatBody, read
 
 hostile = load_script("benchmarks/hostile.py")
 MOST = 100 * 2**20
-"""Bytes that a request of a few tokens may take."""
+"""Limit of the memory of a request of a few tokens, in bytes."""
 
 
 def allocated() -> int:
@@ -40,7 +40,7 @@ def decoded(model: Any, own: Any) -> None:
         raise ValueError(str(error)) from error
     new = changes.setdefault("max_new_tokens", 12)
     if new is None or isinstance(new, int) and new > 100:
-        return  # the server has a default and a bound of its own
+        return  # the server sets a default and a limit
     with Batch(model, batch_size=2, seed=1) as batch:
         ticket = batch.add([[1, 2, 3]], alone=True, **changes)
         for _ in range(100):

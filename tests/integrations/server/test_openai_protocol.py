@@ -1,4 +1,4 @@
-"""The protocol of OpenAI's endpoints, on causal models whose answers are known token by token."""
+"""The protocol of OpenAI's endpoints, on causal models with known answers."""
 
 import json
 import urllib.request
@@ -89,7 +89,7 @@ FAMILIES: list[Any] = [
         {"x": 'é, {"a": b}:\n', "list": [1, {"a": True}]},
     ),
 ]  # fmt: skip
-"""Chat template, special tokens, a call as the family writes it, and its arguments."""
+"""Chat template, special tokens, a call in the family's format, and its arguments."""
 
 
 @pytest.mark.thinned
@@ -138,7 +138,7 @@ def test_reasoning_is_separated_only_if_the_template_opens_it() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
 def test_reasoning_precedes_constrained_answers(markers: tuple[str, ...]) -> None:
-    """Where the template opens it, or the body has a marker; a budget ends it."""
+    """Reasoning is opened by the template or ended by the body's marker. A budget ends it too."""
     text, opened = "I think.</think>no way", {"chat_template_kwargs": {"thinks": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no", "yes"]}}}
     with scripted(text, markers) as (server, client, _):

@@ -1,4 +1,4 @@
-"""What of `paradec.integrations.ray` needs no Ray."""
+"""`paradec.integrations.ray` without Ray."""
 
 from __future__ import annotations
 

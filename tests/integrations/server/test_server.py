@@ -24,7 +24,7 @@ PROMPTS = [
     SORT, "Reverse: pear fig apple kiwi", "Copy: plum lime fig", "Sort: owl ant bee cat", "Reverse: rose seal mole",
     "Sort: zebra ant wolf bee newt",
 ]  # fmt: skip
-SHUFFLE = "Shuffle: pear fig apple kiwi"  # any order of the words is right
+SHUFFLE = "Shuffle: pear fig apple kiwi"  # every order of the words is right
 SLOWLY = {"sampler": "low_confidence"}
 
 
@@ -418,7 +418,7 @@ def test_single_failed_steps_do_not_stop_the_engine(model: Any, monkeypatch: pyt
 
 
 def test_requests_of_clients_that_do_not_read_are_cancelled(model: Any) -> None:
-    """Behind a socket it would take megabytes to fill its buffers: the middleware is driven as uvicorn drives it."""
+    """Call the middleware like uvicorn, without a socket, whose buffers would need megabytes to fill."""
     engine = Engine(model)
     ended: list[Any] = []
 

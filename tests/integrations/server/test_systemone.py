@@ -1,4 +1,4 @@
-"""Typed questions over HTTP: answers are those of transformers' pipeline, and bodies are refused as its server does."""
+"""Typed questions over HTTP: answers equal transformers' pipeline, and wrong bodies are refused like by its server."""
 
 import json
 import math
@@ -188,7 +188,7 @@ def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatc
         wait(lambda: len(calls) > first)
         wire.close()
         wait(lambda: True)
-        threading.Event().wait(0.3)  # until the server has seen it
+        threading.Event().wait(0.3)  # the server notices the disconnect
         go.set()
         assert ask(server, {"state": "x", "questions": {"q": {"type": "noul", "instructions": "?"}}})
     assert len(calls) == first + 2
