@@ -50,13 +50,13 @@ VOCAB, END = len(WORDS), 1
 def module_of(kind: str, seed: int = 0, **changes: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    made = transformers.CONFIG_MAPPING[kind]
-    sizes = {name: value for name, value in SIZES.items() if hasattr(made(), name)}
+    config_class = transformers.CONFIG_MAPPING[kind]
+    sizes = {name: value for name, value in SIZES.items() if hasattr(config_class(), name)}
     if kind == "llama":
         sizes.pop("sliding_window", None)
     ids = {"vocab_size": VOCAB, "eos_token_id": END, "pad_token_id": 0, "bos_token_id": 0}
     torch.manual_seed(seed)
-    return getattr(transformers, CLASSES[kind])(made(**(sizes | ids | changes))).double().eval()
+    return getattr(transformers, CLASSES[kind])(config_class(**(sizes | ids | changes))).double().eval()
 
 
 def save_model(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: int = 0, **changes: Any) -> Path:
@@ -87,7 +87,7 @@ def test_folders_decode_like_transformers(tmp_path: Path, kind: str) -> None:
     assert model.supports_store == (kind in ("llama", "gpt2", "qwen3_moe"))
     for sampler in ("sjd", "jacobi", "scd", samplers.create("speculative", drafter=model, window=4)):
         output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=8)
-        assert [row[: len(own)] for row, own in zip(output.new_tokens.tolist(), expected)] == expected
+        assert [row[: len(ids)] for row, ids in zip(output.new_tokens.tolist(), expected)] == expected
         alone = paradec.generate(model, [ROWS[1]], sampler=sampler, max_new_tokens=8)
         assert alone.new_tokens[0].tolist() == output.new_tokens[1].tolist()
     assert output.draft_nfe is not None and output.nfe < 8 and min(output.draft_nfe) > 0
@@ -261,7 +261,7 @@ def test_a_plain_module_drafts() -> None:
             sampler = samplers.create("speculative", drafter=drafter, tree=tree)
             output = paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=12)
             expected = [greedy_tokens(module, row) for row in ROWS]
-            assert [row[: len(own)] for row, own in zip(output.new_tokens.tolist(), expected)] == expected
+            assert [row[: len(answer)] for row, answer in zip(output.new_tokens.tolist(), expected)] == expected
     assert output.nfe <= 7 and samplers.create("speculative", drafter=small).to_dict()["drafter"] == "Qwen3ForCausalLM"
 
 

@@ -74,10 +74,10 @@ def test_recorded_drafts_and_their_distributions(name: str, base: Model, tensors
             with tied_below(lambda case=case, q=q: distance_to_bounds(q, case["uniform"][: len(q)])):
                 assert drafts.tolist() == case["drafts"]
             torch.testing.assert_close(q, tensors[f"{key}/q"].float(), rtol=0, atol=1e-5)
-            logits, made = (torch.stack(part)[: len(q)] for part in zip(*drafter.calls, strict=True))
+            logits, hidden = (torch.stack(part)[: len(q)] for part in zip(*drafter.calls, strict=True))
             logits = logits if drafter.tokens is None else logits[:, drafter.tokens]
             torch.testing.assert_close(logits, tensors[f"{key}/logits"].float(), rtol=0, atol=1e-4)
-            torch.testing.assert_close(made, tensors[f"{key}/made"].float(), rtol=0, atol=1e-4)
+            torch.testing.assert_close(hidden, tensors[f"{key}/made"].float(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "tree"), covering(NAMES, [None, (3, 2, 1), DynamicTree(8, 3, 3)]))

@@ -69,18 +69,18 @@ def wide_folder(folder: Path, weights: dict[str, Tensor] | None = None, **change
     if "embedding_size" in config:
         config["embedding_size"] = config["vocab_size"]
     if weights is None:  # small weights, so that rounding errors do not grow from layer to layer
-        made = random_weights(config).items()
-        weights = {name: (0.3 * weight if weight.ndim > 1 else weight).float() for name, weight in made}
+        weights_by_name = random_weights(config).items()
+        weights = {name: (0.3 * weight if weight.ndim > 1 else weight).float() for name, weight in weights_by_name}
     folder.mkdir(exist_ok=True)
     write_checkpoint(folder, config, weights)
     return folder
 
 
 def tokenizer() -> Any:
-    made = byte_level_tokenizer()
-    made.bos_token, made.pad_token, made.chat_template = SPECIAL, made.eos_token, TEMPLATE
-    made.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    return made
+    result = byte_level_tokenizer()
+    result.bos_token, result.pad_token, result.chat_template = (SPECIAL, result.eos_token, TEMPLATE)
+    result.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return result
 
 
 def logits(model: Any, size: int = 60) -> Tensor:

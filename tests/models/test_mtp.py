@@ -75,10 +75,10 @@ def test_recorded_calls(name: str) -> None:
             assert len(drafter.noted) == len(rounds) == out.draft_nfe[0]
             for key, (query, features, logits) in zip(rounds, drafter.noted, strict=True):
                 read = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
-                own = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
+                query_inputs = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
                 shared = min(len(features), len(read["hidden"]))  # how many columns are read again is ours
                 for part, recorded in read.items():
-                    torch.testing.assert_close(own[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
+                    torch.testing.assert_close(query_inputs[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
                 actual = torch.stack(logits)
                 torch.testing.assert_close(actual, tensors[f"{key}/logits"][: len(actual)], rtol=0, atol=1e-4)
                 assert actual.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(actual)].tolist()
@@ -190,8 +190,8 @@ def in_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str 
     part = result.rpartition(".")[0]
     if part in ("embed_tokens", "shared_head.head"):
         return None
-    own = dict(zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), parts, strict=True))
-    return f"{outer}{own[part]}.weight" if part in own else inner + result
+    renamed = dict(zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), parts, strict=True))
+    return f"{outer}{renamed[part]}.weight" if part in renamed else inner + result
 
 
 def swap(config: Any, weights: dict[str, Tensor]) -> None:

@@ -60,8 +60,8 @@ NAMES_OF_MASKS = {
 def published_weights(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and float64 weights in the family's published format, with blocks of 4."""
     if model_type in MIXTURES:
-        own = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
-        config = small_config(MIXTURES[model_type], **own)
+        fields_of_all = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
+        config = small_config(MIXTURES[model_type], **fields_of_all)
         return config | fields, small_weights(MIXTURES[model_type], config | fields)
     if model_type == "nemotron_labs_diffusion":
         config = {name: value for name, value in SDAR.items() if name != "max_window_layers"} | NEMOTRON | fields
@@ -510,8 +510,8 @@ class Own(nn.Module):
 
 
 def test_modules_of_unknown_formats(tmp_path: Path) -> None:
-    own = paradec.wrap(Own(), mask_token_id=7, prediction="same", topology="bidirectional")
-    for model in (own, tiny_llamagen(), paradec.load("digits-maskgit"), paradec.load("digits-ar")):
+    custom = paradec.wrap(Own(), mask_token_id=7, prediction="same", topology="bidirectional")
+    for model in (custom, tiny_llamagen(), paradec.load("digits-maskgit"), paradec.load("digits-ar")):
         with pytest.raises(ValueError, match=f"{type(model.module).__name__} is not a causal.*format is unknown"):
             model.save_pretrained(tmp_path / "never")
     assert not (tmp_path / "never").exists()

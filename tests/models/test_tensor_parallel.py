@@ -378,10 +378,10 @@ def every_cache() -> dict[str, list[dict[str, Any]]]:
     cases: dict[str, list[dict[str, Any]]] = {}
     for name in ("llada-tiny", "dream-tiny", "sdar"):
         block = name == "sdar"
-        made = [cache for cache in caches.names() if cache not in ("recap", "block", "hierarchical")]
+        names = [cache for cache in caches.names() if cache not in ("recap", "block", "hierarchical")]
         if block:
-            made = ["none", "prefix", "dual", "block", "hierarchical"]
-        cases[name] = [{"cache": cache} | extra for cache in made if cache != ORDERED for extra in ({}, greedy)]
+            names = ["none", "prefix", "dual", "block", "hierarchical"]
+        cases[name] = [{"cache": cache} | extra for cache in names if cache != ORDERED for extra in ({}, greedy)]
         cases[name] += [{"cache": ORDERED, "sampler": "random"}] if name == "llada-tiny" else []
         if not block:
             cases[name] += [{"cache": cache, "sparse": True} for cache in ("none", "prefix", "dual")]

@@ -64,15 +64,15 @@ def test_recorded_drafts_and_their_distributions(
             drafts, q = drafts_after(drafter, base, tensors["ids"], case)
             assert drafts.tolist() == case["drafts"], key
             assert_close_to_recorded(q, tensors[f"{key}/q"])
-            made, states = walks.pop()
+            walked, states = walks.pop()
             # the recording of a drafter that skips the first row may include that row
             assert_close_to_recorded(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
             before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
             if f"{key}/candidates" in tensors:
-                assert_close_to_recorded(made.unary[0], tensors[f"{key}/unary"].gather(1, made.candidates[0]))
-                assert made.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
-                scores = torch.cat([made.scores(slot, before[slot][None]) for slot in range(len(drafts))])
-                draft_scores = torch.zeros_like(q).scatter(1, made.candidates[0], scores)
+                assert_close_to_recorded(walked.unary[0], tensors[f"{key}/unary"].gather(1, walked.candidates[0]))
+                assert walked.candidates[0].sort().values.equal(tensors[f"{key}/candidates"].sort().values)
+                scores = torch.cat([walked.scores(slot, before[slot][None]) for slot in range(len(drafts))])
+                draft_scores = torch.zeros_like(q).scatter(1, walked.candidates[0], scores)
                 largest = max(1.0, float(tensors[f"{key}/scores"].abs().max()))
                 assert_close_to_recorded(
                     draft_scores,
@@ -80,8 +80,8 @@ def test_recorded_drafts_and_their_distributions(
                     largest,
                 )
                 continue
-            assert_close_to_recorded(made.base_logits[0], tensors[f"{key}/base_logits"])
-            repeated = type(made)(drafter, states, made.guide)
+            assert_close_to_recorded(walked.base_logits[0], tensors[f"{key}/base_logits"])
+            repeated = type(walked)(drafter, states, walked.guide)
             logits = torch.cat([repeated.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
             assert_close_to_recorded(logits, tensors[f"{key}/logits"])
             if f"{key}/confidence_logit" in tensors:
@@ -114,10 +114,10 @@ def test_answers_have_the_distribution_of_the_model(name: str, rows: int, temper
 def test_only_tokens_outside_the_drafter_vocabulary_are_allowed(name: str, base: Model) -> None:
     """The drafter's distribution may be empty. Answers still have the model's distribution."""
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
-    own = set(drafter.tokens.tolist())
-    lacked = [token for token in range(64) if token not in own][:6]
-    assert pair_p_value(drafter, base, 1500, allowed_ids=lacked) > 0.001
-    assert pair_p_value(drafter, base, 1500, allowed_ids=sorted([*lacked[:4], *[*own][:2]])) > 0.001
+    vocabulary = set(drafter.tokens.tolist())
+    lacked = [token for token in range(64) if token not in vocabulary][:6]
+    assert pair_p_value(drafter, base, 1500, kept=lacked) > 0.001
+    assert pair_p_value(drafter, base, 1500, kept=sorted([*lacked[:4], *[*vocabulary][:2]])) > 0.001
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [

@@ -63,7 +63,7 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         assert np.array_equal(laid.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
-        if len(free[row]) == grid.length:  # no position is forced
+        if len(free[row]) == grid.length:  # the unrestricted run did not stop early
             actual = call(laid, row, [*prompt, *free[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
             assert np.array_equal(actual, free[row])
 

@@ -136,12 +136,12 @@ def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
     folder = paradec.load(tmp_path, dtype="float64")
     assert single.module.config == folder.module.config == replace(model.module.config, inner=64)
     assert (single.facts.name, folder.defaults["top_k"], single.defaults["top_k"]) == ("tiny", 9, None)
-    made = [paradec.generate_images(m, class_labels=[1], seed=0, output_type="latent") for m in (single, folder)]
-    assert not torch.equal(made[0].codes, made[1].codes)  # other defaults
+    outputs = [paradec.generate_images(m, class_labels=[1], seed=0, output_type="latent") for m in (single, folder)]
+    assert not torch.equal(outputs[0].codes, outputs[1].codes)  # other defaults
     repeated = paradec.generate_images(
         single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9
     )
-    assert torch.equal(made[1].codes, repeated.codes)
+    assert torch.equal(outputs[1].codes, repeated.codes)
     assert {parameter.dtype for parameter in paradec.load(tmp_path).module.parameters()} == {torch.float32}
 
 
@@ -186,12 +186,12 @@ def make(model: LPDModel, **request: Any) -> Any:
 
 def test_pictures_come_of_codes() -> None:
     model = tiny_lpd()
-    made = make(model, output_type="pt")
-    assert made.images.shape == (2, 3, 8, 8) and made.codes.shape == (2, 4, 4)
-    assert torch.equal(made.images, model.decode(made.tokens, made.grid))
-    assert made.accepted.sum(0).tolist() == [16, 16] and made.row_nfe == [5, 5]
+    output = make(model, output_type="pt")
+    assert output.images.shape == (2, 3, 8, 8) and output.codes.shape == (2, 4, 4)
+    assert torch.equal(output.images, model.decode(output.tokens, output.grid))
+    assert output.accepted.sum(0).tolist() == [16, 16] and output.row_nfe == [5, 5]
     # group sizes 1 2 4 4 5: two branches evaluate the class and 1 mask, then a group's tokens and the next masks
-    assert made.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
+    assert output.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
     refuses(lambda: make(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
 
 

@@ -91,8 +91,8 @@ def test_replays_the_reference(path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "steps"), [(36, 6), (256, 64), (256, 256), (16, 1)])
 def test_every_step_decides_something(size: int, steps: int) -> None:
-    left = remaining_counts(size, steps)
-    assert left[0] == size and left[-1] == 0 and len(left) == steps + 1 and (left[:-1] > left[1:]).all()
+    counts = remaining_counts(size, steps)
+    assert counts[0] == size and counts[-1] == 0 and len(counts) == steps + 1 and (counts[:-1] > counts[1:]).all()
 
 
 @pytest.mark.thinned
@@ -129,9 +129,9 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
         forwarded.append(int(state.forwarded_tokens[0]) // 2 - sum(forwarded))
 
     decode(sampler, model, state, note)
-    left = remaining_counts(16, 6)
+    remaining = remaining_counts(16, 6)
     assert kinds == ["full", "full", "full", "window", "full", "window"] and decided.all()
-    assert forwarded == [16, 16, 16, left[2] - left[4], 16, left[4]]
+    assert forwarded == [16, 16, 16, remaining[2] - remaining[4], 16, remaining[4]]
     assert state.nfe.tolist() == [6] * 3 and state.row_forwards.tolist() == [12] * 3
     assert not torch.equal(state.tokens[1], state.tokens[2])  # copies of a class draw their own numbers
 

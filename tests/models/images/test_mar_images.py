@@ -131,9 +131,9 @@ def test_pictures_equal_those_of_a_plain_loop(model: MARModel) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 0.5])
 def test_request_temperature_overrides_the_sampler(model: MARModel, temperature: float) -> None:
-    own = paradec.samplers.create("mar", head_steps=3, temperature=temperature)
+    sampler = paradec.samplers.create("mar", head_steps=3, temperature=temperature)
     tokens = make(model, temperature=temperature).tokens
-    assert torch.equal(tokens, make(model, sampler=own).tokens) and not torch.equal(tokens, make(model).tokens)
+    assert torch.equal(tokens, make(model, sampler=sampler).tokens) and not torch.equal(tokens, make(model).tokens)
 
 
 def test_output_types_and_steps(model: MARModel) -> None:

@@ -104,10 +104,10 @@ def cell_logits(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
     result = []
     for cell in range(grid.length):
         i, j = divmod(cell, grid.width)
-        said = [heads[:, prompt + cell - 1, 0]] if j else []
-        said += [heads[:, prompt + cell - grid.width, 1]] if i else []
-        said = said or [heads[:, prompt - 1, 0], heads[:, prompt - 1, 1]]
-        result.append(sum(said) / len(said))
+        predictions = [heads[:, prompt + cell - 1, 0]] if j else []
+        predictions += [heads[:, prompt + cell - grid.width, 1]] if i else []
+        predictions = predictions or [heads[:, prompt - 1, 0], heads[:, prompt - 1, 1]]
+        result.append(sum(predictions) / len(predictions))
     return torch.stack(result, 1)
 
 

@@ -47,8 +47,8 @@ class Tiles(PictureModel):
         return ImageRequest(self, [[5 + label] for label in list_labels(given, 4) for _ in range(num_images)])
 
     def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
-        own = {"max_new_tokens": grid.length, "suppress_tokens": range(5, 9)}
-        return sampler.start(self, laid.prompts, replace(request, **own))
+        arguments = {"max_new_tokens": grid.length, "suppress_tokens": range(5, 9)}
+        return sampler.start(self, laid.prompts, replace(request, **arguments))
 
     def read(self, state: Any, grid: Grid) -> Reading:
         tokens, accepted = picture_tokens(state, grid), np.zeros((state.commits, state.batch))

@@ -21,8 +21,8 @@ CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.json")) for case i
 
 def structure_of(case: dict[str, Any]) -> Structure:
     if "structure" not in case:
-        own = FOLDER / f"{case['name']}.pdb"
-        return read_structure(own if own.exists() else BACKBONES / own.name)
+        file = FOLDER / f"{case['name']}.pdb"
+        return read_structure(file if file.exists() else BACKBONES / file.name)
     parts = dict(case["structure"])
     coordinates = torch.tensor(
         [

@@ -96,17 +96,17 @@ def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     if case["kind"] == "one_call":
         return evaluate(model, ids, 0, None, causal | (rows[:, None] >= case["causal_below"]), False)
     store, start = model.make_store(1, 64), 0
-    own = model.facts.topology == "causal"
+    is_causal = model.facts.topology == "causal"
     for call in case["before"]:
         size = len(call["input_ids"])
-        sees = None if own else True if not call["causal"] else causal_mask(size)
+        sees = None if is_causal else True if not call["causal"] else causal_mask(size)
         evaluate(model, call["input_ids"], start, store, sees, True)
         start += size
-    sees = None if own else True if not case["causal"] else causal_mask(count)
+    sees = None if is_causal else True if not case["causal"] else causal_mask(count)
     if not case["adapter"]:
-        return evaluate(model, ids, start, store, sees, own)
+        return evaluate(model, ids, start, store, sees, is_causal)
     with model.own_drafts.adapter.applied_to(model.module):
-        return evaluate(model, ids, start, store, sees, own)
+        return evaluate(model, ids, start, store, sees, is_causal)
 
 
 def causal_mask(size: int) -> Tensor:
@@ -367,8 +367,8 @@ def test_wrapped_modules_decode_like_loaded_ones() -> None:
     facts["block_length"] = model.facts.block_length
     wrapped = paradec.wrap(copy.deepcopy(model.module), **facts, block_align="prompt")
     request = {"sampler": "credit", "cache": "block", "max_new_tokens": NEW, "eos_early_stop": False}
-    made = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
-    assert made[0] == made[1]
+    answers = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
+    assert answers[0] == answers[1]
     refuses(lambda: paradec.wrap(copy.deepcopy(model.module), **facts), "block_align='absolute'.*'prompt'")
 
 
