@@ -72,11 +72,11 @@ def test_sampling_settings_act_like_transformers(pair: Any) -> None:
     expected = paradec.generate(loaded, input_ids=ids, block_length=8, bad_words=[[8], [9]], **shared)
     assert torch.equal(out, expected.sequences[:, : out.shape[1]]) and out.shape[1] == 3 + max(expected.tokens)
     # without do_sample the temperature is ignored, like in transformers; the default top_k is 50
-    own = {"input_ids": ids, "max_new_tokens": 8, "block_length": 8}
+    request = {"input_ids": ids, "max_new_tokens": 8, "block_length": 8}
     greedy = plain.generate(ids, max_new_tokens=8, **arguments)
-    assert torch.equal(greedy, paradec.generate(loaded, **own).sequences[:, : greedy.shape[1]])
+    assert torch.equal(greedy, paradec.generate(loaded, **request).sequences[:, : greedy.shape[1]])
     sampled = plain.generate(ids, max_new_tokens=8, seed=1, do_sample=True, **arguments)
-    expected = paradec.generate(loaded, **own, seed=1, temperature=1.0, top_k=50)
+    expected = paradec.generate(loaded, **request, seed=1, temperature=1.0, top_k=50)
     assert torch.equal(sampled, expected.sequences[:, : sampled.shape[1]])
     # the generation config may have the mask id
     config = GenerationConfig(

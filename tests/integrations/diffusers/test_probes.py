@@ -97,9 +97,9 @@ def test_calibration_equals_diffusers(
         pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=6))
         run(pipe, 6, generator=draw(seed))
         pipe.transformer.disable_cache()
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
-    assert len(said) == runs * (1 + (name == "wan")) == len(set(map(tuple, said)))
-    assert actual.values == pytest.approx([sum(step) / len(said) for step in zip(*said, strict=True)], rel=1e-5)
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
+    assert len(printed) == runs * (1 + (name == "wan")) == len(set(map(tuple, printed)))
+    assert actual.values == pytest.approx([sum(step) / len(printed) for step in zip(*printed, strict=True)], rel=1e-5)
     assert actual.values[0] == 1 and len(set(actual.values)) > 3
     actual.save(tmp_path / "ratios.json")
     assert MagRatios.load(tmp_path / "ratios.json") == actual
@@ -186,7 +186,7 @@ def toy_run(module: Toy, latent: Tensor, times: list[float] = TIMES) -> list[Ten
 
 def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]) -> tuple[list[Tensor], str]:
     """Run first blocks, decide, run the middle blocks or add their last residual, run last blocks."""
-    outputs, made, probe_before, residual = [], "", None, None
+    outputs, pattern, probe_before, residual = [], "", None, None
     last = len(module.blocks) - tail
     for step, time in enumerate(TIMES):
         x, time = latent, torch.tensor(time, dtype=latent.dtype)
@@ -196,17 +196,17 @@ def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[.
         change = (
             None if probe_before is None else float((probe - probe_before).abs().mean() / probe_before.abs().mean())
         )
-        if residual is not None and skips(step, change, made):
-            x, made = middle + residual, made + "."
+        if residual is not None and skips(step, change, pattern):
+            x, pattern = middle + residual, pattern + "."
         else:
             for block in module.blocks[head:last]:
                 x = block(x, time)
-            residual, probe_before, made = x - middle, probe, made + "F"
+            residual, probe_before, pattern = x - middle, probe, pattern + "F"
         for block in module.blocks[last:]:
             x = block(x, time)
         latent = x
         outputs.append(x)
-    return outputs, made
+    return outputs, pattern
 
 
 CASES: dict[str, tuple[Any, int, int, Callable[..., bool]]] = {
@@ -228,13 +228,13 @@ CASES: dict[str, tuple[Any, int, int, Callable[..., bool]]] = {
 def test_equals_a_plain_loop(case: str) -> None:
     rule, head, tail, skips = CASES[case]
     module, latent = toy()
-    expected, made = by_hand(module, latent, head, tail, skips)
-    assert ("." in made) == (case != "DBCache, off") and made.count("F") > 1
+    expected, pattern = by_hand(module, latent, head, tail, skips)
+    assert ("." in pattern) == (case != "DBCache, off") and pattern.count("F") > 1
     with accelerate(module, rule) as session:
         for _ in range(2):  # runs begin without what the one before kept
             for output, aim in zip(toy_run(module, latent), expected, strict=True):
                 torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
-            assert call_pattern(session) == made
+            assert call_pattern(session) == pattern
             session.reset()
     assert session.report().modules["Toy"] == [f"blocks.{i}" for i in range(head, 5 - tail)]
 
@@ -250,7 +250,7 @@ DICACHE: dict[str, tuple[DiCache, str | None]] = {
 
 def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -> tuple[list[Tensor], str]:
     """DiCache like its public code, with residuals of all blocks and the probe of the previous step."""
-    outputs, made, total = [], "", 0.0
+    outputs, pattern, total = [], "", 0.0
     residuals: list[Tensor] = []
     probes: list[Tensor] = []
     before: tuple[Tensor, Tensor] | None = None
@@ -270,29 +270,29 @@ def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -
             if len(residuals) > 1 and aligned:
                 gain = ((probe - latent) - probes[-2]).abs().mean() / (probes[-1] - probes[-2]).abs().mean()
                 residual = residuals[-2] + gain.clamp(1, 1.5) * (residuals[-1] - residuals[-2])
-            x, made = latent + residual, made + "."
+            x, pattern = latent + residual, pattern + "."
         else:
             for block in module.blocks[rule.probe_depth :]:
                 x = block(x, time)
-            total, made = 0.0, made + "F"
+            total, pattern = 0.0, pattern + "F"
             residuals.append(x - latent)
             probes.append(probe - latent)
         latent = x
         outputs.append(x)
-    return outputs, made
+    return outputs, pattern
 
 
 @pytest.mark.parametrize("case", DICACHE)
 def test_dicache_equals_a_plain_loop(case: str) -> None:
     rule, basis = DICACHE[case]
     module, latent = toy()
-    expected, made = dicache_by_hand(module, latent, rule, basis is None)
-    assert "." in made[3:] and made.count("F") > 2 and made[-1] == "F"
+    expected, pattern = dicache_by_hand(module, latent, rule, basis is None)
+    assert "." in pattern[3:] and pattern.count("F") > 2 and pattern[-1] == "F"
     with accelerate(module, Forecast(when=rule, how=basis)) as session:
         for _ in range(2):
             for output, aim in zip(toy_run(module, latent), expected, strict=True):
                 torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
-            assert call_pattern(session) == made
+            assert call_pattern(session) == pattern
             session.reset()
 
 
@@ -322,8 +322,8 @@ def test_dicache_keeps_separate_state_per_call() -> None:
                 torch.testing.assert_close(now[branch], alone[branch][0][step], rtol=1e-12, atol=1e-12)
         calls = session.report().calls
     for branch in range(2):
-        made = "".join(".F"[call.evaluated > 0] for call in calls if call.branch == f"call {branch}")
-        assert made == alone[branch][1]
+        pattern = "".join(".F"[call.evaluated > 0] for call in calls if call.branch == f"call {branch}")
+        assert pattern == alone[branch][1]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -332,10 +332,10 @@ def test_dicache_in_pipelines(name: str, request: Any) -> None:
     plain = run(pipe, 8)
     with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
         actual = run(pipe, 8)
-        made = call_pattern(session)
-        assert torch.equal(run(pipe, 8), actual) and call_pattern(session) == made
-    branches = len(made) // 8
-    assert made == "F" * 2 * branches + "." * 5 * branches + "F" * branches
+        pattern = call_pattern(session)
+        assert torch.equal(run(pipe, 8), actual) and call_pattern(session) == pattern
+    branches = len(pattern) // 8
+    assert pattern == "F" * 2 * branches + "." * 5 * branches + "F" * branches
     assert not torch.equal(actual, plain) and torch.equal(run(pipe, 8), plain)
 
 

@@ -244,7 +244,7 @@ def by_hand(
         if rate is not None:
             total += rate * float((latent - past).abs().mean() / v_full.abs().mean())
         evaluated = i < kept or i == steps - 1 or rate is None or total >= threshold
-        made = torch.zeros_like(latent)
+        summed = torch.zeros_like(latent)
         for call in range(calls):
             arguments = inputs | {"hidden_states": latent, "timestep": t.expand(len(latent))}
             arguments["encoder_hidden_states"] = inputs["encoder_hidden_states"] * (1 - 2 * call)
@@ -255,10 +255,10 @@ def by_hand(
                     if v_full is not None:
                         rate = float((v - v_full).abs().mean() / (latent - x_full).abs().mean())
                     v_full, x_full, total = v, latent, 0.0
-            made = made + (latent + away[call]) / calls
+            summed = summed + (latent + away[call]) / calls
         if evaluated:
             full.append(i)
-        past, latent = latent, scheduler.step(made, t, latent, return_dict=False)[0]
+        past, latent = latent, scheduler.step(summed, t, latent, return_dict=False)[0]
     return latent, full
 
 
@@ -325,8 +325,8 @@ def test_the_watched_tensor_does_not_depend_on_the_target(name: str) -> None:
         assert "_call_impl" not in vars(first)
         return rule.seen
 
-    for watch, own in (("modulated", "module"), ("hidden", "block"), ("latent", "output")):
-        expected = seen(None, own)
+    for watch, target_of_paper in (("modulated", "module"), ("hidden", "block"), ("latent", "output")):
+        expected = seen(None, target_of_paper)
         assert len(expected) == 3 and min(expected) > 0
         for target in ("module", "block", "stack", "output"):
             if target != "output" or watch == "latent":

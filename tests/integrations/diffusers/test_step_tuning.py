@@ -73,11 +73,11 @@ def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
 def by_hand(pipe: Any, seed: int, steps: Any) -> float:
     latents = []
     for settings in (None, Forecast(when=steps, where="output")):
-        own = pipe.scheduler.step
+        plain_step = pipe.scheduler.step
         kept: list[Any] = []
 
-        def step(output: Any, t: Any, sample: Any, own: Any = own, kept: list = kept, **options: Any) -> Any:
-            result = own(output, t, sample, **options)
+        def step(output: Any, t: Any, sample: Any, plain: Any = plain_step, kept: list = kept, **options: Any) -> Any:
+            result = plain(output, t, sample, **options)
             kept.append((sample.double(), result[0].double()))
             return result
 

@@ -127,7 +127,7 @@ def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("fields", "message"),
     [
         ({}, None),
         ({"temperature": 0.3, "top_p": 0.5, "logit_bias": {}, "repetition_penalty": 1.0}, None),
@@ -135,9 +135,9 @@ def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
         ({"logit_bias": {"3": 1.0}}, "ParadecCredit does not read logit_bias"),
     ],
 )
-def test_unsupported_request_fields_are_refused(asked: dict[str, Any], said: str | None) -> None:
-    request = SimpleNamespace(sampling_params=SimpleNamespace(**asked), return_logprob=False)
-    assert ALGORITHMS["ParadecCredit"].validate_request(request) == said  # type: ignore[attr-defined]
+def test_unsupported_request_fields_are_refused(fields: dict[str, Any], message: str | None) -> None:
+    request = SimpleNamespace(sampling_params=SimpleNamespace(**fields), return_logprob=False)
+    assert ALGORITHMS["ParadecCredit"].validate_request(request) == message  # type: ignore[attr-defined]
     request.return_logprob = True
     assert "return_logprob" in ALGORITHMS["ParadecCredit"].validate_request(request)  # type: ignore[attr-defined]
 

@@ -123,13 +123,13 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
     return ids, prompt
 
 
-def record_calls(made: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
+def record_calls(algorithm: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
     rows, states = len(ids), None
     batch = forward_batch(ids, prompt_mask=prompt)
     seen: list[Any] = []
-    for _ in range(made.max_steps(len(ids[0])) if fdfo else 1):
+    for _ in range(algorithm.max_steps(len(ids[0])) if fdfo else 1):
         runner = Runner(lambda batch: note(seen, batch, logits))
-        _, tokens, accepted, states, _ = made.run(runner, batch, states)
+        _, tokens, accepted, states, _ = algorithm.run(runner, batch, states)
         seen.append([part.tolist() if isinstance(part, Tensor) else part for part in tokens])
         seen.append((accepted, batch.input_ids.tolist(), runner.calls))
         if accepted is not None and all(accepted):
@@ -166,12 +166,12 @@ PAIRS = {
 def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, released: SimpleNamespace) -> None:
     theirs, their_config, ours, our_config = PAIRS[pair]
     shipped = released.algorithm.algo_name_to_cls[theirs](dllm_config(4, MASK, fdfo, **their_config))
-    made = algorithms(released.base.DllmAlgorithm)[ours](dllm_config(4, MASK, fdfo, **our_config))
+    algorithm = algorithms(released.base.DllmAlgorithm)[ours](dllm_config(4, MASK, fdfo, **our_config))
     draw, steps = random.Random(pair), []
     for batch in range(125):
         ids, prompt = blocks_of(draw, 8, 4)
         expected = record_calls(shipped, ids, prompt, Drawn(batch, 12.0), fdfo)
-        assert record_calls(made, ids, prompt, Drawn(batch, 12.0), fdfo) == expected
+        assert record_calls(algorithm, ids, prompt, Drawn(batch, 12.0), fdfo) == expected
         steps.append(len(expected))
     assert len(set(steps)) > 1
 
@@ -179,20 +179,20 @@ def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, release
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespace) -> None:
     shipped = released.algorithm.algo_name_to_cls["LowConfidence"](dllm_config(8, MASK, fdfo))
-    made = algorithms(released.base.DllmAlgorithm)["ParadecThreshold"](dllm_config(8, MASK, fdfo, threshold=0.95))
+    algorithm = algorithms(released.base.DllmAlgorithm)["ParadecThreshold"](dllm_config(8, MASK, fdfo, threshold=0.95))
     draw = random.Random(0)
     for batch in range(20):
         lengths = [draw.choice((0, draw.randrange(8), 8)) for _ in range(5)]
         ids = [[draw.randrange(VOCAB - 1) for _ in range(n)] + [MASK] * (8 - n) for n in lengths]
         expected = record_calls(shipped, ids, None, Drawn(batch, 12.0), fdfo)
-        assert record_calls(made, ids, None, Drawn(batch, 12.0), fdfo) == expected
+        assert record_calls(algorithm, ids, None, Drawn(batch, 12.0), fdfo) == expected
 
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("name", RULES)
 def test_steps_equal_generate(name: str, fdfo: bool, released: SimpleNamespace, model: Model) -> None:
-    made = algorithms(released.base.DllmAlgorithm)[name](dllm_config(fdfo=fdfo, **RULES[name].config))
-    check_rule(name, made, Runner, model, fdfo)
+    algorithm = algorithms(released.base.DllmAlgorithm)[name](dllm_config(fdfo=fdfo, **RULES[name].config))
+    check_rule(name, algorithm, Runner, model, fdfo)
 
 
 def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +211,8 @@ def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, m
     released.plugins.load_plugins()
     assert shipped < {*known} and "ParadecThreshold" in known
     real = released.config.DllmConfig("ParadecThreshold", {"threshold": 0.8}, 32, 156895, 4, True)
-    made = released.algorithm.get_algorithm(real)
-    assert isinstance(made, released.base.DllmAlgorithm)
-    assert made.sampler.threshold == 0.8 and made.fdfo and made.block_size == 32
+    algorithm = released.algorithm.get_algorithm(real)
+    assert isinstance(algorithm, released.base.DllmAlgorithm)
+    assert algorithm.sampler.threshold == 0.8 and algorithm.fdfo and algorithm.block_size == 32
     request = SimpleNamespace(sampling_params=SimpleNamespace(regex="a+"), return_logprob=False)
     assert "regex" in real.validate_request(request)

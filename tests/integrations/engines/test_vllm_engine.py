@@ -16,9 +16,9 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    made = Engine(checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param))
-    yield made
-    made.close()
+    instance = Engine(checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param))
+    yield instance
+    instance.close()
 
 
 def prompts(seed: int) -> list[list[int]]:

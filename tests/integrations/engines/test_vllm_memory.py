@@ -10,9 +10,9 @@ from vllm_on_a_cpu import BLOCK, MASK, Engine, checkpoint
 @pytest.fixture(scope="module", params=["fast_dllm_v2", "sdar"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = checkpoint(request.param, tmp_path_factory.mktemp("models") / request.param)
-    made = Engine(folder, block_size=32, num_gpu_blocks_override=7, max_num_batched_tokens=18)
-    yield made
-    made.close()
+    instance = Engine(folder, block_size=32, num_gpu_blocks_override=7, max_num_batched_tokens=18)
+    yield instance
+    instance.close()
 
 
 def text(seed: int, size: int) -> list[int]:

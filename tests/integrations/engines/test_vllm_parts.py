@@ -75,12 +75,12 @@ def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPat
     assert seed == repeated != other
     assert actual.stop_ids == (END,) and actual.max_new_tokens == 16
     defaults, extra = {"top_p": 0.5, "top_k": 3}, {"extra_args": {"paradec": {"top_p": 0.7}}}
-    for own, top_p in (({"top_p": 0.9}, 0.9), ({}, 0.5), ({"top_p": 0.9, **extra}, 0.7)):
-        assert settings_of(params(**own), defaults).fields == {"top_p": top_p, "top_k": 3}
+    for request, top_p in (({"top_p": 0.9}, 0.9), ({}, 0.5), ({"top_p": 0.9, **extra}, 0.7)):
+        assert settings_of(params(**request), defaults).fields == {"top_p": top_p, "top_k": 3}
 
 
 @pytest.mark.parametrize(
-    "said, words",
+    "settings, words",
     [
         ({"extra_args": {"paradec": {"tresholds": 1}}}, "unknown name: 'tresholds'"),
         ({"extra_args": {"paradec": {"max_new_tokens": 4}}}, "max_tokens of the request"),
@@ -96,8 +96,8 @@ def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPat
         ({"prompt_logprobs": 1}, "prompt_logprobs=1"),
     ],
 )
-def test_settings_that_are_refused(said: dict[str, Any], words: str) -> None:
-    refuses(lambda: settings_of(params(**said)), words, (ValueError, TypeError))
+def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
+    refuses(lambda: settings_of(params(**settings)), words, (ValueError, TypeError))
 
 
 def test_configs_match_paradec_load() -> None:
@@ -157,9 +157,11 @@ class Runner:
         repeated = bool(model.facts.shift)
         self.sampler = BlockSampler(base, self.slots, BLOCK, model.facts.mask_id, repeated, SimpleNamespace)
 
-    def add(self, number: int, prompt: list[int], said: Any) -> None:
+    def add(self, number: int, prompt: list[int], settings: Any) -> None:
         try:
-            self.slots[number] = Slot(self.served, self.served.opened(prompt, settings_of(said, {}, "r")), len(prompt))
+            self.slots[number] = Slot(
+                self.served, self.served.opened(prompt, settings_of(settings, {}, "r")), len(prompt)
+            )
         except (ValueError, TypeError):
             self.slots[number] = None
         self.tokens[number], self.prompts[number], self.computed[number] = list(prompt), len(prompt), 0
@@ -235,15 +237,15 @@ def test_changing_batches_have_the_tokens_of_generate(name: str, prediction: str
 
 def test_a_request_that_cannot_begin_is_a_mask() -> None:
     model = tiny(2, "block_causal")
-    for prompt, said, words in (
+    for prompt, settings, words in (
         ([1, MASK], params(), "the mask id"),
         ([1, 2], params(extra_args={"paradec": {"sampler": "low_confidence", "steps": 1}}), "steps=1"),
         ([], params(), "empty"),
     ):
         runner = Runner(model, random.Random(0))
-        runner.add(0, prompt, said)
+        runner.add(0, prompt, settings)
         assert runner.slots[0] is None
-        assert words in runner.served.refusal(prompt, said)
+        assert words in runner.served.refusal(prompt, settings)
         if prompt:
             assert runner.step() == {0: [MASK]}
 
@@ -258,21 +260,21 @@ def test_logits_that_are_no_numbers_end_one_request() -> None:
 
 def test_answers_end_where_vllm_ends_them() -> None:
     served = Served(tiny(2, "block_causal").facts, {})
-    for said, ends, early in (
+    for settings, ends, early in (
         (params(), [END], True),
         (params(stop_token_ids=[7]), [END, 7], True),
         (params(stop_token_ids=[7], ignore_eos=True), [7], True),
         (params(ignore_eos=True), list(served.facts.eos_token_ids), False),
     ):
-        state = served.opened([1, 2], settings_of(said)).state(0)
+        state = served.opened([1, 2], settings_of(settings)).state(0)
         assert state.ends.tolist() == ends and state.request.eos_early_stop is early
 
 
 def test_preempted_requests_continue_with_their_template() -> None:
     served = Served(tiny(2, "block_causal").facts, {})
-    said = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
-    full = served.opened([1, 2], said).state(0).canvas[0].tolist()
+    settings = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
+    full = served.opened([1, 2], settings).state(0).canvas[0].tolist()
     assert full[:5] == [1, 2, 5, MASK, 6] and full[5:11] == [MASK] * 6
     for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
-        state = served.opened([1, 2], said, written).state(0)
+        state = served.opened([1, 2], settings, written).state(0)
         assert state.canvas[0].tolist() == [1, 2, *written, *full[2 + len(written) :]] and state.requested_end == [11]

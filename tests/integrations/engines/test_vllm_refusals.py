@@ -13,9 +13,9 @@ from vllm_on_a_cpu import BLOCK, MASK, Engine, VLLMValidationError, checkpoint
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = checkpoint("sdar", tmp_path_factory.mktemp("models") / "sdar")
-    made = Engine(folder, hf_overrides={"paradec": {"sampler": "low_confidence"}})
-    yield made
-    made.close()
+    instance = Engine(folder, hf_overrides={"paradec": {"sampler": "low_confidence"}})
+    yield instance
+    instance.close()
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_undecodable_prompts_end_with_an_error(engine: Engine) -> None:
 
 def test_the_server_says_what_requests_do_not(engine: Engine) -> None:
     state = engine.runner.model_state
-    for said, name in ((None, "low_confidence"), ({"steps": 4}, "low_confidence"), ({"sampler": "klass"}, "klass")):
-        engine.answers([[4, 5]], engine.params(4, said))
+    for settings, name in ((None, "low_confidence"), ({"steps": 4}, "low_confidence"), ({"sampler": "klass"}, "klass")):
+        engine.answers([[4, 5]], engine.params(4, settings))
         assert [slot.hosted.sampler.name for slot in state.slots.values()] == [name]
 
 

@@ -87,8 +87,8 @@ class Engine:
     def runner(self) -> Any:
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
-    def params(self, new: int, said: Any = None, **others: Any) -> SamplingParams:
-        return SamplingParams(max_tokens=new, extra_args=None if said is None else {"paradec": said}, **others)
+    def params(self, new: int, settings: Any = None, **others: Any) -> SamplingParams:
+        return SamplingParams(max_tokens=new, extra_args=None if settings is None else {"paradec": settings}, **others)
 
     def answers(self, prompts: list[list[int]], params: Any) -> list[Any]:
         result = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -96,8 +96,8 @@ class Engine:
 
     def expected(self, prompt: list[int], new: int, **request: Any) -> list[int]:
         """Return the tokens of `paradec.generate` with the end token. They must be equal in float32 and float64."""
-        said = [paradec.generate(model, [prompt], max_new_tokens=new, **request) for model in (self.model, self.exact)]
-        rows = [(output.sequences[0, output.filled[0]].tolist(), output.tokens[0]) for output in said]
+        outs = [paradec.generate(model, [prompt], max_new_tokens=new, **request) for model in (self.model, self.exact)]
+        rows = [(output.sequences[0, output.filled[0]].tolist(), output.tokens[0]) for output in outs]
         result, exact = (row[:count] if request.get("eos_early_stop", True) else row for row, count in rows)
         assert result == exact, "a near-tie: give other weights"
         return result

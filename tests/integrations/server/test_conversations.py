@@ -70,9 +70,9 @@ def test_choices_are_independent_and_have_log_probabilities(client: openai.OpenA
     assert usage.completion_tokens == sum(output.tokens[0] for output in outputs)
     for text, own, output in zip(texts, scores, outputs, strict=True):
         assert "".join(entry.token for entry in own) == text == bytes(sum((e.bytes for e in own), [])).decode()
-        said = output.logprobs.chosen[0][~output.logprobs.chosen[0].isnan()].tolist()
+        expected = output.logprobs.chosen[0][~output.logprobs.chosen[0].isnan()].tolist()
         assert all(entry.token for entry in own)  # the end token has no text
-        assert [entry.logprob for entry in own] == pytest.approx(said[: len(own)]) and own
+        assert [entry.logprob for entry in own] == pytest.approx(expected[: len(own)]) and own
         assert all(len(entry.top_logprobs) == 2 for entry in own)
         assert all(a.logprob >= b.logprob for a, b in (entry.top_logprobs for entry in own))
 

@@ -32,8 +32,8 @@ def allocated() -> int:
     return (int(result[0]) - int(result[1])) * 1024
 
 
-def decoded(model: Any, own: Any) -> None:
-    body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], OWN: own}))
+def decoded(model: Any, request: Any) -> None:
+    body = json.loads(json.dumps({"messages": [{"role": "user", "content": "x"}], OWN: request}))
     try:
         changes = read_changes(ChatBody.model_validate(body), {})
     except ApiError as error:
@@ -66,17 +66,17 @@ MODELS = {
 def test_every_setting_is_served_or_refused_by_name(kind: str, share: int) -> None:
     model, wrong = MODELS[kind](), []
     allocated()
-    for own in list(hostile.settings())[5 % share :: share]:
+    for request in list(hostile.settings())[5 % share :: share]:
         try:
-            decoded(model, own)
+            decoded(model, request)
         except (ValueError, TypeError) as error:
             if "\n" in str(error) or len(str(error)) > 3000:
-                wrong.append((own, error))
+                wrong.append((request, error))
         except Exception as error:
-            wrong.append((own, error))
+            wrong.append((request, error))
         if (taken := allocated()) > MOST:
-            wrong.append((own, taken))
-    assert not wrong, [(str(own)[:100], repr(error)[:200]) for own, error in wrong[:5]]
+            wrong.append((request, taken))
+    assert not wrong, [(str(request)[:100], repr(error)[:200]) for request, error in wrong[:5]]
 
 
 JSON = st.recursive(

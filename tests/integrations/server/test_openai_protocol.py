@@ -143,9 +143,9 @@ def test_reasoning_precedes_constrained_answers(markers: tuple[str, ...]) -> Non
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no", "yes"]}}}
     with scripted(text, markers) as (server, client, _):
         assert chat_twice(client, extra_body={"response_format": form})[0][:2] in (('"no"', ""), ('"yes"', ""))
-        own = {"choice": ["no", "yes"], "after": "</think>"}
+        constraint = {"choice": ["no", "yes"], "after": "</think>"}
         for more in ({}, {"thinking_budget": 200}):
-            request: Any = {"extra_body": {"paradec": {"constraint": own | more}}}
+            request: Any = {"extra_body": {"paradec": {"constraint": constraint | more}}}
             assert chat_twice(client, **request) == [("no", "I think.", [], "stop")] * 2
         plain = client.completions.create(model=NAME, prompt=BEGIN, max_tokens=200, **request).choices[0].text
         assert plain == ("I think.</think>no" if not markers else "I think.no")

@@ -49,8 +49,8 @@ def test_columns_are_named(predictor: jobs.Predictor) -> None:
 
 
 def test_custom_models(predictor: jobs.Predictor) -> None:
-    own = jobs.Predictor(model=lambda: predictor.model, prompt="question", id="name")
-    assert own({"name": ["x"], "question": ["Sort: pear fig apple"]})["text"] == ["apple fig pear"]
+    predictor_with_id = jobs.Predictor(model=lambda: predictor.model, prompt="question", id="name")
+    assert predictor_with_id({"name": ["x"], "question": ["Sort: pear fig apple"]})["text"] == ["apple fig pear"]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -154,11 +154,11 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_bodies_are_refused(server: Running, name: str) -> None:
-    body, status, said = REFUSED[name]
+    body, status, message = REFUSED[name]
     answer = ask(server, body, status)
     if status != 200:
         kind = "not_found_error" if status == 404 else "invalid_request_error"
-        assert said in answer["error"]["message"] and answer["error"]["type"] == kind
+        assert message in answer["error"]["message"] and answer["error"]["type"] == kind
         assert ask(server, BODY)["usage"]["output_tokens"] == 0  # it goes on
 
 
