@@ -11,7 +11,7 @@ import pytest
 import torch
 from decoding import covering
 from small_models import MASK, VOCAB, tiny, tiny_gemma
-from structured import TEXTS
+from structured import TEXTS, tiny_with_texts
 from typer.testing import CliRunner
 
 import paradec
@@ -86,7 +86,7 @@ def test_constraints_on_the_command_line(tmp_path: Path) -> None:
 
 
 def build_model(family: str, **facts: Any) -> Model:
-    known = {"eos_token_id": 39, "tokenizer": lettered().tokenizer}
+    known = {"eos_token_id": 39, "tokenizer": tiny_with_texts().tokenizer}
     if family == "canvas":
         return paradec.wrap(tiny_gemma(dtype=torch.float64, vocab=VOCAB, canvas=4), **known | facts)
     causal = {"topology": "causal", "prediction": "shifted"}

@@ -231,7 +231,7 @@ def test_answers_do_not_depend_on_other_questions_or_the_batch(kind: str) -> Non
 
 
 def test_models_without_padding_support() -> None:
-    model = chat_model("bidirectional", module=Constant({token: token / 50 for token in range(CHAT_VOCAB)}))
+    model = chat_model("bidirectional", module=ConstantLogits({token: token / 50 for token in range(CHAT_VOCAB)}))
     assert not model.pads
     yes, no = paradec.decide(model, "only level", FEW | QUESTIONS)["spam"].log_scores
     assert yes - no == pytest.approx((chat_ids("Yes")[0] - chat_ids("No")[0]) / 50)
@@ -319,7 +319,7 @@ def test_recorded_answers(name: str) -> None:
             assert type(question)(instructions, criteria).labels == labels  # the default labels
         ids = [chat_ids(label)[0] for label in labels]
         for topology in ("causal", "bidirectional"):
-            model = chat_model(topology, module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
+            model = chat_model(topology, module=ConstantLogits(dict(zip(ids, case["logits"][key], strict=True))))
             actual = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
             check_answers(actual, {key: case["expected"]["answers"][key]}, 1e-9)
             assert actual[key].mass == pytest.approx(1)
@@ -454,7 +454,7 @@ def test_answers_longer_than_the_canvas_are_refused() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("topology", ["bidirectional", "causal"])
 def test_logits_that_are_not_finite_are_reported(value: float, topology: str) -> None:
-    module = Constant({token: value for token in chat_ids("Yes")} | {5: 1.0})
+    module = ConstantLogits({token: value for token in chat_ids("Yes")} | {5: 1.0})
     refuses(lambda: paradec.decide(chat_model(topology, module=module), "x", ONE), "NaN", FloatingPointError)
 
 

@@ -11,7 +11,7 @@ from decoding import MASKED, fits, refuses, supported_fields, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import tiny
-from tokenized_models import TOKENIZER, reciting_model
+from tokenized_models import TOKENIZER, encode, reciting_model
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
@@ -291,7 +291,7 @@ def test_placeholders(packaged: Model) -> None:
 
 def test_a_space_before_a_hole_belongs_to_it() -> None:
     """In byte-level vocabularies the space is part of the next token; a separate space token would change it."""
-    one, two, three = (ids_of(text) for text in ("one", " two", " three"))
+    one, two, three = (encode(text) for text in ("one", " two", " three"))
     for text in ("one <mask> three", "one<mask> three"):
         out = paradec.infill(reciting_model([*three], [*two]), text, logits_eos_inf=True)
         ids, mask = out.sequences[0].tolist(), TOKENIZER.mask_token_id

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import supported_fields
-from drafters import eagle_weights, exactness, tiny_base, write_eagle
+from drafters import decode_answers, eagle_weights, exactness, tiny_base, write_eagle
 from small_models import tiny
 from torch import Tensor
 
@@ -140,7 +140,7 @@ def test_temperature_0_is_greedy_decoding(
         expected = [ids[:new] for ids in plain[drafter, scale]]
         for rows in ([PROMPTS, PROMPTS[:1]][new % 2], [*PROMPTS, LONG]):
             request = guided(scale, len(rows)) | {"max_new_tokens": new, "temperature": 0, "seed": 0}
-            actual, state = answers(sampler, model, rows, **request)
+            actual, state = decode_answers(sampler, model, rows, **request)
             assert actual == expected[: len(rows)], (new, len(rows))
             assert np.sum(state.accepted, 0).tolist() == [new] * len(rows)
 
@@ -158,7 +158,7 @@ def test_drafted_rows_do_not_depend_on_their_neighbours(
         for rows in (PROMPTS[:1], PROMPTS * 6, [*PROMPTS * 6, LONG]):
             if scale != 1:
                 request["negative_prompt"] = [[2, 1]] * len(rows)
-            actual.append(answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
+            actual.append(decode_answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
         alone, short, beside = actual
         assert alone == short[:1] and short == beside[:-1], new
 
@@ -195,7 +195,9 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
                 ids.append(forced if forced >= 0 else int(logits.masked_fill(~allowed, -torch.inf).argmax()))
             expected.append(ids)
         for rows in (PROMPTS[:1], [PROMPTS[0], LONG]):
-            actual, _ = answers(sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows)))
+            actual, _ = decode_answers(
+                sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows))
+            )
             assert actual == expected[: len(rows)], (sampler, grid)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import facts_of
+from decoding import facts_of, supported_fields
 from drafters import exactness
 from images import IMAGE_MODELS, image_model, tiny_llamagen
 from small_models import close_model, tiny_llama, wrap_causal
@@ -312,7 +312,7 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
         model = broken_table(vocab, dtype, kind, **facts_of(name, 4))
         request = {"temperature": (0.0, 0.2, 1.0)[index % 3], "max_new_tokens": 2} | FILTERS[index % 4]
         with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0 at its step 0"):
-            decode_tokens(name, model, filter_file, 2, **supported(name, request))
+            decode_tokens(name, model, filter_file, 2, **supported_fields(name, request))
 
 
 @pytest.mark.thinned

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import UNREADY
+from decoding import UNREADY, supported_fields
 from oracles.json_schema import is_valid
 from small_models import random_llama, tiny_gemma
 from tokenized_models import byte_level_tokenizer
@@ -183,7 +183,7 @@ def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, a
     why = REFUSED.get(name, DRAWN.get(name) if temperature else None)
     try:
         sampler = paradec.samplers.create(name, **settings)
-        out = paradec.generate(model, [[9, 10]], sampler=sampler, **supported(sampler, request))
+        out = paradec.generate(model, [[9, 10]], sampler=sampler, **supported_fields(sampler, request))
     except ValueError as error:
         assert why is not None and "constraint=" in str(error) and why in str(error), error
         return

@@ -143,7 +143,10 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
     for text, part in (('start: "a', "lexer error"), ("start: foo", 'unknown name: "foo"'), ("", "Empty"), (3, "text")):
         with pytest.raises(ValueError, match=f"grammar=.*{part}"):
             paradec.Grammar(text)  # type: ignore[arg-type]
-    refuses(lambda: paradec.generate(lettered(), [[1, 2]], constraint=NESTED, max_new_tokens=6), "is for causal models")
+    refuses(
+        lambda: paradec.generate(tiny_with_texts(), [[1, 2]], constraint=NESTED, max_new_tokens=6),
+        "is for causal models",
+    )
     refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "read differently")
     refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "needs an end token")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from oracles.json_schema import is_valid
 from test_values import matches, some_text
-from tokenized_models import TOKENIZER
+from tokenized_models import TOKENIZER, encode
 
 import paradec
 from paradec.constraints import spelling
@@ -368,9 +368,9 @@ def test_literals_have_the_tokenizer_s_spelling() -> None:
     texts = [TOKENIZER.decode(ids) for ids in actual]
     value = paradec.JsonSchema(schema)
     assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
-    assert actual == [ids_of(text) for text in texts]
+    assert actual == [encode(text) for text in texts]
     for ids in actual:
-        letters = [token for sign in TOKENIZER.decode(ids) for token in ids_of(sign)]
+        letters = [token for sign in TOKENIZER.decode(ids) for token in encode(sign)]
         assert is_accepted(free, ids) and is_accepted(free, letters)
         assert not is_accepted(own, letters) or letters == ids
 
@@ -381,10 +381,10 @@ def test_free_text_has_any_spelling_between_literals() -> None:
     own, free = compile_schema(schema), compile_schema(schema, "any")
     for text in ("one", "t", "twoo", "three", ""):
         for ids in all_spellings(text):
-            assert is_accepted(own, [*ids_of('{"one": "'), *ids, *ids_of('"}')]) == (1 <= len(text) <= 4)
+            assert is_accepted(own, [*encode('{"one": "'), *ids, *encode('"}')]) == (1 <= len(text) <= 4)
     for head in all_spellings('{"one":"'):
-        assert is_accepted(free, [*head, *ids_of("t"), *ids_of('"}')])
-        assert is_accepted(own, [*head, *ids_of("t"), *ids_of('"}')]) == (head == ids_of('{"one":"'))
+        assert is_accepted(free, [*head, *encode("t"), *encode('"}')])
+        assert is_accepted(own, [*head, *encode("t"), *encode('"}')]) == (head == encode('{"one":"'))
 
 
 def all_spellings(text: str) -> list[list[int]]:
@@ -400,7 +400,7 @@ def test_strings_are_shortened_to_fit_the_edge_limit(monkeypatch: pytest.MonkeyP
     edges = len(compile_schema({"type": "string", "maxLength": 300}).edges)
     monkeypatch.setattr(spelling, "MAX_EDGES", edges)
     automaton = compile_schema(schema)
-    assert is_accepted(automaton, ids_of(json.dumps("x" * 256))) and len(automaton.edges) <= edges
+    assert is_accepted(automaton, encode(json.dumps("x" * 256))) and len(automaton.edges) <= edges
     monkeypatch.setattr(spelling, "MAX_EDGES", 100)
     with pytest.raises(ValueError, match="more than 100 edges"):
         compile_schema(schema)

@@ -95,7 +95,7 @@ def test_lengths(name: str) -> None:
     assert np.flatnonzero(passes.lengths(full, 7)).tolist() == expected["lengths"]
 
 
-@pytest.mark.parametrize("name", named("marginals"))
+@pytest.mark.parametrize("name", case_names("marginals"))
 def test_sums_on_a_device_equal_those_of_the_host(name: str) -> None:
     ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
     logits[0, ours.runs.tokens[0]] = -torch.inf

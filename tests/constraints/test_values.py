@@ -346,8 +346,8 @@ def test_tokens_are_accepted_if_their_text_matches(data: st.DataObject) -> None:
 
 def test_choices_have_one_spelling() -> None:
     automaton = compile_tokens(paradec.Choice(["one two", "three"]))
-    assert accepts(automaton, ids_of("one two")) and accepts(automaton, ids_of("three"))
-    letters = [token for sign in "three" for token in ids_of(sign)]
+    assert accepts(automaton, encode("one two")) and accepts(automaton, encode("three"))
+    letters = [token for sign in "three" for token in encode(sign)]
     assert TOKENIZER.decode(letters) == "three" and not accepts(automaton, letters)
     assert accepts(compile_tokens(paradec.Regex("three")), letters)
 
@@ -466,9 +466,9 @@ def test_literals_behind_a_marker() -> None:
         assert not accepts(marked, answer)
     assert [accepts(plain, answer) for answer in answers] == [True, True, False]
     twice = compile_tokens(paradec.Regex("( ?one| then)*", after="then"))
-    assert accepts(twice, ids_of("two then then one then one")) and not accepts(twice, ids_of("two then two then one"))
+    assert accepts(twice, encode("two then then one then one")) and not accepts(twice, encode("two then two then one"))
     value = paradec.Choice(["one", "one two"], after="then")
-    assert accepts(compile_tokens(value), ids_of("then") + ids_of("one two")) and value.accepts("a thenone two")
+    assert accepts(compile_tokens(value), encode("then") + encode("one two")) and value.accepts("a thenone two")
     assert not value.accepts("one two") and not value.accepts("then one two") and not value.accepts("thenone thenone")
 
 

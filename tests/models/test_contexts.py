@@ -74,8 +74,8 @@ def cast_alone(model: Any) -> Any:
 def test_autocast_applies_only_to_the_model(kind: str) -> None:
     model = single(kind)
     with half():
-        actual = decoded(model, kind)
-    assert torch.equal(actual, decoded(cast_alone(model), kind))
+        actual = decode_briefly(model, kind)
+    assert torch.equal(actual, decode_briefly(cast_alone(model), kind))
 
 
 AUTOCAST: dict[str, str] = {
@@ -120,6 +120,6 @@ def run_in_child(work: Callable[[], Any], patience: float = 120) -> Any:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama bidirectional", "Llama causal", "Opaque", "llamagen-c2i"])
 def test_a_forked_process_decodes(kind: str) -> None:
-    model, full = shared(kind), expected(kind)
-    assert run_in_child(lambda: decoded(model, kind).tolist()) == full.tolist()
-    assert torch.equal(decoded(model, kind), full)
+    model, full = shared_model(kind), expected(kind)
+    assert run_in_child(lambda: decode_briefly(model, kind).tolist()) == full.tolist()
+    assert torch.equal(decode_briefly(model, kind), full)

@@ -99,7 +99,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["llada", "Bert", "Llama causal", "llamagen-c2i", "digits-maskgit", "mar"])
 def test_copied_outputs_are_equal(kind: str, way: str) -> None:
-    model = shared(kind)
+    model = shared_model(kind)
     if kind in TEXT:
         arguments: dict[str, Any] = {"max_new_tokens": 8, "trace": True, "seed": 0}
         arguments |= {"cache": "dual", "block_length": 4, "keep_prefix": True} if kind == "llada" else {}
@@ -135,7 +135,7 @@ def assert_copies_continue(model: Any, sampler: Any, state: Any, end: Callable[[
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
 def test_copies_of_masked_states_continue(name: str) -> None:
-    model, sampler = shared("llada"), samplers.create(name)
+    model, sampler = shared_model("llada"), samplers.create(name)
     model = model if fits(name, model) else tiny(2, topology_of(name))
     cache = "dual" if verdict(sampler, caches.create("dual"), model.facts).status != REFUSED else "none"
     request = {"max_new_tokens": 8, "block_length": 4, "temperature": 0.5, "seed": 3, "trace": True, "cache": cache}

@@ -213,7 +213,7 @@ def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transfor
 def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
     base = tiny_base(layers=4)
     method = speculative(loaded(base))
-    actual, state = answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
+    actual, state = decode_answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
     assert actual == greedy(base.module, PROMPTS, 20)
     assert (state.accepted[0] == 1).all() and len(set(state.nfe.tolist())) > 1 and (state.nfe < 20).all()
     assert (state.draft_nfe <= state.nfe).all() and (state.draft_nfe > 0).all()

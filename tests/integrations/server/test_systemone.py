@@ -90,7 +90,7 @@ def test_recorded_answers(name: str) -> None:
         key, question, expected = parsed.name, build_question(parsed), case["expected"]
         assert question.options == expected["options"][key] and question.labels == expected["labels"][key]
         ids = [chat_ids(label)[0] for label in question.labels]
-        model = chat_model("bidirectional", module=Constant(dict(zip(ids, case["logits"][key], strict=True))))
+        model = chat_model("bidirectional", module=ConstantLogits(dict(zip(ids, case["logits"][key], strict=True))))
         actual = paradec.decide(model, "x", {key: question}, temperature=case["temperature"])
         assert is_close(parsed.answer([*actual[key].probabilities.values()]), expected["answers"][key], 1e-9)
 
