@@ -24,7 +24,13 @@ MAX_SHOWN = 100
 
 @dataclass(repr=False)
 class Output:
-    """Result of `generate` and `infill`. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks)."""
+    """Result of `generate` and `infill`. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks).
+
+    Attributes (the file describes all):
+        filled: [B, P + N] bool, positions of `sequences` that were masks.
+        row_nfe: forward calls that evaluated each row.
+        row_forwards: rows evaluated, summed over all calls (a guidance pair counts 2).
+    """
 
     text: str | list[str] | None
     """The answer, up to its end token or including its stop string. For a prompt with masks, the completed text (of a

@@ -102,7 +102,13 @@ DRAFTED_RULE, SAMPLED_RULE = "accepted draft", "own token"
 
 @dataclass
 class Trace:
-    """All steps of one request, with the canvas to replay them on. Fields after `steps` are for drawing."""
+    """All steps of one request, with the canvas to replay them on. Fields after `steps` are for drawing.
+
+    Attributes (the file describes all):
+        settings: the sampler's settings.
+        filled: spans to fill, by row; None where the mask ids in `canvas` show them.
+        score: name of the commits' fourth number.
+    """
 
     canvas: list[list[Token]]
     """Ids before the first step, one list per row, without padding."""

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ from diffusers import FasterCacheConfig, PyramidAttentionBroadcastConfig
 
 import paradec
 from paradec import DBCache
+from paradec.core.trace import Trace
 from paradec.models.images.pixel_dit import PixelDiTPipeline
+from paradec.samplers.masked import Needs, View
 from paradec.tools.evaluation.likelihood import log_likelihoods
 
 PROMPT = "Sort: pear fig apple"
@@ -204,3 +207,17 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch:
     for name in ("again", "threshold"):
         with pytest.raises(ValueError, match="is taken by"):
             registry.register(name, type("Other", (cls,), {"name": name}))
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (paradec.Output, "filled row_nfe row_forwards"),
+        (Trace, "settings filled score"),
+        (View, "quota updates leading"),
+        (Needs, "reads may_wait revises draws_tokens"),
+    ],
+)
+def test_help_describes_fields_whose_names_do_not(cls: type, names: str) -> None:
+    described = re.findall(r"\w+", cls.__doc__ or "")
+    assert {*names.split()} <= {*described}

@@ -25,7 +25,14 @@ UNCUT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method reads and does. Raises ValueError for unknown quantities, sources, draws or topologies."""
+    """What a method reads and does. Raises ValueError for unknown quantities, sources, draws or topologies.
+
+    Attributes (the file describes all):
+        reads, score: quantities of the logits; `score` ranks positions.
+        decided_logits: whether it reads logits of decided positions, too.
+        may_wait: whether a step may commit nothing.
+        previews, processes_logits, extra_quantities, revises, draws_tokens: set for the methods that a class defines.
+    """
 
     reads: tuple[str, ...] = ()
     """Quantities of the logits (`paradec.kernels.token_stats.QUANTITIES`); "confidence" and `score` are added."""
@@ -106,7 +113,13 @@ class MaskedProposal(Proposal):
 
 @dataclass
 class View:
-    """What `select` sees. Shapes: `R` rows, `W` window positions."""
+    """What `select` sees. Shapes: `R` rows, `W` window positions.
+
+    Attributes (the file describes all):
+        quota: [R] tokens that the schedule grants in this step.
+        updates: tensors [R, ...] that `process_logits` returned, by name.
+        leading: [R, W] with pipelined blocks, the number of each block that must make progress, -1 elsewhere.
+    """
 
     scores: Tensor
     """[R, W] float64, -inf where a position may not be committed."""
