@@ -148,7 +148,7 @@ def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
         text = error.format_message()
         is_unknown_option = {"option_name", "possibilities"} <= vars(error).keys()
         if is_unknown_option and (hint := _option_hint(error, words)) is not None:
-            text = _name_options(f"No such option: {error.option_name}; {hint}", group, words)
+            text = _name_options(f"No such option: {error.option_name}; {hint}", group, words)  # type: ignore[attr-defined]
     elif not isinstance(error, ValueError) and (line := _line_of_custom_class(error)) is not None:
         text = f"{line}: {type(error).__name__}: {error}"
     elif isinstance(error, _INPUT_ERRORS):
