@@ -278,8 +278,8 @@ def check_decision_model(model: Any) -> None:
     if getattr(model, "reads_order", False):
         raise ValueError(f"{name} writes residues, and cannot answer questions: decide takes text models")
     if tokenizer is None:
-        files = "the files of a tokenizer into its folder, or set model.tokenizer = ..."
-        raise ValueError(f"{name} has no tokenizer to write questions with: put {files}")
+        ways = "put its files into the model's folder, load with tokenizer=..., or set model.tokenizer = ..."
+        raise ValueError(f"{name} has no tokenizer to write questions with: {ways}")
     if topology == "causal_context":
         raise ValueError(f"{name} reads the first token as a causal model: load(..., topology='causal')")
     if topology != "causal" and model.facts.hole_id is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one
 TEMPERATURE = typer.Option(help="Divides the log-probabilities of the labels, as `paradec.fit_temperature` finds it.")
 
 
-@options.include("model dtype quantization device as_json")
+@options.include("model tokenizer dtype quantization device as_json")
 def decide(
     text: Annotated[str | None, STATE] = None,
     yes_no: Annotated[list[str] | None, YES_NO] = None,
@@ -62,17 +63,16 @@ def decide(
     state, as_json = options.read_text(text or ""), shared.pop("as_json")
     if job is not None:
         asked = {name: [question.type, question.instructions, question.options] for name, question in questions.items()}
-        job.set_settings({**shared, "temperature": temperature, "request": {"questions": asked}})
+        facts = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": asked}}
+        names = ("tokenizer", "dtype", "quantization")
+        job.set_settings(facts | {name: shared[name] for name in names if shared[name] is not None})
     with show.waiting("loading"):
         model = options.load(shared)
     check_decision_model(model)
-
-    def answer(state: Any) -> Any:
-        return decide_questions(model, state, questions, temperature=temperature)
-
+    decide_one = partial(decide_questions, model, questions=questions, temperature=temperature)
     if job is not None:
-        job.run(lambda **fields: DecisionRun(answer, **fields), 1, as_json)
-    decisions = answer(state)
+        job.run(partial(DecisionRun, decide_one), 1, as_json)
+    decisions = decide_one(state)
     if as_json:
         typer.echo(json.dumps(decisions.to_dict(), ensure_ascii=False))
         return

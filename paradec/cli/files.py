@@ -248,7 +248,7 @@ class DecodeRun(Run):
         ):
             complete_rows = complete_row_indices(output) if interrupted else range(len(batch.rows))
             self.answers.add(output, complete_rows)
-            columns = {"text": output.new_tokens.tolist() if output.text is None else output.text}
+            columns: dict[str, Any] = {"text": output.new_tokens.tolist() if output.text is None else output.text}
             columns |= {"tokens": output.tokens, "finished": output.finished, "nfe": output.row_nfe}
             if output.logprobs is not None:
                 rows_logprobs = self.answers.rows["logprobs"][len(self.answers) - len(complete_rows) :]
@@ -304,9 +304,9 @@ def _read_line(number: int, text: str) -> Line:
     prompt, name = data.get("prompt", data.get("messages")), data.get("id")
     chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
     if not isinstance(prompt, str) and not chat:
-        error = '"prompt" must be a text, or "messages" a list of {"role", "content"}'
+        message = '"prompt" must be a text, or "messages" a list of {"role", "content"}'
         fields = "" if prompt is not None else f"; the line has {', '.join(map(repr, data)) or 'no field'}"
-        return Line(number, None, name, error + fields)
+        return Line(number, None, name, message + fields)
     try:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
         constraint = data.get("constraint")

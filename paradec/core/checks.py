@@ -156,7 +156,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
         raise ValueError(unknown_name(name, value, choices) if isinstance(value, str) else message)
 
 
-def check_names(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
+def check_names(kind: str, names: Iterable[object], allowed: Collection[str]) -> None:
     """Raise ValueError for a name that is not in `allowed`. kind: what the names are, for the message."""
     for name in names:
         if name not in allowed:

@@ -435,7 +435,7 @@ def test_unsuitable_models_are_refused() -> None:
     model.tokenizer = None
     refuses(
         lambda: paradec.decide(model, "x", ONE),
-        "no tokenizer to write questions with: put the files of a tokenizer into its folder, or set model.tokenizer",
+        "no tokenizer to write questions with: put its files into the model's folder, load with tokenizer=",
     )
     model = chat_model("bidirectional", eos_token_id=())
     assert paradec.decide(model, "x", {"q": Span(texts=["a", "b"])})["q"].value in ("a", "b")

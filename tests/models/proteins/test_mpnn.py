@@ -251,7 +251,9 @@ def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             paradec.generate(model, row)
-    refuses(lambda: paradec.generate(model, model.prompt(), guidance_scale=2.0), "guidance_scale: small")
+    refuses(
+        lambda: paradec.generate(model, model.prompt(), sampler="margin", guidance_scale=2.0), "guidance_scale: small"
+    )
     refuses(lambda: paradec.infill(model, "<long>B<mask:23>"), "unknown residue: 'B'")
     refuses(lambda: model.prompt("lung"), "unknown structure: 'lung'.*did you mean 'long'")
     refuses(lambda: model.prompt(2), "structure=2 must be an integer from 0 to 1")
