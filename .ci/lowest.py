@@ -1,4 +1,4 @@
-"""Prints the lowest transformers and diffusers that pyproject.toml allows, as requirements for pip."""
+"""Print the lowest transformers and diffusers that pyproject.toml allows, as requirements for pip."""
 
 import re
 import tomllib
@@ -6,6 +6,6 @@ from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 for name in ("transformers", "diffusers"):
-    (text,) = (each for each in project["dependencies"] if re.match(rf"{name}\b", each))
-    lowest = re.search(r">=([\d.]+)", text)
+    (requirement,) = (entry for entry in project["dependencies"] if re.match(rf"{name}\b", entry))
+    lowest = re.search(r">=([\d.]+)", requirement)
     print(f"{name}=={lowest[1]}{'.0' if lowest[1].count('.') < 2 else ''}", end=" ")
