@@ -17,6 +17,7 @@ from typing import Any
 
 import paradec.core.interrupts as _interrupts  # noqa: F401 - first: the libraries below take seconds to import
 from paradec import attention, caches, samplers  # noqa: F401 - each registers its components
+from paradec.core.other_names import describe_missing_attribute as _describe_missing_attribute
 from paradec.core.registry import read_stub as _read_stub
 from paradec.core.version import __version__  # noqa: F401
 from paradec.tools import traces  # noqa: F401 - registers the drawing functions
@@ -39,7 +40,8 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"paradec.{name}":
                 raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = _describe_missing_attribute(name, __all__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

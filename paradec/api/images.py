@@ -278,7 +278,7 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
     sampler = model.default_sampler if sampler is None else sampler
     names, user = model.sampler_names, model.title or user
     if isinstance(sampler, str):
-        name, preset_name = names.get(sampler, (sampler, None))
+        name, preset_name = names.get(sampler.lower(), (sampler, None))
         sampler = samplers.create(name, preset=preset_name, **settings)
     elif isinstance(sampler, Sampler) and sampler.name in names:
         name, preset_name = names[sampler.name]

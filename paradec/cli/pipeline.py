@@ -81,7 +81,7 @@ class PipelineJob:
         self.codes = str(name).startswith("Amused")
         allowed = AMUSED if self.codes else tuple(method for method in METHODS if method != "recap")
         sampler = allowed[0] if sampler is None else sampler
-        if sampler in samplers.registry and sampler not in allowed:
+        if sampler in samplers.registry and sampler.lower() not in allowed:
             raise ValueError(f"--sampler {sampler} does not work in {name}; it takes {', '.join(allowed)}")
         self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
         (condition,) = self.job.conditions

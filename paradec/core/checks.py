@@ -52,6 +52,9 @@ def wrong_model_error(user: str, model: Any, expected: str) -> TypeError:
         name = getattr(getattr(model, "facts", None), "name", type(model).__name__)
         description, entry_point = MODELS[kind]
         return TypeError(f"{user} takes {expected}; {name} is {description}: give it to {entry_point}")
+    if hasattr(model, "scheduler") and callable(model):
+        way = "call the pipeline itself, accelerated by paradec.accelerate(pipe, ...)"
+        return TypeError(f"{user} takes {expected}, not a {type(model).__name__}; {way}")
     is_simple = model is None or isinstance(model, (str, int, float, type))
     return TypeError(f"{user} takes {expected}, not {shown(model) if is_simple else f'a {type(model).__name__}'}")
 
@@ -84,8 +87,10 @@ def unknown_name(
     hint = f" (did you mean {closest[0]!r}?)" if closest else ""
     if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
         return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
-    nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
     hint_listing = f"; {listing} lists all" if listing else ""
+    if exact_match is not None:
+        return f"unknown {kind}: {quoted}{hint}{hint_listing}"
+    nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
     return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{hint_listing}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -65,9 +66,22 @@ PIPELINE_SETTINGS = {
 METHOD_OF_SETTING = {
     "residual_diff_threshold": "'dbcache', residual_diff_threshold=...",
     "rel_l1_thresh": "'teacache', threshold=...",
-    "threshold": "'first_block', threshold=...",
+    "threshold": "'first_block', threshold=...) or another with a threshold: teacache, easycache, dicache, seacache, "
+    "magcache (dbcache: residual_diff_threshold",
 }
 """What to give to `paradec.accelerate` for settings that the default method does not have."""
+FORECAST_SETTINGS = ("max_memory", "where", "how", "order")
+"""Settings of `Forecast` that its short forms leave out."""
+METHOD_OF_RULE = {"accumulated_change": "teacache (accumulated_change)", "verification": "speca (verification)"}
+"""Names of the methods for pipelines that users know, by `Rule.name`."""
+SESSION_LOST = "detach that session first; if it is lost: {}._paradec_session.detach()"
+PACKAGE_NAMES = {
+    "fbcache": "paradec.FirstBlock",
+    "taylorseercalibrator": "paradec.TaylorSeer",
+    "enablecache": "paradec.accelerate(pipe, ...)",
+    "applycacheonpipe": "paradec.accelerate(pipe, ...)",
+}
+"""What to write for attributes of other packages, by `plain_name`."""
 REQUEST_FIELDS = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
     "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
@@ -117,10 +131,24 @@ LOAD_ARGUMENTS = {
 """Arguments of other loaders, and what to pass to `paradec.load` instead."""
 
 
+def describe_missing_attribute(name: str, names: Iterable[str]) -> str:
+    """Say for a name that `paradec` does not have what to write instead; "" if unknown. names: all names there."""
+    plain = plain_name(name)
+    by_plain_name = PACKAGE_NAMES | {plain_name(known): f"paradec.{known}" for known in names}
+    here = by_plain_name.get(plain) or by_plain_name.get(plain.removesuffix("config").removesuffix("cache"))
+    here = here or by_plain_name.get(plain.removesuffix("config"))
+    return f"; write {here}" if here else ""
+
+
 def check_setting_names(
-    method: str, names: Iterable[str], allowed: Collection[str], error: type[Exception] = TypeError
+    method: str,
+    names: Iterable[str],
+    allowed: Collection[str],
+    error: type[Exception] = TypeError,
+    class_name: str = "",
 ) -> None:
-    """Raise an error for a setting that a method for pipelines does not have; it says what to write."""
+    """Raise an error for a setting that a method for pipelines does not have; it says what to write. class_name: of the
+    method in `paradec`, if `method` is not its name."""
     for name in names:
         if name in allowed:
             continue
@@ -130,6 +158,8 @@ def check_setting_names(
             hint = f"it is called {name_here!r} here"
         elif counts is not None:
             hint = f"write Fn_compute_blocks={counts[1]}, Bn_compute_blocks={counts[2]}"
+        elif name in FORECAST_SETTINGS:
+            hint = f"write accelerate(pipe, paradec.Forecast(when=paradec.{class_name or method}(...), {name}=...))"
         elif name in METHOD_OF_SETTING:
             hint = f"write accelerate(pipe, {METHOD_OF_SETTING[name]})"
         else:
@@ -153,6 +183,8 @@ def check_method(value: Any) -> None:
     or a function in the place of its result."""
     if isinstance(value, type) or inspect.isfunction(value):
         raise TypeError(f"sampler={value.__name__} must be called: {value.__name__}(...)")
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
+        raise ValueError(f"sampler={str(value)!r} is a file of steps; write paradec.Forecast({str(value)!r})")
     name = value.partition("(")[0].strip() if isinstance(value, str) else type(value).__name__
     plain = plain_name(name).removesuffix("config")
     if counts := BLOCK_COUNTS.fullmatch(plain):

@@ -82,9 +82,15 @@ class Registry:
         return iter(self.names())
 
     def __contains__(self, name: object) -> bool:
+        return self._in_any_case(name) in self._targets
+
+    def _in_any_case(self, name: Any) -> Any:
+        """The registered spelling of a name in any case; unknown names are returned unchanged."""
         if name not in self._targets:
             self._find_plugins()
-        return name in self._targets
+        if isinstance(name, str) and name not in self._targets:
+            return next((known for known in self._targets if known.lower() == name.lower()), name)
+        return name
 
     def _find_plugins(self) -> None:
         """Add the entry points of installed packages, once. Warn of a name that is already taken, and skip it."""
@@ -105,10 +111,16 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
+<<<<<<< HEAD
         """Add a class or a text "module:Class". A class replaces one of the same module and qualified name, as when a
         notebook's cell runs again. Raises ValueError for a name that another class has or a text of another form,
         TypeError as `check_class`."""
         if name in self and not _is_redefined(self._targets[name], target):
+=======
+        """Add a class or a text "module:Class". Raises ValueError for a taken name or a text of another form, TypeError
+        as `check_class`."""
+        if name in self.names():
+>>>>>>> 0c879fa2 (Names ignore case; hints for names of other packages, files of steps and pipelines)
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')
@@ -117,9 +129,10 @@ class Registry:
         self._targets[name] = target
 
     def get(self, name: str) -> type[Any]:
-        """The class of a name. Raises ValueError for an unknown name."""
+        """The class of a name in any case. Raises ValueError for an unknown name."""
         if not isinstance(name, str) or name not in self:
             raise self._unknown_name_error(name)
+        name = self._in_any_case(name)
         target = self._targets[name]
         if isinstance(target, str):
             try:

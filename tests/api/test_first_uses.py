@@ -43,14 +43,12 @@ def model() -> Any:
     ("use", "name"),
     [
         pytest.param(_generate(sampler="CreditDecoding"), "'credit'", id="CreditDecoding"),
-        pytest.param(_generate(sampler="THRESHOLD"), "'threshold'", id="case of a sampler"),
         pytest.param(_generate(sampler="Fast-dLLM"), "'threshold'", id="Fast-dLLM"),
         pytest.param(_generate(sampler="maskgit plus"), "'maskgit_plus'", id="space"),
         pytest.param(_generate(sampler="TeaCache"), "accelerate(pipeline, 'teacache')", id="TeaCache"),
         pytest.param(_generate(sampler="fbcache"), "accelerate(pipeline, 'first_block')", id="fbcache"),
         pytest.param(_generate(cache="dkv"), "'dkv_decode'", id="dkv"),
         pytest.param(_generate(cache="TeaCache"), "accelerate(pipeline, 'teacache')", id="TeaCache as a cache"),
-        pytest.param(_generate(cache="Dual"), "'dual'", id="case of a cache"),
         pytest.param(_generate(block_size=4), "'block_length'", id="block_size"),
         pytest.param(_generate(sampler="confidence_threshold"), "did you mean 'threshold'", id="Dream's threshold"),
         pytest.param(_generate(sampler="entropy", alg_temp=1), "create('entropy', alg_temp=", id="alg_temp"),
@@ -144,6 +142,15 @@ def test_the_error_names_what_to_write(use: Callable[[Any], Any], name: str, mod
             ValueError,
             "nearest is 'taylorseer",
         ),
+        (lambda pipe: paradec.accelerate(pipe, threshold=0.2), ValueError, "first_block.*teacache, easycache, dicache"),
+        (
+            lambda pipe: paradec.accelerate(pipe, "teacache", max_memory="1GB"),
+            ValueError,
+            r"paradec.Forecast\(when=paradec.TeaCache\(...\), max_memory=...\)",
+        ),
+        (lambda pipe: paradec.accelerate(pipe, "steps.json"), ValueError, r"write paradec.Forecast\('steps.json'\)"),
+        (lambda pipe: paradec.generate_images(pipe, class_labels=3), TypeError, "PixelDiT.*call the pipeline itself"),
+        (lambda pipe: [*paradec.generate_many(pipe, [3])], TypeError, "PixelDiT.*call the pipeline itself"),
         (lambda pipe: paradec.accelerate(pipe, "DeepCache"), ValueError, r"nearest is 'taylorseer\(order=0\)' here"),
         (lambda pipe: paradec.accelerate(pipe, "fora"), ValueError, r"'taylorseer\(order=0\)' here"),
         (
@@ -185,6 +192,7 @@ def test_equal_answers_of_one_prompt_are_a_warning(model: Any) -> None:
         _generate(num_return_sequences=2)(model)
 
 
+<<<<<<< HEAD
 def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = paradec.samplers.registry
     monkeypatch.setattr(registry, "_targets", dict(registry._targets))
@@ -221,3 +229,42 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch:
 def test_help_describes_fields_whose_names_do_not(cls: type, names: str) -> None:
     described = re.findall(r"\w+", cls.__doc__ or "")
     assert {*names.split()} <= {*described}
+=======
+def test_names_ignore_case(model: Any) -> None:
+    for upper, lower in ({"sampler": "THRESHOLD"}, {"sampler": "threshold"}), ({"cache": "Dual"}, {"cache": "dual"}):
+        assert _generate(**upper)(model).new_tokens.equal(_generate(**lower)(model).new_tokens)
+    codes = paradec.load("digits-maskgit")
+    runs = [
+        paradec.generate_images(codes, class_labels=3, sampler=name, seed=0) for name in ("recap", "ReCAP", "RECAP")
+    ]
+    assert all(run.codes.equal(runs[0].codes) and run.nfe == runs[0].nfe for run in runs)
+    assert paradec.samplers.create("Credit(threshold=0.9)+LocalLeap") == paradec.samplers.create(
+        "credit(threshold=0.9)+localleap"
+    )
+    with pytest.raises(ValueError, match="'sjd' is of family"):
+        paradec.generate_images(codes, class_labels=3, sampler="SJD")
+    with pytest.raises(ValueError) as error:
+        paradec.samplers.get("CreditDecoding")
+    assert "did you mean 'credit'" in str(error.value) and "nearest" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("FBCache", "paradec.FirstBlock"),
+        ("TaylorSeerCalibrator", "paradec.TaylorSeer"),
+        ("TeaCacheConfig", "paradec.TeaCache"),
+        ("FirstBlockCacheConfig", "paradec.FirstBlock"),
+        ("MagCacheConfig", "paradec.MagCache"),
+        ("enable_cache", "paradec.accelerate"),
+        ("apply_cache_on_pipe", "paradec.accelerate"),
+        ("teacache", "paradec.TeaCache"),
+    ],
+)
+def test_attributes_of_other_packages_are_named_as_here(name: str, here: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; write {here}"):
+        getattr(paradec, name)
+    assert getattr(paradec, here.partition(".")[2])
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
+        paradec.nonsense  # noqa: B018
+>>>>>>> 0c879fa2 (Names ignore case; hints for names of other packages, files of steps and pipelines)

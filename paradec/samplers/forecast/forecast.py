@@ -9,6 +9,7 @@ from typing import Any
 
 from paradec.core.checks import check_bytes, check_choice, check_int, shown
 from paradec.core.component_text import parse_component
+from paradec.core.other_names import FORECAST_SETTINGS
 from paradec.samplers.forecast.base import FeatureForecast
 from paradec.samplers.forecast.bases import Basis, basis_from
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Rule, SavedAsJson, Verification
@@ -34,8 +35,8 @@ class Forecast(FeatureForecast):
 
     Args:
         when: a schedule (`Every`, the default; a list of steps from 0; a step mask of cache-dit: "slow", "medium",
-            "fast" or "ultra"; a `StepSchedule`, a `BlockSchedule` or its file) or a rule that measures (`Verification`,
-            `AccumulatedChange`, one of `rules`); also as text: "every(interval=6, first_enhance=3)".
+            "fast" or "ultra"; a `StepSchedule`, a `BlockSchedule` or its file), a rule that measures (`Verification`,
+            one of `rules`) or a method (`TeaCache(...)`); also as text: "every(interval=6, first_enhance=3)".
         how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or a basis of
             `bases`. None: the basis published with `when`, or "taylor".
         where: what is forecast: "module" (attention and feed-forward outputs before their gates), "block" (each block's
@@ -46,7 +47,7 @@ class Forecast(FeatureForecast):
             exceed it, the run's first evaluation raises ValueError.
     """
 
-    when: Rule | Sequence[int] | str | None = None
+    when: FeatureForecast | Rule | Sequence[int] | str | None = None
     how: Basis | str | None = None
     where: str | Modules | None = None
     order: int | None = None
@@ -56,6 +57,10 @@ class Forecast(FeatureForecast):
     summary = "some solver steps skip the transformer; its features are forecast"
 
     def __post_init__(self) -> None:
+        if isinstance(self.when, FeatureForecast):
+            method = self.when.to_forecast()
+            for name in ("when", *(name for name in FORECAST_SETTINGS if getattr(self, name) is None)):
+                object.__setattr__(self, name, getattr(method, name))
         for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from)):
             object.__setattr__(self, name, read(getattr(self, name)))
         object.__setattr__(self, "max_memory", check_bytes("max_memory", self.max_memory))

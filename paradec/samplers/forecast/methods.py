@@ -153,7 +153,7 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
         allowed = list(inspect.signature(make).parameters)
         if isinstance(make, type):
             allowed = [field.name for field in fields(make)]
-        check_setting_names(method, settings, allowed, ValueError)
+        check_setting_names(method, settings, allowed, ValueError, make.__name__)
     return make(**settings)
 
 
@@ -180,16 +180,14 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
     return method
 
 
-ATTENTION = r"((single_|temporal_)?transformer_)?blocks.*attn"  # modules that diffusers' TaylorSeer hooks by default
-
-
 def _taylorseer_config(config: Any) -> Forecast:
     when = Every(config.cache_interval, config.disable_cache_before_step, "diffusers", config.disable_cache_after_step)
     how = Taylor(config.max_order, config.taylor_factors_dtype)
     if config.use_lite_mode:
         return Forecast(when, how, "output")
     skipped = tuple(config.skip_predict_identifiers or ())
-    return Forecast(when, how, Modules(tuple(config.cache_identifiers or (ATTENTION,)), skipped))
+    attention = r"((single_|temporal_)?transformer_)?blocks.*attn"  # modules that diffusers hooks by default
+    return Forecast(when, how, Modules(tuple(config.cache_identifiers or (attention,)), skipped))
 
 
 def _magcache_config(config: Any) -> Any:
