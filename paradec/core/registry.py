@@ -111,16 +111,10 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-<<<<<<< HEAD
         """Add a class or a text "module:Class". A class replaces one of the same module and qualified name, as when a
         notebook's cell runs again. Raises ValueError for a name that another class has or a text of another form,
         TypeError as `check_class`."""
-        if name in self and not _is_redefined(self._targets[name], target):
-=======
-        """Add a class or a text "module:Class". Raises ValueError for a taken name or a text of another form, TypeError
-        as `check_class`."""
-        if name in self.names():
->>>>>>> 0c879fa2 (Names ignore case; hints for names of other packages, files of steps and pipelines)
+        if name in self.names() and not _is_redefined(self._targets[name], target):
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
             raise ValueError(f'target {target!r} must be a class or the text "module:Class"')

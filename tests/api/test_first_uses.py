@@ -192,7 +192,6 @@ def test_equal_answers_of_one_prompt_are_a_warning(model: Any) -> None:
         _generate(num_return_sequences=2)(model)
 
 
-<<<<<<< HEAD
 def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = paradec.samplers.registry
     monkeypatch.setattr(registry, "_targets", dict(registry._targets))
@@ -229,7 +228,8 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch:
 def test_help_describes_fields_whose_names_do_not(cls: type, names: str) -> None:
     described = re.findall(r"\w+", cls.__doc__ or "")
     assert {*names.split()} <= {*described}
-=======
+
+
 def test_names_ignore_case(model: Any) -> None:
     for upper, lower in ({"sampler": "THRESHOLD"}, {"sampler": "threshold"}), ({"cache": "Dual"}, {"cache": "dual"}):
         assert _generate(**upper)(model).new_tokens.equal(_generate(**lower)(model).new_tokens)
@@ -267,4 +267,3 @@ def test_attributes_of_other_packages_are_named_as_here(name: str, here: str) ->
     assert getattr(paradec, here.partition(".")[2])
     with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
         paradec.nonsense  # noqa: B018
->>>>>>> 0c879fa2 (Names ignore case; hints for names of other packages, files of steps and pipelines)

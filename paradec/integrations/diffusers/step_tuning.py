@@ -31,9 +31,6 @@ SCHEMA = "paradec-tune-steps/1"
 # Student's 97.5 % quantiles for 1 to 16 degrees of freedom; the last is used for more
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
-Progress = Callable[[str, float], None]
-"""Called after every set of steps with a description and the share of the work done."""
-
 
 @dataclass(frozen=True)
 class StepTuning:
@@ -100,7 +97,7 @@ def tune_steps(
     runs: int = 150,
     study: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> StepTuning:
     """Search the solver steps at which to evaluate a pipeline's transformer.
 
@@ -120,7 +117,7 @@ def tune_steps(
         runs: number of new sets to evaluate, besides full runs, evenly spread starts and the report.
         study: a JSON file of the measurements, with which the same call continues.
         seed: of the search.
-        progress: called with a description and the share done.
+        progress: called after every set with a description and the share done.
 
     Raises:
         TypeError: `pipe` is not a pipeline with a scheduler. ValueError: an argument out of its range, before any run;
@@ -186,7 +183,7 @@ class _Runner:
     sampler: Forecast
     choosing: tuple[int, ...]
     study: Path | None
-    progress: Progress | None
+    progress: Callable[[str, float], None] | None
     total: int = 0
     guidance: float | None = None
     max_errors: int = 1  # maximum number of errors to measure

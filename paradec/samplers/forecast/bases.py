@@ -137,7 +137,11 @@ class Hermite(Taylor):
     name = "hermite"
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
-        return hermite_weights(step - nodes[0], self.sigma, count)
+        x = self.sigma * (step - nodes[0])
+        values = [1.0, 2 * x]
+        for i in range(2, count):
+            values.append(2 * x * values[-1] - 2 * (i - 1) * values[-2])
+        return [self.sigma**i * values[i] / factorial(i) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -224,15 +228,6 @@ class DMD(Basis):
         rows = torch.stack(tensors[:num_even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
         distance = (step - nodes[0]) / spacing
         return torch.stack([mode_forecast(row, distance) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
-
-
-def hermite_weights(distance: float, sigma: float, count: int) -> list[float]:
-    """Weights sigma^i H_i(sigma k) / i! for i below `count`, where k = `distance`."""
-    x = sigma * distance
-    values = [1.0, 2 * x]
-    for i in range(2, count):
-        values.append(2 * x * values[-1] - 2 * (i - 1) * values[-2])
-    return [sigma**i * values[i] / factorial(i) for i in range(count)]
 
 
 def mode_forecast(snapshots: Tensor, distance: float) -> Tensor:

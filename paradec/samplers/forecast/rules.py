@@ -136,17 +136,13 @@ class DiCache(Probe):
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         memory, total = progress.memory, self.num_inference_steps or progress.total or 0
         residual = (probe - first).detach()
-        if not forced:
+        full = forced or progress.index < int(self.retention_ratio * total) or progress.index == total - 1
+        if not full:
             change = relative_change(probe, memory["probe"])
             if self.error == "delta_minus":
                 change = abs(change - relative_change(first, memory["first"]))
             progress.change += change
-        full = (
-            forced
-            or progress.index < int(self.retention_ratio * total)
-            or progress.index == total - 1
-            or not progress.change < self.threshold  # also for NaN
-        )
+            full = not progress.change < self.threshold  # also for NaN
         if full:
             # the first evaluation is stored twice, so that the memory has its full size from then on
             memory["before"], memory["latest"] = memory.get("latest", residual), residual

@@ -128,15 +128,15 @@ def check_steps(name: str, steps: Any, total: int | None) -> tuple[int, ...]:
     return values
 
 
-Runs = tuple[int, ...]  # numbers of consecutive evaluated and consecutive skipped steps, alternating
-
-MASKS: dict[str, Runs] = {  # for 28 steps; scaled for 16 steps and more
+# numbers of consecutive evaluated and skipped steps, alternating, for 28 steps; scaled for 16 steps and more
+MASKS: dict[str, tuple[int, ...]] = {
     "slow": (8, 1, 3, 2, 3, 2, 2, 2, 1, 3, 1),
     "medium": (6, 1, 2, 3, 2, 3, 2, 3, 2, 3, 1),
     "fast": (6, 1, 1, 3, 1, 4, 1, 5, 1, 4, 1),
     "ultra": (4, 2, 1, 5, 1, 6, 1, 7, 1),
 }
-SHORT: dict[int, dict[str, Runs]] = {  # by the number of steps; masks of 10 to 14 steps are shortened from 15
+# by the number of steps; masks of 10 to 14 steps are shortened from 15
+SHORT: dict[int, dict[str, tuple[int, ...]]] = {
     15: {
         "slow": (4, 1, 2, 1, 2, 1, 2, 1, 1),
         "medium": (4, 1, 2, 1, 1, 2, 1, 2, 1),

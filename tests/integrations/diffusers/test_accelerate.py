@@ -563,6 +563,58 @@ def test_memory_is_limited_to_a_budget() -> None:
             assert len(session.report().calls) == calls - 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "smaller"),
+    [
+        ({"where": "module"}, "where='block', where='stack', where='output', a lower order needs less"),
+        ({"where": "block", "order": 0}, "where='stack', where='output' needs less"),
+        ({"where": "output"}, "a lower order needs less"),
+        ({"when": AccumulatedChange(0.1, watch="modulated"), "how": "reuse", "where": "stack"}, ""),
+        ({"when": AccumulatedChange(0.1), "where": "stack"}, "where='output', a lower order needs less"),
+        ({"when": "verification"}, "where='block', a lower order needs less"),
+        ({"when": "first_block"}, ""),
+    ],
+)
+def test_a_refused_budget_names_the_need_of_the_call_and_smaller_places(settings: dict[str, Any], smaller: str) -> None:
+    module, inputs = tiny_transformer("FLUX")
+
+    def refused(budget: int) -> str:
+        with accelerate(module, Forecast(**settings, max_memory=budget)):
+            return refuses(lambda: denoise(module, inputs, 8), "calls of a step so far")
+
+    def read_need(budget: int) -> float:
+        return float(re.findall(r"needs (\S+) MB", refused(budget))[0])
+
+    need = read_need(1)
+    assert [read_need(int(share * 1e6 * need)) for share in (0.2, 0.5, 0.8)] == [need] * 3
+    assert refused(int(0.98e6 * need)).partition("so far")[2] == (smaller and f"; {smaller}")
+    with accelerate(module, Forecast(**settings, max_memory=int(1.02e6 * need))) as session:
+        denoise(module, inputs, 8)
+    assert session.report().bytes <= 1.02e6 * need
+
+
+def test_a_method_with_other_settings(dit: Any) -> None:
+    """`Forecast(when=METHOD)` takes over the method's settings, but those that are given."""
+    method = paradec.TeaCache(0.3)
+    assert method.forecaster.slots == 1  # cached
+    assert Forecast(when=method, max_memory="1GB") == replace(method, max_memory=10**9)
+    assert Forecast(when=method, how="newton") == replace(method, how="newton")
+    assert Forecast(when=TaylorSeer(3, order=2), where="stack") == Forecast(Every(3), Taylor(2), "stack")
+    with accelerate(dit, Forecast(when=method, max_memory="1GB")):
+        limited = run_dit(dit)
+    with accelerate(dit, method):
+        assert torch.equal(run_dit(dit), limited)
+
+
+def test_a_session_without_its_handle_is_detached(dit: Any, plain: dict[str, Tensor]) -> None:
+    for _ in range(2):
+        accelerate(dit, TaylorSeer(2))
+        text = refuses(lambda: accelerate(dit, TaylorSeer()), "accelerated already")
+        eval(text.rpartition(": ")[2], {"pipe": dit})
+        assert torch.equal(run_dit(dit), plain["dit"])
+    assert not any("_paradec_session" in vars(module) for module in dit.transformer.modules())
+
+
 @pytest.mark.thinned
 @pytest.mark.parametrize(("kind", "attach_first"), [("block_level", True), ("leaf_level", False)])
 def test_group_offloading(kind: str, attach_first: bool) -> None:
@@ -688,7 +740,8 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
     assert torch.equal(run_dit(dit), plain["dit"])
 
 
-def test_unsupported_objects_are_refused(flux: Any) -> None:
+def test_unsupported_objects_are_refused(flux: Any, wan: Any) -> None:
+    refuses(lambda: accelerate(wan, TaylorSeerCacheConfig()), r"matches no module of Wan.*TaylorSeer\(interval=5\)")
     for pipe in (3, "flux", object(), type("Pipe", (), {"scheduler": None})()):
         refuses(partial(accelerate, pipe), "must be a diffusers pipeline", TypeError)
     for sampler, shown in ((paradec.samplers.create("threshold"), "Threshold"), (3, "3")):

@@ -222,9 +222,17 @@ def test_rules_measure_the_denoised_stream(name: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [FirstBlock, lambda least: DBCache(1, residual_diff_threshold=least, max_warmup_steps=1)]
+    ("make", "name"),
+    [
+        (FirstBlock, "first_block"),
+        (lambda least: DBCache(1, residual_diff_threshold=least, max_warmup_steps=1), "dbcache"),
+        (paradec.TeaCache, "teacache"),
+        (lambda least: EasyCache(least, ret_steps=2), "easycache"),
+        (lambda least: DiCache(least, retention_ratio=0.4), "dicache"),
+        (SeaCache, "seacache"),
+    ],
 )
-def test_the_report_names_a_threshold_that_skips(make: Callable[[float], Any]) -> None:
+def test_the_report_names_a_threshold_that_skips(make: Callable[[float], Any], name: str) -> None:
     loop, threshold = Loop("Latte"), 1e-6
     for skips in (False, True):
         with accelerate(loop, make(threshold)) as session:
@@ -235,6 +243,7 @@ def test_the_report_names_a_threshold_that_skips(make: Callable[[float], Any]) -
             match = re.search(r"the smallest change was (\S+), so a threshold of (\S+) would", str(report))
             assert match is not None and 0 < float(match[1]) < float(match[2]) < 1.02 * float(match[1])
             threshold = float(match[2])
+            assert f"nothing was skipped: {name} " in str(report) and min(report.changes) > 0
 
 
 @pytest.mark.parametrize(("name", "where"), covering(MAKE, ["module", "block", "stack", "output"]))

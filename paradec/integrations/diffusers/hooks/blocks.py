@@ -208,7 +208,7 @@ def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple
             ]
             raise ValueError(
                 f"{setting}: pattern {pattern!r} matches no module of {type(transformer).__name__}; "
-                f"names look like {', '.join((branch_names or names)[:6])}"
+                f"names look like {', '.join((branch_names or names)[:6])}; TaylorSeer(interval=5) needs no patterns"
             )
         for name in matching:
             if chosen.setdefault(name, kind) != kind:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from paradec.core.other_names import SESSION_LOST
 from paradec.integrations.diffusers.hooks.hook import Attached, Hook
 from paradec.samplers.masked.rules.recap import Recap
 
@@ -55,7 +56,7 @@ class RecapSession(Attached):
             )
         layers = transformer.transformer_layers
         if hasattr(transformer, "_paradec_session"):
-            raise ValueError("the pipeline is accelerated already; detach that session first")
+            raise ValueError(f"the pipeline is accelerated already; {SESSION_LOST.format('pipe.transformer')}")
         for layer in layers:
             if type(layer.attn1.processor) not in (AttnProcessor, AttnProcessor2_0):
                 name = type(layer.attn1.processor).__name__

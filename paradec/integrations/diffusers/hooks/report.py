@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paradec.core.other_names import METHOD_OF_RULE
 from paradec.core.thumbnails import images_to_uris
 from paradec.core.trace import Notes, Trace, get_drawing
 from paradec.samplers.forecast.forecast import Forecast
@@ -52,7 +53,7 @@ class Report:
     runs: int
     calls: list[CallRecord]
     notes: list[str]  # automatic decisions
-    changes: list[float] = field(default_factory=list)  # which rules with a probe compared with their threshold
+    changes: list[float] = field(default_factory=list)  # measured values that the rule compared with its threshold
 
     @property
     def full_steps(self) -> list[int]:
@@ -91,8 +92,9 @@ class Report:
         elif isinstance(rule, (StepSchedule, StepMask, Every)):
             why = f"the schedule evaluates each of these {steps} steps"
         else:
-            why = f"{rule.name} requested an evaluation at each of {steps} steps; a larger threshold skips"
-            if self.changes and rule.name in ("first_block", "dbcache"):
+            name = METHOD_OF_RULE.get(rule.name, rule.name)
+            why = f"{name} requested an evaluation at each of {steps} steps; a larger threshold skips"
+            if self.changes:
                 least = min(self.changes)
                 why += f": the smallest change was {least:.3g}, so a threshold of {1.01 * least:.3g} would"
         return f"nothing was skipped: {why}"

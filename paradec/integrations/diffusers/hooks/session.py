@@ -48,6 +48,7 @@ class Session(Attached):
             self.transformers = []
             for name, module in components.items():
                 self.transformers.append(Transformer(name, module, self.sampler, self.clock))
+                self.transformers[-1].detach = self.detach
 
     def report(self) -> Report:
         """Return the report of the latest or current run; `print` shows a table, `.short` is one line."""

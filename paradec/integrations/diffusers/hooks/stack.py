@@ -186,7 +186,7 @@ class Stack:
             for name, residual in added.items()
         }
         if not before:
-            owner.check_memory()
+            history.histories[walk.end] = owner.check_memory(history.histories[walk.end])
         walk.residual = added.get(main_stream_name(walk.start))
         walk.begin, walk.end, walk.returned = -1, -1, {}
 

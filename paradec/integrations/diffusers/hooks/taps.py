@@ -46,9 +46,9 @@ class Tap:
         sink = history if place.sink is None else owner.histories.get(place.sink + call_index)
         if is_full or history is None or sink is None or (self.verified and place.kind == "skip"):
             output = forward(*args, **kwargs)
-            owner.histories[place.name + call_index] = self._update_history(history, output, args, kwargs)
+            owner.histories[place.name + call_index] = new = self._update_history(history, output, args, kwargs)
             if history is None:
-                owner.check_memory()
+                new.histories = owner.check_memory(new.histories)
             owner.evaluated.append(place.name)
             return output
         owner.forecast.append(place.name)

@@ -1,21 +1,18 @@
-"""One transformer of a session: the hooks on its modules, and the state of its run.
-
-When the first hooked module is called in a solver step, the sampler decides for all modules and both guidance branches
-(a `BlockSchedule` decides for each module).
-"""
+"""One transformer of a session: the hooks on its modules, and the state of its run."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paradec.core.checks import shown
+from paradec.core.other_names import SESSION_LOST
 from paradec.integrations.diffusers.hooks.blocks import (
     ONE_TENSOR_TRANSFORMERS,
     Place,
@@ -33,9 +30,9 @@ from paradec.integrations.diffusers.hooks.report import CallRecord, read_clock
 from paradec.integrations.diffusers.hooks.stack import Stack, StackHistory
 from paradec.integrations.diffusers.hooks.taps import ModuleHistory, Tap
 from paradec.samplers.forecast.forecast import Forecast
-from paradec.samplers.forecast.refresh import FEW_STEPS, RunProgress, StepRule, Verification
+from paradec.samplers.forecast.refresh import FEW_STEPS, WATCH_INPUTS, RunProgress, StepRule, Verification
 from paradec.samplers.forecast.step_schedule import BlockSchedule
-from paradec.samplers.forecast.targets import Modules
+from paradec.samplers.forecast.targets import PLACES, Modules
 
 logger = logging.getLogger("paradec")
 WATCH = "paradec_watch"  # name of additional hooks, on modules that may have a forecast hook too
@@ -59,6 +56,7 @@ class RunState:
     levels: Sequence[float] = ()
     is_deciding: bool = False  # whether the current call decided for its step
     changes: list[float] = field(default_factory=list)  # as in `Report`
+    exceeds_memory: bool = False  # whether this call's histories exceed `max_memory`
 
     def advance_to_step(self, index: int) -> None:
         """Begin a call at this solver step; the first call of a step ends the step before."""
@@ -107,6 +105,7 @@ class Transformer:
             self._unhook_modules()
             raise
         self.root = Hook(module, self.call, on_reset=clock.end)
+        self.detach = self.remove  # of the session, which sets it
         self.base._paradec_session = self
 
     def _check(self) -> None:
@@ -116,7 +115,7 @@ class Transformer:
                 "call disable_cache() first"
             )
         if hasattr(self.base, "_paradec_session"):
-            raise ValueError(f"{self.name} is accelerated already; detach that session first")
+            raise ValueError(f"{self.name} is accelerated already; {SESSION_LOST.format(f'pipe.{self.name}')}")
         if self.module is not self.base or self.base._compiled_call_impl is not None:
             self._check_compiled()
         self.settings.rule.check_model(self.base)
@@ -211,15 +210,6 @@ class Transformer:
             module._compiled_call_impl = compiled
         self.compiled = []
 
-    @property
-    def _is_stale(self) -> bool:
-        """Whether a hooked module was replaced (by a LoRA) or compiled after it was hooked."""
-        return (
-            any(holder._compiled_call_impl is not None for holder in self.holders)
-            or any(hook.is_overtaken for hook in self.hooks)
-            or any(parent._modules.get(key) is not child for parent, key, child in self.children)
-        )
-
     def remove(self) -> None:
         self._unhook_modules()
         if vars(self.base).get("_paradec_session") is self:
@@ -244,7 +234,11 @@ class Transformer:
         if self.root.is_overtaken:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
-        if self._is_stale:
+        if (  # a hooked module was replaced (by a LoRA) or compiled after it was hooked
+            any(holder._compiled_call_impl is not None for holder in self.holders)
+            or any(hook.is_overtaken for hook in self.hooks)
+            or any(parent._modules.get(key) is not child for parent, key, child in self.children)
+        ):
             self._hook_modules()
             state.branches, state.signatures = {}, {}
         self.state, self.run_progress = state, state.run_progress
@@ -274,6 +268,8 @@ class Transformer:
                 )
             if self.stack is not None:
                 self.stack.finish()
+            if state.exceeds_memory:
+                raise self._memory_error()
         except BaseException:
             self.clock.end()
             raise
@@ -315,18 +311,25 @@ class Transformer:
             state.signatures[branch], state.branches[branch] = signature, {}
         return branch
 
-    def check_memory(self) -> None:
-        """Raise ValueError if the histories of this step's calls exceed `max_memory` once they have all tensors."""
-        settings, branches = self.settings, self.state.branches
-        if settings.max_memory is None:
-            return
-        needed = self.state.count_bytes(self.basis.slots)
-        if needed > settings.max_memory:
-            raise ValueError(
-                f"max_memory={settings.max_memory}: where={shown(settings.where)} at order {self.basis.order} needs "
-                f"{needed / 1e6:.3g} MB or more for {len(branches)} calls a step; where='block', 'stack' and 'output', "
-                "and lower orders, need less"
-            )
+    def check_memory(self, histories: Any) -> Any:
+        """Return new histories; only their shapes if they exceed `max_memory`, for which the end of the call raises."""
+        limit = self.settings.max_memory
+        if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
+            return histories
+        self.state.exceeds_memory = True
+        return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), histories)
+
+    def _memory_error(self) -> ValueError:
+        settings, rule, needed = self.settings, self.settings.rule, self.state.count_bytes(self.basis.slots)
+        begin = PLACES.index(settings.where) + 1 if isinstance(settings.where, str) else 3
+        end = 2 if isinstance(rule, Verification) else 3 if getattr(rule, "watch", None) in WATCH_INPUTS[:2] else 4
+        places = () if rule.where is not None or self.schedule is not None else PLACES[begin:end]
+        smaller = [f"where={place!r}" for place in places] + ["a lower order"] * (self.basis.slots > 1)
+        hint = f"; {', '.join(smaller)} needs less" if smaller else ""
+        return ValueError(
+            f"max_memory={settings.max_memory}: where={shown(settings.where)} at order {self.basis.order} needs "
+            f"{needed / 1e6:.3g} MB for {len(self.state.branches)} calls of a step so far{hint}"
+        )
 
     def call_index(self, name: str) -> str:
         """Count a module's calls in this call of the transformer; return a suffix for its name: "" for the first."""
@@ -334,20 +337,25 @@ class Transformer:
         return f"#{count}" if count else ""
 
     def decide(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a module is evaluated in this call. A step's first module decides for all modules and branches."""
+        """Whether a module is evaluated in this call. A step's first module decides for all modules and branches; a
+        `BlockSchedule` decides for each module."""
         state = self.state
         if self.schedule is not None:
             state.decision = True
             return self.run_progress.index in self.schedule[place.sink or place.name]
         if state.decision is None:
-            if isinstance(self.settings.rule, StepRule) and self.settings.rule.measures:
+            rule, progress = self.settings.rule, self.run_progress
+            if isinstance(rule, StepRule) and rule.measures:
                 watched = self._watched_input(place, forward, args, kwargs)
                 if state.watched_input is not None and state.watched_input.shape == watched.shape:
-                    self.settings.rule.observe_change(self.run_progress, state.watched_input, watched)
+                    rule.observe_change(progress, state.watched_input, watched)
                 else:
-                    self.run_progress.memory = {}
+                    progress.memory = {}
                 state.watched_input = watched.detach().clone()  # the next modules may write into it
-            state.decision, state.is_deciding = self.settings.evaluates(self.run_progress), True
+                is_compared = progress.change and hasattr(rule, "threshold")
+                if is_compared and not replace(rule, threshold=1e300).is_full(progress):  # type: ignore[call-arg]
+                    state.changes.append(progress.change)
+            state.decision, state.is_deciding = self.settings.evaluates(progress), True
         return state.decision
 
     def _watched_input(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
