@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import paradec
 from paradec.caches.table import MODELS, summary, verdict
 from paradec.cli import options, show, tables
 from paradec.core import packaged
+from paradec.core.checks import plain_name
 
 SAMPLER_NAME = typer.Argument(help="A sampler to describe, or FILE.py:CLASS: its effect, settings and paper.")
 MODEL = typer.Option(help="Only for this checkpoint, a folder or a hub id; reads its config.json.")
@@ -21,16 +23,48 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
     """List the samplers and what each does, or describe one in full."""
     if name is not None:
         name = options.import_classes("NAME", name, "sampler")
+        if name not in paradec.samplers.registry and (method := pipeline_methods().get(plain_name(name))) is not None:
+            print_method(method, as_json)
+            return
         paradec.samplers.registry.check(name)
     with show.waiting("reading the samplers"):
         cls = None if name is None else paradec.samplers.get(name)
-        entries = tables.list_entries(paradec.samplers) if name is None else []
-    if name is not None:
-        tables.print_component("sampler", name, cls, as_json, {"decodes": ", ".join(getattr(cls, "models", ()))})
+        entries = tables.list_entries(paradec.samplers) + [*pipeline_methods().values()] if name is None else []
+    if cls is not None:
+        tables.print_component("sampler", cls.name, cls, as_json, {"decodes": ", ".join(getattr(cls, "models", ()))})
     elif as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
         tables.print_entries(entries, "`paradec samplers NAME` describes one in full; `paradec compare` measures them")
+
+
+def pipeline_methods() -> dict[str, dict[str, Any]]:
+    """Describe the methods for diffusers pipelines that are no samplers, by `plain_name`."""
+    from paradec.core.registry import to_data
+    from paradec.samplers.forecast.methods import METHODS
+
+    entries = {}
+    for name, make in METHODS.items():
+        if name in paradec.samplers.registry or name == "forecast":
+            continue
+        about, texts = tables.split_docstring(make)
+        settings = {key: to_data(entry.default) for key, entry in inspect.signature(make).parameters.items()}
+        first = about.partition("\n")[0].rstrip(".")
+        summary = f"{first} (approximate; for pipelines: paradec.accelerate(pipe, {name!r}))"
+        entry = {"name": name, "family": "pipelines", "summary": summary, "paper": "", "arxiv": ""}
+        entries[plain_name(name)] = entry | {"settings": settings, "about": about, "texts": texts}
+    return entries
+
+
+def print_method(entry: dict[str, Any], as_json: bool) -> None:
+    """Print all facts of a method for pipelines."""
+    if as_json:
+        typer.echo(json.dumps(entry, indent=2, ensure_ascii=False))
+        return
+    call = f"approximate, for pipelines of diffusers: paradec.accelerate(pipe, {entry['name']!r}, ...)"
+    tables.echo(f"{entry['name']}: {call}\n\n{entry['about']}\n")
+    lines = {f"{key}={value}": entry["texts"].get(key, "") for key, value in entry["settings"].items()}
+    tables.table(("", ""), lines.items(), heads=False)
 
 
 def tasks(as_json: options.AsList = False) -> None:

@@ -118,12 +118,13 @@ def print_component(kind: str, name: str, cls: Any, as_json: bool, extra: dict[s
     table(("", ""), lines.items(), heads=False)
 
 
-def split_docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Split a class's docstring into its text around `Args:` and descriptions of settings, also from its bases."""
+def split_docstring(cls: Any) -> tuple[str, dict[str, str]]:
+    """Split the docstring of a class or function into its text around `Args:` and descriptions of settings, also from
+    bases."""
     about: list[str] = []
     setting_texts: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        text, sections = _sections(inspect.cleandoc(base.__dict__.get("__doc__") or ""))
+    for base in reversed(getattr(cls, "__mro__", (cls,))):
+        text, sections = _sections(inspect.cleandoc(base.__doc__ or ""))
         setting_texts |= sections
         about = text if base is cls else about
     return "\n\n".join(about), setting_texts

@@ -15,6 +15,7 @@ import paradec
 from paradec import cli
 from paradec.caches.table import MODELS, verdict
 from paradec.core import packaged
+from paradec.samplers.forecast.methods import METHODS
 from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
 WIDTHS = [50, 200]
@@ -171,3 +172,16 @@ def test_the_packaged_model_solves_its_tasks() -> None:
         fields = {name: drawn[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
         asked = type(example)(task.name, packaged.example_prompt(task.name), tuple(drawn["items"].split()), **fields)
         assert task.check(asked, out.text), (asked.prompt, out.text)
+
+
+def test_methods_for_pipelines_are_listed() -> None:
+    """Names, one line, and that they approximate; one by one with their settings, in any case."""
+    rows = {row.split("\t")[0]: row for row in ok("samplers").splitlines()}
+    for name in METHODS:
+        assert name in rows, name
+        if name not in paradec.samplers.registry:
+            assert "approximate" in rows[name] and f"paradec.accelerate(pipe, '{name}')" in rows[name]
+    text = ok("samplers", "TeaCache")
+    assert "threshold=0.2\t" in text and "approximate" in text and "limit of consecutive skipped steps" in text
+    assert json.loads(ok("samplers", "first-block", "--json"))["settings"] == {"threshold": 0.05, "first_enhance": 1}
+    assert ok("samplers", "ReCAP") == ok("samplers", "recap")
