@@ -32,7 +32,7 @@ class Recap(MaskGIT):
     cache, or none, the decisions are the same and the logits of local steps exact.
 
     Args:
-        local_steps: l, at least 0; 0 is `maskgit`. 1 in the paper's experiments.
+        local_steps: l, at least 0; 0 is `maskgit` with preset "maskgit-r". 1 in the paper's experiments.
         full_groups: number of groups without local steps at the start; at least 0. Local steps are worthwhile once many
             tokens are decided. The public scripts have 10 of 20 steps, and 12 of 32.
         order: "confidence", or "halton": targets are the next positions in Halton order.
