@@ -29,13 +29,16 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
         paradec.samplers.registry.check(name)
     with show.waiting("reading the samplers"):
         cls = None if name is None else paradec.samplers.get(name)
-        entries = tables.list_entries(paradec.samplers) + [*pipeline_methods().values()] if name is None else []
+        entries = tables.list_entries(paradec.samplers) if name is None else []
     if cls is not None:
         tables.print_component("sampler", cls.name, cls, as_json, {"decodes": ", ".join(getattr(cls, "models", ()))})
     elif as_json:
         typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
         tables.print_entries(entries, "`paradec samplers NAME` describes one in full; `paradec compare` measures them")
+        typer.echo("")
+        methods = [(method["name"], method["summary"]) for method in pipeline_methods().values()]
+        tables.table(("method for pipelines", "summary"), methods)
 
 
 def pipeline_methods() -> dict[str, dict[str, Any]]:
