@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--hostile", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="file of the result; without --url by default results/server.json")
     parser.add_argument("--url", help="a running server, http://HOST:PORT/v1, to measure instead")
     parser.add_argument("--model", help="with --url: the model's name there")
     parser.add_argument("--at-once", type=int, default=8, help="with --url: requests at a time")
@@ -288,7 +288,10 @@ def main() -> None:
             measured = asyncio.run(load(args.url, asked, None, args.at_once, **options))
         except OpenAIError as error:
             parser.error(f"--url {args.url}: {error}")
-        print(json.dumps({name: value for name, value in measured.items() if name != "differ"}))
+        del measured["differ"]
+        print(json.dumps(measured))
+        if args.out is not None:
+            write_result(args.out, measured)
         sys.exit(1 if measured["lost"] else 0)
 
     model, prompts = paradec.load(), make_prompts(AT_ONCE)
@@ -335,7 +338,7 @@ def main() -> None:
         "after": after,
         "ends": ends,
     }
-    write_result(args.out, result)
+    write_result(args.out or RESULT, result)
     kept = all(after[name] <= before[name] for name in before) and memory <= 300
     right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, good, beside))
     print(json.dumps({"nothing_left": kept, "all_right": right, "wrong_status": len(wrong)}))
