@@ -422,6 +422,13 @@ def import_decision() -> Any:
     return decision
 
 
+def build_question(parsed: Any) -> Question:
+    """Convert a question that transformers parsed."""
+    values = {"noul": [option == "true" for option in parsed.options], "choice": parsed.options}
+    options = tuple(values.get(parsed.type, range(len(parsed.options))))
+    return Question(parsed.type, parsed.instructions, parsed.labels, parsed.descriptions, options)
+
+
 def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
     """Tokenize labels. Raises ValueError for a label with unknown tokens, or with the same ids as another one."""
     tokenizer, facts = model.tokenizer, model.facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 import numbers
 import re
@@ -198,3 +199,10 @@ def is_finite(value: Any) -> bool:
     if isinstance(value, numbers.Integral):
         return -(2**63) <= int(value) < 2**63
     return math.isfinite(value)
+
+
+def check_packages(user: str, extra: str, names: Iterable[str]) -> None:
+    """Raise ImportError for missing packages of one of paradec's extras, with the command that installs it."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        install = f"install paradec's extra {extra!r}, e.g. pip install -e '.[{extra}]'"
+        raise ImportError(f"{user} needs {', '.join(missing)}: {install}")

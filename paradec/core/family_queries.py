@@ -10,7 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradec.core.logprobs import StepLogProbs
 from paradec.core.query import Cost, Query, StoreCall, WindowLogits, WindowQuery
+from paradec.core.weights import weights_lock
+
+MAX_LOGITS = 2**27
+"""Maximum number of a prompt's logits in memory."""
 
 
 @dataclass
@@ -136,3 +141,15 @@ def build_rows_query(
     if start:
         query.store = StoreCall(torch.zeros(len(rows), dtype=torch.int64, device=device), visible_length=start)
     return query
+
+
+def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
+    """Compute log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first token."""
+    parts, size = [], max(1, MAX_LOGITS // model.facts.vocab_size)
+    with torch.inference_mode(), weights_lock(model):
+        for positions in torch.arange(len(ids)).split(size):
+            logits = model(build_rows_query(model, [ids], [positions.tolist()], [len(ids)]))
+            tokens = torch.tensor([ids])[:, positions].to(logits.device)
+            parts.append(StepLogProbs.from_logits(logits, tokens, count))
+    scores = StepLogProbs.combine(parts, lambda tensors: torch.cat(tensors, 1).cpu())
+    return scores.fill(torch.arange(len(ids)).unsqueeze(0) == 0)

@@ -10,13 +10,12 @@ in parts, and skips the ids that a part already has.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, check_packages, shown
 
 log = logging.getLogger(__name__)
 LARGEST = 2**63 - 1
@@ -146,11 +145,7 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
 
 def check_installed() -> None:
     """Raise ImportError, with the command to install it, unless ray[data] is installed."""
-    missing = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"{' and '.join(missing)} missing: install paradec's extra 'ray', e.g. pip install -e '.[ray]'"
-        )
+    check_packages("paradec.integrations.ray", "ray", ("ray", "pyarrow"))
 
 
 def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:

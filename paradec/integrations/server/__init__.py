@@ -6,18 +6,15 @@ it in the batch (`engine.py`) and builds the response (with `logprobs.py`)."""
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import socket
 from typing import Any
+
+from paradec.core.checks import check_packages
 
 
 def check_installed() -> None:
     """Raise ImportError unless the extra `serve` is installed; the message names the missing packages."""
-    needed = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ImportError(
-            f"the server needs {', '.join(missing)}: install paradec's extra 'serve', e.g. pip install -e '.[serve]'"
-        )
+    check_packages("the server", "serve", ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client"))
 
 
 def listen(host: str = "127.0.0.1", port: int = 8000) -> socket.socket:

@@ -18,18 +18,19 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from paradec.api.decide import TYPES, Question, check_json, decide, import_decision
+from paradec.api.decide import TYPES, build_question, check_json, decide, import_decision
 from paradec.batching.slots import Cancelled, Ticket
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
 from paradec.core.checks import check_int, shown
+from paradec.core.family_queries import score_prompt
 from paradec.core.prompts import Prompts, encode
 from paradec.integrations.server import chat
 from paradec.integrations.server.chat import AnswerParser, Piece, StopCutter
 from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import ApiError, Call, to_api_error
-from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, score_prompt, text_logprobs
+from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, text_logprobs
 from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody, read_changes, read_constraint
 
 MAX_CHOICES = 1024  # maximum number of answers to one body
@@ -200,8 +201,10 @@ class Reply:
 
     async def respond(self) -> Response:
         """Submit the prompts; return the response, or its stream. Raises errors that `to_api_error` converts."""
+        lengths = [self._choose_length(len(row)) for row in self.rows]
+        self.call.reserve(sum(self.n * (len(row) + new) for row, new in zip(self.rows, lengths) if new))
         for answer in self.answers:
-            self._submit(answer)
+            self._submit(answer, lengths[answer.index // self.n])
         if self.body.stream:
             return StreamingResponse(self._stream(), media_type="text/event-stream")
         choices = [None] * len(self.answers)
@@ -209,23 +212,27 @@ class Reply:
             choices[answer.index] = self._build_choice(answer, piece)
         return Response(self._to_json(choices, has_usage=True), media_type="application/json")
 
-    def _submit(self, answer: Answer) -> None:
-        service, facts, size = self.service, self.service.model.facts, len(answer.prompt)
+    def _choose_length(self, size: int) -> int:
+        service, facts = self.service, self.service.model.facts
         new = self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
         if new is None:  # as many as fit
             room = min(service.model.default_max_new_tokens, service.max_answer)
             new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
-        check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1, high=service.max_answer)
+        check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1)
+        if new > service.max_answer:
+            raise ApiError(f"max_tokens={new} exceeds --max-answer={service.max_answer}", 400, "max_tokens")
         facts.check_length(size + new, new)
+        if new and isinstance(self.texts, TokenAutomaton) and not self.texts.reach(new)[0]:
+            raise ApiError(f"max_tokens={new} is too small: the form needs {self.texts.distance[0]}", 400, "max_tokens")
+        return int(new)
+
+    def _submit(self, answer: Answer, new: int) -> None:
         if new == 0:
             self.send(answer, lambda: answer.begin._replace(finish_reason="length"))
             return
-        if isinstance(self.texts, TokenAutomaton) and not self.texts.reach(new)[0]:
-            raise ApiError(f"max_tokens={new} is too small: no answer of this form is that short", 400, "max_tokens")
         changes = {**self.changes, "max_new_tokens": new, "streamer": answer if self.body.stream else None}
         if (number := answer.index % self.n) and isinstance(seed := changes.get("seed"), int):
             changes["seed"] = (seed + number) % 2**63
-        self.call.reserve(size + new)
         prompt = Prompts([answer.prompt], True, [0])
         self.call.submit(prompt, on_done=lambda ticket: self.send(answer, partial(answer.finish, ticket)), **changes)
 
@@ -282,13 +289,6 @@ class Reply:
         if self.changes["logprobs"] is not None and (scores or not stream):
             fields["logprobs"] = chat_logprobs(scores)
         return {"delta" if stream else "message": message, **fields}
-
-
-def build_question(parsed: Any) -> Question:
-    """Convert a question parsed by transformers to one for `paradec.decide`."""
-    values = {"noul": [option == "true" for option in parsed.options], "choice": parsed.options}
-    options = tuple(values.get(parsed.type, range(len(parsed.options))))
-    return Question(parsed.type, parsed.instructions, parsed.labels, parsed.descriptions, options)
 
 
 class Decisions:

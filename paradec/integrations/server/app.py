@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -14,11 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from paradec.api.defaults import describe_settings
+from paradec.batching.slots import BatchClosed
 from paradec.core.checks import check_int, check_number
 from paradec.integrations.server.answers import Decisions, Service
 from paradec.integrations.server.engine import Engine
 from paradec.integrations.server.limits import CALL, Limits
 from paradec.integrations.server.request_body import OWN, ChatBody, DecisionBody, TextBody
+
+GRACE = 10  # seconds for open requests when the server stops
 
 
 def build_app(
@@ -94,13 +98,23 @@ def build_app(
     async def show_metrics() -> Response:
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    app.state.engine = engine
     app.add_middleware(Limits, engine=engine, api_key=api_key, timeout=timeout, **bounds)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
 
 
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: Any = None) -> None:
+        """End the requests that are still open after `GRACE` seconds with an error for their clients."""
+        app: Any = self.config.app
+        loop, error = asyncio.get_running_loop(), BatchClosed("the server is stopping")
+        loop.call_later(GRACE, loop.run_in_executor, None, app.state.engine.batch.close, error)
+        await super().shutdown(sockets)
+
+
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests may then take ten more seconds."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10, lifespan="on")
-    uvicorn.Server(config).run(sockets=[listening])
+    """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests may then take `GRACE` more seconds."""
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE + 5)
+    _Server(config).run(sockets=[listening])

@@ -79,7 +79,7 @@ class Call:
         """Reserve tokens until `end`; thread-safe. Raises ApiError: 400 if they never fit, 429 if not now."""
         limits, limit = self.limits, self.limits.max_work
         if tokens > limit:
-            raise ApiError(f"{tokens} tokens of prompt and answer are more than this server's limit of {limit}")
+            raise ApiError(f"{tokens} tokens of prompts and answers exceed this server's limit of {limit} (--max-work)")
         with limits.lock:
             if (used := sum(call.num_reserved for call in tuple(limits.calls))) + tokens > limit:
                 message = f"{used} tokens are in progress or waiting; {tokens} more exceed {limit}; try again"

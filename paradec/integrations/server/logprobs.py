@@ -7,15 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from paradec.constraints.spelling import spelling_of
-from paradec.core.family_queries import build_rows_query
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
-from paradec.core.weights import weights_lock
 
 IMPOSSIBLE = -9999.0  # OpenAI's value for a token of probability 0
-MAX_LOGITS = 2**27  # maximum number of a prompt's logits in memory
 
 
 class TokenScore(NamedTuple):
@@ -77,18 +72,6 @@ class TokenScores:
         if (spelling := self._spelling) is None:  # the way of joining tokens is unknown
             return str(self._tokenizer.decode([token], skip_special_tokens=True)).encode()
         return spelling.texts[spelling.after.get(self._last, 0)].get(token, b"")
-
-
-def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
-    """Compute log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first token."""
-    parts, size = [], max(1, MAX_LOGITS // model.facts.vocab_size)
-    with torch.inference_mode(), weights_lock(model):
-        for positions in torch.arange(len(ids)).split(size):
-            logits = model(build_rows_query(model, [ids], [positions.tolist()], [len(ids)]))
-            tokens = torch.tensor([ids])[:, positions].to(logits.device)
-            parts.append(StepLogProbs.from_logits(logits, tokens, count))
-    scores = StepLogProbs.combine(parts, lambda tensors: torch.cat(tensors, 1).cpu())
-    return scores.fill(torch.arange(len(ids)).unsqueeze(0) == 0)
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ OFF: Any = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": (
 INERT: dict[str, Any] = {  # unsupported fields, and the only value besides null that is accepted; ...: any value
     **{"best_of": 1, "modalities": ["text"], "skip_special_tokens": True, "verbosity": "medium", "suffix": ""},
     **{"echo": False, "user": ..., "metadata": ..., "store": ..., "service_tier": ..., "safety_identifier": ...},
+    **{"stop_token_ids": [], "prompt_logprobs": None, "use_beam_search": False, "length_penalty": 1, "priority": 0},
+    **{"include_stop_str_in_output": False, "early_stopping": False, "truncate_prompt_tokens": None, "audio": None},
     **{"prompt_cache_key": ..., "prompt_cache_retention": ..., "parallel_tool_calls": ...},
 }
 FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -157,7 +159,8 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
             raise ApiError(f"{name} and {sources[field]} set the same field; give one", 400, name)
         changes[field], sources[field] = value, name
     if body.preset is not None and body.preset not in presets:
-        raise ApiError(f"preset={shown(body.preset)} must be one of {', '.join(presets) or 'none'}", 400, "preset")
+        allowed = ", ".join(presets) or "(none: this server has no --presets)"
+        raise ApiError(f"preset={shown(body.preset)} must be one of {allowed}", 400, "preset")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
     for name, value in body.paradec.items():

@@ -7,11 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serving import LONG, Running, chat
 from typer.testing import CliRunner
 
 import paradec
@@ -41,6 +43,23 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130 and errors == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_open_requests_end_with_an_error_when_the_server_stops(stream: bool) -> None:
+    script = "import paradec.integrations.server.app as app; app.GRACE = 0.2; import paradec.cli as cli; cli.app()"
+    command = [sys.executable, "-c", script, "serve", "--port", "0", "--batch", "1"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ELSEWHERE)
+    assert running.stdout is not None
+    port = int(running.stdout.readline().rpartition(":")[2].split("/")[0])
+    wire = Running(None, None, port).send(json.dumps(chat(**LONG, n=100, stream=stream)).encode())
+    time.sleep(1)
+    running.send_signal(signal.SIGTERM)
+    answer = b"".join(iter(lambda: wire.recv(2**16), b"")).decode()
+    _, errors = running.communicate(timeout=60)
+    assert "Traceback" not in errors and answer.startswith(f"HTTP/1.1 {200 if stream else 503} ")
+    message = '{"error": {"message": "the server is stopping", "type": "server_error", "param": null, "code": null}}'
+    assert (f"data: {message}\n\n" if stream else message.replace(": ", ":").replace(", ", ",")) in answer
 
 
 @pytest.mark.parametrize(

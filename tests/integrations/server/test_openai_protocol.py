@@ -251,6 +251,8 @@ INERT: list[dict[str, Any]] = [
     {"frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "skip_special_tokens": True, "user": "x"},
     {"stream": True, "stream_options": {"include_obfuscation": False}, "prompt_cache_retention": "24h"},
     {"max_tokens": 8, "max_completion_tokens": 8, "top_k": 20, "temperature": 0.7},
+    {"stop_token_ids": [], "prompt_logprobs": None, "use_beam_search": False, "length_penalty": 1.0, "priority": 0},
+    {"include_stop_str_in_output": False, "early_stopping": False, "truncate_prompt_tokens": None, "audio": None},
 ]
 
 
@@ -258,9 +260,17 @@ def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
     with scripted("hello") as (server, _, _):
         for more in INERT:
             assert server.post(chat(**more))[0] == 200, more
-        for name, value in {"best_of": 2, "suffix": "x", "reasoning_effort": "none"}.items():
+        for name, value in {
+            "best_of": 2,
+            "suffix": "x",
+            "priority": 1,
+            "stop_token_ids": [3],
+            "prompt_logprobs": 1,
+            "reasoning_effort": "none",
+        }.items():
             status, _, text = server.post(chat(**{name: value}))
             assert status == 422 and json.loads(text)["error"]["param"] == name
+        assert "(none: this server has no --presets)" in server.post(chat(preset="fast"))[2]
         for name, value in {"stop": "", "seed": -1, "temperature": "0.5", "top_p": 0, "max_tokens": 0}.items():
             status, _, text = server.post(chat(**{name: value}))
             error = json.loads(text)["error"]

@@ -55,7 +55,7 @@ def test_custom_models(predictor: jobs.Predictor) -> None:
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    refuses(lambda: jobs.answer(None, tmp_path), "ray.* missing: install paradec's extra 'ray'", ImportError)
+    refuses(lambda: jobs.answer(None, tmp_path), "needs ray.*: install paradec's extra 'ray'", ImportError)
 
 
 def test_functions_of_the_package_can_be_pickled() -> None:

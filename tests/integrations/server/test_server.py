@@ -173,16 +173,18 @@ def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Run
 
 
 def test_the_benchmark_measures_a_running_server(
-    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     benchmark = load_script("benchmarks/server.py")
     arguments = ["server.py", "--url", f"{server.address}/v1", "--requests", "6", "--at-once", "3"]
+    arguments += ["--out", str(tmp_path / "out.json")]
     for options, lost in ((["--model", "another"], 6), ([], 0)):
         monkeypatch.setattr("sys.argv", [*arguments, *options])
         with pytest.raises(SystemExit) as ended:
             benchmark.main()
         actual = json.loads(capsys.readouterr().out)
         assert (ended.value.code, actual["requests"], actual["lost"]) == (bool(lost), 6, lost)
+        assert actual.items() <= json.loads((tmp_path / "out.json").read_text()).items()
     assert 0 < actual["p50_first_token_seconds"] <= actual["p50_seconds"] <= actual["p95_seconds"] <= actual["seconds"]
     assert actual["tokens_per_second"] > actual["requests_per_second"] > 0
     monkeypatch.setattr("sys.argv", ["server.py", "--url", "http://127.0.0.1:1/v1"])
@@ -215,7 +217,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "Invalid JSON"),
     (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
-    (chat(max_tokens=5000), 400, "max_tokens=5000"),
+    (chat(max_tokens=5000), 400, "max_tokens=5000 exceeds --max-answer=4096"),
     (chat(max_tokens=510), 400, "longer than"),
     (chat(max_tokens=8, max_completion_tokens=9), 400, "set the same field"),
     (chat(stop=[3]), 422, "stop="),
@@ -330,7 +332,9 @@ def test_keys_and_numbers_are_limited(model: Any) -> None:
 def test_the_tokens_asked_for_are_limited(model: Any) -> None:
     with running(model, batch_size=2, max_work=450) as server:
         status, _, text = server.post(chat(max_tokens=450))
-        assert status == 400 and "458 tokens of prompt and answer are more than this server's limit of 450" in text
+        assert status == 400 and "458 tokens of prompts and answers exceed this server's limit of 450" in text
+        status, _, text = server.post(chat(max_tokens=92, n=5))
+        assert status == 400 and "500 tokens of prompts and answers exceed" in text and "--max-work" in text
         wire = server.send(json.dumps(chat(**LONG)).encode())
         wait(lambda: server.engine.batch.occupied == 1)
         status, headers, text = server.post(chat(max_tokens=40, stream=True))
