@@ -42,6 +42,8 @@ DTYPES = {
 """safetensors' names of dtypes -> torch's."""
 INT8 = "paradec_int8"
 """`quant_method` in the config.json of a model with int8 weights (`paradec.models.int8`)."""
+LFS = b"version https://git-lfs"
+"""First bytes of a pointer, which git leaves in the place of a large file without git-lfs."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
 """Fields of config.json that need not be integers."""
 NEUTRAL: Mapping[str, Any] = {
@@ -245,6 +247,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     from safetensors import SafetensorError, safe_open
 
     where = f"the weights of {str(path.parent)!r} cannot be read: {path.name}"
+    with path.open("rb") as start:
+        if start.read(len(LFS)) == LFS:
+            raise CheckpointError(f"{where} is a pointer of git-lfs, without the weights: run git lfs pull")
     with checkpoint_errors(where, SafetensorError, OSError, ValueError), safe_open(path, framework="pt") as file:
         for name in file.keys():
             tensor = file.get_slice(name)

@@ -286,6 +286,7 @@ FILES: list[tuple[dict[str, bytes | None], str]] = [
     ({"config.json": None, "adapter_config.json": b'{"base_model_name_or_path": null}'}, "names no base_model_name_or"),
     ({"adapter_config.json": b"{}"}, "holds an adapter_config.json beside a config.json"),
     ({"model.safetensors": None, "pytorch_model.bin": b""}, "no model.safetensors or index of shards; pickled"),
+    ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "a pointer of git-lfs"),
     *(({"model.safetensors": bytes(size)}, "cannot be read: model.safetensors") for size in (0, 4, 8, 100)),
 ]
 
