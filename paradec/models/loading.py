@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paradec.core.checks import check_choice, check_int, check_number, plain_name, shown, unknown_name
+from paradec.core.component_text import parse_component
 from paradec.core.other_names import LOAD_ARGUMENTS
 from paradec.models import causal, gguf, lora
 from paradec.models.base import Model
@@ -80,8 +81,8 @@ def load(
             packed ones become int8 and bfloat16 on a CPU.
         device: None is the CPU, or the devices of `device_map`/`tp_plan`.
         quantization: "int8" rounds the weights of text models to 8 bits, with a scale per output, while they are read
-            (except layers of less than a million weights, embeddings, norms and routers); or a
-            `paradec.models.int8.Int8Config`. `save_pretrained` writes the int8 weights.
+            (except layers of less than a million weights, embeddings, norms and routers); "int8(min_weights=1)" or a
+            `paradec.models.int8.Int8Config` has settings. `save_pretrained` writes the int8 weights.
         device_map, quantization_config, revision, offload_folder: as in transformers' `from_pretrained`; mixtures of
             experts need a folder to offload to disk.
         tp_plan: "auto" under `torchrun`: each process reads a part of each matrix (docs/engines.md). A mapping (module
@@ -238,15 +239,20 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
         return None
     from paradec.models.int8 import Int8Config
 
-    if not isinstance(value, Int8Config) and value != "int8":
-        raise ValueError(f"quantization={shown(value)} must be 'int8' or a paradec.models.int8.Int8Config")
+    if not isinstance(value, Int8Config):
+        part = parse_component("quantization", value) if isinstance(value, str) else None
+        fields = ("activations", "min_weights", "weight_bits")
+        if part is None or part.name != "int8" or not part.settings.keys() <= {*fields}:
+            settings = f"with settings in parentheses: {', '.join(fields)}"
+            raise ValueError(f"quantization={shown(value)} must be 'int8', where needed {settings}")
+        value = Int8Config(**part.settings)
     for name in ("quantization_config", "adapter", "tp_plan", "device_map", "offload_folder"):
         if options[name] is not None:
             hint = (
                 "merge it first: load with it, save_pretrained, load that" if name == "adapter" else "give one of them"
             )
             raise ValueError(f"quantization='int8' does not go with {name}={shown(options[name])}; {hint}")
-    return replace(value) if isinstance(value, Int8Config) else Int8Config()
+    return replace(value)
 
 
 def _parse_tokenizer(value: Any) -> Any:

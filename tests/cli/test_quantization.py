@@ -13,6 +13,7 @@ from paradec.cli.chat import chat
 from paradec.cli.compare import compare
 from paradec.cli.generate import generate, infill
 from paradec.cli.serve import serve
+from paradec.models.int8 import Int8Config
 
 
 @pytest.fixture(scope="module")
@@ -48,4 +49,19 @@ def test_commands_have_the_option() -> None:
     assert all(
         "quantization" in inspect.signature(command).parameters for command in (generate, infill, chat, serve, compare)
     )
-    assert "quantization='int4' must be 'int8'" in refused("generate", "x", "--quantization", "int4")
+    for wrong in ("int4", "int8(bits=1)", "int8+int8"):
+        assert "quantization" in refused("generate", "x", "--quantization", wrong)
+    assert (
+        "must be 'int8', where needed with settings in parentheses: activations, min_weights, weight_bits"
+        in refused("generate", "x", "--quantization", "int8(bits=1)")
+    )
+
+
+def test_settings_are_written_in_parentheses() -> None:
+    answer = ("generate", "Sort: pear fig apple", "--json", "--quantization")
+    result = run(*answer, "int8(min_weights=1, activations=8)")
+    assert result.exit_code == 0, result.output
+    model = paradec.load(quantization=Int8Config(min_weights=1, activations=8))
+    assert json.loads(result.stdout)["text"] == paradec.generate(model, "Sort: pear fig apple").text
+    assert "Int8Linear" in {type(part).__name__ for part in model.module.modules()}
+    assert "min_weights=0 must be" in refused(*answer, "int8(min_weights=0)")
