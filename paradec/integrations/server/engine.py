@@ -25,7 +25,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Engine:
-    """Decoder of prompts from many threads, with one model. Arguments and errors: as `paradec.batching.batch.Batch`."""
+    """Decoder of prompts from many threads, with one model. Arguments and errors: as `paradec.batching.Batch`."""
 
     def __init__(self, model: Any, *, batch_size: int = 8, **arguments: Any):
         self.model, self.batch = model, Batch(model, batch_size=batch_size, **arguments)
