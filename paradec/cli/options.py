@@ -79,8 +79,8 @@ for _name, _field in FIELDS.items():
     if (_option := _field.metadata)["option"] is not None:
         _names = ["--" + _name.replace("_", "-"), _option["short"]] if "short" in _option else []
         _bounds = BOUNDS if _name == "block_length" else {}
-        _words: Any = {"help": _option["help"], "show_default": _option.get("show_default", True)}
-        _declared = typer.Option(*_names, metavar=_option.get("metavar"), **_words, **_bounds)
+        _help, _shown = _option["help"], _option.get("show_default", True)
+        _declared = typer.Option(*_names, metavar=_option.get("metavar"), help=_help, show_default=_shown, **_bounds)
         SHARED[_name] = (_option["option"], _declared, _option.get("option_default", _field.default))
 SECTIONS = {
     "Model": "model tokenizer dtype quantization device",
