@@ -164,7 +164,7 @@ def test_wrong_bodies_are_refused(server: Running, name: str) -> None:
 
 def test_queued_tokens_are_counted_and_released(model: Any) -> None:
     with running(model, max_work=200, request={"sampler": "jacobi"}) as server:
-        assert "more than this server's limit" in ask(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
+        assert "server's limit of 200" in ask(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
         small = {"state": "x", "questions": {"spam": {"type": "noul", "instructions": "?"}}}
         for _ in range(15):
             ask(server, small)
