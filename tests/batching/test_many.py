@@ -286,7 +286,7 @@ def hurt(model: LlamaGenModel, **how: Any) -> Hurt:
     return wrapped
 
 
-def same(outs: list[ImageOutput], whole: ImageOutput, accepted: bool = True) -> None:
+def assert_same_images(outs: list[ImageOutput], whole: ImageOutput, accepted: bool = True) -> None:
     assert [out.error for out in outs] == [None] * len(whole.tokens)
     for index, out in enumerate(outs):
         assert out.index == index and out.tokens.tolist() == whole.tokens[index : index + 1].tolist()
@@ -298,7 +298,9 @@ def same(outs: list[ImageOutput], whole: ImageOutput, accepted: bool = True) -> 
             assert np.trim_zeros(out.accepted[:, 0], "b").tolist() == row.tolist()
 
 
-def both(model: Any, prompts: list[Any], batch_size: int = 2, **request: Any) -> tuple[list[ImageOutput], ImageOutput]:
+def generate_both_ways(
+    model: Any, prompts: list[Any], batch_size: int = 2, **request: Any
+) -> tuple[list[ImageOutput], ImageOutput]:
     output_type = "latent" if getattr(model, "vq", 0) is None else "pt"
     return list(
         generate_many(model, prompts, batch_size=batch_size, output_type=output_type, **request)
@@ -311,7 +313,9 @@ def both(model: Any, prompts: list[Any], batch_size: int = 2, **request: Any) ->
 def test_autoregressive_pictures_are_those_of_the_whole_list(llamagen: LlamaGenModel, name: str, scale: float) -> None:
     settings = {"drafter": tiny_llamagen(seed=1)} if name == "speculative" else {"window": 5}
     sampler = samplers.create(name, **settings)
-    same(*both(llamagen, LABELS, sampler=sampler, guidance_scale=scale, temperature=0.9, seed=4))
+    assert_same_images(
+        *generate_both_ways(llamagen, LABELS, sampler=sampler, guidance_scale=scale, temperature=0.9, seed=4)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in IMAGE_MODELS if not name.startswith("llamagen")])
@@ -320,20 +324,24 @@ def test_grids_and_prompts_of_every_family(name: str) -> None:
     prompts = [*request.pop("prompts"), *IMAGE_MODELS[name][1]["prompts"][::-1]]
     if "negative_prompt" in request:
         request["negative_prompt"] = request["negative_prompt"][0]
-    same(*both(family(name), prompts, batch_size=3, seed=1, guidance_scale=2.0, **request))
+    assert_same_images(*generate_both_ways(family(name), prompts, batch_size=3, seed=1, guidance_scale=2.0, **request))
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_captions_move_with_their_rows(scale: float) -> None:
-    same(*both(family("llamagen-t2i"), CAPTIONS, batch_size=2, sampler="jacobi", guidance_scale=scale, seed=1))
+    assert_same_images(
+        *generate_both_ways(
+            family("llamagen-t2i"), CAPTIONS, batch_size=2, sampler="jacobi", guidance_scale=scale, seed=1
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["maskgit", "recap", "halton", "threshold", "wino"])
 def test_masked_pictures_are_those_of_the_whole_list(masked: MaskedImageModel, name: str) -> None:
     request = {"sampler": name, "guidance_scale": 2.0, "temperature": 1.0, "seed": 4}
     request |= {"steps": 4} if samplers.registry.get(name).uses_steps else {}
-    outs, whole = both(masked, CLASSES, batch_size=3, **request)
-    same(outs, whole, accepted=name != "wino")  # wino remasks tokens
+    outs, whole = generate_both_ways(masked, CLASSES, batch_size=3, **request)
+    assert_same_images(outs, whole, accepted=name != "wino")  # wino remasks tokens
     assert all(out.accepted.sum() == outs[0].grid.length for out in outs)
     with pytest.raises(ValueError, match="not written in order"):
         outs[0].steps  # noqa: B018
@@ -393,7 +401,7 @@ def test_rows_that_give_way_to_memory_begin_anew(llamagen: LlamaGenModel, kind: 
     model = hurt(plain, last=4, error=torch.OutOfMemoryError("CUDA out of memory"))
     outs = list(generate_many(model, prompts, batch_size=4, seed=4, output_type="pt", sampler="jacobi"))
     given = {plain.conditions: prompts, "seed": 4, "output_type": "pt", "sampler": "jacobi"}
-    same(outs, generate_images(plain, **given))
+    assert_same_images(outs, generate_images(plain, **given))
 
 
 def test_max_memory_says_how_many_rows_are_decoded(llamagen: LlamaGenModel) -> None:

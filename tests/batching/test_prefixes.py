@@ -19,7 +19,7 @@ from paradec.models.adapter import Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
 BLOCKS = {"topology": "block_causal"}
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "causal": {"sampler": "sjd", "max_new_tokens": 9},
     "pool": {"sampler": paradec.samplers.create("jacobi", pool=4), "max_new_tokens": 9},
     "tree": {"sampler": "tree", "max_new_tokens": 9},
@@ -37,9 +37,9 @@ def model_of(name: str) -> Model:
     return tiny(2, **BLOCKS)
 
 
-@pytest.fixture(scope="module", params=ASKED)
+@pytest.fixture(scope="module", params=REQUESTS)
 def case(request: pytest.FixtureRequest) -> tuple[Model, dict[str, Any]]:
-    request_ = dict(ASKED[request.param])
+    request_ = dict(REQUESTS[request.param])
     if request.param == "tree":
         drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
         request_["sampler"] = paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
@@ -71,7 +71,7 @@ def test_answers_are_those_without(case: tuple[Model, dict[str, Any]], drawn: tu
 @settings(max_examples=250, deadline=None)
 @given(drawn=CONVERSATIONS)
 def test_answers_of_500_conversations_are_those_without(name: str, drawn: tuple[Any, ...]) -> None:
-    check_equal((model_of(name), ASKED[name]), *drawn)
+    check_equal((model_of(name), REQUESTS[name]), *drawn)
 
 
 def check_equal(
@@ -88,7 +88,7 @@ def check_equal(
     for at, (earlier, kept, more) in enumerate(shape):
         prompts.append(prompts[earlier % len(prompts)][:kept] + words(at, more + 1))
     request = {**request_, "temperature": temperature or 0.0, "seed": 5, "logprobs": 1}
-    found = []
+    outputs = []
     for memory in (0, budget):
         with Batch(model, batch_size=rows, prefix_memory=memory, **request) as batch:
             tickets = [batch.add(prompt) for prompt in prompts]
@@ -98,8 +98,8 @@ def check_equal(
                 batch.cancel(tickets[at % len(tickets)])
             drain(batch)
             assert batch.prefixes is None or batch.prefixes.nbytes <= budget
-        found.append([ticket.output for ticket in tickets])
-    for plain, output in zip(*found, strict=True):
+        outputs.append([ticket.output for ticket in tickets])
+    for plain, output in zip(*outputs, strict=True):
         assert isinstance(output.error, Cancelled) == isinstance(plain.error, Cancelled)
         if plain.error is None:
             assert torch.equal(output.sequences, plain.sequences)
@@ -108,13 +108,13 @@ def check_equal(
 
 
 def conversation(batch: Batch, turns: int = 3) -> list[Any]:
-    said, outputs = words(1, 12), []
+    prompt, outputs = words(1, 12), []
     for turn in range(turns):
-        ticket = batch.add(said)
+        ticket = batch.add(prompt)
         drain(batch)
         assert ticket.output is not None and ticket.output.error is None
         outputs.append(ticket.output)
-        said = ticket.output.sequences[0].tolist() + words(10 + turn, 3)
+        prompt = ticket.output.sequences[0].tolist() + words(10 + turn, 3)
     return outputs
 
 
@@ -148,7 +148,7 @@ def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
 @pytest.mark.parametrize("name", ["causal", "block"])
 def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: str) -> None:
     model, prompt = model_of(name), words(3, 34)
-    with Batch(model, batch_size=3, prefix_memory=10**6, **ASKED[name]) as batch:
+    with Batch(model, batch_size=3, prefix_memory=10**6, **REQUESTS[name]) as batch:
         first = batch.add(prompt, max_new_tokens=40)
         batch.step()
         second = batch.add(prompt + words(1, 2))

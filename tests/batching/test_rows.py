@@ -62,19 +62,19 @@ EVERY = [
 ]
 
 
-def some() -> set[tuple[str, str, str]]:
-    found = set()
+def covering_entries() -> set[tuple[str, str, str]]:
+    entries = set()
     for index, name in enumerate(MASKED):
         fitting = [entry for entry in EVERY if entry[0] == name]
-        found.add(fitting[index * 7 % len(fitting)])
+        entries.add(fitting[index * 7 % len(fitting)])
     for index, name in enumerate(caches.names()):
-        if not any(entry[1] == name for entry in found):
+        if not any(entry[1] == name for entry in entries):
             fitting = [entry for entry in EVERY if entry[1] == name]
-            found.add(fitting[index * 5 % len(fitting)])
-    return found
+            entries.add(fitting[index * 5 % len(fitting)])
+    return entries
 
 
-SOME = some()
+SOME = covering_entries()
 
 
 @pytest.fixture(scope="module")

@@ -440,7 +440,7 @@ HOLES_CORNERS = [
     [4, MASK],
     [9, *[MASK] * 11, 2, 2, MASK, 3],
 ]
-ASKED: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_early_stop": False, "seed": 3}
+REQUEST: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_early_stop": False, "seed": 3}
 
 
 def rows_of(out: Any) -> list[list[int]]:
@@ -458,7 +458,7 @@ def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str
 @pytest.mark.parametrize("new", [1, 3, NEW_CORNERS])
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_rows_of_unequal_lengths_do_not_depend_on_the_batch(cache: str, window: Any, new: int) -> None:
-    request = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
+    request = REQUEST | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
     model = tiny(2)
     assert_alone(paradec.generate(model, ROWS_CORNERS, **request), model, ROWS_CORNERS, request)
 
@@ -468,7 +468,7 @@ def test_rows_of_unequal_lengths_do_not_depend_on_the_batch(cache: str, window: 
 def test_rows_with_holes_do_not_depend_on_the_batch(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
     for new in (0, 9):
-        request = ASKED | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
+        request = REQUEST | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
         out = paradec.generate(model, HOLES_CORNERS, **request)
         assert_alone(out, model, HOLES_CORNERS, request)
         for before, row in zip(HOLES_CORNERS, rows_of(out), strict=True):
@@ -482,7 +482,7 @@ def test_rows_with_holes_do_not_depend_on_the_batch(cache: str, window: Any) -> 
 @pytest.mark.parametrize(("cache", "window"), EACH)
 def test_rows_of_a_refilled_batch_do_not_depend_on_it(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
-    request = {name: value for name, value in ASKED.items() if name != "max_new_tokens"}
+    request = {name: value for name, value in REQUEST.items() if name != "max_new_tokens"}
     request |= {"cache": cache, "suffix": window, "temperature": 0.1}
     rows = [
         ([1, 2, 3], 5), ([4], 20), ([5] * 9, 1), (HOLES_CORNERS[0], 0), ([6, 7], 13), (HOLES_CORNERS[1], 4), ([8], 30),
@@ -502,7 +502,7 @@ def test_rows_of_a_refilled_batch_do_not_depend_on_it(cache: str, window: Any) -
 def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: str) -> None:
     """In a one-layer model keys and values depend only on their token, so only the cost may change."""
     model = tiny(1, prediction=prediction)
-    request = ASKED | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
+    request = REQUEST | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
     rows = [[*range(1, 11), 11], [*range(1, 11), 12, 13], [*range(1, 11), 14, 15, 16]]
     shared = paradec.generate(model, rows, share_prefix=True, **request)
     plain = paradec.generate(model, rows, **request)
@@ -519,7 +519,7 @@ def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_copies_of_a_d2_state_decode_alike(window: Any) -> None:
     model, sampler = tiny(2), samplers.create("threshold", threshold=0.4)
-    state = sampler.start(model, ROWS_CORNERS, cache=caches.create("d2", current_k=3), suffix=window, **ASKED)
+    state = sampler.start(model, ROWS_CORNERS, cache=caches.create("d2", current_k=3), suffix=window, **REQUEST)
     for _ in range(3):
         sampler.commit(state, sampler.step(model, state))
     others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW = 20
-ASKED = {"max_new_tokens": NEW, "block_length": 5, "eos_early_stop": False, "seed": 3}
+REQUEST = {"max_new_tokens": NEW, "block_length": 5, "eos_early_stop": False, "seed": 3}
 PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in trace_head(name)["settings"]]
 NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
@@ -48,7 +48,7 @@ NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 def test_every_step_evaluates_the_positions_of_the_rule(prediction: str, k: int, sigma: float, w: int) -> None:
     model, sampler = tiny(2, prediction=prediction), samplers.create("threshold", threshold=0.4)
     cache = caches.create("d2", current_k=k, sigma=sigma, inflate_w=w)
-    state = sampler.start(model, ROWS, cache=cache, **ASKED)
+    state = sampler.start(model, ROWS, cache=cache, **REQUEST)
     sure: list[dict[int, float]] = [{} for _ in ROWS]
     last: list[set[int]] = [set() for _ in ROWS]
     while not state.done:
@@ -85,7 +85,7 @@ class Everything(D2Cache):
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_evaluating_all_positions_equals_no_cache(prediction: str, suffix: Suffix | None) -> None:
     model = tiny(3, prediction=prediction)
-    request = ASKED | {"sampler": "low_confidence", "suffix": suffix, "temperature": 0.3}
+    request = REQUEST | {"sampler": "low_confidence", "suffix": suffix, "temperature": 0.3}
     cached = paradec.generate(model, ROWS, cache=Everything(), **request)
     plain = paradec.generate(model, ROWS, cache="none", **request)
     assert torch.equal(cached.sequences, plain.sequences)
@@ -94,7 +94,7 @@ def test_evaluating_all_positions_equals_no_cache(prediction: str, suffix: Suffi
 
 def test_a_schedule_takes_more_steps_if_it_grants_more_than_is_evaluated() -> None:
     model = tiny(1)
-    request = ASKED | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
+    request = REQUEST | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
     out = paradec.generate(model, ROWS, **request)
     assert out.row_nfe == [7] * 3 and not (out.sequences[:, -NEW:] == MASK).any()  # 5, then 3 and 2 of each block
 

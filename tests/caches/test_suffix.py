@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW, BLOCK = 20, 4
-ASKED = {"max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False, "seed": 3}
+REQUEST = {"max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False, "seed": 3}
 WITH = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
 FULL = pytest.mark.full
 SOME = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", count=3)]
@@ -29,12 +29,12 @@ def answers(out: Any) -> list[list[int]]:
     return [row[-NEW:].tolist() for row in out.sequences]
 
 
-def kept_of(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
+def masks_in_window(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
     """The masks that remain in the window after a block that ends at `end`, chosen by one random number each."""
     after = list(range(end, min(end + suffix.window, length)))
     if suffix.density == "cut" or not after:
         return after
-    key = torch.as_tensor(row_keys([ASKED["seed"]], [prompt]))
+    key = torch.as_tensor(row_keys([REQUEST["seed"]], [prompt]))
     step = torch.tensor([end - BLOCK])
     numbers = rng.uniform(key, step, torch.tensor([after]), 1, SUFFIX_STREAM)[0, :, 0].tolist()
     if suffix.density == "uniform":
@@ -49,7 +49,7 @@ def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
     row, length = [*prompt, *[MASK] * NEW], len(prompt) + NEW
     for start in range(len(prompt), length, BLOCK):
         end = start + BLOCK
-        present = [*range(end), *kept_of(suffix, prompt, end, length)]
+        present = [*range(end), *masks_in_window(suffix, prompt, end, length)]
         for _ in range(BLOCK):
             ids = torch.tensor([[row[position] for position in present]])
             with torch.no_grad():
@@ -66,9 +66,9 @@ def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
 @pytest.mark.parametrize("suffix", SOME, ids=str)
 def test_suffix_windows_equal_a_plain_loop(suffix: Suffix) -> None:
     model = tiny(2)
-    out = paradec.generate(model, ROWS, sampler="low_confidence", suffix=suffix, **ASKED)
+    out = paradec.generate(model, ROWS, sampler="low_confidence", suffix=suffix, **REQUEST)
     assert answers(out) == [plain_loop(model, prompt, suffix) for prompt in ROWS]
-    assert answers(out) != answers(paradec.generate(model, ROWS, sampler="low_confidence", **ASKED))
+    assert answers(out) != answers(paradec.generate(model, ROWS, sampler="low_confidence", **REQUEST))
 
 
 @pytest.mark.thinned
@@ -78,7 +78,7 @@ def test_suffix_windows_equal_a_plain_loop(suffix: Suffix) -> None:
 def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, prediction: str, window: int) -> None:
     model = tiny(3, prediction=prediction)
     cache = caches.create("vicinity", prefix_look=2, after_look=2, warmup_steps=0) if cache == "vicinity" else cache
-    request = ASKED | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
+    request = REQUEST | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
     plain = paradec.generate(model, ROWS, **request)
     for suffix in (Suffix(window), Suffix(window, "uniform", count=window)):
         out = paradec.generate(model, ROWS, suffix=suffix, **request)
@@ -89,7 +89,7 @@ def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, predicti
 @pytest.mark.parametrize("cache", WITH)
 def test_masks_outside_the_window_are_neither_evaluated_nor_seen(cache: str) -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
-    state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **ASKED)
+    state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **REQUEST)
     left_out = 0
     while not state.done:
         present = state.present.copy()
@@ -120,7 +120,7 @@ def test_given_text_after_the_window_is_context(cache: str) -> None:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 def test_positions_evaluated(cache: str) -> None:
     prompt, new, window = 3, 40, 6
-    request = ASKED | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
+    request = REQUEST | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
     out = paradec.generate(tiny(1), [[1, 2, 3]], **request)
     total = 0
     for start in range(prompt, prompt + new, BLOCK):

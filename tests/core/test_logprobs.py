@@ -22,8 +22,8 @@ ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 MASKED = [
     name for name in samplers.names() if samplers.get(name).family == "masked" and "text" in samplers.get(name).models
 ]
-SAID = [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")]
-SAID = [name for name in SAID if "logprobs" not in samplers.get(name).unsupported]
+WITH_LOGPROBS = [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")]
+WITH_LOGPROBS = [name for name in WITH_LOGPROBS if "logprobs" not in samplers.get(name).unsupported]
 NEW = 12
 
 
@@ -61,7 +61,7 @@ def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> 
         while not state.done:
             queries, steps = sampler.query(state), state.row_step.copy()
             outputs = [model(query) if state.store is None else model(query, state.store) for query in queries]
-            kept = [output.clone() for output in outputs]
+            saved = [output.clone() for output in outputs]
             positions = state.window.positions.clone()
             for row, position, token, _ in sampler.commit(state, sampler.propose(state, outputs, queries)).to_list():
                 if token == MASK:
@@ -69,7 +69,7 @@ def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> 
                     continue
                 expected[row, position] = (
                     token,
-                    *one_softmax(kept, queries, positions, row, position, token, scale),
+                    *one_softmax(saved, queries, positions, row, position, token, scale),
                     steps[row],
                 )
     return state, expected
@@ -93,14 +93,14 @@ def one_softmax(
     raise AssertionError("a position that nothing evaluated was written")
 
 
-def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
+def compare(state: Any, expected: dict[tuple[int, int], Any]) -> None:
     logprobs = state.logprobs
     for row in range(state.batch):
         for position in range(state.canvas.shape[1]):
-            if (row, position) not in said:
+            if (row, position) not in expected:
                 assert logprobs.chosen[row, position].isnan() and logprobs.step[row, position] == -1
                 continue
-            token, expected_logp, ids, values, step = said[row, position]
+            token, expected_logp, ids, values, step = expected[row, position]
             assert state.canvas[row, position] == token or position >= state.end[row]
             assert float(logprobs.chosen[row, position]) == pytest.approx(expected_logp, abs=1e-9)
             assert logprobs.best[row, position].tolist() == pytest.approx(values, abs=1e-9)
@@ -109,7 +109,7 @@ def compare(state: Any, said: dict[tuple[int, int], Any]) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", WITH_LOGPROBS)
 def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
     sampler = samplers.create(name)
     request: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}

@@ -120,8 +120,12 @@ def test_other_sizes_grow_as_the_published() -> None:
 
 
 class Recorded:
-    def __init__(self, said: dict[str, Any]):
-        self.first, self.lists, self.starts = said["first"], said["shuffled_candidates"], list(said["random_starts"])
+    def __init__(self, record: dict[str, Any]):
+        self.first, self.lists, self.starts = (
+            record["first"],
+            record["shuffled_candidates"],
+            list(record["random_starts"]),
+        )
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
         chosen = np.array(self.lists[step - 1])
@@ -163,9 +167,9 @@ def test_equal_neighbourhoods_are_ties() -> None:
         assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=known)[4] == cell
 
 
-def made(sampler: Any, **request: Any) -> Any:
-    given = {"class_labels": [1, 2], "seed": 4, "output_type": "latent"}
-    return paradec.generate_images(tiny_masked_image(), sampler=sampler, **(given | request))
+def generate_codes(sampler: Any, **request: Any) -> Any:
+    defaults = {"class_labels": [1, 2], "seed": 4, "output_type": "latent"}
+    return paradec.generate_images(tiny_masked_image(), sampler=sampler, **(defaults | request))
 
 
 def written(out: Any, row: int) -> list[list[int]]:
@@ -209,9 +213,9 @@ def test_a_given_part_is_decided_from_the_start() -> None:
 
 
 def test_orders_of_rows_do_not_depend_on_the_batch() -> None:
-    both = made("lpd", steps=5, seed=[4, 5], temperature=1.0)
+    both = generate_codes("lpd", steps=5, seed=[4, 5], temperature=1.0)
     for row, label in enumerate((1, 2)):
-        alone = made("lpd", steps=5, seed=4 + row, class_labels=label, temperature=1.0)
+        alone = generate_codes("lpd", steps=5, seed=4 + row, class_labels=label, temperature=1.0)
         assert torch.equal(alone.codes[0], both.codes[row])
 
 

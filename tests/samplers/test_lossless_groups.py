@@ -22,7 +22,7 @@ from paradec.samplers.pictures.groups import Groups
 from paradec.samplers.start import row_keys
 
 
-def made(seed: int, **sizes: Any) -> LPDModel:
+def random_lpd(seed: int, **sizes: Any) -> LPDModel:
     """A random network in which attention and the class have a strong influence. sizes: fields of `LPDConfig`."""
     torch.manual_seed(seed)
     module = LPD(LPDConfig(**sizes)).double()
@@ -35,9 +35,9 @@ def made(seed: int, **sizes: Any) -> LPDModel:
 
 
 MODELS: dict[str, Callable[[], LPDModel]] = {
-    "tiny": lambda: made(2, dim=16, n_layer=2, n_head=2, grid=4, vocab_size=32, num_classes=5),
-    "square": lambda: made(3, dim=8, n_layer=2, n_head=2, grid=3, vocab_size=6, num_classes=2),
-    "deep": lambda: made(5, dim=12, n_layer=3, n_head=3, grid=4, vocab_size=20, num_classes=4, inner=10),
+    "tiny": lambda: random_lpd(2, dim=16, n_layer=2, n_head=2, grid=4, vocab_size=32, num_classes=5),
+    "square": lambda: random_lpd(3, dim=8, n_layer=2, n_head=2, grid=3, vocab_size=6, num_classes=2),
+    "deep": lambda: random_lpd(5, dim=12, n_layer=3, n_head=3, grid=4, vocab_size=20, num_classes=4, inner=10),
 }
 
 
@@ -92,7 +92,7 @@ def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
 @pytest.mark.thinned
 @pytest.mark.parametrize("verify", ["jacobi", "sjd", pytest.param("scd", marks=pytest.mark.full)])
 def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
-    model = made(1, dim=8, n_layer=2, n_head=2, grid=2, vocab_size=3, num_classes=2)
+    model = random_lpd(1, dim=8, n_layer=2, n_head=2, grid=2, vocab_size=3, num_classes=2)
     order, count = torch.tensor([2, 0, 3, 1]), 2_000
     expected = torch.zeros(81, dtype=torch.float64)
     for number, codes in enumerate(itertools.product(range(3), repeat=4)):
@@ -140,7 +140,7 @@ def test_traces_and_what_is_counted() -> None:
         guidance_scale=1.0,
     )
     assert out.recorded_trace is not None and len(out.images) == 2
-    assert sum(made.sum() for made in out.accepted) == 32
+    assert sum(counts.sum() for counts in out.accepted) == 32
     assert sorted(at for step in out.trace.steps for row, at, *_ in step.commits if row == 0) == list(range(1, 17))
     assert out.trace.steps[0].forwarded == [17, 17] and len(out.trace.steps) == max(out.row_nfe)
 
@@ -156,7 +156,7 @@ def test_orders_are_those_of_the_groups() -> None:
 
 
 def test_logits_that_are_not_finite_and_settings() -> None:
-    broken = made(3, dim=8, n_layer=1, n_head=1, grid=3, vocab_size=6, num_classes=2)
+    broken = random_lpd(3, dim=8, n_layer=1, n_head=1, grid=3, vocab_size=6, num_classes=2)
     broken.module.mask_token.data[0, 0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
         paradec.generate_images(broken, class_labels=0, sampler=Groups(lossless=True), output_type="latent")

@@ -57,7 +57,7 @@ PICTURES = [name for name in METHODS if not name.startswith("taylorseer")]
 """Methods that `generate_images` supports."""
 
 
-def started(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
+def start_method(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
     make, load, fields = METHODS[name]
     sampler, model, rows = make(), load(), [0, 1, 2] if rows is None else rows
     labels, request = [LABELS[row] for row in rows], {"guidance_scale": 2.0} | fields
@@ -68,35 +68,35 @@ def started(name: str, rows: list[int] | None = None) -> tuple[Any, Any, Any]:
     return sampler, model, state
 
 
-def decided(state: Any) -> Tensor:
+def result_of(state: Any) -> Tensor:
     return state.latent if hasattr(state, "latent") else state.tokens
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
-    sampler, model, state = started(name)
-    together = decided(decode(sampler, model, state))
+    sampler, model, state = start_method(name)
+    together = result_of(decode(sampler, model, state))
     for row in (0, 1):
-        sampler, model, state = started(name, [row])
-        torch.testing.assert_close(decided(decode(sampler, model, state))[0], together[row], atol=1e-9, rtol=1e-9)
+        sampler, model, state = start_method(name, [row])
+        torch.testing.assert_close(result_of(decode(sampler, model, state))[0], together[row], atol=1e-9, rtol=1e-9)
     assert not torch.equal(together[0], together[2]), "a row of the same label and seed draws for itself"
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_step_repeated_is_the_step_and_a_commit_writes_its_positions(name: str) -> None:
-    sampler, model, state = started(name)
+def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str) -> None:
+    sampler, model, state = start_method(name)
     stream = torch.get_rng_state()
     with torch.inference_mode():
         while not state.done:
             before = copy.deepcopy(state_values(state))
-            first, again = sampler.step(model, state), sampler.step(model, state)
-            assert torch.equal(first.values, again.values) and first.kind == again.kind
+            first, second = sampler.step(model, state), sampler.step(model, state)
+            assert torch.equal(first.values, second.values) and first.kind == second.kind
             assert same_values(before, state_values(state)) and torch.equal(torch.get_rng_state(), stream)
-            was = decided(state).clone()
-            commit = sampler.commit(state, again)
+            was = result_of(state).clone()
+            commit = sampler.commit(state, second)
             if not name.startswith(("taylorseer", "distilled")):  # these write everything again
-                changed = (decided(state) != was).flatten(2).any(-1) if was.ndim > 2 else decided(state) != was
+                changed = (result_of(state) != was).flatten(2).any(-1) if was.ndim > 2 else result_of(state) != was
                 assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
             with pytest.raises(ValueError, match="earlier state"):
                 sampler.commit(state, first)
@@ -107,14 +107,14 @@ def test_a_step_repeated_is_the_step_and_a_commit_writes_its_positions(name: str
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
 )
-def test_copies_go_on_by_themselves(name: str, copied: Callable[[Any], Any]) -> None:
-    sampler, model, state = started(name)
+def test_copies_are_independent(name: str, copied: Callable[[Any], Any]) -> None:
+    sampler, model, state = start_method(name)
     sampler.commit(state, sampler.step(model, state))
     twins = copied(sampler), copied(model), copied(state)
-    before = decided(state).clone()
-    tokens = decided(decode(*twins))
-    assert torch.equal(decided(state), before)
-    assert torch.equal(tokens, decided(decode(sampler, model, state)))
+    before = result_of(state).clone()
+    tokens = result_of(decode(*twins))
+    assert torch.equal(result_of(state), before)
+    assert torch.equal(tokens, result_of(decode(sampler, model, state)))
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,14 @@ def test_copies_go_on_by_themselves(name: str, copied: Callable[[Any], Any]) -> 
     ],
 )
 def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str, broken: str, message: str) -> None:
-    sampler, model, state = copy.deepcopy(started(name))
+    sampler, model, state = copy.deepcopy(start_method(name))
     if broken == "model":
         sampler.commit(state, sampler.step(model, state))
     part = model if broken == "model" else getattr(sampler, broken)
     for parameter in part.module.parameters():
         parameter.data.fill_(torch.nan)
     for _ in range(4):
-        before, index = decided(state).clone(), state.index
+        before, index = result_of(state).clone(), state.index
         try:
             sampler.commit(state, sampler.step(model, state))
         except FloatingPointError as error:
@@ -147,7 +147,7 @@ def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str,
             break
     else:
         pytest.fail("nothing was said")
-    assert torch.equal(decided(state), before) and state.index == index
+    assert torch.equal(result_of(state), before) and state.index == index
 
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # whose pictures are features
@@ -173,7 +173,7 @@ def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> No
 
 @pytest.mark.parametrize("name", ["mar", "cspd", *(name for name in PICTURES if name.startswith("distilled"))])
 def test_networks_of_narrow_types_decode(name: str) -> None:
-    sampler, model, _ = copy.deepcopy(started(name))
+    sampler, model, _ = copy.deepcopy(start_method(name))
     model.module.bfloat16()
     for part in ("teacher", "drafter", "draft"):
         if getattr(sampler, part, None) is not None:

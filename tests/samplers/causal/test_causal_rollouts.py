@@ -20,8 +20,8 @@ from paradec.samplers import create
 from paradec.samplers.causal.trees import DynamicTree
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
-GIVEN: dict[str, Any] = {"max_new_tokens": 8, "rollout": True}
-DRAWN = GIVEN | {"temperature": 0.7, "seed": 3, "sampler": "sjd"}
+ROLLOUT: dict[str, Any] = {"max_new_tokens": 8, "rollout": True}
+DRAWN = ROLLOUT | {"temperature": 0.7, "seed": 3, "sampler": "sjd"}
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def test_recorded_log_probabilities_are_replayed_and_equal_the_module_s(name: st
         sampler = method(name, causal(1, dtype))
         for request in SETTINGS if tolerance < 1e-9 else SETTINGS[:1]:
             temperature = request["temperature"]
-            output = paradec.generate(model, ROWS, sampler=sampler, seed=3, **GIVEN, **request)
+            output = paradec.generate(model, ROWS, sampler=sampler, seed=3, **ROLLOUT, **request)
             rollout, tolerances = output.rollout, {"equal_nan": True, "rtol": 0, "atol": tolerance}
             with torch.no_grad():
                 replayed = paradec.replay(model, rollout).double()
@@ -161,7 +161,7 @@ def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
 def test_nemotron_s_causal_mode() -> None:
     model = paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", dtype="float64", topology="causal")
     rollout = paradec.generate(
-        model, [[3, 1, 2], [5]], sampler="self_speculative", temperature=1.0, seed=0, **GIVEN
+        model, [[3, 1, 2], [5]], sampler="self_speculative", temperature=1.0, seed=0, **ROLLOUT
     ).rollout
     assert_replayed(model, rollout)
     with pytest.raises(ValueError, match="rollout is of .*, not of"):

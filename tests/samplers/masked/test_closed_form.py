@@ -24,19 +24,19 @@ TOKENS = range(6)
 HOLE = 6
 FIRST_TASK = 7  # a prompt is one token, the id of its task
 
-GIVEN = (0, 1, 2, 3, 4)  # the tokens of a list; 5 is the new one
+LIST = (0, 1, 2, 3, 4)  # the tokens of a list; 5 is the new one
 
 
 def tasks() -> dict[str, list[tuple[int, ...]]]:
     """The right answers of each task, all equally likely and N tokens long."""
-    four, three = GIVEN[:4], GIVEN[:3]
+    four, three = LIST[:4], LIST[:3]
     return {
         "copy": [four],
         "shuffle": [order for order in itertools.permutations(four) if order != four],
         "permutation": list(itertools.permutations(four)),
         "replace_random": [(*four[:i], 5, *four[i + 1 :]) for i in range(N)],
         "insert_random": [(*three[:i], 5, *three[i:]) for i in range(N)],
-        "remove_random": [GIVEN[:i] + GIVEN[i + 1 :] for i in range(N + 1)],
+        "remove_random": [LIST[:i] + LIST[i + 1 :] for i in range(N + 1)],
     }
 
 

@@ -19,9 +19,9 @@ from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
-GIVEN: dict[str, Any] = {"max_new_tokens": 10, "rollout": True}
-DRAWN = GIVEN | {"temperature": 0.7, "seed": 3}
-BACK = ["wino", "saber", "editing"]
+ROLLOUT: dict[str, Any] = {"max_new_tokens": 10, "rollout": True}
+DRAWN = ROLLOUT | {"temperature": 0.7, "seed": 3}
+REVISING = ["wino", "saber", "editing"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def blocks() -> Model:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", ["threshold", "low_confidence", "credit", "klass", "random", *BACK])
+@pytest.mark.parametrize("name", ["threshold", "low_confidence", "credit", "klass", "random", *REVISING])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_rollouts_contain_every_write(name: str, topology: str, model: Model, blocks: Model) -> None:
     wrapped = model if topology == "bidirectional" else blocks
@@ -47,7 +47,7 @@ def test_rollouts_contain_every_write(name: str, topology: str, model: Model, bl
         assert torch.equal(is_decided | (state.rollout.steps == -1), state.rollout.tokens != MASK)
         back.add(bool((commit.values[commit.selected] == MASK).any()))
 
-    output = paradec.generate(wrapped, ROWS, sampler=name, trace=True, callback=sound, **GIVEN, **more)
+    output = paradec.generate(wrapped, ROWS, sampler=name, trace=True, callback=sound, **ROLLOUT, **more)
     rollout = output.rollout
     assert True in back or name != "saber" or wrapped is blocks
     assert rollout.tokens.shape[1] == (20 if wrapped is blocks else 17)  # the last block is complete
@@ -77,7 +77,7 @@ def test_rollouts_contain_every_write(name: str, topology: str, model: Model, bl
 
 def test_rollouts_keep_tokens_after_an_end() -> None:
     ending = tiny(2, ends=tuple(range(0, MASK, 3)))
-    output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **GIVEN)
+    output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **ROLLOUT)
     rollout, row = output.rollout, output.finished.index(True)
     is_decided, is_in_answer = rollout.decided[row], output.logprobs.step[row] >= 0
     decided = read_last_writes(output)[row]
@@ -89,14 +89,15 @@ def test_rollouts_keep_tokens_after_an_end() -> None:
         rollout.logp[row, len(ROWS[row]) :][: len(chosen)][is_in_answer[-10:]], chosen[is_in_answer[-10:]]
     )
     assert output.logprobs.best.shape[-1] == 2
-    assert paradec.generate(ending, ROWS, **GIVEN).logprobs.count == 0
+    assert paradec.generate(ending, ROWS, **ROLLOUT).logprobs.count == 0
 
 
 @pytest.mark.parametrize("name", ["threshold", "saber"])
 def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) -> None:
     together = paradec.generate(model, ROWS * 2, sampler=name, **DRAWN).rollout
     outputs = sorted(
-        paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN), key=lambda output: output.index
+        paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN),
+        key=lambda output: output.index,
     )
     for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
@@ -147,11 +148,11 @@ def test_an_interrupted_rollout_keeps_the_decided_tokens(model: Model) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(paradec.Interrupted) as caught:
-        paradec.generate(model, ROWS, sampler="low_confidence", callback=stop, **GIVEN)
+        paradec.generate(model, ROWS, sampler="low_confidence", callback=stop, **ROLLOUT)
     rollout = caught.value.output.rollout
     assert rollout.decided.sum() == 6 and (rollout.step_map == -2).sum() == 24
     assert (rollout.tokens[rollout.step_map == -2] == MASK).all()
-    ended = paradec.generate(model, ROWS, sampler="low_confidence", callback=lambda state, _: True, **GIVEN)
+    ended = paradec.generate(model, ROWS, sampler="low_confidence", callback=lambda state, _: True, **ROLLOUT)
     assert ended.rollout.decided.sum() == 3
 
 
@@ -204,10 +205,10 @@ APPROXIMATE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_approximations_are_named(name: str, model: Model) -> None:
     rows = [[3, 5, 7, 9], [3, 5, 7, 1]]
-    rollout = paradec.generate(model, rows, sampler="low_confidence", **GIVEN, **APPROXIMATE[name]).rollout
+    rollout = paradec.generate(model, rows, sampler="low_confidence", **ROLLOUT, **APPROXIMATE[name]).rollout
     assert rollout.approximation is not None and rollout.approximation.startswith(name) and not rollout.exact
     assert f"with {rollout.approximation}" in repr(rollout)
-    assert paradec.generate(model, rows, **GIVEN).rollout.exact
+    assert paradec.generate(model, rows, **ROLLOUT).rollout.exact
 
 
 def test_holes_are_recorded(model: Model) -> None:

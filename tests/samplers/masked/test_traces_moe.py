@@ -38,10 +38,10 @@ def names(method: str) -> list[str]:
     return sorted(f"{method}/{path.stem}" for path in (TRACES / method).glob("*.json"))
 
 
-def some(found: list[str], among: str = "") -> list[Any]:
+def covering_cases(file_names: list[str], among: str = "") -> list[Any]:
     """One case of a few files that cover every setting; all others are marked `full`. among: part of the names."""
-    first = select_covering_traces([name for name in found if among in name], together=1, load=head_of)
-    others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in found]
+    first = select_covering_traces([name for name in file_names if among in name], together=1, load=head_of)
+    others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in file_names]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
 
 
@@ -146,7 +146,7 @@ def assert_decided(canvas: list[int], final: list[int], mask: int) -> None:
     assert all(token in (mask, ours) for ours, token in zip(canvas, final, strict=False))
 
 
-def decided(calls: Calls) -> Calls:
+def without_idle_calls(calls: Calls) -> Calls:
     return [call for call in calls if call[0] or call[1]]
 
 
@@ -170,7 +170,9 @@ def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[
     return sampler, request | {"steps": steps * blocks}
 
 
-@pytest.mark.parametrize(("name", "numbers"), [*some(names("llada20_generate")), *some(names("llada21_generate"))])
+@pytest.mark.parametrize(
+    ("name", "numbers"), [*covering_cases(names("llada20_generate")), *covering_cases(names("llada21_generate"))]
+)
 def test_llada2(name: str, numbers: slice) -> None:
     trace = trace_of(name)
     settings, edits, is_editing = trace["settings"], 0, name.startswith("llada21")
@@ -183,7 +185,7 @@ def test_llada2(name: str, numbers: slice) -> None:
             ((calls, canvas),) = run(model, sampler, [prompt], new, len(case["steps"]), draws_of(case), **request)
             if is_editing and settings["editing_threshold"] > 1:
                 assert all(call in theirs for call in calls)
-                theirs = decided(theirs)
+                theirs = without_idle_calls(theirs)
             same_calls(calls, theirs, where)
             assert_decided(canvas, case["final_ids"][0], trace["mask_id"])
             answer = cut(canvas[len(prompt) : len(prompt) + new], end)
@@ -197,7 +199,9 @@ def test_llada2(name: str, numbers: slice) -> None:
         assert edits or settings["editing_threshold"] > 0.8 or settings.get("max_post_steps") == 0
 
 
-@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_generate") + names("llada21_generate"), "early"))
+@pytest.mark.parametrize(
+    ("name", "numbers"), covering_cases(names("llada20_generate") + names("llada21_generate"), "early")
+)
 def test_ends(name: str, numbers: slice) -> None:
     """With early stop, the default, answers equal the references' cut answers, without additional calls."""
     trace = trace_of(name)
@@ -215,7 +219,7 @@ def test_ends(name: str, numbers: slice) -> None:
             assert out.nfe <= case["nfe"] or end in prompt, f"{name}, case {number}"
 
 
-@pytest.mark.parametrize(("name", "numbers"), some(names("llada20_batch")))
+@pytest.mark.parametrize(("name", "numbers"), covering_cases(names("llada20_batch")))
 def test_batches(name: str, numbers: slice) -> None:
     """Three rows of one length. In the reference they wait for each other at the end of a block; ours do not."""
     trace = trace_of(name)
@@ -227,11 +231,11 @@ def test_batches(name: str, numbers: slice) -> None:
             single = {"block_length": settings["block_size"], "steps": settings["steps_per_block"], "gen_length": new}
             sampler, request = llada2(name, single | {"threshold": settings["threshold"]}, len(prompts[0]))
             for row, (calls, canvas) in enumerate(run(model, sampler, prompts, new, **request)):
-                assert calls == decided(their_calls(case, row)), f"{name}, case {number}, row {row}"
+                assert calls == without_idle_calls(their_calls(case, row)), f"{name}, case {number}, row {row}"
                 assert canvas == case["final_ids"][row]
 
 
-@pytest.mark.parametrize(("name", "numbers"), some(names("diffusers_pipeline")))
+@pytest.mark.parametrize(("name", "numbers"), covering_cases(names("diffusers_pipeline")))
 @pytest.mark.parametrize("cache", [None, "block"])
 def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
     from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
@@ -254,7 +258,7 @@ def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
             assert sequences == [row[begin : begin + settings["gen_length"]] for row in case["final_ids"]]
 
 
-@pytest.mark.parametrize(("name", "numbers"), some(names("llada_moe_generate")))
+@pytest.mark.parametrize(("name", "numbers"), covering_cases(names("llada_moe_generate")))
 def test_llada_moe(name: str, numbers: slice) -> None:
     trace = trace_of(name)
     settings, model = trace["settings"], model_of(trace, None)
@@ -268,7 +272,7 @@ def test_llada_moe(name: str, numbers: slice) -> None:
                 assert canvas == case["final_ids"][row]
 
 
-@pytest.mark.parametrize(("name", "numbers"), some(names("sdar_generate")))
+@pytest.mark.parametrize(("name", "numbers"), covering_cases(names("sdar_generate")))
 def test_sdar_moe(name: str, numbers: slice) -> None:
     """Positions that SDAR's rules fill, with the reference's tokens. The sequential rule is imitated by scores."""
     trace = trace_of(name)

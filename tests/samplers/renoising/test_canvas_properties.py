@@ -63,11 +63,11 @@ def test_the_rules_for_canvases_are_listed() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "rows"), [*((name, ROWS) for name in METHODS), (METHODS[0], [ROWS[1], *HOLED])])
 def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]]) -> None:
-    own, method = model(), sampler(name)
+    wrapped, method = model(), sampler(name)
     request = {"sampler": method, "seed": [1, 2, 3, 4][: len(rows)], "max_new_tokens": 40}
-    out = paradec.generate(own, rows, **request)
+    out = paradec.generate(wrapped, rows, **request)
     for row, prompt in enumerate(rows):
-        alone = paradec.generate(own, prompt, **request | {"seed": row + 1})
+        alone = paradec.generate(wrapped, prompt, **request | {"seed": row + 1})
         assert torch.equal(alone.new_tokens[0], out.new_tokens[row])
         assert (alone.denoising_calls, alone.encoder_calls, alone.tokens) == (
             [out.denoising_calls[row]],
@@ -79,8 +79,8 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str) -> None:
-    own, method = model(), sampler(name)
-    state = method.start(own, HOLED, seed=3, max_new_tokens=20, trace=True)
+    wrapped, method = model(), sampler(name)
+    state = method.start(wrapped, HOLED, seed=3, max_new_tokens=20, trace=True)
     given, before = state.given.clone(), state.canvas.clone()
     steps, column = np.zeros(state.batch, int), torch.arange(state.canvas.shape[1])
     total = int((~given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
@@ -88,9 +88,9 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
         start, final = state.block_start.copy(), ~state.undecided
         assert state.progress[0] < state.progress[1] == total
         was = copy.deepcopy(state_values(state))
-        proposal = method.step(own, state)
-        again = method.step(own, state)
-        assert torch.equal(proposal.values, again.values) and torch.equal(proposal.logits, again.logits)
+        proposal = method.step(wrapped, state)
+        second = method.step(wrapped, state)
+        assert torch.equal(proposal.values, second.values) and torch.equal(proposal.logits, second.logits)
         assert same_values(state_values(state), was)
         commit = method.commit(state, proposal)
         state.trace.steps.append(TraceStep(commit.to_list(), proposal.cost.forwarded.tolist(), commit.kind))
@@ -120,10 +120,10 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", KEEPS)
 def test_a_masked_sampler_named_for_such_a_model_is_its_rule(name: str) -> None:
-    own = model()
+    wrapped = model()
     request = {"seed": 5, "max_new_tokens": CANVAS, "steps": 4}
-    by_name = paradec.generate(own, ROWS[0], sampler=name, **request)
-    as_rule = paradec.generate(own, ROWS[0], sampler=samplers.create("canvas", rule=name), **request)
+    by_name = paradec.generate(wrapped, ROWS[0], sampler=name, **request)
+    as_rule = paradec.generate(wrapped, ROWS[0], sampler=samplers.create("canvas", rule=name), **request)
     assert torch.equal(by_name.new_tokens, as_rule.new_tokens) and by_name.denoising_calls == as_rule.denoising_calls
 
 
@@ -147,26 +147,30 @@ def test_draws_invert_the_distribution_function(vocab: int) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("wait", [0, 1, 4])
 def test_waiting_for_other_rows_changes_only_counts(wait: int) -> None:
-    own = model(ends=())
+    wrapped = model(ends=())
     rows = ROWS * 2
-    first = paradec.generate(own, rows, sampler=sampler("diffusion_gemma", encode_wait=0), seed=7, max_new_tokens=48)
-    other = paradec.generate(own, rows, sampler=sampler("diffusion_gemma", encode_wait=wait), seed=7, max_new_tokens=48)
+    first = paradec.generate(
+        wrapped, rows, sampler=sampler("diffusion_gemma", encode_wait=0), seed=7, max_new_tokens=48
+    )
+    other = paradec.generate(
+        wrapped, rows, sampler=sampler("diffusion_gemma", encode_wait=wait), seed=7, max_new_tokens=48
+    )
     assert torch.equal(first.new_tokens, other.new_tokens)
     assert first.denoising_calls == other.denoising_calls and first.encoder_calls == other.encoder_calls == [3] * 8
 
 
 def test_waiting_makes_fewer_calls() -> None:
-    own, rows = model(ends=()), ROWS * 2
+    wrapped, rows = model(ends=()), ROWS * 2
     calls, longest = [], []
     for wait in (0, 2, 50):
         method, encodings = sampler("entropy_threshold", max_denoising_steps=24, encode_wait=wait), 0
-        state, waited = method.start(own, rows, seed=7, max_new_tokens=32), [np.zeros(8, int)]
+        state, waited = method.start(wrapped, rows, seed=7, max_new_tokens=32), [np.zeros(8, int)]
         while not state.done:
             queries = method.query(state)
             encodings += queries[0].kind == "encode"
             absent = state.running & ~np.isin(np.arange(8), queries[-1].rows)
             waited.append((waited[-1] + 1) * absent)
-            method.commit(state, method.step(own, state))
+            method.commit(state, method.step(wrapped, state))
         calls.append(encodings)
         longest.append(np.max(waited))
     assert calls[0] > calls[1] >= calls[2] == 2
@@ -176,9 +180,9 @@ def test_waiting_makes_fewer_calls() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("new", [1, 5, CANVAS, CANVAS + 1])
 def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
-    own, method = model(ends=()), sampler("diffusion_gemma")
-    whole = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
-    out = paradec.generate(own, ROWS, sampler=method, seed=4, max_new_tokens=new)
+    wrapped, method = model(ends=()), sampler("diffusion_gemma")
+    whole = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
+    out = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=new)
     assert torch.equal(out.new_tokens, whole[:, :new])
     assert out.tokens == [new] * 4 and out.finished == [False] * 4
     on = paradec.generate(model(), ROWS, sampler=method, seed=4, max_new_tokens=new, eos_early_stop=False)
@@ -186,11 +190,12 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
 
 
 def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, method = model(), sampler("diffusion_gemma")
-    whole = paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
+    wrapped, method = model(), sampler("diffusion_gemma")
+    whole = paradec.generate(wrapped, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20)
     monkeypatch.setattr(base, "PIECE", 3 * GEMMA_VOCAB)
     assert torch.equal(
-        paradec.generate(own, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20).new_tokens, whole.new_tokens
+        paradec.generate(wrapped, ROWS, sampler=method, seed=6, max_new_tokens=40, top_k=20).new_tokens,
+        whole.new_tokens,
     )
 
 
@@ -206,19 +211,19 @@ def test_infill_keeps_what_was_given() -> None:
 
 def test_holes_in_text() -> None:
     tokenizer = byte_level_tokenizer()
-    own = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer)
-    out = paradec.infill(own, "one <mask:2> three<mask>", sampler=sampler("diffusion_gemma"), seed=0)
+    wrapped = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer)
+    out = paradec.infill(wrapped, "one <mask:2> three<mask>", sampler=sampler("diffusion_gemma"), seed=0)
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("one", " three"))
     ids = out.sequences[0].tolist()
     assert ids[: len(before)] == before and ids[len(before) + 2 : -1] == after
     assert out.filled[0].sum() == 3 and len(out.fills) == 2
     with pytest.raises(ValueError, match="begins with a hole"):
-        paradec.infill(own, "<mask> three")
+        paradec.infill(wrapped, "<mask> three")
 
 
 def test_a_prefix_is_exact() -> None:
-    own, method = model(), sampler("diffusion_gemma")
-    first = paradec.generate(own, ROWS, sampler=method, seed=2, max_new_tokens=40, keep_prefix=True)
+    wrapped, method = model(), sampler("diffusion_gemma")
+    first = paradec.generate(wrapped, ROWS, sampler=method, seed=2, max_new_tokens=40, keep_prefix=True)
     assert first.prefix.exact
     for row, prompt in enumerate(ROWS):  # all canvases except the last, which is not encoded
         kept = [*prompt, *first.new_tokens[row].tolist()][: len(prompt) + CANVAS * (first.encoder_calls[row] - 1)]
@@ -226,7 +231,10 @@ def test_a_prefix_is_exact() -> None:
     assert max(first.encoder_calls) == 3
     turn = [[*row, *answer[:20].tolist(), 30, 31] for row, answer in zip(ROWS, first.new_tokens, strict=True)]
     request = {"sampler": method, "seed": 8, "max_new_tokens": 20}
-    plain, reusing = paradec.generate(own, turn, **request), paradec.generate(own, turn, prefix=first.prefix, **request)
+    plain, reusing = (
+        paradec.generate(wrapped, turn, **request),
+        paradec.generate(wrapped, turn, prefix=first.prefix, **request),
+    )
     assert torch.equal(plain.new_tokens, reusing.new_tokens)
     assert any(reusing.cost.reused_tokens)
     assert plain.forwarded_tokens - reusing.forwarded_tokens == sum(reusing.cost.reused_tokens)
@@ -238,29 +246,32 @@ def test_a_prefix_is_exact() -> None:
 def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     module, method = tiny_gemma(dtype=torch.float64), sampler("diffusion_gemma")
     monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
-    own = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
+    wrapped = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
     request = {"sampler": method, "seed": 2, "max_new_tokens": 40}
-    first = paradec.generate(own, ROWS, rng="reference", keep_prefix=True, **request)
+    first = paradec.generate(wrapped, ROWS, rng="reference", keep_prefix=True, **request)
     ends = [[*prompt, *new[:count]] for prompt, new, count in zip(ROWS, first.new_tokens.tolist(), first.tokens)]
     assert first.encoder_calls == [2] * 4 and len({min(count, CANVAS) for count in first.tokens}) > 2
     assert first.prefix.tokens == [row[: len(prompt) + CANVAS] for row, prompt in zip(ends, ROWS)]
     turn = [[*row, 30, 31] for row in ends]
-    plain, reusing = paradec.generate(own, turn, **request), paradec.generate(own, turn, prefix=first.prefix, **request)
+    plain, reusing = (
+        paradec.generate(wrapped, turn, **request),
+        paradec.generate(wrapped, turn, prefix=first.prefix, **request),
+    )
     assert torch.equal(plain.new_tokens, reusing.new_tokens)
     assert reusing.cost.reused_tokens == [*map(len, first.prefix.tokens)]
 
 
 def test_stop_strings_end_a_row() -> None:
     tokenizer = byte_level_tokenizer()
-    own = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer, eos_token_id=())
+    wrapped = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer, eos_token_id=())
     request = {"sampler": sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 60}
-    ids = paradec.generate(own, ROWS[0], **request).new_tokens[0].tolist()
+    ids = paradec.generate(wrapped, ROWS[0], **request).new_tokens[0].tolist()
     text = tokenizer.decode(ids[20:22])
     stop = next(n for n in range(1, 61) if text in tokenizer.decode(ids[:n]))
     for new in (60, stop, stop - 1):  # the last canvas is decoded whole: what is cut off may complete the text
         ends: list[int] = []
         out = paradec.generate(
-            own, ROWS[0], stop_strings=text, callback=lambda state, _, ends=ends: ends.append(int(state.end[0])),
+            wrapped, ROWS[0], stop_strings=text, callback=lambda state, _, ends=ends: ends.append(int(state.end[0])),
             **request | {"max_new_tokens": new},
         )  # fmt: skip
         assert out.tokens == [min(stop, new)] and out.finished == [stop <= new]
@@ -279,31 +290,31 @@ def test_streamers_see_drafts_and_then_text() -> None:
 
 
 def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
-    own, states = model(ends=()), []
+    wrapped, states = model(ends=()), []
 
     def stop(state: Any, commit: Any) -> bool:
         states.append((state, state.store.nbytes))
         return True
 
     request = {"sampler": sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 20}
-    out = paradec.generate(own, ROWS[0], callback=stop, **request)
+    out = paradec.generate(wrapped, ROWS[0], callback=stop, **request)
     ((state, held),) = states
     length = len(ROWS[0]) + 2 * CANVAS
-    assert held == canvas_store_bytes(own.module.config.text_config, 1, length, torch.float64)
+    assert held == canvas_store_bytes(wrapped.module.config.text_config, 1, length, torch.float64)
     assert state.store.nbytes == 0  # it is given back
     assert out.denoising_calls == [1] and out.tokens == [0] and out.text is None
-    assert (out.new_tokens[0, :CANVAS] != own.facts.fill_token_id).any()
+    assert (out.new_tokens[0, :CANVAS] != wrapped.facts.fill_token_id).any()
 
 
 @pytest.mark.parametrize("rng", ["counter", "reference"])
 def test_steps_that_fail_change_nothing(rng: str) -> None:
-    own, method = model(), sampler("diffusion_gemma")
-    state = method.start(own, ROWS, seed=0, rng=rng, max_new_tokens=20)
-    method.commit(state, method.step(own, state))
+    wrapped, method = model(), sampler("diffusion_gemma")
+    state = method.start(wrapped, ROWS, seed=0, rng=rng, max_new_tokens=20)
+    method.commit(state, method.step(wrapped, state))
     before = copy.deepcopy(state_values(state))
-    proposal = method.step(own, state)
+    proposal = method.step(wrapped, state)
     queries = method.query(state)
-    outputs = [own(query, state.store) for query in queries]
+    outputs = [wrapped(query, state.store) for query in queries]
     outputs[-1][2, 3, 4] = torch.nan
     with pytest.raises(NotFinite, match=r"NaN or infinite logits for row 2 at its step 1") as caught:
         method.commit(state, method.propose(state, outputs, queries))
@@ -335,11 +346,11 @@ def test_steps_that_fail_change_nothing(rng: str) -> None:
     )
 )  # fmt: skip
 def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
-    own = model(torch.float32)
+    wrapped = model(torch.float32)
     given_rows = ROWS[:2]
     try:
         out = paradec.generate(
-            own, given_rows, **{"max_new_tokens": 9, "steps": 3 if "steps" in request_ else None} | request_
+            wrapped, given_rows, **{"max_new_tokens": 9, "steps": 3 if "steps" in request_ else None} | request_
         )
     except (ValueError, TypeError) as error:
         assert "\n" not in str(error) and str(error)
@@ -350,11 +361,11 @@ def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
 
 
 def test_log_probabilities_are_those_of_the_closing_step() -> None:
-    own, method = model(), sampler("diffusion_gemma")
-    state = method.start(own, HOLED, seed=1, max_new_tokens=20, logprobs=3)
+    wrapped, method = model(), sampler("diffusion_gemma")
+    state = method.start(wrapped, HOLED, seed=1, max_new_tokens=20, logprobs=3)
     expected: dict[tuple[int, int], list[float]] = {}
     while not state.done:
-        proposal = method.step(own, state)
+        proposal = method.step(wrapped, state)
         distribution = (proposal.logits / state.temperature(proposal.rows)[:, None, None]).double().log_softmax(-1)
         for row, position, token, _ in method.commit(state, proposal).to_list():
             index = proposal.rows.tolist().index(row)
@@ -366,7 +377,7 @@ def test_log_probabilities_are_those_of_the_closing_step() -> None:
         tokens = [float(state.logprobs.chosen[row, position]), *state.logprobs.best[row, position].tolist()]
         assert tokens == pytest.approx(values, abs=1e-5)
     assert int((~state.logprobs.chosen.isnan()).sum()) == len(expected)
-    out = paradec.generate(own, ROWS, sampler=method, seed=1, max_new_tokens=20, logprobs=0)
+    out = paradec.generate(wrapped, ROWS, sampler=method, seed=1, max_new_tokens=20, logprobs=0)
     assert (~out.logprobs.chosen.isnan()).sum(1).tolist() == out.tokens
 
 
@@ -441,9 +452,9 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def canvases() -> Model:
-    own = tiny_with_texts()
+    wrapped = tiny_with_texts()
     return paradec.wrap(
-        tiny_gemma(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4), tokenizer=own.tokenizer, eos_token_id=39
+        tiny_gemma(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4), tokenizer=wrapped.tokenizer, eos_token_id=39
     )
 
 

@@ -21,7 +21,7 @@ MEANS = {"prediction": "same", "topology": "bidirectional"}
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
 
 
-def same(first: Any, second: Any) -> bool:
+def is_same_output(first: Any, second: Any) -> bool:
     fields = ("tokens", "finished", "text")
     return torch.equal(first.sequences, second.sequences) and all(
         getattr(first, name) == getattr(second, name) for name in fields
@@ -85,7 +85,7 @@ def test_freedave_gives_the_tokens_of_its_base_on_500_denoisers(
     fewer = []
     for count in (1, 2, 4, 8):
         output = paradec.generate(model, prompts, sampler=FreeDave(base, draft_steps=count), **arguments)
-        assert same(output, expected)
+        assert is_same_output(output, expected)
         assert all(ours <= theirs for ours, theirs in zip(output.row_nfe, expected.row_nfe, strict=True))
         if count == 1:
             assert output.row_nfe == expected.row_nfe and output.forwarded_tokens == expected.forwarded_tokens
@@ -94,7 +94,7 @@ def test_freedave_gives_the_tokens_of_its_base_on_500_denoisers(
         paradec.generate(model, prompts, sampler=sampler, temperature=0.6, **arguments)
         for sampler in (method, FreeDave(base))
     )
-    assert same(drawn, drafted) and not same(drawn, expected)
+    assert is_same_output(drawn, drafted) and not is_same_output(drawn, expected)
     assert fewer[0] > fewer[1] >= fewer[2] >= fewer[3]
     assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers do differ
 
@@ -114,7 +114,7 @@ def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: s
             paradec.generate(model, prompts[:60], sampler=method, temperature=temperature, **arguments)
             for method in (sampler.base, sampler)
         )
-        assert same(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
+        assert is_same_output(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
 
 
 CASES = [
@@ -135,7 +135,7 @@ def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base
         paradec.generate(model, ROWS, sampler=FreeDave(base, draft_mode=mode), eos_early_stop=False, **arguments)
         for mode in ("batch", "tree")
     )
-    assert same(batch, expected) and same(tree, expected)
+    assert is_same_output(batch, expected) and is_same_output(tree, expected)
     assert batch.row_nfe == tree.row_nfe and sum(batch.row_nfe) < sum(expected.row_nfe)
     assert (batch.row_forwards, batch.forwarded_tokens) == (tree.row_forwards, tree.forwarded_tokens)
 
@@ -151,7 +151,7 @@ def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
         arguments = {"max_new_tokens": 32, "block_length": 16, "cache": cache}
         expected = paradec.generate(llada64, rows, sampler=method, **arguments)
         output = paradec.generate(llada64, rows, sampler=FreeDave(method), **arguments)
-        assert same(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
+        assert is_same_output(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
         forwarded[eot] = output.forwarded_tokens
     assert forwarded["greedy"] < forwarded["none"]
 
@@ -161,7 +161,7 @@ def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
 def test_guidance(mode: str, cache: str) -> None:
     arguments = {"max_new_tokens": 12, "block_length": 6, "cache": cache, "guidance_scale": 1.6}
     base = paradec.generate(tiny(2), ROWS, sampler="low_confidence", **arguments)
-    assert same(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
+    assert is_same_output(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
 
 
 @pytest.mark.thinned

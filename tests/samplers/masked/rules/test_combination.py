@@ -30,7 +30,7 @@ def decode(model: Model, sampler: str | Sampler, **request: object) -> paradec.O
 pytestmark = pytest.mark.filterwarnings("ignore:delimiters=")
 
 
-def same(a: paradec.Output, b: paradec.Output) -> bool:
+def has_same_steps(a: paradec.Output, b: paradec.Output) -> bool:
     steps = [[[(r, p, t) for r, p, t, _ in step.commits] for step in out.trace.steps] for out in (a, b)]
     return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
 
@@ -222,10 +222,10 @@ def test_blocks_by_name(text: str, llada64: Model) -> None:
         name: decode(llada64, text, blocks=name, **request | {"block_length": length})
         for name, length in (("fixed", 8), ("whole", None), ("adaptive", 8))
     }
-    assert same(outs["fixed"], decode(llada64, text, **request | {"block_length": 8}))
-    assert same(outs["whole"], decode(llada64, text, **request | {"block_length": 24}))
-    assert same(outs["adaptive"], decode(llada64, text, blocks=adaptive, **request))
-    assert not same(outs["fixed"], outs["whole"])
+    assert has_same_steps(outs["fixed"], decode(llada64, text, **request | {"block_length": 8}))
+    assert has_same_steps(outs["whole"], decode(llada64, text, **request | {"block_length": 24}))
+    assert has_same_steps(outs["adaptive"], decode(llada64, text, blocks=adaptive, **request))
+    assert not has_same_steps(outs["fixed"], outs["whole"])
 
 
 def test_a_block_policy_of_a_rule_is_kept(llada64: Model) -> None:

@@ -56,13 +56,13 @@ class Script:
         return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, SCRIPT_VOCAB)).clone()
 
 
-def kept(script: Script, at: int, row: int, undecided: list[int], start: int) -> set[int]:
+def evaluated_positions(script: Script, at: int, row: int, undecided: list[int], start: int) -> set[int]:
     """Undecided positions of a row's block that step `at` evaluates; all if the script has none."""
     positions = {i for i in undecided if script.keep[at, row, i - start]}
     return positions or set(undecided)
 
 
-def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
+def run_sampler(sampler: Sampler, script: Script, **request: object) -> list[Step]:
     """The (row, position, token) entries that a sampler commits in each step of a script."""
     prompts = [[row] for row in range(ROWS)]
     state = sampler.start(
@@ -78,7 +78,7 @@ def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
             for n, row in enumerate(query.rows.tolist()):
                 start = int(state.block_start[row])
                 undecided = [i for i in range(start, start + BLOCK) if state.undecided[row, i]]
-                available[n, [i - start for i in kept(script, script.at, row, undecided, start)]] = True
+                available[n, [i - start for i in evaluated_positions(script, script.at, row, undecided, start)]] = True
             queries = [query.with_fields(window=query.window.with_fields(available=available))]
             commit = sampler.commit(state, sampler.propose(state, [script(query)], queries))
             steps.append({(r, p, t) for r, p, t, _ in commit.to_list()})
@@ -86,7 +86,7 @@ def played(sampler: Sampler, script: Script, **request: object) -> list[Step]:
     return steps
 
 
-def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
+def run_loop(loop: Loop, script: Script, steps: int | None) -> list[Step]:
     """The entries that a plain loop commits in each step of a script, all rows together. n: the schedule's quota."""
     per_row = []
     for row in range(ROWS):
@@ -98,7 +98,10 @@ def looped(loop: Loop, script: Script, steps: int | None) -> list[Step]:
             begin = at
             while undecided:
                 n = max(1, BLOCK // planned + (at - begin < BLOCK % planned))
-                z = {i: script.table[at, row, i].tolist() for i in sorted(kept(script, at, row, undecided, start))}
+                z = {
+                    i: script.table[at, row, i].tolist()
+                    for i in sorted(evaluated_positions(script, at, row, undecided, start))
+                }
                 chosen = loop.step(z, n)
                 steps_.append({(row, i, token) for i, token in chosen.items()})
                 undecided = [i for i in undecided if i not in chosen]
@@ -140,8 +143,8 @@ def sizes_of_steps(loop: type[Loop], settings: dict, steps: int | None, script: 
     sampler, sizes = samplers.create(loop.name, **settings), set()
     for seed in range(seeds):
         table = script(seed, scale=2.5 if seed < 0.75 * seeds else 1.0)
-        commits = played(sampler, table, steps=steps)
-        assert commits == looped(loop(**settings), table, steps)
+        commits = run_sampler(sampler, table, steps=steps)
+        assert commits == run_loop(loop(**settings), table, steps)
         sizes |= {sum(row == r for row, *_ in step) for step in commits for r in range(ROWS)}
     return sizes
 

@@ -214,11 +214,11 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
 END = 9
 
 
-def around(value: float) -> list[float]:
+def neighbours_of(value: float) -> list[float]:
     return [math.nextafter(value, INF), value, math.nextafter(value, -INF)]
 
 
-def seen(scores: list[float], quota: int | None = None, **more: Any) -> View:
+def one_row_view(scores: list[float], quota: int | None = None, **more: Any) -> View:
     """A view of one row. more: fields of `View` as lists [W]."""
     view = view_from_scores(torch.tensor([scores], dtype=torch.float64))
     given = tensors(more)
@@ -238,7 +238,7 @@ def tensors(values: Any) -> Any:
 
 
 def chosen(sampler: str, scores: list[float], quota: int | None = None, settings: Any = None, **more: Any) -> list[int]:
-    view = seen(scores, quota, **more)
+    view = one_row_view(scores, quota, **more)
     selected = samplers.create(sampler, **(settings or {})).select(view) & view.candidates
     return selected[0].nonzero().flatten().tolist()
 
@@ -265,7 +265,7 @@ INCLUDED = [
 @pytest.mark.parametrize(("name", "settings", "value", "included"), INCLUDED)
 def test_a_score_at_the_threshold(name: str, settings: dict, value: float, included: bool) -> None:
     best = BEST if value > 0 else -1e-9
-    for score, expected in zip(around(value), (True, included, False), strict=True):
+    for score, expected in zip(neighbours_of(value), (True, included, False), strict=True):
         assert chosen(name, [best, score], settings=settings) == ([0, 1] if expected else [0]), score
 
 
@@ -303,7 +303,7 @@ def test_the_last_column_at_its_bound(
     name: str, settings: dict, scores: Any, bound: float, included: bool, more: dict, columns: list[int]
 ) -> None:
     quota = 1 if name == "ccd" else None
-    for score, enough in zip(around(bound), (True, included, False), strict=True):
+    for score, enough in zip(neighbours_of(bound), (True, included, False), strict=True):
         assert chosen(name, scores(score), quota, settings, **more) == (columns if enough else columns[:-1])
 
 
@@ -320,7 +320,7 @@ def test_runs_and_radii() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_klass_is_strict_in_confidence_and_counts_its_steps(steps: int) -> None:
     settings = {"confidence_threshold": 0.5, "history": 2}
-    for score, sure in zip(around(0.5), (True, False, False), strict=True):
+    for score, sure in zip(neighbours_of(0.5), (True, False, False), strict=True):
         updates = {"stable": [0, steps]}
         expected = [1] if sure and steps >= 2 else [0]
         assert chosen("klass", [0.875, score], 1, settings, updates=updates) == expected
@@ -342,7 +342,7 @@ def test_klass_is_strict_in_divergence() -> None:
     other = logits.flip(-1)
     q = other.softmax(-1).float()
     measured = float(torch.linalg.vecdot(q, ((q + 1e-12) / (p.float() + 1e-12)).log()))
-    for threshold, stable in zip(around(measured), (1, 0, 0), strict=True):
+    for threshold, stable in zip(neighbours_of(measured), (1, 0, 0), strict=True):
         # in float32, the next numbers are further apart
         threshold = measured if threshold == measured else measured * (1 + 1e-5 * (1 if threshold > measured else -1))
         found = samplers.create("klass", kl_threshold=threshold, history=1).process_logits(other, again)[1]
@@ -358,11 +358,11 @@ def test_persistence_at_its_three_thresholds() -> None:
         tokens = torch.tensor([[4, token]])
         return chosen("persistence", [0.875, score], 1, settings, memory=memory, quantities=quantities, tokens=tokens)
 
-    for score, enough in zip(around(0.75), (True, True, False), strict=True):
+    for score, enough in zip(neighbours_of(0.75), (True, True, False), strict=True):
         for runs in (1, 2, 3):  # this step is one more
             assert lasting(score, runs) == ([0, 1] if enough and runs >= 2 else [0])
     # an end token is the best one, and is committed first if it is sure enough
-    for score, enough in zip(around(0.5), (True, True, False), strict=True):
+    for score, enough in zip(neighbours_of(0.5), (True, True, False), strict=True):
         view = {"memory": {"best": [5, 5], "run": [0, 0]}, "quantities": {"best_token": torch.tensor([[END, 1]])}}
         found = chosen("persistence", [score, 0.25], 1, settings, tokens=torch.tensor([[END, 1]]), **view)
         assert found == ([0] if enough else [1])
@@ -391,13 +391,13 @@ def test_ccd_agree_at_its_warmup_tail_and_quota(
 
 
 def test_learn2pd_at_its_thresholds() -> None:
-    for acceptance, more in zip(around(0.75), (True, False, False), strict=True):
+    for acceptance, more in zip(neighbours_of(0.75), (True, False, False), strict=True):
         quantities = {"acceptance": torch.tensor([[0.0, acceptance]], dtype=torch.float64)}
         found = chosen("learn2pd", [0.875, 0.25], settings={"filter_threshold": 0.75}, quantities=quantities)
         assert found == ([0, 1] if more else [0])
     sampler = samplers.create("learn2pd", eot_confidence=0.5)
-    for confidence, cuts in zip(around(0.5), (True, True, False), strict=True):
-        view = seen([0.875, confidence], quantities={"is_end": torch.tensor([[False, True]])})
+    for confidence, cuts in zip(neighbours_of(0.5), (True, True, False), strict=True):
+        view = one_row_view([0.875, confidence], quantities={"is_end": torch.tensor([[False, True]])})
         (cut,) = sampler.trim(view, torch.tensor([[True, True]])).tolist()
         assert (cut == 9) == cuts  # the view begins at position 7
 
@@ -405,7 +405,7 @@ def test_learn2pd_at_its_thresholds() -> None:
 def revised(sampler: str, settings: dict, decided: float, tokens: int = 2, **more: Any) -> Any:
     """Revise one row: two undecided columns that are committed, and a decided token 1."""
     candidates = torch.tensor([[True, True, False]])
-    view = seen(
+    view = one_row_view(
         [0.875, 0.875, -INF],
         candidates=candidates,
         editable=~candidates,
@@ -418,14 +418,14 @@ def revised(sampler: str, settings: dict, decided: float, tokens: int = 2, **mor
 
 
 def test_wino_doubts_below_its_threshold() -> None:
-    for shadow, doubted in zip(around(0.5), (False, False, True), strict=True):
+    for shadow, doubted in zip(neighbours_of(0.5), (False, False, True), strict=True):
         updates = {"shadow_confidence": torch.tensor([[1.0, 1.0, shadow]], dtype=torch.float64)}
         revision = revised("wino", {"threshold_back": 0.5}, 0.5, memory={"accepted": 2}, updates=updates)
         assert revision.remask.tolist() == [[False, False, doubted]]
 
 
 def test_editing_exchanges_above_its_threshold() -> None:
-    for score, edited in zip(around(0.5), (True, False, False), strict=True):
+    for score, edited in zip(neighbours_of(0.5), (True, False, False), strict=True):
         for token in (1, 2):
             revision = revised("editing", {"editing_threshold": 0.5}, score, token, memory={"post_steps": 0})
             assert revision.edit.tolist() == [[False, False, edited and token != 1]]
@@ -437,7 +437,7 @@ def test_prophet_at_its_bars_and_stages(decided: int, bar: float) -> None:
     window = SimpleNamespace(rows=np.array([0]), undecided=lambda current, mask: current == mask)
     facts = SimpleNamespace(mask_token_id=3)
     state = SimpleNamespace(window=window, facts=facts, decided=np.array([decided]), total=np.array([100]))
-    for gap, satisfied in zip(around(bar), (True, True, False), strict=True):
+    for gap, satisfied in zip(neighbours_of(bar), (True, True, False), strict=True):
         gaps = torch.tensor([[gap, 100.0, gap]], dtype=torch.float64)
         proposal = SimpleNamespace(updates={WATCHED + "logit_gap": gaps}, current=torch.tensor([[3, 1, 3]]))
         assert rule.satisfied(state, proposal).tolist() == [satisfied]
@@ -459,7 +459,7 @@ def cut_of(policy: AdaptiveBlocks, confidence: list[float], tokens: list[int], a
 
 def test_adaptive_blocks_at_their_threshold() -> None:
     policy = AdaptiveBlocks(length=4, delimiter_threshold=0.5, delimiters=(7,), window=0.5)
-    for score, ends in zip(around(0.5), (True, True, False), strict=True):
+    for score, ends in zip(neighbours_of(0.5), (True, True, False), strict=True):
         assert cut_of(policy, [0.9, score, 0.9, 0.9], [1, 7, 1, 1], 8) == (2 if ends else 4)
     # the leftmost of equally sure delimiters, and the most confident one wherever it stands
     assert cut_of(policy, [0.5, 0.75, 0.75, 0.5], [7, 7, 7, 7], 8) == 2
