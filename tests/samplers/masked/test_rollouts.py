@@ -96,8 +96,7 @@ def test_rollouts_keep_tokens_after_an_end() -> None:
 def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) -> None:
     together = paradec.generate(model, ROWS * 2, sampler=name, **DRAWN).rollout
     outputs = sorted(
-        paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN),
-        key=lambda output: output.index,
+        paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN), key=lambda output: output.index
     )
     for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
