@@ -219,3 +219,25 @@ def test_holes_exclude_end_tokens() -> None:
     with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
         paradec.infill(model, **request)
     assert paradec.infill(model, holes_eos_inf=False, **request).fills[0][0] == "1,"
+
+
+def test_errors_of_constraints_say_what_to_write() -> None:
+    model = paradec.load()
+
+    def message(**arguments: Any) -> str:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            paradec.generate(model, "Sort: pear fig apple", max_new_tokens=16, **arguments)
+        return str(caught.value)
+
+    assert "after='fig': its texts may have to begin" in message(constraint=paradec.Choice(["apple"], after="fig"))
+    assert "after='</think>': that marker cannot be written" in message(
+        constraint=paradec.Choice([" apple"], after="</think>")
+    )
+    assert paradec.generate(
+        model, "Sort: pear fig apple", max_new_tokens=16, constraint=paradec.Choice([" apple"], after="fig")
+    ).text.endswith(" apple")
+    assert "must be paradec.Choice([...])" in message(constraint=["apple", "fig"])
+    assert "after=...): a constraint has the marker" in message(after="fig")
+    assert "thinking_budget=...)" in message(thinking_budget=3)
+    full = paradec.generate(model, PROMPT, max_new_tokens=2, constraint=paradec.Choice(["apple fig"]))
+    assert (full.text, full.finished) == ("apple fig", [False])

@@ -287,3 +287,43 @@ def test_constraints_of_single_lines(tmp_path: Path) -> None:
     entries[3]["constraint"] = first
     prompts(tmp_path, entries)
     assert "answers another prompt than line 4" in refused(*command, "--resume")
+
+
+def test_logprobs_of_a_file_are_those_of_json(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, as_prompts(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
+    ok("generate", "--in", source, "--out", out, "--logprobs", 2, "--batch", 1)
+    for entry in lines(out):
+        expected = json.loads(ok("generate", entry["prompt"], "--logprobs", 2, "--json"))["logprobs"]
+        assert entry["logprobs"] == expected and len(expected[0]["likely"]) == 2
+    several = tmp_path / "several.jsonl"
+    ok("generate", "--in", source, "--out", several, "--logprobs", 0, "-n", 2, "--temperature", 1)
+    assert [len(entry["logprobs"]) for entry in lines(several)] == [2, 2]
+
+
+def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
+    source, out = prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
+    assert run("generate", "--in", source, "--out", out).exit_code == 1
+    assert lines(out)[0]["error"].endswith("the line has 'id', 'text'")
+
+
+def test_questions_about_every_line(tmp_path: Path) -> None:
+    entries = [{"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": GOOD[2], "constraint": {"regex": "a"}}]
+    source, out = prompts(tmp_path, [*entries, GOOD[2]]), tmp_path / "labels.jsonl"
+    flags = ("decide", "--in", source, "--out", out, "--span", "=apple|fig|pear")
+    result = run(*flags)
+    assert result.exit_code == 1 and f"2 answers in {out}, 2 failed" in result.stdout
+    found = lines(out)
+    question = paradec.Span(texts=["apple", "fig", "pear"])
+    for entry, prompt in ((found[0], GOOD[0]), (found[3], GOOD[2])):
+        expected = paradec.decide(paradec.load(), prompt, {"span": question}).to_dict()["answers"]
+        assert entry["prompt"] == prompt and entry["answers"] == json.loads(json.dumps(expected))
+    assert found[0]["id"] == "a" and "vocabulary" in found[1]["error"] and "constraint" in found[2]["error"]
+    whole = out.read_bytes()
+    out.write_bytes(whole[: len(whole) // 2])
+    data = json.loads(run(*flags, "--resume", "--json").stdout)
+    assert out.read_bytes() == whole and data["there_before"] + data["answered"] == 2 and "tokens" not in data
+    assert "holds something" in refused(*flags)
+    assert "questions.pick is not set there" in refused(*flags, "--pick", "=a|b", "--resume")
+    assert "temperature is 1.0 there and 2.0" in refused(*flags, "--temperature", 2, "--resume")
+    for wrong in ((), ("x", "--in", source, "--out", out), ("--in", source), ("x", "--out", out), ("x", "--resume")):
+        assert "give one text, or --in" in refused("decide", *wrong, "--span", "=a|b")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import GOLDEN
 from typer.testing import CliRunner
 
 import paradec
@@ -386,3 +387,27 @@ def test_the_plot(small: Comparison, tmp_path: Path) -> None:
     file = tmp_path / "frontier.png"
     frontier(small, file)
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+def test_ids_are_compared_without_a_tokenizer(llada: Model, tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    prompts = json.loads((GOLDEN / "llada-tiny" / "prompts.json").read_text())["lines"][:3]
+    lines = [{"input_ids": prompt["prompt_ids"], "answer_ids": prompt["answer_ids"]} for prompt in prompts]
+    lines[2]["answer_ids"] = lines[2]["answer_ids"][:-1]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    questions = evaluation.read_questions(file)
+    arguments: dict[str, Any] = {"names": "low_confidence", "defaults": True, "max_new_tokens": 16, "block_length": 8}
+    found = evaluation.compare(llada, questions=questions, **arguments)
+    assert found.baseline.tasks == {"prompts": (2, 3)}
+    assert [answer["text"] for answer in found.baseline.answers] == [prompt["answer_ids"] for prompt in prompts]
+    found.to_json(tmp_path / "found.json")
+    assert evaluation.Comparison.from_json(tmp_path / "found.json").baseline.answers == found.baseline.answers
+    for line, message in (
+        ({"input_ids": [1], "answer": "x"}, "llada-tiny has no tokenizer; give input_ids and answer_ids"),
+        ({"prompt": "x", "input_ids": [1], "answer": "x"}, "either prompt or input_ids"),
+        ({"input_ids": [1], "answer_ids": [1], "answer": "x"}, "give answer_ids, or answer or regex"),
+        ({"input_ids": [], "answer_ids": [1]}, "input_ids=.* must be a row of token ids"),
+    ):
+        file.write_text(json.dumps(line))
+        with pytest.raises(ValueError, match=message):
+            evaluation.compare(llada, questions=evaluation.read_questions(file), **arguments)
