@@ -121,8 +121,7 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
     if options.keys() & {"sampler", "samplers"}:
         sampler = re.search(r"--sampler[= ](\S+)", " ".join(words))
         hint = argument_hint(name, options, None if sampler is None else sampler[1])
-    if hint is None and "model" in options:
-        hint = LOAD_ARGUMENTS.get(name)
+    hint = hint or (LOAD_ARGUMENTS.get(name) if "model" in options else None)
     if hint is None:
         return None
     option = "sampler" if "sampler" in options else "samplers"
@@ -133,13 +132,11 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
 
 def _line_of_custom_class(error: Exception) -> str | None:
     """The innermost "FILE.py:LINE" of an error that is in a class of the user's file; None without one."""
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    lines = [
-        (frame.f_code.co_filename, line)
-        for frame, line in frames
-        if str(frame.f_globals.get("__name__")).startswith(options.FILE_MODULE)
-    ]
-    return f"{os.path.relpath(lines[-1][0])}:{lines[-1][1]}" if lines else None
+    result = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).startswith(options.FILE_MODULE):
+            result = f"{os.path.relpath(frame.f_code.co_filename)}:{line}"
+    return result
 
 
 def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:

@@ -64,8 +64,8 @@ def decide(
     if job is not None:
         asked = {name: [question.type, question.instructions, question.options] for name, question in questions.items()}
         facts = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": asked}}
-        names = ("tokenizer", "dtype", "quantization")
-        job.set_settings(facts | {name: shared[name] for name in names if shared[name] is not None})
+        loading = {name: shared[name] for name in ("tokenizer", "dtype", "quantization") if shared[name] is not None}
+        job.set_settings(facts | loading)
     with show.waiting("loading"):
         model = options.load(shared)
     check_decision_model(model)

@@ -48,9 +48,7 @@ TIE = typer.Option(
 )
 BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
 INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
-SCORE = typer.Option(
-    metavar="FASTA", help="Score these sequences, of a FASTA file or one as text, instead of designing."
-)
+SCORE = typer.Option(metavar="FASTA", help="Only score sequences: those of a FASTA file, or one as text.")
 MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
 
 
@@ -86,9 +84,7 @@ def design(
     bias_of(bias)
     texts = None if score is None else read_sequences(score)
     if texts is not None and designs != 1:
-        raise ValueError(
-            f"--designs {designs} has no meaning with --score, which scores all its sequences: leave it out"
-        )
+        raise ValueError(f"--designs {designs} does not work with --score: leave it out")
     designs = designs if texts is None else len(texts)
     seed = secrets.randbelow(2**31) if shared["seed"] is None else shared["seed"]
     options.FIELDS["seed"].metadata["check"]("--seed", seed)

@@ -37,8 +37,8 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
     else:
         tables.print_entries(entries, "`paradec samplers NAME` describes one in full; `paradec compare` measures them")
         typer.echo("")
-        methods = [(method["name"], method["summary"]) for method in pipeline_methods().values()]
-        tables.table(("method for pipelines", "summary"), methods)
+        methods = pipeline_methods().values()
+        tables.table(("method for pipelines", "summary"), [(entry["name"], entry["summary"]) for entry in methods])
 
 
 def pipeline_methods() -> dict[str, dict[str, Any]]:
@@ -52,9 +52,8 @@ def pipeline_methods() -> dict[str, dict[str, Any]]:
             continue
         about, texts = tables.split_docstring(make)
         settings = {key: to_data(entry.default) for key, entry in inspect.signature(make).parameters.items()}
-        first = about.partition("\n")[0].rstrip(".")
-        summary = f"{first} (approximate; for pipelines: paradec.accelerate(pipe, {name!r}))"
-        entry = {"name": name, "family": "pipelines", "summary": summary, "paper": "", "arxiv": ""}
+        call = f" (approximate; for pipelines: paradec.accelerate(pipe, {name!r}))"
+        entry = {"name": name, "family": "pipelines", "summary": about.partition("\n")[0].rstrip(".") + call}
         entries[plain_name(name)] = entry | {"settings": settings, "about": about, "texts": texts}
     return entries
 
@@ -66,8 +65,8 @@ def print_method(entry: dict[str, Any], as_json: bool) -> None:
         return
     call = f"approximate, for pipelines of diffusers: paradec.accelerate(pipe, {entry['name']!r}, ...)"
     tables.echo(f"{entry['name']}: {call}\n\n{entry['about']}\n")
-    lines = {f"{key}={value}": entry["texts"].get(key, "") for key, value in entry["settings"].items()}
-    tables.table(("", ""), lines.items(), heads=False)
+    settings = entry["settings"].items()
+    tables.table(("", ""), [(f"{key}={value}", entry["texts"].get(key, "")) for key, value in settings], heads=False)
 
 
 def tasks(as_json: options.AsList = False) -> None:
@@ -105,12 +104,8 @@ class Facts:
 
 
 def caches(
-    name: str | None = typer.Argument(
-        None, help="A cache to describe, or FILE.py:CLASS: its effect, settings and paper."
-    ),
-    sampler: str | None = typer.Option(
-        None, help="Show whether each cache works with this sampler, combination or FILE.py:CLASS."
-    ),
+    name: str | None = typer.Argument(None, help="A cache, or FILE.py:CLASS: its effect, settings and paper."),
+    sampler: str | None = typer.Option(None, help="A sampler, combination or FILE.py:CLASS that caches work with."),
     model: Annotated[str | None, MODEL] = None,
     as_json: options.AsList = False,
 ) -> None:

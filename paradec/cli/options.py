@@ -52,11 +52,7 @@ SHARED: dict[str, tuple[Any, Any, Any]] = {
     "drafter": (str | None, typer.Option(help=DRAFTER), None),
     "batch": (int, typer.Option(help="Prompts decoded together.", **BOUNDS), 1),
     "dtype": (str | None, typer.Option(help="float32, bfloat16, ...; by default the checkpoint's."), None),
-    "quantization": (
-        str | None,
-        typer.Option(help="int8: weights of text models in 8 bits; or 'int8(min_weights=1)'."),
-        None,
-    ),
+    "quantization": (str | None, typer.Option(help="int8 weights of text models; or 'int8(min_weights=1)'."), None),
     "device": (str | None, typer.Option(help="cpu, cuda, cuda:1, ..."), None),
     "tokenizer": (str | None, typer.Option(help="A folder or a hub id, if --model has no tokenizer."), None),
     "trace": (Path | None, typer.Option(metavar="FILE", help=TRACE), None),

@@ -17,9 +17,7 @@ MEMORY = typer.Option(metavar="BYTES", help="Limit for keys and values (2GB, 512
 KEPT = "Limit for keys and values of answered requests, for equal beginnings; by default a quarter of the rows'."
 PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: {"preset": "NAME"} in a body selects NAME.json.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
-CACHE = (
-    "As in `generate`; with --model by default dual (approximate) on bidirectional models and block (exact) on others."
-)
+CACHE = "As in `generate`; with --model by default dual (approximate) on bidirectional models, else block (exact)."
 ANSWER = "Maximum number of tokens in an answer; a body without max_tokens gets the model's default."
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -91,10 +89,8 @@ def serve(
 
 def in_words(settings: dict[str, Any]) -> str:
     """Write the settings of `describe_settings` as one line."""
-    parts = [
-        f"sampler {settings['sampler']}",
-        f"cache {settings['cache']}{' (approximate)' * settings['is_approximate']}",
-    ]
+    approximate = " (approximate)" * settings["is_approximate"]
+    parts = [f"sampler {settings['sampler']}", f"cache {settings['cache']}{approximate}"]
     if settings["block_length"]:
         parts.append(f"blocks of {settings['block_length']}")
     longest = f"at most {settings['max_answer']} tokens"
