@@ -217,7 +217,7 @@ def test_unknown_settings_are_refused(name: str) -> None:
 
 def test_unknown_names(llada: Counted) -> None:
     listed = "; paradec.{}.names() lists all".format
-    near = "names: low_confidence, code, persistence" + listed("samplers")
+    near = "(did you mean 'low_confidence'?)" + listed("samplers")
     assert_refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", near)
     assert_refused(llada, lambda: paradec.caches.create("kv"), "unknown cache: 'kv'", ": dkv_pd, ", listed("caches"))
     assert_refused(
@@ -296,8 +296,8 @@ def test_incomplete_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         for make in (plain, lambda: plain(share=2.0), lambda: registry.register("own", plain)):  # noqa: B023
             refuses(make, message, TypeError)
         assert bare().name == "own"  # a class without settings needs no dataclass
-    with pytest.raises(NotImplementedError, match="sampler class Own has no select"):
-        bare = type("Own", (MaskedSampler,), {"name": "own"})
+    bare = type("Own", (MaskedSampler,), {"name": "own"})
+    with pytest.raises(TypeError, match="sampler class Own has no select"):
         paradec.generate(paradec.load(), "Sort: fig", sampler=bare(), max_new_tokens=4)
 
 

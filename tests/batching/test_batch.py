@@ -392,8 +392,8 @@ def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
 def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, call: int) -> None:
     class Small(Failing):
         def __call__(self, query: Any, *store: Any) -> Tensor:
-            self.left += 1
-            if self.left > call and len(query.rows) > 2:
+            self.calls_left += 1
+            if self.calls_left > call and len(query.rows) > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return self.model(query, *store)
 

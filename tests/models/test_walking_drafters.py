@@ -116,8 +116,8 @@ def test_only_tokens_outside_the_drafter_vocabulary_are_allowed(name: str, base:
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
     vocabulary = set(drafter.tokens.tolist())
     lacked = [token for token in range(64) if token not in vocabulary][:6]
-    assert pair_p_value(drafter, base, 1500, kept=lacked) > 0.001
-    assert pair_p_value(drafter, base, 1500, kept=sorted([*lacked[:4], *[*vocabulary][:2]])) > 0.001
+    assert pair_p_value(drafter, base, 1500, allowed_ids=lacked) > 0.001
+    assert pair_p_value(drafter, base, 1500, allowed_ids=sorted([*lacked[:4], *[*vocabulary][:2]])) > 0.001
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [

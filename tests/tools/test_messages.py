@@ -34,7 +34,7 @@ FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
         (FIRST + "[1]", "line 2", "object"), (FIRST + '{"prompt": "a"}', "line 2", "answer", "regex"),
         (FIRST + '{"prompt": "a", "answer": "b", "regex": "c"}', "line 2", "answer", "regex"),
         (FIRST + '{"prompt": " ", "answer": "b"}', "line 2", "prompt="),
-        (FIRST + '{"answer": "b"}', "line 2", "prompt="),
+        (FIRST + '{"answer": "b"}', "line 2", "prompt", "input_ids"),
         (FIRST + '{"prompt": "a", "answer": []}', "line 2", "answer="),
         (FIRST + '{"prompt": "a", "regex": "("}', "line 2", "regex="),
         (FIRST + '{"prompt": "a", "anwser": "b"}', "line 2", "'anwser'", "'answer'"),
