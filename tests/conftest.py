@@ -31,13 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark six of seven cases of every `thinned` test as `further`. Which ones depends on the name of the test."""
+    """Mark ten of eleven cases of every `thinned` test as `further`. Which ones depends on the name of the test."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, group in cases.items():
-        interval = min(7, len(group))  # a prime, so that no value of a product of parameters is always omitted
+        interval = min(11, len(group))  # a prime, so that no value of a product of parameters is always omitted
         for index, item in enumerate(group, zlib.crc32(name.encode())):
             if index % interval:
                 item.add_marker("further")
