@@ -186,6 +186,6 @@ def test_scores_of_sequences(small: Path, tmp_path: Path) -> None:
         (("--score", "MKT"), "must be a text of 12 letters"),
         (("--score", "missing.fasta"), "neither a file nor a sequence"),
         (("--score", small), "must be FASTA"),
-        (("--score", sequence, "-n", 2), "--designs 2 has no meaning"),
+        (("--score", sequence, "-n", 2), "--designs 2 does not work"),
     ):
         assert words in run(WEIGHTS, small, *arguments).stderr, arguments

@@ -30,13 +30,6 @@ class Replayed(S2D2):
     def weighs_mask(self, state: Any) -> bool:
         return True
 
-    def distribution(self, state: Any, logits: Tensor) -> Tensor:
-        request = state.request
-        if request.temperature:
-            logits = filter_logits(logits / request.temperature, None, request.top_k)
-            logits = filter_logits(logits, request.top_p, None)
-        return logits.softmax(-1)
-
     def uniform(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
         width, block, fed = positions.shape[1], state.facts.block_length, state.fed
         numbers = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
@@ -51,6 +44,11 @@ class Replayed(S2D2):
         found[0, :, 1] = numbers[span]  # for the residual, if a draft is rejected
         fed["used"] += span
         return found
+
+
+def filter_top_k_first(logits: Tensor, top_p: float | None, top_k: int | None, min_p: float | None) -> Tensor:
+    """Keep the top-k tokens, then the nucleus among them, as the reference does."""
+    return filter_logits(filter_logits(logits, None, top_k), top_p, None)
 
 
 def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +90,8 @@ def files() -> list[Any]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("path", files())
 @pytest.mark.parametrize("cache", ["none", "block"])
-def test_recorded_steps(path: Path, cache: str) -> None:
+def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paradec.samplers.masked.rules.s2d2.filter_logits", filter_top_k_first)
     trace = read_json(path)
     asked, block = trace["settings"], trace["settings"]["block_length"]
     model = loaded(find_checkpoint(trace["model"], "autumn"), block, trace["mask_id"])
