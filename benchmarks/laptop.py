@@ -267,12 +267,11 @@ def measure(arguments: argparse.Namespace, files: dict[str, Path]) -> list[dict[
 
 
 def build_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the least seconds of each task by program, wall (CPU), and the most memory in GB."""
+    """Markdown: the least CPU seconds of each task by program, and the most memory in GB."""
     table: dict[tuple[int, str], dict[str, str]] = {}
 
-    def add(threads: int, name: str, column: str, chosen: list[dict[str, Any]], *fields: str) -> None:
-        cell = "{:.3g} ({:.3g})".format(*(min(row[field] for row in chosen) for field in fields))
-        table.setdefault((threads, name), {})[column] = cell
+    def add(threads: int, name: str, column: str, chosen: list[dict[str, Any]], field: str) -> None:
+        table.setdefault((threads, name), {})[column] = f"{min(row[field] for row in chosen):.3g}"
 
     for row in rows:
         way = row.get("way")
@@ -281,9 +280,9 @@ def build_table(rows: list[dict[str, Any]]) -> str:
         for field in ("positions", "tokens"):
             if row.get(field) is not None:
                 turns = [other for other in same if other.get(field) == row[field] and other.get("way") == way]
-                add(row["threads"], name, f"{row[field]} {field}", turns, "wall", "cpu")
+                add(row["threads"], name, f"{row[field]} {field}", turns, "cpu")
         if loads := [other for other in same if other.get("load_cpu") is not None]:
-            add(row["threads"], row["program"], "load", loads, "load_wall", "load_cpu")
+            add(row["threads"], row["program"], "load", loads, "load_cpu")
             table[row["threads"], row["program"]]["GB"] = f"{max(other['memory'] for other in loads) / 1e9:.2f}"
     columns = list(
         dict.fromkeys(column for cells in table.values() for column in cells if column not in ("load", "GB"))
