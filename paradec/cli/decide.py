@@ -62,8 +62,8 @@ def decide(
         raise ValueError("give a question: --yes-no, --pick, --score or --span")
     state, as_json = options.read_text(text or ""), shared.pop("as_json")
     if job is not None:
-        asked = {name: [question.type, question.instructions, question.options] for name, question in questions.items()}
-        facts = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": asked}}
+        stored = {name: [item.type, item.instructions, item.options] for name, item in questions.items()}
+        facts = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": stored}}
         loading = {name: shared[name] for name in ("tokenizer", "dtype", "quantization") if shared[name] is not None}
         job.set_settings(facts | loading)
     with show.waiting("loading"):

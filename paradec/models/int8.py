@@ -179,7 +179,7 @@ def stored_config(model: Any) -> dict[str, Any] | None:
     if not layers:
         return None
     for layer in layers:
-        layer.unpack()
+        layer.unpack()  # a save reads plain weights; the next product packs them again
     weights: list[Any] = [layer.down_proj if isinstance(layer, Int8Experts) else layer.weight for layer in layers]
     return {
         "quant_method": INT8,

@@ -101,7 +101,8 @@ class Int8Linear(Int8Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.pack()
-        weight = self.weight if self.weight.is_mkldnn else self.weight.t()
+        weight: Tensor = self.weight  # read once: another thread may copy the module, which unpacks it
+        weight = weight if weight.is_mkldnn else weight.t()
         return int8_linear(x, weight, self.scale, self.bias, self.activations)
 
     def extra_repr(self) -> str:
