@@ -16,7 +16,7 @@ from paradec.core.checks import (
     check_int,
     check_number,
     check_temperature,
-    shown,
+    short_repr,
     unknown_name,
 )
 from paradec.core.registry import Registry, import_lazily
@@ -72,10 +72,10 @@ def _component(name: str, value: Any) -> Any:
     elif isinstance(value, str):
         registry.check(value)
     elif name == "sampler" and not isinstance(value, import_lazily("paradec.core.protocol:Sampler")):
-        raise TypeError(f"{name}={shown(value)} must be a name or made by paradec.samplers.create{hint}")
+        raise TypeError(f"{name}={short_repr(value)} must be a name or made by paradec.samplers.create{hint}")
     elif name == "cache" and not isinstance(value, import_lazily("paradec.caches.base:Cache")):
         raise ValueError(
-            f"{name}={shown(value)} must be one of {registry.names()} or made by paradec.caches.create{hint}"
+            f"{name}={short_repr(value)} must be one of {registry.names()} or made by paradec.caches.create{hint}"
         )
     return None
 
@@ -303,7 +303,7 @@ class Request:
         """Read arguments from data of `to_dict`. Raises ValueError for other data or unknown names, and the errors of
         the class."""
         if not isinstance(data, Mapping):
-            raise ValueError(f"preset={shown(data)} must be a mapping of arguments, as Request.to_dict makes it")
+            raise ValueError(f"preset={short_repr(data)} must be a mapping of arguments, as Request.to_dict makes it")
         arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
         for name in arguments:
             if name not in FIELDS or name in LIVE:
@@ -326,7 +326,9 @@ class Request:
     @classmethod
     def _read(cls, path: str | Path) -> dict[str, Any]:
         if not isinstance(path, (str, Path)):
-            raise ValueError(f"preset={shown(path)} must be a Request, or the path of a file that Request.save wrote")
+            raise ValueError(
+                f"preset={short_repr(path)} must be a Request, or the path of a file that Request.save wrote"
+            )
         try:
             data = read_json(path)
             arguments = cls.from_dict(data)
@@ -336,7 +338,7 @@ class Request:
             raise ValueError(f"preset={str(path)!r}: {error}") from None
         version = data.get("draws")
         if version not in (None, DRAWS) and arguments.get("temperature") and arguments.get("seed") is not None:
-            saved = f"version {shown(version)} of the draws"
+            saved = f"version {short_repr(version)} of the draws"
             warnings.warn(f"preset={str(path)!r} was saved with {saved}: its seed draws other tokens now", stacklevel=2)
         return arguments
 
@@ -359,14 +361,16 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
     if request is None:
         request = Request.from_arguments(arguments, **sampler.request_defaults)
     elif not isinstance(request, Request):
-        raise TypeError(f"request={shown(request)} must be a paradec.Request; other arguments go by name")
+        raise TypeError(f"request={short_repr(request)} must be a paradec.Request; other arguments go by name")
     elif arguments:
         raise TypeError(f"give a request or arguments, not both: {', '.join(arguments)}")
     for name, value in request.changes().items():
         if name in sampler.unsupported and not (name == "attention" and value == "dense"):
             is_ahead = name != "order" and getattr(getattr(sampler, "needs", None), "multi_step", False)
             why = ", which drafts steps ahead before these tokens are final" if is_ahead else ""
-            raise ValueError(f"{name}={shown(value)} has no meaning for sampler {sampler.name!r}{why}: leave it out")
+            raise ValueError(
+                f"{name}={short_repr(value)} has no meaning for sampler {sampler.name!r}{why}: leave it out"
+            )
     return request
 
 
@@ -393,7 +397,7 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
     unused = [name for name, is_set in filters.items() if is_set and (needs is None or needs.score_from == "raw")]
     if request.seed is not None and request.rng == "counter" and not seed_matters(sampler, 0, request.suffix):
         unused.append("seed")
-    if shown_fields := [f"{name}={shown(getattr(request, name))}" for name in unused if name in names]:
+    if shown_fields := [f"{name}={short_repr(getattr(request, name))}" for name in unused if name in names]:
         verb = "has" if len(shown_fields) == 1 else "have"
         warnings.warn(
             f"{', '.join(shown_fields)} {verb} no effect at temperature 0, which takes the best token", stacklevel=4

@@ -18,7 +18,7 @@ from transformers import __version__
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from paradec.caches.kept_prefix import evaluate
-from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, shown
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, check_text, short_repr
 from paradec.core.facts import HOLE
 from paradec.core.family_queries import CanvasQuery, build_rows_query
 from paradec.core.packaged import unknown_words_error
@@ -97,7 +97,9 @@ class Score(Question):
         descriptions = [] if isinstance(levels, str | bytes) or not isinstance(levels, Sequence) else [*levels]
         count = len(descriptions)
         if count == 0 or any(level is None for level in descriptions):
-            raise ValueError(f"levels={shown(levels)} must be the levels' meanings, lowest first, none of them None")
+            raise ValueError(
+                f"levels={short_repr(levels)} must be the levels' meanings, lowest first, none of them None"
+            )
         check_json("levels", descriptions)
         labels = _check_texts("labels", labels, count)
         super().__init__("score", instructions, labels, descriptions, tuple(range(count)))
@@ -117,7 +119,7 @@ def check_json(name: str, value: Any) -> None:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name}={shown(value)} must be a text or data of JSON: {shown(str(error))}") from None
+        raise kind(f"{name}={short_repr(value)} must be a text or data of JSON: {short_repr(str(error))}") from None
     check_text(name, text)
 
 
@@ -129,9 +131,11 @@ def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
     texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]
     if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
         how = f'write {name}=["red", "blue"]'
-        raise ValueError(f"{name}={shown(value)} must be different texts, none of them empty, and at least one: {how}")
+        raise ValueError(
+            f"{name}={short_repr(value)} must be different texts, none of them empty, and at least one: {how}"
+        )
     if count is not None and len(texts) != count:
-        raise ValueError(f"{name}={shown(value)} must be one for each of {count} options; None gives 26 letters")
+        raise ValueError(f"{name}={short_repr(value)} must be one for each of {count} options; None gives 26 letters")
     check_json(name, texts)
     return texts
 
@@ -290,16 +294,18 @@ def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) 
     """Raise TypeError or ValueError unless the model can answer the questions."""
     check_decision_model(model)
     if not isinstance(questions, Mapping) or not questions:
-        raise ValueError(f"questions={shown(questions)} must map names to questions, one at least")
+        raise ValueError(f"questions={short_repr(questions)} must map names to questions, one at least")
     for key, question in questions.items():
         if not isinstance(key, str) or not isinstance(question, Question):
-            raise TypeError(f"questions={shown({key: question})} must map names to paradec.YesNo, Pick, Score or Span")
+            raise TypeError(
+                f"questions={short_repr({key: question})} must map names to paradec.YesNo, Pick, Score or Span"
+            )
     if not isinstance(state, str | dict):
-        raise TypeError(f"state={shown(state)} must be one text or JSON object; ask about several one by one")
+        raise TypeError(f"state={short_repr(state)} must be one text or JSON object; ask about several one by one")
     check_json("state", state)
     check_bool("rotate", rotate)
     if template is not None and not callable(template):
-        raise TypeError(f"template={shown(template)} must be a function of the state and a question, or None")
+        raise TypeError(f"template={short_repr(template)} must be a function of the state and a question, or None")
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
@@ -322,7 +328,7 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
             check_choice("name of a right answer", name, tuple(answers))
             options = [*answers[name].probabilities]
             if not any(type(value) is type(option) and value == option for option in options):
-                raise ValueError(f"right answer {shown(value)} to {name!r} is none of {shown(options)}")
+                raise ValueError(f"right answer {short_repr(value)} to {name!r} is none of {short_repr(options)}")
             scores = np.array(answers[name].log_scores)
             cases.setdefault(answers[name].type, []).append((scores - scores.max(), options.index(value)))
     if not cases:
@@ -397,7 +403,7 @@ def write_user_turn(state: Any, question: Question, template: Callable[[str, Que
     if template is not None:
         text = template(texts[0], question)
         if not isinstance(text, str):
-            raise TypeError(f"template returned {shown(text)}: it must return the text of the user's turn")
+            raise TypeError(f"template returned {short_repr(text)}: it must return the text of the user's turn")
     elif question.type == "span":
         text = "\n\n".join(filter(None, texts))
     else:
@@ -405,10 +411,14 @@ def write_user_turn(state: Any, question: Question, template: Callable[[str, Que
         try:
             text = render_jinja_template([[]], chat_template=prompt, state=state, question=fields)[0][0]
         except RecursionError:
-            raise ValueError(f"instructions={shown(question.instructions)} or options are nested too deeply") from None
+            raise ValueError(
+                f"instructions={short_repr(question.instructions)} or options are nested too deeply"
+            ) from None
     check_text("state and question", text)
     if not text.strip():
-        raise ValueError(f"nothing is asked: state={shown(state)} and instructions={shown(question.instructions)}")
+        raise ValueError(
+            f"nothing is asked: state={short_repr(state)} and instructions={short_repr(question.instructions)}"
+        )
     return text
 
 
@@ -436,10 +446,10 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
     for label in labels:
         ids = (*tokenizer(label, add_special_tokens=False)["input_ids"],)
         if not ids or tokenizer.unk_token_id in ids or ids in rows:
-            reason = f"cannot write the label {shown(label)}, or writes another label alike"
+            reason = f"cannot write the label {short_repr(label)}, or writes another label alike"
             raise ValueError(f"the tokenizer of {facts.name} {reason}; give other labels")
         if {facts.mask_token_id, *facts.eos_token_ids} & {*ids}:
-            raise ValueError(f"the label {shown(label)} holds the mask or an end token; give another one")
+            raise ValueError(f"the label {short_repr(label)} holds the mask or an end token; give another one")
         rows.append(ids)
     return rows
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from paradec import samplers
 from paradec.api.output import check_recorded
 from paradec.api.streaming import progress_callback
-from paradec.core.checks import MODELS, check_choice, check_int, check_model, format_count, shown, throughput_unit
+from paradec.core.checks import MODELS, check_choice, check_int, check_model, format_count, short_repr, throughput_unit
 from paradec.core.protocol import Sampler, State, decode, interruptible
 from paradec.core.thumbnails import RAMP, images_to_uris, import_pillow, preview_images, to_pil
 from paradec.core.trace import Trace
@@ -258,7 +258,7 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
     merged = Request.merge_arguments(arguments, preset)
     for name, value in merged.items():
         if name not in SERVED:
-            raise ValueError(f"{name}={shown(value)} has no meaning for pictures: leave it out")
+            raise ValueError(f"{name}={short_repr(value)} has no meaning for pictures: leave it out")
     sampler = picture_sampler(model, merged.pop("sampler", None), model.facts.name)
     if settings := {name: merged.pop(name) for name in model.sampler_settings if name in merged}:
         sampler = replace(sampler, **settings)
@@ -288,7 +288,7 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
         )
     if not isinstance(sampler, Sampler):
         hint = f"; call it: {sampler.__name__}()" if isinstance(sampler, type) else ""
-        raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create{hint}")
+        raise TypeError(f"sampler={short_repr(sampler)} must be a name or made by paradec.samplers.create{hint}")
     if sampler.family != model.family:
         allowed = [name for name in samplers.names() if samplers.get(name).family == model.family]
         raise ValueError(

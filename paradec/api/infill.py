@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from paradec.api.generate import KINDS, choose_source, decode_request, prepare_request
 from paradec.api.output import Output
 from paradec.constraints.values import Constraint
-from paradec.core.checks import check_int, check_model, shown
+from paradec.core.checks import check_int, check_model, short_repr
 from paradec.core.prompts import encode
 from paradec.request import Arguments, Preset
 
@@ -76,7 +76,8 @@ def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
     both are given, or for another type."""
     if constraints is not None and constraint is not None:
         raise ValueError(
-            f"constraints={shown(constraints)} and constraint={shown(constraint)} both say it; give one of them"
+            f"constraints={short_repr(constraints)} and constraint={short_repr(constraint)} both say it; give one of "
+            "them"
         )
     if isinstance(constraints, Mapping):
         for number in constraints:
@@ -84,7 +85,7 @@ def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
         return tuple(constraints.get(number) for number in range(num_holes))
     if constraints is not None and not isinstance(constraints, (list, tuple)):
         raise ValueError(
-            f"constraints={shown(constraints)} must be a list, one for each hole, or a mapping of their numbers"
+            f"constraints={short_repr(constraints)} must be a list, one for each hole, or a mapping of their numbers"
         )
     if constraints is not None:
         return constraints

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.prompts import align_right
 from paradec.core.protocol import Commit, State, TextState
 
@@ -29,9 +29,11 @@ def check_streamer(streamer: Any, rows: int) -> None:
     """Raise TypeError for an object that is not a streamer, ValueError for one that does not support this request."""
     for method in ("put", "end"):
         if not callable(getattr(streamer, method, None)):
-            raise TypeError(f"streamer={shown(streamer)} must have put and end, as transformers' streamers do")
+            raise TypeError(f"streamer={short_repr(streamer)} must have put and end, as transformers' streamers do")
     if getattr(streamer, "_takes_logits", False):
-        raise ValueError(f"streamer={shown(streamer)} asks for logits (_takes_logits); only token ids are streamed")
+        raise ValueError(
+            f"streamer={short_repr(streamer)} asks for logits (_takes_logits); only token ids are streamed"
+        )
     from transformers import TextStreamer
 
     if rows > 1 and isinstance(streamer, TextStreamer):

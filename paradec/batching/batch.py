@@ -40,7 +40,7 @@ from paradec.batching.slots import (
     group_key,
     why_unsupported,
 )
-from paradec.core.checks import check_bytes, check_int, check_model, shown
+from paradec.core.checks import check_bytes, check_int, check_model, short_repr
 from paradec.core.interrupts import hold_interrupt
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import NotFinite
@@ -110,7 +110,9 @@ class Batch:
         self.request, self.sampler = self._prepare(model, arguments, preset)
         self._check(self.request, self.sampler)
         if isinstance(self.request.seed, tuple):
-            raise ValueError(f"seed={shown(self.request.seed)} must be one int here; give each prompt its own with it")
+            raise ValueError(
+                f"seed={short_repr(self.request.seed)} must be one int here; give each prompt its own with it"
+            )
         seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._seeded_request = replace(self.request, seed=seed)
         self.prefixes: Prefixes | None = None
@@ -175,13 +177,13 @@ class Batch:
         seed: Any = request.seed
         if isinstance(seed, tuple):
             if len(seed) != 1:
-                raise ValueError(f"seed={shown(seed)} has {len(seed)} entries for one prompt")
+                raise ValueError(f"seed={short_repr(seed)} has {len(seed)} entries for one prompt")
             (seed,) = seed
         return replace(request, seed=self._seeded_request.seed if seed is None else seed), sampler
 
     def _enqueue(self, ticket: T, alone: bool) -> T:
         if ticket.on_done is not None and not callable(ticket.on_done):
-            raise TypeError(f"on_done={shown(ticket.on_done)} must be callable")
+            raise TypeError(f"on_done={short_repr(ticket.on_done)} must be callable")
         if len(ticket.prompts.rows) != 1:
             raise ValueError(f"prompt holds {len(ticket.prompts.rows)} rows; add them one by one")
         self._pending.add(ticket, alone)

@@ -13,7 +13,7 @@ from paradec.batching.batch import Batch
 from paradec.batching.images import ImageBatch, check_refillable
 from paradec.batching.outputs import detach_error
 from paradec.batching.slots import KINDS, Cancelled, Ticket
-from paradec.core.checks import check_choice, check_int, check_model, shown
+from paradec.core.checks import check_choice, check_int, check_model, short_repr
 from paradec.core.interrupts import hold_interrupt
 from paradec.core.protocol import Interrupted
 from paradec.models.images.base import PictureModel
@@ -89,13 +89,13 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
         check_refillable(model)
         if prefix_memory:
             raise ValueError(
-                f"prefix_memory={shown(prefix_memory)} is for text models; {model.facts.name} makes pictures"
+                f"prefix_memory={short_repr(prefix_memory)} is for text models; {model.facts.name} makes pictures"
             )
         make_batch: Callable[[], Batch] = partial(ImageBatch, model, **batch_arguments, **picture_arguments)
     else:
         check_model("generate_many", model, KINDS)
         for name, value in picture_arguments.items():
-            raise ValueError(f"{name}={shown(value)} is for image models; {model.facts.name} makes none")
+            raise ValueError(f"{name}={short_repr(value)} is for image models; {model.facts.name} makes none")
         make_batch = partial(Batch, model, prefix_memory=prefix_memory, **batch_arguments)
     return Many(make_batch, prompts, order, errors, look_ahead)
 
@@ -108,7 +108,7 @@ class Many(Iterator[Any]):
     ):
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(
-                f"prompts={shown(prompts)} must be an iterable of prompts; one alone goes to paradec.generate"
+                f"prompts={short_repr(prompts)} must be an iterable of prompts; one alone goes to paradec.generate"
             )
         check_choice("order", order, ORDERS)
         check_choice("errors", errors, ERRORS)
@@ -229,7 +229,7 @@ def to_add_arguments(entry: Any) -> dict[str, Any]:
     if isinstance(entry, Mapping) and "prompt" in entry:
         for name in entry:
             if not isinstance(name, str):
-                raise TypeError(f"a prompt's mapping holds {shown(name)}; its keys are names of arguments")
+                raise TypeError(f"a prompt's mapping holds {short_repr(name)}; its keys are names of arguments")
         return dict(entry)
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], Request):
         return {"prompt": entry[0], "preset": entry[1]}

@@ -15,7 +15,7 @@ import numpy as np
 
 from paradec.api.generate import make_sampler
 from paradec.api.output import Output
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.interrupts import hold_interrupt
 from paradec.core.prompts import Prompts
 from paradec.core.rows import replace_rows, select_rows
@@ -312,7 +312,7 @@ def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | 
     for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
-            return f"{name}={shown(value)} does not work with batches that are refilled: {advice}"
+            return f"{name}={short_repr(value)} does not work with batches that are refilled: {advice}"
     if request.rng != "counter":
         return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
     sampler = sampler or make_sampler(model, request.sampler)

@@ -16,7 +16,7 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.caches.stored import StoredCache
 from paradec.caches.table import EXACT, prefix_verdict
-from paradec.core.checks import check_bool, shown
+from paradec.core.checks import check_bool, short_repr
 from paradec.core.query import Query, StoreCall
 from paradec.core.weights import fingerprint_weights
 
@@ -203,7 +203,7 @@ def plan_reuse(
     if not names:
         return None
     if prefix is not None and not isinstance(prefix, KeptPrefix):
-        raise ValueError(f"prefix={shown(prefix)} must be the `prefix` of an output made with keep_prefix=True")
+        raise ValueError(f"prefix={short_repr(prefix)} must be the `prefix` of an output made with keep_prefix=True")
     if prefix is not None and share:
         raise ValueError("prefix and share_prefix=True both say what rows begin with; give one of them")
     if not isinstance(cache, StoredCache):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, short_repr
 
 DENSITIES = ("cut", "gaussian", "uniform")
 SCALES = {"same": 2.0, "shifted": 1.6}
@@ -60,7 +60,9 @@ class Suffix:
             ("count", self.count, None, "uniform"),
         ):
             if value != default and self.density != owner:
-                raise ValueError(f"{name}={shown(value)} is a setting of density={owner!r}, not of {self.density!r}")
+                raise ValueError(
+                    f"{name}={short_repr(value)} is a setting of density={owner!r}, not of {self.density!r}"
+                )
 
     def __repr__(self) -> str:
         return f"Suffix({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
@@ -81,7 +83,7 @@ class Suffix:
         try:
             return cls(**cls._settings(value))
         except ValueError as error:
-            raise ValueError(f"suffix={shown(value)}: {error}") from None
+            raise ValueError(f"suffix={short_repr(value)}: {error}") from None
 
     @classmethod
     def _settings(cls, value: Any) -> Mapping[str, Any]:

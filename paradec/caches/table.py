@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paradec import caches
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.registry import Registry
 
 if TYPE_CHECKING:  # the command line imports this module, and no torch
@@ -169,8 +169,8 @@ def make_cache(request: Any, sampler: Any, model: Any, blocks: BlockPolicy) -> C
             raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {pair.why}")
     if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
-            f"cache={cache.name!r} does not work with blocks={shown(blocks)}: it asks what will be committed before "
-            "the logits that say where a block ends; use paradec.FixedBlocks or another cache"
+            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: it asks what will be committed "
+            "before the logits that say where a block ends; use paradec.FixedBlocks or another cache"
         )
     if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
         raise ValueError(

@@ -23,7 +23,7 @@ import typer
 import paradec
 from paradec.cli import options, show
 from paradec.cli.work import Work, complete_row_indices, decode_in_batches
-from paradec.core.checks import check_text, shown
+from paradec.core.checks import check_text, short_repr
 from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
 from paradec.core.text_files import decode_utf8, json_bytes, number_lines, parse_json, read_text, write_bytes
 from paradec.core.version import DRAWS
@@ -98,8 +98,8 @@ class FileJob:
                     f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): "
                     f"{'; '.join(changed)}. Give the same ones, or another file"
                 )
-        versions = {shown(entry["settings"].get("paradec")) for entry in self.earlier}
-        for version in versions - {shown(paradec.__version__)}:
+        versions = {short_repr(entry["settings"].get("paradec")) for entry in self.earlier}
+        for version in versions - {short_repr(paradec.__version__)}:
             this_version = f"this is {paradec.__version__}: they may differ"
             warnings.warn(f"--out {str(self.out)!r} has answers of paradec {version}, and {this_version}", stacklevel=2)
         seed: int | None = request.get("seed")
@@ -359,7 +359,7 @@ def differences(stored: dict[str, Any], current: dict[str, Any], inside: str = "
         if isinstance(stored_value, dict) and isinstance(current_value, dict):
             lines += differences(stored_value, current_value, "" if name == "request" else f"{inside}{name}.")
         elif stored_value != current_value and name != "paradec":
-            texts = ["not set" if value is None else shown(value) for value in (stored_value, current_value)]
+            texts = ["not set" if value is None else short_repr(value) for value in (stored_value, current_value)]
             lines.append(f"{inside}{name} is {texts[0]} there and {texts[1]} here")
     return lines
 

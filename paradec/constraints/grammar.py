@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paradec.constraints.spelling import Spelling, spelling_of
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 MOST_MATCHERS = 256
 """Maximum number of cached prefixes."""
@@ -42,7 +42,7 @@ def check_grammar(text: str) -> None:
     llguidance."""
     matcher = library().LLMatcher
     if message := matcher.validate_grammar(matcher.grammar_from_lark(text)):
-        raise ValueError(f"grammar={shown(text)}: {' '.join(message.split())}")
+        raise ValueError(f"grammar={short_repr(text)}: {' '.join(message.split())}")
 
 
 class _Vocabulary:
@@ -104,7 +104,7 @@ class GrammarTexts:
         self._matchers: OrderedDict[Tokens, Any] = OrderedDict()
         first = self._new_matcher()
         if first.is_error():
-            raise ValueError(f"grammar={shown(grammar)}: {' '.join(first.get_error().split())}")
+            raise ValueError(f"grammar={short_repr(grammar)}: {' '.join(first.get_error().split())}")
 
     def __reduce__(self) -> Any:  # matchers are neither pickled nor copied
         return type(self), (self.grammar, self.tokenizer, self.size, self.ends)

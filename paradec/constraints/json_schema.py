@@ -28,7 +28,7 @@ from paradec.constraints.expressions import (
 from paradec.constraints.regex import parse
 from paradec.constraints.schema_document import SchemaDocument
 from paradec.constraints.schema_shapes import NO_VALUE, OPEN, Goal, Goals, Shape
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 State = TypeVar("State")
 MAX_LENGTHS = 1024, 512, 256, 128, 64
@@ -75,7 +75,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
         raise ValueError("the schema is nested too deeply") from None
     if node is NEVER:
         why = f"; not covered are {', '.join(goals.left_out)}" if goals.left_out else ""
-        raise ValueError(f"schema={shown(document.root)} allows no text with depth={depth}{why}")
+        raise ValueError(f"schema={short_repr(document.root)} allows no text with depth={depth}{why}")
     return node, tuple(document.unknown)
 
 

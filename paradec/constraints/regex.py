@@ -9,7 +9,7 @@ from functools import lru_cache
 from paradec.constraints import expressions
 from paradec.constraints.dfa import Dfa, intersect, to_dfa, to_node
 from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, Ranges, either, merged, repeated, sequence
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 DIGITS: Ranges = ((48, 57),)
 LETTERS: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
@@ -44,14 +44,14 @@ def parse(pattern: str) -> Node:
     Raises ValueError, with the position, for a malformed or non-regular pattern.
     """
     if not isinstance(pattern, str):
-        raise TypeError(f"regex={shown(pattern)} must be a text")
+        raise TypeError(f"regex={short_repr(pattern)} must be a text")
     try:
         re.compile(pattern, re.ASCII)
         return _Reader(pattern).pattern()
     except re.error as error:
-        raise ValueError(f"regex={shown(pattern)} is no regular expression: {error}") from None
+        raise ValueError(f"regex={short_repr(pattern)} is no regular expression: {error}") from None
     except (RecursionError, OverflowError):
-        raise ValueError(f"regex={shown(pattern)} is nested too deeply, or repeats too often") from None
+        raise ValueError(f"regex={short_repr(pattern)} is nested too deeply, or repeats too often") from None
 
 
 @lru_cache(maxsize=512)
@@ -75,7 +75,7 @@ def ecma_search(pattern: str) -> Dfa:
         )
         return to_dfa(to_node(language, _erase_ends))
     except RecursionError:
-        raise ValueError(f"regex={shown(pattern)} is nested too deeply") from None
+        raise ValueError(f"regex={short_repr(pattern)} is nested too deeply") from None
 
 
 def _erase_ends(ranges: Ranges) -> Node:
@@ -98,7 +98,7 @@ class _Reader:
         self.sets |= {name.upper(): expressions.without(ANY, inner) for name, inner in self.sets.items()}
 
     def refuse(self, feature: str, position: int) -> ValueError:
-        return ValueError(f"regex={shown(self.pattern_text)}: {feature} at {position} is not supported")
+        return ValueError(f"regex={short_repr(self.pattern_text)}: {feature} at {position} is not supported")
 
     def next_is(self, text: str) -> bool:
         return self.pattern_text.startswith(text, self.position)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 Schema = Mapping[str, Any] | bool
 KINDS = ("object", "array", "string", "integer", "number", "boolean", "null")
@@ -148,7 +148,7 @@ class SchemaDocument:
             if key in SHAPES:
                 has_shape, words = SHAPES[key]
                 if not has_shape(value):
-                    raise self.error(schema, key, f"is {shown(value)}, and must be {words}")
+                    raise self.error(schema, key, f"is {short_repr(value)}, and must be {words}")
             elif key != CONST and key not in ANNOTATIONS:
                 self.unknown[key] = None
 
@@ -159,9 +159,9 @@ class SchemaDocument:
             raise self.error(schema, "$ref", "next to $id is read differently by the drafts: give one alone")
         target = self._find(self.bases.get(id(schema), ""), reference)
         if target is None:
-            raise self.error(schema, "$ref", f"{shown(reference)} is not in the schema")
+            raise self.error(schema, "$ref", f"{short_repr(reference)} is not in the schema")
         if not is_schema(target):
-            raise self.error(schema, "$ref", f"{shown(reference)} is {shown(target)}, not a schema")
+            raise self.error(schema, "$ref", f"{short_repr(reference)} is {short_repr(target)}, not a schema")
         return target
 
     def _find(self, base: str, reference: str) -> Any:

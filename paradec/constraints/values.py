@@ -20,7 +20,7 @@ from paradec.constraints.expressions import text as text_node
 from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
 from paradec.constraints.regex import parse
 from paradec.constraints.spelling import Encode, Spelling, lift, spell_texts, spelling_of
-from paradec.core.checks import check_choice, check_int, check_text, shown, unknown_name
+from paradec.core.checks import check_choice, check_int, check_text, short_repr, unknown_name
 from paradec.core.packaged import vocabulary_hint
 
 MAX_CACHED_BYTES = 2**28
@@ -50,7 +50,7 @@ class Constraint:
     def __post_init__(self) -> None:
         if self.after is not None:
             if not isinstance(self.after, str) or not 0 < len(self.after) <= 256:
-                raise ValueError(f"after={shown(self.after)} must be a text of 1 to 256 characters")
+                raise ValueError(f"after={short_repr(self.after)} must be a text of 1 to 256 characters")
             check_text("after", self.after)
         if self.thinking_budget is not None:
             check_int("thinking_budget", self.thinking_budget, low=0)
@@ -76,7 +76,7 @@ class Constraint:
         Raises ValueError: as `node`, or `text` is not a string.
         """
         if not isinstance(text, str):
-            raise ValueError(f"text={shown(text)} must be a text")
+            raise ValueError(f"text={short_repr(text)} must be a text")
         check_text("text", text)
         return _byte_automaton(self).accepts(text.encode())
 
@@ -88,7 +88,7 @@ class Constraint:
         spelling = spelling_of(tokenizer)
         if spelling is None:
             raise ValueError(
-                f"constraint={shown(self)}: it is unknown which texts the tokenizer's tokens spell together; only "
+                f"constraint={short_repr(self)}: it is unknown which texts the tokenizer's tokens spell together; only "
                 "paradec.Choice works with this tokenizer, without after"
             )
         return self.lift(spelling, vocab_size, partial(spell_texts, tokenizer))
@@ -141,7 +141,7 @@ class Choice(Constraint):
 
     def __new__(cls, *choices: Any, **_: Any) -> Self:
         if len(choices) > 1:
-            raise TypeError(f"Choice takes its texts in one list: write Choice({shown([*choices])})")
+            raise TypeError(f"Choice takes its texts in one list: write Choice({short_repr([*choices])})")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -149,7 +149,9 @@ class Choice(Constraint):
         choices = self.choices
         texts = () if isinstance(choices, str) or not isinstance(choices, Sequence) else tuple(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
-            raise ValueError(f'choices={shown(choices)} must be distinct, non-empty texts: write Choice(["yes", "no"])')
+            raise ValueError(
+                f'choices={short_repr(choices)} must be distinct, non-empty texts: write Choice(["yes", "no"])'
+            )
         for text in texts:
             check_text("choices", text)
         object.__setattr__(self, "choices", texts)
@@ -229,13 +231,15 @@ class JsonSchema(Constraint):
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"schema={shown(schema)} is not JSON: {error}") from None
+                raise ValueError(f"schema={short_repr(schema)} is not JSON: {error}") from None
         if not isinstance(schema, (Mapping, bool)):
-            raise ValueError(f"schema={shown(schema)} must be a JSON schema: a mapping, its text or a pydantic class")
+            raise ValueError(
+                f"schema={short_repr(schema)} must be a JSON schema: a mapping, its text or a pydantic class"
+            )
         try:
             text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"schema={shown(schema)} cannot be written as JSON: {error}") from None
+            raise ValueError(f"schema={short_repr(schema)} cannot be written as JSON: {error}") from None
         check_text("schema", text)
         object.__setattr__(self, "schema", text)
         object.__setattr__(self, "depth", int(self.depth))
@@ -280,7 +284,7 @@ class Grammar(Constraint):
         if {*self.marker_dict()}:
             raise ValueError("after does not work with a grammar: let `start` begin with free text and the marker")
         if not isinstance(self.grammar, str):
-            raise ValueError(f"grammar={shown(self.grammar)} must be a text")
+            raise ValueError(f"grammar={short_repr(self.grammar)} must be a text")
         check_text("grammar", self.grammar)
         check_grammar(self.grammar)
 
@@ -288,12 +292,12 @@ class Grammar(Constraint):
         return {"grammar": self.grammar}
 
     def accepts(self, text: str) -> bool:
-        raise ValueError(f"constraint={shown(self)}: accepts works with Choice, Regex and JsonSchema only")
+        raise ValueError(f"constraint={short_repr(self)}: accepts works with Choice, Regex and JsonSchema only")
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
         raise ValueError(
-            f"constraint={shown(self)} is for causal models: a grammar has no finite automaton, which decoding in any "
-            "order needs; give a paradec.Regex or paradec.JsonSchema"
+            f"constraint={short_repr(self)} is for causal models: a grammar has no finite automaton, which decoding in "
+            "any order needs; give a paradec.Regex or paradec.JsonSchema"
         )
 
 
@@ -316,8 +320,8 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
         return JsonSchema(value)
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={shown(value)} must be paradec.Choice([...]), paradec.Regex, paradec.JsonSchema, paradec.Grammar, "
-            "a pydantic class or a JSON schema with a type; for holes a list of these and None"
+            f"{name}={short_repr(value)} must be paradec.Choice([...]), paradec.Regex, paradec.JsonSchema, "
+            "paradec.Grammar, a pydantic class or a JSON schema with a type; for holes a list of these and None"
         )
     classes = {"regex": Regex, "choice": Choice, "json_schema": JsonSchema, "grammar": Grammar}
     kind = next((key for key in classes if key in value), None)
@@ -326,7 +330,7 @@ def one_constraint(name: str, value: Any) -> Constraint | None:
         if kind is None or key not in known | {"after", "thinking_budget"}:
             raise ValueError(unknown_name(f"key of {name}", key, known))
     if kind is None:
-        raise ValueError(f"{name}={shown(value)} must have one of the keys {', '.join(classes)}")
+        raise ValueError(f"{name}={short_repr(value)} must have one of the keys {', '.join(classes)}")
     return classes[kind](value[kind], **{key: option for key, option in value.items() if key != kind})
 
 
@@ -346,7 +350,7 @@ class ToolCalls(Constraint):
             try:
                 schema = JsonSchema(function.get("parameters") or {"type": "object", "additionalProperties": False})
             except (ValueError, TypeError, LookupError, AttributeError) as error:
-                raise ValueError(f"parameters of {shown(function['name'])}: {error}") from error
+                raise ValueError(f"parameters of {short_repr(function['name'])}: {error}") from error
             tools.append((function["name"], schema.schema))
         return cls(tuple(tools), after=after)
 

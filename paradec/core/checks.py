@@ -57,10 +57,10 @@ def wrong_model_error(user: str, model: Any, expected: str) -> TypeError:
         way = "call the pipeline itself, accelerated by paradec.accelerate(pipe, ...)"
         return TypeError(f"{user} takes {expected}, not a {type(model).__name__}; {way}")
     is_simple = model is None or isinstance(model, (str, int, float, type))
-    return TypeError(f"{user} takes {expected}, not {shown(model) if is_simple else f'a {type(model).__name__}'}")
+    return TypeError(f"{user} takes {expected}, not {short_repr(model) if is_simple else f'a {type(model).__name__}'}")
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Represent a value in one line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
@@ -81,7 +81,7 @@ def unknown_name(
 
     listing: the call that lists all names. other_names: names here by other name, spelled as by `plain_name`."""
     names = sorted(allowed)
-    text, quoted = str(name)[:80], shown(name)
+    text, quoted = str(name)[:80], short_repr(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}
     exact_match = by_plain_name.get(plain_name(text))
     closest = difflib.get_close_matches(text, names, n=1) if exact_match is None else [exact_match]
@@ -115,7 +115,7 @@ def check_int(name: str, value: Any, low: int = -LARGEST_INT, high: int = LARGES
     if value is None and none:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise ValueError(f"{name}={shown(value)} must be an integer from {low} to {high}")
+        raise ValueError(f"{name}={short_repr(value)} must be an integer from {low} to {high}")
 
 
 def check_bytes(name: str, value: Any, low: int = 1) -> int | None:
@@ -124,7 +124,7 @@ def check_bytes(name: str, value: Any, low: int = 1) -> int | None:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([KMG]i?B|)\s*", value, re.IGNORECASE)
         if match is None:
-            raise ValueError(f'{name}={shown(value)} must be bytes, as a number or as text: "2GB", "512MiB"')
+            raise ValueError(f'{name}={short_repr(value)} must be bytes, as a number or as text: "2GB", "512MiB"')
         value = int(float(match[1]) * units[match[2].upper()])
     check_int(name, value, low=low, high=LARGEST_INT64, none=True)
     return None if value is None else int(value)
@@ -133,7 +133,7 @@ def check_bytes(name: str, value: Any, low: int = 1) -> int | None:
 def check_at_most(name: str, value: float, bound_name: str, bound: float) -> None:
     """Raise ValueError unless the setting `name` is at most the setting `bound_name`."""
     if value > bound:
-        raise ValueError(f"{name}={shown(value)} must be at most {bound_name}={shown(bound)}")
+        raise ValueError(f"{name}={short_repr(value)} must be at most {bound_name}={short_repr(bound)}")
 
 
 def check_number(
@@ -144,21 +144,21 @@ def check_number(
         return
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and is_finite(value)
     if not is_number or not low <= float(value) <= high or (open_low and float(value) == low):
-        raise ValueError(f"{name}={shown(value)} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+        raise ValueError(f"{name}={short_repr(value)} must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
 def check_temperature(name: str, value: Any, none: bool = False) -> None:
     """Raise ValueError unless `value` is 0 (off) or in [1e-6, 1e6], where scaled logits stay in float32's range."""
     check_number(name, value, low=0, high=1e6, none=none)
     if value is not None and 0 < value < 1e-6:
-        raise ValueError(f"{name}={shown(value)} must be 0 or a number in [1e-06, 1e+06]")
+        raise ValueError(f"{name}={short_repr(value)} must be 0 or a number in [1e-06, 1e+06]")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     choices = list(allowed)
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        message = f"{name}={shown(value)} must be one of {', '.join(map(repr, choices))}"
+        message = f"{name}={short_repr(value)} must be one of {', '.join(map(repr, choices))}"
         raise ValueError(unknown_name(name, value, choices) if isinstance(value, str) else message)
 
 
@@ -171,7 +171,7 @@ def check_names(kind: str, names: Iterable[object], allowed: Collection[str]) ->
 
 def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={shown(value)} must be True or False")
+        raise ValueError(f"{name}={short_repr(value)} must be True or False")
 
 
 def check_divides(name: str, value: int, other: str, size: int) -> None:
@@ -191,7 +191,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name}={shown(text)} is not UTF-8 text") from None
+        raise ValueError(f"{name}={short_repr(text)} is not UTF-8 text") from None
 
 
 def is_finite(value: Any) -> bool:

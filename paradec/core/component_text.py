@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any, NamedTuple
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 TERM = re.compile(r"(\w+\+*)\s*(\(.*\))?", re.DOTALL)
 FILE_TERM = re.compile(r"([^()]+\.py:\w+)\s*(\(.*\))?", re.DOTALL)
@@ -31,7 +31,7 @@ def parse_components(kind: str, text: str) -> list[ParsedComponent]:
         return [_parse_term(term) for term in terms]
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise ValueError(
-            f"{kind} {shown(text)} cannot be read; settings go in parentheses, each once, as Python literals or "
+            f"{kind} {short_repr(text)} cannot be read; settings go in parentheses, each once, as Python literals or "
             f"words: 'name(setting=1)'" + ("; samplers are joined by '+'" if kind == "sampler" else "")
         ) from None
 
@@ -40,7 +40,7 @@ def parse_component(kind: str, text: str) -> ParsedComponent:
     """Parse one name with or without settings. Raises ValueError as `parse_components`."""
     components = parse_components(kind, text)
     if len(components) > 1:
-        raise ValueError(f"{kind} {shown(text)} cannot be joined; give one name")
+        raise ValueError(f"{kind} {short_repr(text)} cannot be joined; give one name")
     return components[0]
 
 

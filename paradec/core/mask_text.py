@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 
 HOLE_TEXT = "\ufdd0"
 """Text of a position to fill, for models without a mask token: a Unicode noncharacter, which no text contains."""
@@ -18,7 +18,9 @@ MAX_MASKS = 1_000_000
 def check_placeholder(placeholder: Any) -> None:
     """Raise ValueError unless it is None or a text that can represent a mask."""
     if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
-        raise ValueError(f"mask={shown(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'")
+        raise ValueError(
+            f"mask={short_repr(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'"
+        )
 
 
 def replace_placeholders(model: Any, text: str, placeholder: str) -> str:

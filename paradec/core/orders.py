@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from paradec.core import rng
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, short_repr
 from paradec.core.registry import Component, Registry
 
 # ---- draws ----------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
         check_int(name, sizes, low=1, none=True)
         return sizes
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
-        raise ValueError(f"{name}={shown(sizes)} must be a number of groups, or the sizes of the groups")
+        raise ValueError(f"{name}={short_repr(sizes)} must be a number of groups, or the sizes of the groups")
     for size in sizes:
         check_int(name, size, low=1)
     return tuple(int(size) for size in sizes)
@@ -143,7 +143,7 @@ def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str 
         check_int(name, sizes, low=1, high=cells)
         return group_sizes(cells, sizes)
     if sum(sizes) != cells:
-        raise ValueError(f"{name}={shown(sizes)} add up to {sum(sizes)}; the picture has {cells} cells")
+        raise ValueError(f"{name}={short_repr(sizes)} add up to {sum(sizes)}; the picture has {cells} cells")
     return tuple(sizes)
 
 
@@ -334,7 +334,9 @@ class Order(Component):
             return self
         name = "steps" if "steps" in self.settings() else "sizes"
         if getattr(self, name, 0) is not None:
-            raise ValueError(f"steps={steps} has no meaning for {shown(self)}, which has its own groups: leave it out")
+            raise ValueError(
+                f"steps={steps} has no meaning for {short_repr(self)}, which has its own groups: leave it out"
+            )
         return replace(self, **{name: steps})
 
     @staticmethod
@@ -467,7 +469,7 @@ class Given(Order):
         except ValueError:
             cells = np.empty(0)
         if cells.dtype.kind not in "iu" or cells.ndim not in (1, 2) or not cells.size:
-            raise ValueError(f"cells={shown(self.cells)} must list every cell once, for all rows or for each")
+            raise ValueError(f"cells={short_repr(self.cells)} must list every cell once, for all rows or for each")
         lists = cells.tolist()
         object.__setattr__(self, "cells", tuple(lists if cells.ndim == 1 else map(tuple, lists)))
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
@@ -475,7 +477,7 @@ class Given(Order):
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         size, order = height * width, np.atleast_2d(np.array(self.cells, np.int64))
         if order.shape[1] != size or (np.sort(order, 1) != np.arange(size)).any():
-            raise ValueError(f"cells={shown(self.cells)} must list each of {size} cells once")
+            raise ValueError(f"cells={short_repr(self.cells)} must list each of {size} cells once")
         if len(order) not in (1, len(draws)):
             raise ValueError(f"cells lists {len(order)} orders for {len(draws)} rows; give one, or one for each row")
         return Groups(_stack_rows(list(order), len(draws)), resolve_sizes(self.sizes, size, (1,) * size))
@@ -532,7 +534,7 @@ def resolve_order(order: Any) -> Order:
     if isinstance(order, Mapping):
         return Order.from_dict(order)
     if not isinstance(order, Order):
-        raise TypeError(f"order={shown(order)} must be a name or made by paradec.core.orders.create")
+        raise TypeError(f"order={short_repr(order)} must be a name or made by paradec.core.orders.create")
     return order
 
 
@@ -549,7 +551,7 @@ def check_request_order(name: str, value: Any) -> Any:
     rows = value if is_nested else [value]
     if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):
         raise ValueError(
-            f"{name}={shown(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
+            f"{name}={short_repr(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
             "paradec.core.orders.create"
         )
     for position in (position for row in rows for position in row):

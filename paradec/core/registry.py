@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import check_choice, shown, unknown_name
+from paradec.core.checks import check_choice, short_repr, unknown_name
 from paradec.core.other_names import COMPONENTS
 
 PIPELINE_METHOD = "paradec.samplers.forecast.methods:method_called"
@@ -167,7 +167,7 @@ class Registry:
     def _unknown_name_error(self, name: Any) -> ValueError:
         if self.kind in ("sampler", "cache") and (method := import_lazily(PIPELINE_METHOD)(str(name))) is not None:
             call = f"paradec.accelerate(pipeline, {method!r})"
-            return ValueError(f"unknown {self.kind}: {shown(name)}; it is for pipelines of diffusers: {call}")
+            return ValueError(f"unknown {self.kind}: {short_repr(name)}; it is for pipelines of diffusers: {call}")
         listing = f"paradec.{self._module}.names()"
         message = unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {}))
         hint = f"; a custom {self.kind} is given as an instance" if self.kind in COMPONENTS else ""

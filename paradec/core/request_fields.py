@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
-from paradec.core.checks import check_int, check_number, shown, unknown_name
+from paradec.core.checks import check_int, check_number, short_repr, unknown_name
 from paradec.core.other_names import CONSTRAINTS, REQUEST_FIELDS, REQUEST_HINTS
 from paradec.core.registry import Registry, import_lazily, to_data
 
@@ -18,12 +18,12 @@ def check_lazily(target: str) -> Callable[[str, Any], Any]:
 
 def check_callable(name: str, value: Any) -> None:
     if not callable(value):
-        raise TypeError(f"{name}={shown(value)} must be callable")
+        raise TypeError(f"{name}={short_repr(value)} must be callable")
 
 
 def check_generator(name: str, value: Any) -> None:
     if not isinstance(value, import_lazily("torch:Generator")):
-        raise ValueError(f"{name}={shown(value)} must be a torch.Generator")
+        raise ValueError(f"{name}={short_repr(value)} must be a torch.Generator")
 
 
 def _to_lists(value: Any) -> Any:
@@ -36,7 +36,7 @@ def check_integers(name: str, value: Any, can_be_single: bool = False, **bounds:
     kinds = Sequence if can_be_single else (Sequence, Set)  # the order of seeds matters
     is_sequence = isinstance(value, kinds) and not isinstance(value, (str, bytes))
     if not is_sequence and not can_be_single:
-        raise ValueError(f"{name}={shown(value)} must be a sequence of token ids")
+        raise ValueError(f"{name}={short_repr(value)} must be a sequence of token ids")
     for number in value if is_sequence else [value]:
         check_int(name, number, low=0, **bounds)
     return tuple(value) if is_sequence else value
@@ -46,7 +46,7 @@ def check_texts(name: str, value: Any) -> str | tuple[str, ...]:
     """Check one or several texts; sequences become tuples."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{name}={shown(value)} must be a text or a sequence of texts, none of them empty")
+        raise ValueError(f"{name}={short_repr(value)} must be a text or a sequence of texts, none of them empty")
     return value if isinstance(value, str) else tuple(texts)
 
 
@@ -59,23 +59,23 @@ def read_number(name: str, value: Any, **bounds: Any) -> float:
 def check_bias(name: str, value: Any) -> dict[int, float]:
     """Check a mapping of ids to numbers. Keys may be texts of digits, as in JSON."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={shown(value)} must be a mapping of ids to numbers from -100 to 100")
+        raise ValueError(f"{name}={short_repr(value)} must be a mapping of ids to numbers from -100 to 100")
     for number in value.values():
         check_number(name, number, low=-100, high=100)
     try:
         ids = [int(token) if isinstance(token, str) else token for token in value]
     except ValueError:
-        raise ValueError(f"{name}={shown(value)} must have token ids as keys") from None
+        raise ValueError(f"{name}={short_repr(value)} must have token ids as keys") from None
     return dict(zip(map(int, check_integers(name, ids)), map(float, value.values()), strict=True))
 
 
 def check_words(name: str, value: Any) -> tuple[Any, ...]:
     """Check texts and sequences of ids, none of them empty."""
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ValueError(f"{name}={shown(value)} must be a sequence of texts or of sequences of ids")
+        raise ValueError(f"{name}={short_repr(value)} must be a sequence of texts or of sequences of ids")
     words = tuple(word if isinstance(word, str) else check_integers(name, word) for word in value)
     if not all(words):
-        raise ValueError(f"{name}={shown(value)} has an empty word")
+        raise ValueError(f"{name}={short_repr(value)} has an empty word")
     return words
 
 
@@ -83,11 +83,11 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     """Convert a field to JSON data. is_live: whether it holds an object of this process. Raises ValueError for such
     objects and data that JSON cannot hold."""
     if is_live:
-        raise ValueError(f"{name}={shown(value)} is an object of this process and cannot be saved: leave it out")
+        raise ValueError(f"{name}={short_repr(value)} is an object of this process and cannot be saved: leave it out")
     for model_field in ("drafter", "draft", "teacher") if name == "sampler" else ():
         if (model := getattr(value, model_field, None)) is not None and not hasattr(model, "to_dict"):  # a network
             raise ValueError(
-                f"sampler={value.name!r} has a {model_field}, {shown(model)}, which cannot be saved: leave it out"
+                f"sampler={value.name!r} has a {model_field}, {short_repr(model)}, which cannot be saved: leave it out"
             )
     if name == "blocks":
         return import_lazily("paradec.samplers.masked.policies:policy_to_data")(value)
@@ -95,7 +95,7 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     try:
         json.dumps(data)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={shown(value)} is no data and cannot be saved: leave it out") from None
+        raise ValueError(f"{name}={short_repr(value)} is no data and cannot be saved: leave it out") from None
     return data
 
 

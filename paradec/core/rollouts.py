@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.registry import to_data
 from paradec.core.rows import resize_axis
 
@@ -100,7 +100,7 @@ class Rollout:
             for name in (*SHARED, "version", "approximation"):
                 pair = [part.settings.get(name) if name in SHARED else getattr(part, name) for part in (first, other)]
                 if pair[0] != pair[1]:
-                    raise ValueError(f"rollouts differ in {name}: {shown(pair[0])} and {shown(pair[1])}")
+                    raise ValueError(f"rollouts differ in {name}: {short_repr(pair[0])} and {short_repr(pair[1])}")
         fills = {**TENSORS, "suppressed": -1}
         changes: dict[str, Any] = {}
         for name, value in first._present((*fills, *ROW_FIELDS, *WRITES)):
@@ -175,5 +175,5 @@ def request_settings(request: Any, model_settings: dict[str, Any]) -> dict[str, 
         try:
             settings[name] = json.loads(json.dumps(to_data(value)))
         except (TypeError, ValueError):
-            settings[name] = shown(value)
+            settings[name] = short_repr(value)
     return settings

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 T = TypeVar("T")
 MAX_DEPTH = 100
@@ -136,7 +136,7 @@ def from_fields(cls: type[T], data: Any) -> T:
 def check_value(is_valid: bool, value: Any, allowed: str) -> None:
     """Raise ValueError unless `is_valid`; `from_fields` puts the field's path before the message."""
     if not is_valid:
-        raise ValueError(f"={shown(value)} must be {allowed}")
+        raise ValueError(f"={short_repr(value)} must be {allowed}")
 
 
 def _read_int(value: Any, allowed: str = "an integer of 64 bits") -> Any:
@@ -206,8 +206,8 @@ def _read_dict(key: Any, read: Reader, value: Any) -> dict[Any, Any]:
         try:
             keys.append(_read_int(int(name)) if key is int else _read_text(name))  # JSON keys are strings
         except (ValueError, TypeError):
-            raise ValueError(f" has the name {shown(name)}; it must be {KEY_TYPES[key]}") from None
-    entries = _read_entries((f"[{shown(name)}]", read, entry) for name, entry in value.items())
+            raise ValueError(f" has the name {short_repr(name)}; it must be {KEY_TYPES[key]}") from None
+    entries = _read_entries((f"[{short_repr(name)}]", read, entry) for name, entry in value.items())
     return dict(zip(keys, entries, strict=True))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from paradec.core.checks import format_count, shown
+from paradec.core.checks import format_count, short_repr
 from paradec.core.registry import Registry
 from paradec.core.text_files import check_value, from_fields, parse_json, read_text, write_bytes
 
@@ -234,7 +234,7 @@ class Trace:
         """Raise ValueError for sizes and positions that do not fit each other."""
         sizes, batch = [len(row) for row in self.canvas], self.batch
         if not isinstance(self.settings.get("sampler", ""), str):
-            raise ValueError(f"settings['sampler']={shown(self.settings['sampler'])} must be a text")
+            raise ValueError(f"settings['sampler']={short_repr(self.settings['sampler'])} must be a text")
         for name, values, count in self._sized_fields():
             if values is not None and len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries; it must have {count}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paradec.core.checks import check_int, check_packages, shown
+from paradec.core.checks import check_int, check_packages, short_repr
 
 log = logging.getLogger(__name__)
 LARGEST = 2**63 - 1
@@ -152,9 +152,9 @@ def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
     new: set[Any] = set()
     for name in ids:
         if isinstance(name, bool) or not isinstance(name, (str, int)):
-            raise ValueError(f"id {shown(name)} in {part} is neither a text nor an int")
+            raise ValueError(f"id {short_repr(name)} in {part} is neither a text nor an int")
         if name in new or name in before:
-            raise ValueError(f"id {shown(name)} occurs twice, the second time in {part}; ids must be unique")
+            raise ValueError(f"id {short_repr(name)} occurs twice, the second time in {part}; ids must be unique")
         new.add(name)
     return new
 

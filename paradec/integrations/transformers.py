@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from paradec.api.generate import generate
 from paradec.caches.base import Cache
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.weights import get_lock
 from paradec.models.cache_argument import NAMES as CACHE_NAMES
 from paradec.models.wrapping import wrap
@@ -238,17 +238,19 @@ def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> Non
         frame = frame.f_back
     for name, why in KEPT_BACK.items():
         if frame is not None and frame.f_locals.get(name) is not None:
-            raise ValueError(f"{name}={shown(type(frame.f_locals[name]))} {why}")
+            raise ValueError(f"{name}={short_repr(type(frame.f_locals[name]))} {why}")
     for name, value in UNSUPPORTED.items():
         if getattr(config, name, None) not in (None, value):
-            raise ValueError(f"{name}={shown(getattr(config, name))} is not supported; it must be {value}")
+            raise ValueError(f"{name}={short_repr(getattr(config, name))} is not supported; it must be {value}")
     for name, value in model_kwargs.items():
         if value is not None and name not in UNUSED_INPUTS:
             raise ValueError(f"{name} is not supported by hf_generate; give input_ids and attention_mask")
     for name in CACHE_NAMES:
         cache = model_kwargs.get(name)
         if cache is not None and not isinstance(cache, TransformersCache):
-            raise ValueError(f"{name}={shown(cache)} must be a cache of transformers; give kv_cache={shown(cache)}")
+            raise ValueError(
+                f"{name}={short_repr(cache)} must be a cache of transformers; give kv_cache={short_repr(cache)}"
+            )
         if cache is not None and cache.get_seq_length():
             raise ValueError(f"{name} already has tokens, and hf_generate has its own cache: choose a kv_cache")
 
@@ -260,4 +262,4 @@ def _check_positions(input_ids: Tensor, attention_mask: Tensor | None, position_
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
     positions = position_ids.to(input_ids.device).expand_as(input_ids)
     if (positions != keep.cumsum(1) - 1)[keep.bool()].any():
-        raise ValueError(f"position_ids={shown(position_ids.tolist())} must count each row's tokens from 0")
+        raise ValueError(f"position_ids={short_repr(position_ids.tolist())} must count each row's tokens from 0")

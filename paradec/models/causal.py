@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.models.base import Model
 from paradec.models.checkpoint import (
     CheckpointError,
@@ -131,8 +131,8 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
     expected = _causal_class_name(config)
     if expected is None or not expected.endswith(CAUSAL_HEADS):
         raise CheckpointError(
-            f"{source!r} has model_type={shown(config.get('model_type'))}, which is not a causal language model of "
-            "transformers; load it with transformers and give it to paradec.wrap"
+            f"{source!r} has model_type={short_repr(config.get('model_type'))}, which is not a causal language model "
+            "of transformers; load it with transformers and give it to paradec.wrap"
         )
     architecture = config.get("architectures") or [expected]
     architecture = architecture[0] if isinstance(architecture, list) else architecture
@@ -141,13 +141,14 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
         problem = f"is not {expected}, which predicts the next token" if is_known else "is not a class of transformers"
         raise CheckpointError(
             f"config.json of {source!r}: model_type={config['model_type']!r} with "
-            f"architectures=[{shown(architecture)}], which {problem}; load it with the code that it comes from and "
-            "give it to paradec.wrap"
+            f"architectures=[{short_repr(architecture)}], which {problem}; load it with the code that it comes from "
+            "and give it to paradec.wrap"
         )
     if config.get("mask_token_id") is not None:
         raise CheckpointError(
-            f"config.json of {source!r}: mask_token_id={shown(config['mask_token_id'])} means a masked model; load "
-            "it with transformers and give it to paradec.wrap with the prediction and topology that it was trained for"
+            f"config.json of {source!r}: mask_token_id={short_repr(config['mask_token_id'])} means a masked model; "
+            "load it with transformers and give it to paradec.wrap with the prediction and topology that it was "
+            "trained for"
         )
     return getattr(transformers, expected)
 
@@ -159,11 +160,13 @@ def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None
     """The folder or repository, and the GGUF file in it ("folder/file.gguf", "owner/repository/file.gguf"). Raises
     CheckpointError for another ending, or two files."""
     if gguf_file is not None and (not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF_ENDING)):
-        raise CheckpointError(f"gguf_file={shown(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}")
+        raise CheckpointError(
+            f"gguf_file={short_repr(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}"
+        )
     if not source.endswith(GGUF_ENDING) or os.path.isdir(source):
         return source, gguf_file
     if gguf_file is not None:
-        raise CheckpointError(f"source={shown(source)} names a GGUF file, and gguf_file={gguf_file!r} another")
+        raise CheckpointError(f"source={short_repr(source)} names a GGUF file, and gguf_file={gguf_file!r} another")
     if os.path.exists(source) or source.count("/") < 2 or source.startswith((".", "/", "~")):
         folder, name = os.path.split(source)
         return folder or ".", name

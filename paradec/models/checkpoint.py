@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paradec.core.checks import is_finite, shown
+from paradec.core.checks import is_finite, short_repr
 from paradec.models.tensor_parallel import distributed_config
 
 WEIGHTS = "model.safetensors"
@@ -79,13 +79,13 @@ def checkpoint_errors(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
 def check_path(name: str, value: Any, allowed: str = "a folder or a hub repository id") -> None:
     """Raise ValueError unless `value` is a path or a text that is not empty."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"{name}={shown(value)} must be {allowed}")
+        raise ValueError(f"{name}={short_repr(value)} must be {allowed}")
 
 
 def check_object(name: str, value: Any, file: str = "config.json") -> dict[str, Any]:
     """Return a JSON object. Raises CheckpointError for anything else."""
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: {name}={shown(value)} must be an object")
+        raise CheckpointError(f"{file}: {name}={short_repr(value)} must be an object")
     return value
 
 
@@ -157,7 +157,7 @@ def read_positive(config: Mapping[str, Any], name: str) -> Any:
     kinds = int if integral else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not is_finite(value) or value <= 0:
         kind = "integer" if integral else "number"
-        raise CheckpointError(f"config.json: {name}={shown(value)} must be a positive {kind}")
+        raise CheckpointError(f"config.json: {name}={short_repr(value)} must be a positive {kind}")
     return value
 
 
@@ -165,7 +165,7 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool | None) -> boo
     """True, False or None (null) from the config. Raises CheckpointError for anything else."""
     value = config.get(name, default)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name}={shown(value)} must be true or false")
+        raise CheckpointError(f"config.json: {name}={short_repr(value)} must be true or false")
     return value
 
 
@@ -186,7 +186,7 @@ def check_supported(
         value = config.get(name, allowed[0])
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[allowed.index(value)], bool):
             raise CheckpointError(
-                f"{file}: {name}={shown(value)} is not supported; supported: {', '.join(map(repr, allowed))}{hint}"
+                f"{file}: {name}={short_repr(value)} is not supported; supported: {', '.join(map(repr, allowed))}{hint}"
             )
 
 
@@ -204,7 +204,8 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
             raise CheckpointError(
-                f"{INDEX} of {source!r}: {shown(name)} is in {shown(shard)}; expected a .safetensors file beside it"
+                f"{INDEX} of {source!r}: {short_repr(name)} is in {short_repr(shard)}; expected a .safetensors file "
+                "beside it"
             )
     files = sorted(set(weight_map.values()))
     if not os.path.isdir(source):  # download in parallel; `fetch` below reports missing files
@@ -285,7 +286,7 @@ def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
         is_known = False
     if not is_known:
         raise CheckpointError(
-            f"config.json of {source!r}: quantization_config={shown(quantization)} names no quant_method of "
+            f"config.json of {source!r}: quantization_config={short_repr(quantization)} names no quant_method of "
             "transformers'"
         )
     return True

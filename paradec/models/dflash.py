@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.checks import LARGEST_INT, check_int, check_number, shown
+from paradec.core.checks import LARGEST_INT, check_int, check_number, short_repr
 from paradec.core.query import Query
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
@@ -246,7 +246,7 @@ def read_settings(
     known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
     if not known or len(layer_types) != num_layers:
         raise CheckpointError(
-            f"{where}: layer_types={shown(layer_types)} must name num_hidden_layers={num_layers} of "
+            f"{where}: layer_types={short_repr(layer_types)} must name num_hidden_layers={num_layers} of "
             f"{', '.join(LAYER_TYPES)}"
         )
     fields = read_layer_fields(source, config, max_position_embeddings=131072)
@@ -278,7 +278,7 @@ def _read_block_settings(
     where, targets = f"config.json of {source!r}", config.get("target_layer_ids")
     mask: Any = config.get("mask_token_id")
     if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
-        raise CheckpointError(f"{where}: target_layer_ids={shown(targets)} must be a list of layers")
+        raise CheckpointError(f"{where}: target_layer_ids={short_repr(targets)} must be a list of layers")
     config = {"sliding_window": 2048, "block_size": 16, **config}
     # transformers' window is one position wider than z-lab's
     window = read_positive(config, "sliding_window") + (not published) if has_window else 0

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore, store_bytes
-from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import check_memory
 from paradec.models.base import Adapter, Model
@@ -108,7 +108,7 @@ def check_base(base: Any) -> None:
     """Raise TypeError for a model of another kind, ValueError for one that these drafters cannot draft for."""
     facts = getattr(base, "facts", None)
     if facts is None:
-        raise ValueError(f"base={shown(base)} must be a model from paradec.load or paradec.wrap")
+        raise ValueError(f"base={short_repr(base)} must be a model from paradec.load or paradec.wrap")
     check_model("load_drafter(base=...)", base, ("text", "image"))
     if (facts.topology, facts.prediction) != ("causal", "shifted"):
         raise ValueError(f"base {facts.name} must be causal and predict the next token; it is {facts.topology!r}")
@@ -131,7 +131,7 @@ def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
     for field, value in sizes.items():
         if value not in (None, base_sizes[field]):
             raise CheckpointError(
-                f"{name!r} has {field}={shown(value)}, {base.facts.name} has {base_sizes[field]}: it drafts for "
+                f"{name!r} has {field}={short_repr(value)}, {base.facts.name} has {base_sizes[field]}: it drafts for "
                 "another model"
             )
 
@@ -205,10 +205,14 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
             elif field == "truncate":
                 check_bool(f"{name}[{field!r}]", value)
             elif field != "partial_rotary_factor" or value != 1:
-                raise ValueError(f"{name}={shown(fields)}: {shown(field)}={shown(value)} is not supported")
+                raise ValueError(
+                    f"{name}={short_repr(fields)}: {short_repr(field)}={short_repr(value)} is not supported"
+                )
             angles[field] = value
         if None not in (base, fields.get("rope_theta")) and base != fields["rope_theta"]:
-            raise ValueError(f"two bases of the rotary angles: rope_theta={shown(base)}, and {name}={shown(fields)}")
+            raise ValueError(
+                f"two bases of the rotary angles: rope_theta={short_repr(base)}, and {name}={short_repr(fields)}"
+            )
     return angles
 
 
@@ -223,8 +227,8 @@ def build_config(source: str, cls: Any, **fields: Any) -> Any:
     except Exception as error:  # strict dataclasses, look-ups and arithmetic each raise their own kinds
         problem = " ".join(str(error).split())
     raise CheckpointError(
-        f"config.json of {source!r}: the rotary angles of rope_parameters or rope_scaling={shown(angles)} cannot be "
-        f"computed: {problem}"
+        f"config.json of {source!r}: the rotary angles of rope_parameters or rope_scaling={short_repr(angles)} cannot "
+        f"be computed: {problem}"
     )
 
 
@@ -235,7 +239,7 @@ def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple
     count = base.text_config.num_hidden_layers
     if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
         raise CheckpointError(
-            f"config.json of {source!r}: {name}={shown(inputs)} must be a list of integers from 1 to {count}, the "
+            f"config.json of {source!r}: {name}={short_repr(inputs)} must be a list of integers from 1 to {count}, the "
             f"layers of {base.facts.name}; l means the input of layer l"
         )
     return tuple(count if layer == count else layer - 1 for layer in inputs)

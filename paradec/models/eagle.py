@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
@@ -126,7 +126,9 @@ def load_eagle(
 ) -> EagleDrafter:
     """Load an EAGLE drafter, as `load_drafter` does."""
     if (layers := config.get("num_hidden_layers", 1)) != 1:
-        raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={shown(layers)}; EAGLE's drafters have 1")
+        raise CheckpointError(
+            f"config.json of {source!r}: num_hidden_layers={short_repr(layers)}; EAGLE's drafters have 1"
+        )
     check_base_sizes(source, base, **{name: read_positive(config, name) for name in ("hidden_size", "vocab_size")})
     layer_config = build_layer_config(source, config)
     module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)

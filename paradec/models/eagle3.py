@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
@@ -173,7 +173,7 @@ def load_eagle3(
     name = "transformer_layer_config"
     sizes = check_object(name, config.get(name, config), f"config.json of {source!r}")
     if sizes.get("num_hidden_layers", 1) != 1:
-        layers = shown(sizes["num_hidden_layers"])
+        layers = short_repr(sizes["num_hidden_layers"])
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
     size_name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
     base_sizes = {

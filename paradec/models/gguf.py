@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.models.checkpoint import CheckpointError, checkpoint_errors, fetch
 from paradec.models.text import llada
 
@@ -172,7 +172,7 @@ class GgufFile:
         if value is None:
             raise CheckpointError(f"{self.path!r} has no {key!r}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise CheckpointError(f"{self.path!r}: {key}={shown(value)} must be a positive number")
+            raise CheckpointError(f"{self.path!r}: {key}={short_repr(value)} must be a positive number")
         return value if isinstance(value, int) else float(str(np.float32(value)))  # 1e-5, not 9.99999974e-06
 
     def read_weights(self, dtype: Any) -> dict[str, GgufTensor]:
@@ -239,8 +239,8 @@ class GgufFile:
             return None
         if model != "gpt2" or pre not in SPLITS:
             raise CheckpointError(
-                f"{self.path!r}: a tokenizer with tokenizer.ggml.model={shown(model)} and tokenizer.ggml.pre="
-                f"{shown(pre)} is not supported; supported: 'gpt2' with {', '.join(map(repr, SPLITS))}"
+                f"{self.path!r}: a tokenizer with tokenizer.ggml.model={short_repr(model)} and tokenizer.ggml.pre="
+                f"{short_repr(pre)} is not supported; supported: 'gpt2' with {', '.join(map(repr, SPLITS))}"
             )
         with checkpoint_errors(f"the tokenizer of {self.path!r} cannot be read", Exception):
             tokenizer = self._build_byte_level(fields, tokens, pre)
@@ -310,7 +310,7 @@ class _HeaderReader:
         for _ in range(num_fields):
             name = self.read_text()
             if name in fields:
-                raise ValueError(f"it has {shown(name)} twice")
+                raise ValueError(f"it has {short_repr(name)} twice")
             fields[name] = self.read_value(name)
         architecture, alignment = fields.get("general.architecture"), fields.get("general.alignment", 32)
         if not isinstance(architecture, str):
@@ -318,7 +318,7 @@ class _HeaderReader:
         if fields.get("split.count", 1) != 1:
             raise ValueError(f"it is one of {fields['split.count']} parts; join them with llama-gguf-split --merge")
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"general.alignment={shown(alignment)} must be a positive integer")
+            raise ValueError(f"general.alignment={short_repr(alignment)} must be a positive integer")
         layers = fields.get(f"{architecture}.block_count")
         if isinstance(layers, int) and layers > num_tensors:
             raise ValueError(f"it promises {layers:,} layers, and {num_tensors:,} tensors")
@@ -326,7 +326,7 @@ class _HeaderReader:
         start, tensors = -(-self.offset // alignment) * alignment, dict[str, GgufTensor]()
         for name, shape, kind, offset in entries:
             if name in tensors:
-                raise ValueError(f"it has the tensor {shown(name)} twice")
+                raise ValueError(f"it has the tensor {short_repr(name)} twice")
             tensors[name] = self.map_tensor(name, shape, kind, start + offset)
         return GgufFile(str(self.path), architecture, fields, tensors)
 
@@ -356,9 +356,9 @@ class _HeaderReader:
             return self.read_text()
         item = self.read_scalar("I") if kind == ARRAY else None
         if item == TEXT:
-            return [self.read_text() for _ in range(self.read_count(f"texts in {shown(name)}"))]
+            return [self.read_text() for _ in range(self.read_count(f"texts in {short_repr(name)}"))]
         if item not in SCALARS:
-            raise ValueError(f"{shown(name)} has values of the unknown kind {kind if item is None else item}")
+            raise ValueError(f"{short_repr(name)} has values of the unknown kind {kind if item is None else item}")
         dtype = np.dtype(SCALARS[item]).newbyteorder("<")
         return self.read_bytes(self.read_scalar("Q") * dtype.itemsize).view(dtype)
 
@@ -366,7 +366,7 @@ class _HeaderReader:
         """Name, shape in torch's order, kind and offset of a tensor."""
         name, num_sizes = self.read_text(), self.read_scalar("I")
         if not 1 <= num_sizes <= 4:
-            raise ValueError(f"the tensor {shown(name)} has {num_sizes} sizes; tensors have 1 to 4")
+            raise ValueError(f"the tensor {short_repr(name)} has {num_sizes} sizes; tensors have 1 to 4")
         sizes = [self.read_scalar("Q") for _ in range(num_sizes)]
         return name, tuple(reversed(sizes)), self.read_scalar("I"), self.read_scalar("Q")
 
@@ -379,13 +379,14 @@ class _HeaderReader:
             group, group_bytes = GGML_QUANT_SIZES[kind]
             dequantize(np.zeros((1, group_bytes), np.uint8), kind)
         except (ValueError, KeyError, NotImplementedError):
-            reason = f"the tensor {shown(name)} is of kind {number}, which the package gguf does not unpack"
+            reason = f"the tensor {short_repr(name)} is of kind {number}, which the package gguf does not unpack"
             raise ValueError(reason) from None
         if min(shape) < 1 or shape[-1] % group:
-            raise ValueError(f"the tensor {shown(name)} is {list(shape)}, which {kind.name} cannot hold")
+            raise ValueError(f"the tensor {short_repr(name)} is {list(shape)}, which {kind.name} cannot hold")
         rows, row_bytes = prod(shape[:-1]), shape[-1] // group * group_bytes
         if start + rows * row_bytes > len(self.data):
             raise ValueError(
-                f"it is cut short: {shown(name)} ends at byte {start + rows * row_bytes:,} of its {len(self.data):,}"
+                f"it is cut short: {short_repr(name)} ends at byte {start + rows * row_bytes:,} of its "
+                f"{len(self.data):,}"
             )
         return GgufTensor(self.data[start : start + rows * row_bytes].reshape(rows, row_bytes), kind, shape)

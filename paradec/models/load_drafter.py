@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_path, fetch, read_json
 from paradec.models.dflash import TRANSFORMERS_TYPE, DFlashDrafter, load_dflash, network_classes
@@ -70,7 +70,7 @@ def load_drafter(
     format_name = config.get("speculators_model_type")
     if format_name is not None and (not isinstance(format_name, str) or format_name not in FORMATS):
         raise CheckpointError(
-            f"{source!r}: speculators_model_type={shown(format_name)} is not supported; supported: "
+            f"{source!r}: speculators_model_type={short_repr(format_name)} is not supported; supported: "
             f"{', '.join(map(repr, FORMATS))}"
         )
     architectures = config.get("architectures")

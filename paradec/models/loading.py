@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paradec.core.checks import check_choice, check_int, check_number, plain_name, shown, unknown_name
+from paradec.core.checks import check_choice, check_int, check_number, plain_name, short_repr, unknown_name
 from paradec.core.component_text import parse_component
 from paradec.core.other_names import LOAD_ARGUMENTS
 from paradec.models import causal, gguf, lora
@@ -126,7 +126,9 @@ def load(
     }
     if source is None:
         if gguf_file is not None:
-            raise ValueError(f"gguf_file={shown(gguf_file)} needs a source: the folder or repository that it is in")
+            raise ValueError(
+                f"gguf_file={short_repr(gguf_file)} needs a source: the folder or repository that it is in"
+            )
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
@@ -155,7 +157,7 @@ def load(
     if image_loader(config.get("model_type")) is not None:
         for name, value in text_options.items():
             if value is not None:
-                raise ValueError(f"{name}={shown(value)} is not for image models; leave it out")
+                raise ValueError(f"{name}={short_repr(value)} is not for image models; leave it out")
         common = {"dtype": None if dtype == "auto" else dtype, "device": device, "revision": revision}
         return lay_out_by_columns(load_image_model(config["model_type"], source, image_options, **common))
     _refuse_image_options(image_options)
@@ -166,7 +168,7 @@ def load(
         if (stored := config.get("quantization_config")) is not None:
             raise CheckpointError(
                 f"quantization='int8' does not work for {source!r}, which is quantised already: "
-                f"quantization_config={shown(stored)}"
+                f"quantization_config={short_repr(stored)}"
             )
         if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
             raise CheckpointError(f"quantization='int8' does not work for {source!r}, which decodes canvases")
@@ -176,7 +178,7 @@ def load(
             if text_options.pop(name) is not None:
                 raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
         if text_options.pop("tp_plan") is not None:
-            raise CheckpointError(f"tp_plan={shown(tp_plan)} does not work for {source!r}, which decodes canvases")
+            raise CheckpointError(f"tp_plan={short_repr(tp_plan)} does not work for {source!r}, which decodes canvases")
         common = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         return lay_out_by_columns(diffusion_gemma.load_diffusion_gemma(source, revision, **common, **text_options))
     is_masked = known_family(config) is not None or config.get("model_type") in [*UNSUPPORTED]
@@ -209,7 +211,7 @@ def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> 
     """Raise ValueError for an argument of a wrong type or out of its range."""
     check_path("source", source)
     if revision is not None and not isinstance(revision, str):
-        raise ValueError(f"revision={shown(revision)} must be a text: a branch, tag or commit of a hub repository")
+        raise ValueError(f"revision={short_repr(revision)} must be a text: a branch, tag or commit of a hub repository")
     check_int("mask_token_id", options["mask_token_id"], low=0, none=True)
     check_int("block_length", options["block_length"], low=1, none=True)
     check_number("rope_theta", options["rope_theta"], low=0, open_low=True, none=True)
@@ -225,10 +227,14 @@ def _check_arguments(source: Any, revision: Any, options: Mapping[str, Any]) -> 
 def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
     is_mapping = isinstance(plan, dict) and all(isinstance(text, str) for pair in plan.items() for text in pair)
     if plan != "auto" and not (is_mapping and plan):
-        raise ValueError(f"tp_plan={shown(plan)} must be 'auto' or a mapping of module names to transformers' styles")
+        raise ValueError(
+            f"tp_plan={short_repr(plan)} must be 'auto' or a mapping of module names to transformers' styles"
+        )
     for name in ("device_map", "quantization_config", "gguf_file", "offload_folder"):
         if options[name] is not None:
-            raise ValueError(f"tp_plan={shown(plan)} does not go with {name}={shown(options[name])}; give one of them")
+            raise ValueError(
+                f"tp_plan={short_repr(plan)} does not go with {name}={short_repr(options[name])}; give one of them"
+            )
 
 
 def _parse_quantization(options: Mapping[str, Any]) -> Any:
@@ -244,14 +250,14 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
         fields = ("activations", "min_weights", "weight_bits")
         if part is None or part.name != "int8" or not part.settings.keys() <= {*fields}:
             settings = f"with settings in parentheses: {', '.join(fields)}"
-            raise ValueError(f"quantization={shown(value)} must be 'int8', where needed {settings}")
+            raise ValueError(f"quantization={short_repr(value)} must be 'int8', where needed {settings}")
         value = Int8Config(**part.settings)
     for name in ("quantization_config", "adapter", "tp_plan", "device_map", "offload_folder"):
         if options[name] is not None:
             hint = (
                 "merge it first: load with it, save_pretrained, load that" if name == "adapter" else "give one of them"
             )
-            raise ValueError(f"quantization='int8' does not go with {name}={shown(options[name])}; {hint}")
+            raise ValueError(f"quantization='int8' does not go with {name}={short_repr(options[name])}; {hint}")
     return replace(value)
 
 
@@ -261,10 +267,10 @@ def _parse_tokenizer(value: Any) -> Any:
         check_path("tokenizer", value)
         tokenizer = read_tokenizer(os.fspath(value), FAMILIES["Dream"], None)  # which may have only vocab.json
         if tokenizer is None:
-            raise CheckpointError(f"tokenizer={shown(value)} has no tokenizer.json")
+            raise CheckpointError(f"tokenizer={short_repr(value)} has no tokenizer.json")
         return tokenizer
     if value is not None and not (callable(value) and hasattr(value, "decode")):
-        raise ValueError(f"tokenizer={shown(value)} must be a tokenizer of transformers, a folder or a hub id")
+        raise ValueError(f"tokenizer={short_repr(value)} must be a tokenizer of transformers, a folder or a hub id")
     return value
 
 
@@ -340,7 +346,9 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
         return "auto"
     parsed = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or parsed not in DTYPES:
-        raise ValueError(f"dtype={shown(dtype)} must be one of 'float32', 'bfloat16', 'float16', 'float64', 'auto'")
+        raise ValueError(
+            f"dtype={short_repr(dtype)} must be one of 'float32', 'bfloat16', 'float16', 'float64', 'auto'"
+        )
     return parsed
 
 
@@ -351,7 +359,7 @@ def _parse_device(device: str | torch.device | None) -> torch.device | None:
         parsed = torch.device(device)
         torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"device={shown(device)} is not available here: {first_line(error)}") from error
+        raise ValueError(f"device={short_repr(device)} is not available here: {first_line(error)}") from error
     if parsed.type == "meta":
-        raise ValueError(f"device={shown(device)} holds no numbers; give a device that computes, e.g. 'cpu'")
+        raise ValueError(f"device={short_repr(device)} holds no numbers; give a device that computes, e.g. 'cpu'")
     return parsed

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_bool, check_int, check_number, shown
+from paradec.core.checks import check_bool, check_int, check_number, short_repr
 from paradec.models.checkpoint import (
     CheckpointError,
     StoredTensor,
@@ -164,7 +164,7 @@ def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
             f"{CONFIG} of {source!r} names no base_model_name_or_path; give load(base, adapter={source!r})"
         )
     if base_revision is not None and not isinstance(base_revision, str):
-        raise CheckpointError(f"{CONFIG} of {source!r}: revision={shown(base_revision)} must be a text or null")
+        raise CheckpointError(f"{CONFIG} of {source!r}: revision={short_repr(base_revision)} must be a text or null")
     return base, base_revision
 
 
@@ -214,11 +214,11 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         value = fields.get(name, [])
         if not isinstance(value, (str, list)) or not all(isinstance(text, str) and text for text in value):
-            raise ValueError(f"{name}={shown(value)} must be a text or a list of texts")
+            raise ValueError(f"{name}={short_repr(value)} must be a text or a list of texts")
         if isinstance(value, str) or name == "layers_pattern":
             _check_patterns(name, [value] if isinstance(value, str) else value)
     if not fields.get("target_modules", "all-linear"):
-        value = shown(fields["target_modules"])
+        value = short_repr(fields["target_modules"])
         raise ValueError(f"target_modules={value} must be names of matrices, a pattern of names or 'all-linear'")
     layers = fields.get("layers_to_transform", [])
     for index in layers if isinstance(layers, list) else [layers]:
@@ -226,10 +226,10 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
     for name, check in (("rank_pattern", check_rank), ("alpha_pattern", check_alpha)):
         value = fields.get(name, {})
         if not isinstance(value, dict):
-            raise ValueError(f"{name}={shown(value)} must be an object of patterns and numbers")
+            raise ValueError(f"{name}={short_repr(value)} must be an object of patterns and numbers")
         _check_patterns(name, value)
         for text, number in value.items():
-            check(f"{name}[{shown(text)}]", number)
+            check(f"{name}[{short_repr(text)}]", number)
 
 
 def _check_patterns(name: str, patterns: Iterable[str]) -> None:
@@ -237,7 +237,7 @@ def _check_patterns(name: str, patterns: Iterable[str]) -> None:
         try:
             re.compile(text)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{name}={shown(text)} must be a regular expression: {error}") from None
+            raise ValueError(f"{name}={short_repr(text)} must be a regular expression: {error}") from None
 
 
 def _linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:

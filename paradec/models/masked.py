@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.models import lora, own_drafts
 from paradec.models.checkpoint import (
     INT8,
@@ -161,14 +161,14 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     plan, quantization = options.get("tp_plan"), options.get("quantization_config")
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
-            f"quantization_config={shown(options['quantization_config'])} does not work for {source!r}: its "
+            f"quantization_config={short_repr(options['quantization_config'])} does not work for {source!r}: its "
             "query_key_value matrices are split on reading. Load it without, and quantise model.module (for example "
             "with torchao.quantize_)"
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
         raise ValueError(
-            f"tp_plan={shown(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split on "
-            "reading; give 'auto', or a plan without attention"
+            f"tp_plan={short_repr(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
+            "on reading; give 'auto', or a plan without attention"
         )
     if plan is not None:
         expert_plan = {name: style for name, style in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
@@ -191,7 +191,7 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
     if family in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
         raise CheckpointError(
             f"{source!r} has model_type={model_type!r}, and is I-DLM by its name or by block_size="
-            f"{shown(config.get(sdar.BLOCK_NAME))}: a causal model that verifies its last drafts in the call that "
+            f"{short_repr(config.get(sdar.BLOCK_NAME))}: a causal model that verifies its last drafts in the call that "
             "makes new ones, which no sampler here does. For an SDAR with such blocks give load(..., block_length=...)"
         )
     if family is not None:
@@ -202,13 +202,13 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
         )
     if config.get("is_causal") is False:
         raise CheckpointError(
-            f"{source!r} has model_type={shown(model_type)}: it was written by a module's save_pretrained, which does "
-            "not store the mask id. Load it with transformers and give it to paradec.wrap, or save again with "
+            f"{source!r} has model_type={short_repr(model_type)}: it was written by a module's save_pretrained, which "
+            "does not store the mask id. Load it with transformers and give it to paradec.wrap, or save again with "
             "save_pretrained of the model that paradec.load returned"
         )
     raise CheckpointError(
-        f"{source!r} has model_type={shown(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the causal "
-        "language models of transformers. Load another model with transformers and give it to paradec.wrap"
+        f"{source!r} has model_type={short_repr(model_type)}; load reads {', '.join(map(repr, FAMILIES))} and the "
+        "causal language models of transformers. Load another model with transformers and give it to paradec.wrap"
     )
 
 
@@ -302,7 +302,7 @@ def _read_pretrained(
         if isinstance(error, CheckpointError) or config.get("quantization_config") is None:
             raise
         raise CheckpointError(
-            f"quantization_config={shown(config['quantization_config'])} of {source!r} cannot be applied: "
+            f"quantization_config={short_repr(config['quantization_config'])} of {source!r} cannot be applied: "
             f"{first_line(error)}"
         ) from error
     if family.reader is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.caches.store import KeyValueStore
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.query import Query, take_columns
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_keyword
@@ -205,6 +205,6 @@ def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
         size = sizes.get(name)
         if None not in (size, base_sizes.get(name)) and size != base_sizes[name]:
             raise CheckpointError(
-                f"{source!r} has {name}={shown(size)}, {base.facts.name} has {shown(base_sizes[name])}: its MTP heads "
-                "draft for another model"
+                f"{source!r} has {name}={short_repr(size)}, {base.facts.name} has {short_repr(base_sizes[name])}: its "
+                "MTP heads draft for another model"
             )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.models.checkpoint import CheckpointError, StoredTensor, fetch, rename_weight
 from paradec.models.family import Family
 from paradec.models.lora import CONFIG, LoRA, read_lora
@@ -66,7 +66,7 @@ def select_mode(source: str, family: Family, topology: str | None) -> Family:
     mode = family.topology if topology is None else topology
     if mode not in family.modes:
         modes = ", ".join(map(repr, family.modes))
-        raise CheckpointError(f"topology={shown(topology)} does not fit {source!r}, which allows {modes}")
+        raise CheckpointError(f"topology={short_repr(topology)} does not fit {source!r}, which allows {modes}")
     prediction = "shifted" if mode == "causal" else family.prediction
     align = "absolute" if mode == "causal" else "prompt"
     return replace(family, modes=(mode,), prediction=prediction, block_align=align)

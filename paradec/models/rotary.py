@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import check_bool, check_int, check_number, shown
+from paradec.core.checks import check_bool, check_int, check_number, short_repr
 from paradec.models.checkpoint import CheckpointError, check_object, checkpoint_errors, read_positive
 
 REQUIRED: Mapping[str, tuple[str, ...]] = {
@@ -51,7 +51,7 @@ def rope_parameters(
     if len(set(bases.values())) > 1:
         raise CheckpointError(f"config.json states two bases of the rotary angles: rope_theta is {bases}")
     if len(scaled) > 1 and len({str(sorted(scaling.items())) for scaling in scaled.values()}) > 1:
-        raise CheckpointError(f"config.json scales the rotary angles in two ways: {shown(scaled)}")
+        raise CheckpointError(f"config.json scales the rotary angles in two ways: {short_repr(scaled)}")
     parameters = next(iter(scaled.values()), {"rope_type": "default"}) | {"rope_theta": next(iter(bases.values()))}
     return parameters if rotated_share is None else parameters | {"partial_rotary_factor": rotated_share}
 
@@ -60,17 +60,17 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
     kinds = {fields[key] for key in ("rope_type", "type") if isinstance(fields.get(key), str)}
     kind = next(iter(kinds), "default")
     if len(kinds) > 1 or any(not isinstance(fields.get(key, kind), (str, type(None))) for key in ("rope_type", "type")):
-        raise CheckpointError(f"config.json: {name}={shown(fields)} must name one rope_type")
+        raise CheckpointError(f"config.json: {name}={short_repr(fields)} must name one rope_type")
     if kind in BY_CALL:
         raise CheckpointError(
-            f"config.json: {name}={shown(fields)} is not supported: rope_type={kind!r} chooses the rotary angles by "
-            "the longest position of a call, so that a row's numbers would depend on its neighbours and stored keys "
+            f"config.json: {name}={short_repr(fields)} is not supported: rope_type={kind!r} chooses the rotary angles "
+            "by the longest position of a call, so that a row's numbers would depend on its neighbours and stored keys "
             f"would not fit later calls; supported: {', '.join(map(repr, REQUIRED))}"
         )
     if kind not in REQUIRED:
         raise CheckpointError(
-            f"config.json: {name}={shown(fields)} is not supported: rope_type={shown(kind)} is not known; supported: "
-            f"{', '.join(map(repr, REQUIRED))}"
+            f"config.json: {name}={short_repr(fields)} is not supported: rope_type={short_repr(kind)} is not known; "
+            f"supported: {', '.join(map(repr, REQUIRED))}"
         )
     allowed = (*REQUIRED[kind], *OPTIONAL.get(kind, ()), *extra_fields)
     scaling: dict[str, Any] = {"rope_type": kind}
@@ -80,8 +80,8 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
             continue
         if field not in allowed:
             raise CheckpointError(
-                f"config.json: {name}={shown(fields)} is not supported: {shown(field)}={shown(value)} has no meaning "
-                f"for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *allowed)))}"
+                f"config.json: {name}={short_repr(fields)} is not supported: {short_repr(field)}={short_repr(value)} "
+                f"has no meaning for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *allowed)))}"
             )
         with checkpoint_errors("config.json"):
             if field == "truncate":
@@ -94,7 +94,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
         scaling[field] = value
     for field in REQUIRED[kind]:
         if field not in scaling:
-            raise CheckpointError(f"config.json: {name}={shown(fields)} of rope_type={kind!r} has no {field!r}")
+            raise CheckpointError(f"config.json: {name}={short_repr(fields)} of rope_type={kind!r} has no {field!r}")
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise CheckpointError(
             f"config.json: {name}: low_freq_factor={scaling['low_freq_factor']} must be below "

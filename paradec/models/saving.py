@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import LARGEST_INT64, check_int, shown
+from paradec.core.checks import LARGEST_INT64, check_int, short_repr
 from paradec.models.checkpoint import (
     DTYPES,
     INDEX,
@@ -77,7 +77,7 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
         check_int("max_shard_size", max_shard_size, low=1, high=LARGEST_INT64)
     _split_shards({}, max_shard_size)
     if model.tokenizer is not None and not hasattr(model.tokenizer, "save_pretrained"):
-        raise ValueError(f"tokenizer={shown(model.tokenizer)} of {model.facts.name} has no save_pretrained")
+        raise ValueError(f"tokenizer={short_repr(model.tokenizer)} of {model.facts.name} has no save_pretrained")
     source = getattr(getattr(model.module, "config", None), "_name_or_path", "")
     source = source if model.published is None else model.published.source
     # a device_map may leave weights on the disk, in the files that they were loaded from
@@ -379,7 +379,7 @@ def _split_shards(weights: Mapping[str, Tensor], max_shard_size: int | str) -> A
         )
     except ValueError as error:
         raise ValueError(
-            f"max_shard_size={shown(max_shard_size)} must be bytes or a text like '5GB': {error}"
+            f"max_shard_size={short_repr(max_shard_size)} must be bytes or a text like '5GB': {error}"
         ) from None
 
 
@@ -414,7 +414,7 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
     """Plan and check an update of weights: (target, value) pairs. Raises as `Model.update_weights`."""
     name = model.facts.name
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict={shown(state_dict)} must be a mapping of names to tensors")
+        raise TypeError(f"state_dict={short_repr(state_dict)} must be a mapping of names to tensors")
     state = model.module.state_dict()
     known_weights = {module_name: StackedWeight((module_name,)) for module_name in state}
     if model.published is not None:
@@ -426,7 +426,7 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
             hint = f" (did you mean {matches[0]!r}?)" if matches else ""
             raise ValueError(f"state_dict has {key!r}, which is not a weight of {name}{hint}")
         if not isinstance(value, Tensor):
-            raise TypeError(f"state_dict[{key!r}]={shown(value)} must be a tensor")
+            raise TypeError(f"state_dict[{key!r}]={short_repr(value)} must be a tensor")
         weight = known_weights[key]
         parts = [state[source] for source in weight.sources]
         if any(type(part) is not Tensor or part.is_meta or part.dtype == torch.int8 for part in parts):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 FAILURE_WAIT = timedelta(seconds=10)
 """Time that a failed rank waits for the others to leave the request."""
@@ -143,7 +143,7 @@ def distributed_config(plan: Any, config: Any, name: str) -> Any:
     no plan for the model, or heads that cannot be divided among the processes."""
     from transformers.distributed import DistributedConfig
 
-    text_config, description = config.get_text_config(), f"tp_plan={shown(plan)} for {name!r}"
+    text_config, description = config.get_text_config(), f"tp_plan={short_repr(plan)} for {name!r}"
     size = distributed.get_world_size() if distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "0"))
     if size == 0:
         raise ValueError(f"{description} needs several processes: start them with torchrun --nproc-per-node N")

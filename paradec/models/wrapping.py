@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paradec import attention
-from paradec.core.checks import check_type, shown
+from paradec.core.checks import check_type, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.models.adapter import Encoder, Opaque
 from paradec.models.base import Model
@@ -71,7 +71,9 @@ def wrap(
         mask_options = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
         for argument, value in {**mask_options, "block_length": block_length}.items():
             if value is not None:
-                raise ValueError(f"{argument}={shown(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out")
+                raise ValueError(
+                    f"{argument}={short_repr(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out"
+                )
         canvases = diffusion_gemma.adapt_module(
             module,
             tokenizer,
@@ -244,7 +246,7 @@ def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology
     for field, value in (fields | special_attention(module)).items():
         if value is not None:
             raise ValueError(
-                f"config.{field}={shown(value)} of {name} is not available with topology={topology!r}; only plain "
+                f"config.{field}={short_repr(value)} of {name} is not available with topology={topology!r}; only plain "
                 "attention runs without its causal mask"
             )
 
@@ -299,7 +301,7 @@ def registered_attention(attn_implementation: str) -> str:
     bare = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
     if bare not in IMPLEMENTATIONS:
         raise ValueError(
-            f"attn_implementation={shown(attn_implementation)} is not available without a causal mask; allowed: "
+            f"attn_implementation={short_repr(attn_implementation)} is not available without a causal mask; allowed: "
             f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
         )
     return PREFIX + bare

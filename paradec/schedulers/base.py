@@ -14,7 +14,7 @@ from diffusers.configuration_utils import FrozenDict, register_to_config
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
 from paradec.core.registry import to_data
@@ -176,15 +176,15 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             config_value = self.config.get(name)
             if value in (None, defaults[name]) or value == config_value or name in self._ignored:
                 continue
-            config_text = f"its config has {name}={shown(config_value)}"
+            config_text = f"its config has {name}={short_repr(config_value)}"
             self._warn_call(name, value, config_text if name in self.config else "its rule has no such setting")
 
     def _warn_call(self, name: str, value: Any, why: str) -> None:
         """Warn once that a call argument has no effect."""
         self._ignored.add(name)
         warnings.warn(
-            f"{name}={shown(value)} given to the pipeline has no effect with {type(self).__name__}: {why}; settings "
-            f"are made with {type(self).__name__}.from_config(pipe.scheduler.config, ...)",
+            f"{name}={short_repr(value)} given to the pipeline has no effect with {type(self).__name__}: {why}; "
+            f"settings are made with {type(self).__name__}.from_config(pipe.scheduler.config, ...)",
             stacklevel=4,
         )
 

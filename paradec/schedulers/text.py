@@ -13,7 +13,7 @@ from diffusers.utils import BaseOutput
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.checks import LARGEST_INT64, check_choice, check_int, check_number, check_temperature, shown
+from paradec.core.checks import LARGEST_INT64, check_choice, check_int, check_number, check_temperature, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import Sampler
 from paradec.core.registry import to_data
@@ -351,7 +351,7 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
         setting = self.config.combination
         sampler: Any = Sampler.from_dict(setting) if isinstance(setting, Mapping) else samplers.create(setting)
         if sampler.family != "masked" or sampler.needs.multi_step or sampler.needs.mask_probes:
-            raise ValueError(f"combination={shown(setting)} cannot be a scheduler: use paradec.generate")
+            raise ValueError(f"combination={short_repr(setting)} cannot be a scheduler: use paradec.generate")
         return sampler
 
 
@@ -411,7 +411,9 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
     request = Request.from_arguments({}, preset)
     for name, value in request.changes().items():
         if name not in (*CONFIG, *CALL, "seed"):
-            raise ValueError(f"{name}={shown(value)} of the preset has no place in a pipeline: use paradec.generate")
+            raise ValueError(
+                f"{name}={short_repr(value)} of the preset has no place in a pipeline: use paradec.generate"
+            )
     method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
     blocks = {} if request.block_length is None else {"block_length": request.block_length}
     config = blocks | _block_steps(request) | config

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.text_files import read_json, write_json
 from paradec.integrations.diffusers.hooks.session import Session, find_transformers
 from paradec.integrations.diffusers.hooks.transformer import read_guidance
@@ -147,15 +147,15 @@ def _check(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the choosing and the reporting seeds. Raises as `tune_steps`."""
     if not hasattr(pipe, "scheduler"):
-        raise TypeError(f"pipe={shown(pipe)} must be a diffusers pipeline: its scheduler counts the steps")
+        raise TypeError(f"pipe={short_repr(pipe)} must be a diffusers pipeline: its scheduler counts the steps")
     find_transformers(pipe)
     check_int("budget", budget, low=1)
     check_int("runs", runs, low=0)
     check_int("seed", seed, low=0)
     if not isinstance(sampler, FeatureForecast):
-        raise TypeError(f"sampler={shown(sampler)} must be a paradec.Forecast or its name")
+        raise TypeError(f"sampler={short_repr(sampler)} must be a paradec.Forecast or its name")
     if (when := sampler.to_forecast().when) not in (None, Every()):
-        raise ValueError(f"sampler has when={shown(when)}, but tune_steps chooses the steps: leave when out")
+        raise ValueError(f"sampler has when={short_repr(when)}, but tune_steps chooses the steps: leave when out")
     seed_sets: list[tuple[int, ...]] = []
     for name, value in (("seeds", seeds), ("report", report)):
         first_seed = max(seed_sets[0]) + 1 if seed_sets else 0
@@ -169,7 +169,8 @@ def _check(
     choosing, reporting = seed_sets
     if not choosing or len(reporting) < 2 or len(set(choosing + reporting)) < len(choosing + reporting):
         raise ValueError(
-            f"seeds={shown(seeds)}, report={shown(report)}: give one choosing and two reporting seeds, all different"
+            f"seeds={short_repr(seeds)}, report={short_repr(report)}: give one choosing and two reporting seeds, all "
+            "different"
         )
     return choosing, reporting
 

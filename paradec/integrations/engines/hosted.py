@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from paradec import samplers
 from paradec.batching.slots import MASKED_ROW_FIELDS, Group
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import NotFinite, Sampler
 from paradec.core.query import Query
@@ -93,12 +93,12 @@ class Hosted:
     def __init__(self, sampler: str | Sampler, facts: ModelFacts, device: str | torch.device = "cpu"):
         method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
         if not isinstance(method, Sampler):
-            raise TypeError(f"sampler={shown(sampler)} must be a name or made by paradec.samplers.create")
+            raise TypeError(f"sampler={short_repr(sampler)} must be a name or made by paradec.samplers.create")
         why = refusal(method)
         if why is not None or not isinstance(method, MaskedSampler):
             raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
         if not isinstance(facts, ModelFacts):
-            raise TypeError(f"facts={shown(facts)} must be paradec.core.facts.ModelFacts")
+            raise TypeError(f"facts={short_repr(facts)} must be paradec.core.facts.ModelFacts")
         if facts.prompt_aligned:
             raise ValueError(
                 f"{facts.name} has blocks that begin at the prompt's end, and engines' blocks begin at position 0; use "
@@ -143,14 +143,14 @@ class Hosted:
         """
         self._sweep()
         if key in self._rows:
-            raise ValueError(f"key={shown(key)} is open already; close it first")
+            raise ValueError(f"key={short_repr(key)} is open already; close it first")
         for name in fields:
             if name in DEFAULTS and name not in FIELDS:
-                raise ValueError(f"{name}={shown(fields[name])} is not supported inside an engine: leave it out")
+                raise ValueError(f"{name}={short_repr(fields[name])} is not supported inside an engine: leave it out")
             if name not in FIELDS:
                 raise TypeError(unknown_name("argument", name, FIELDS))
         if isinstance(prompt_ids, (str, bytes, Mapping)):
-            raise TypeError(f"prompt_ids={shown(prompt_ids)} must be token ids")
+            raise TypeError(f"prompt_ids={short_repr(prompt_ids)} must be token ids")
         check_int("max_new_tokens", max_new_tokens, low=0)
         request = Request(sampler=self.sampler, max_new_tokens=max_new_tokens, **fields)
         with _plain():
@@ -158,7 +158,7 @@ class Hosted:
         if state.batch != 1:
             raise ValueError(f"prompt_ids holds {state.batch} rows; open one at a time")
         if "early_stops" in state.features:
-            raise ValueError(f"stop={shown(request.stop)} needs logits after the open block, which engines lack")
+            raise ValueError(f"stop={short_repr(request.stop)} needs logits after the open block, which engines lack")
         unit = self.facts.block_unit
         if (request.block_length or 1) > unit > 1:
             raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
@@ -216,7 +216,7 @@ class Hosted:
         has been stepped, or the sampler has no memory of such a name or shape."""
         state, slot = self._place(key)
         if state.row_step[slot]:
-            raise ValueError(f"key={shown(key)} has been stepped; remember works before the first step")
+            raise ValueError(f"key={short_repr(key)} has been stepped; remember works before the first step")
         for name, value in memory.items():
             if name not in state.memory or state.memory[name][:1].shape != value.shape:
                 raise ValueError(f"sampler {self.sampler.name!r} has no memory {name!r} of shape {list(value.shape)}")
@@ -287,9 +287,9 @@ class Hosted:
         shape = (stop - start, self.facts.vocab_size)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-            raise TypeError(f"logits of key={shown(key)} are {kind}; give a floating-point tensor {list(shape)}")
+            raise TypeError(f"logits of key={short_repr(key)} are {kind}; give a floating-point tensor {list(shape)}")
         if tuple(logits.shape) != shape:
-            raise ValueError(f"logits of key={shown(key)} have shape {list(logits.shape)}, not {list(shape)}")
+            raise ValueError(f"logits of key={short_repr(key)} have shape {list(logits.shape)}, not {list(shape)}")
 
     def _together(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, Stepped]:
         """Step the slots that have logits [W, V], in ascending order."""
@@ -336,7 +336,7 @@ class Hosted:
 
     def _row(self, key: Hashable) -> _Row:
         if key not in self._rows:
-            raise ValueError(f"key={shown(key)} is not open; {len(self._rows)} rows are")
+            raise ValueError(f"key={short_repr(key)} is not open; {len(self._rows)} rows are")
         return self._rows[key]
 
     def _place(self, key: Hashable) -> tuple[MaskedState, int]:
@@ -346,7 +346,7 @@ class Hosted:
 
     def _running(self, key: Hashable) -> tuple[MaskedState, int]:
         if self._row(key).done:
-            raise ValueError(f"key={shown(key)} is done; its answer is complete")
+            raise ValueError(f"key={short_repr(key)} is done; its answer is complete")
         return self._place(key)
 
     def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:

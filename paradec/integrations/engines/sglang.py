@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paradec import samplers
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import MemorySpec
 from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
@@ -105,7 +105,9 @@ class BlockSteps:
         super().__init__(config)  # type: ignore[call-arg]
         settings = {} if config.algorithm_config is None else config.algorithm_config
         if not isinstance(settings, Mapping):
-            raise ValueError(f"the configuration of {type(self).__name__} must be a mapping, not {shown(settings)}")
+            raise ValueError(
+                f"the configuration of {type(self).__name__} must be a mapping, not {short_repr(settings)}"
+            )
         if self.mask_id < 0:
             raise ValueError(
                 f"{type(self).__name__} fills masks; mask_id={self.mask_id} means that this model denoises without them"
@@ -121,7 +123,7 @@ class BlockSteps:
         self.ends = _ids(settings.get("eos_token_ids", FACTS["eos_token_ids"]))
         self.model_name = settings.get("model_name", FACTS["model_name"])
         if not isinstance(self.model_name, str):
-            raise ValueError(f"model_name={shown(self.model_name)} must be text")
+            raise ValueError(f"model_name={short_repr(self.model_name)} must be text")
         self.tokenizer_size = settings.get("tokenizer_size", FACTS["tokenizer_size"])
         check_int("tokenizer_size", self.tokenizer_size, low=1, none=True)
         self._hosted: Hosted | None = None
@@ -142,7 +144,9 @@ class BlockSteps:
         if name is not None:
             return samplers.create(name, **settings)
         if not isinstance(settings.get("combination"), str):
-            raise ValueError(f"combination={shown(settings.get('combination'))} must be text, e.g. 'credit+localleap'")
+            raise ValueError(
+                f"combination={short_repr(settings.get('combination'))} must be text, e.g. 'credit+localleap'"
+            )
         return samplers.create(settings["combination"])
 
     def _check_steps(self) -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 from paradec.core.text_files import read_json, write_bytes, write_json
 from paradec.core.version import __version__
 from paradec.models.images.loading import PACKAGED_PIPELINES as PACKAGED_FOLDERS
@@ -73,7 +73,7 @@ def export_folder(
     check_choice("kind", kind, KINDS)
     for name, value in (("model", model), ("sampler", sampler)):
         if kind != "pipeline" and value is not None:
-            raise ValueError(f"{name}={shown(value)} is for the kind 'pipeline'; leave it out")
+            raise ValueError(f"{name}={short_repr(value)} is for the kind 'pipeline'; leave it out")
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"folder={os.fspath(folder)!r} is not empty; give an empty folder, or a new name")
@@ -110,7 +110,9 @@ def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     import diffusers
 
     if not isinstance(base, str) or not (base in PACKAGED_PIPELINES or hasattr(diffusers, base)):
-        raise ValueError(f"model={model!r}: model_index.json names {shown(base)}, which is not a diffusers pipeline")
+        raise ValueError(
+            f"model={model!r}: model_index.json names {short_repr(base)}, which is not a diffusers pipeline"
+        )
     from paradec.samplers.forecast.methods import sampler_from
 
     sampler_from(sampler)  # raises for a wrong name

@@ -23,7 +23,7 @@ from paradec.batching.slots import Cancelled, Ticket
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.family_queries import score_prompt
 from paradec.core.prompts import Prompts, encode
 from paradec.integrations.server import chat
@@ -50,7 +50,7 @@ class Service:
     def check_name(self, name: Any) -> None:
         """Raise ApiError for the name of another model."""
         if name not in (None, self.name):
-            raise ApiError(f"model={shown(name)} is not served here, but {self.name!r}", 404, "model")
+            raise ApiError(f"model={short_repr(name)} is not served here, but {self.name!r}", 404, "model")
 
     async def respond(self, call: Call, body: ChatBody | TextBody) -> Response:
         """Respond to a body. Raises errors that `to_api_error` converts."""
@@ -303,7 +303,7 @@ class Decisions:
         except ImportError:  # raised by `answer`
             pass
         except Exception as error:  # any kind of error: the file may contain anything
-            raise ValueError(f"decision.json in {folder!r} cannot be read: {shown(str(error))}") from error
+            raise ValueError(f"decision.json in {folder!r} cannot be read: {short_repr(str(error))}") from error
 
     async def answer(self, call: Call, body: DecisionBody) -> dict[str, Any]:
         """Answer the questions of a body until the client leaves. Raises errors that `to_api_error` converts."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.prompts import tokenize
 from paradec.integrations.server.limits import ApiError
 from paradec.integrations.server.logprobs import TokenScore
@@ -148,10 +148,10 @@ def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[
         function = choice["function"]["name"] if isinstance(choice, dict) else None
         required = [tool for tool in tools if function in (None, tool["function"]["name"])]
         if not required:
-            reason = f": {shown(function)} is not one of the tools" if tools else " needs tools"
+            reason = f": {short_repr(function)} is not one of the tools" if tools else " needs tools"
             raise ApiError(f"tool_choice{reason}", 422, "tool_choice")
     if required and template is not HERMES:
-        raise ApiError(f"tool_choice={shown(choice)} is not supported with this model", 422, "tool_choice")
+        raise ApiError(f"tool_choice={short_repr(choice)} is not supported with this model", 422, "tool_choice")
     render = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
         text = render(messages, tools=tools or None, **variables)

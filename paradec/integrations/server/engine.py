@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from paradec.api.generate import generate
 from paradec.batching.batch import Batch
 from paradec.batching.slots import BatchClosed, Cancelled, Ticket
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 
 log = logging.getLogger(__name__)
 MAX_FAILURES = 3  # consecutive failures of whole steps that stop the engine
@@ -82,7 +82,7 @@ class Engine:
                 failures += 1
                 log.exception("a step failed (%s of %s)", failures, MAX_FAILURES)
                 if failures == MAX_FAILURES:
-                    self.batch.close(BatchClosed(f"decoding has stopped: {shown(error)}"))
+                    self.batch.close(BatchClosed(f"decoding has stopped: {short_repr(error)}"))
 
 
 class Metrics:

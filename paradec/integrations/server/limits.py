@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from paradec.batching.slots import BatchClosed, Cancelled, Ticket
 from paradec.constraints.automaton import ConstraintSizeError
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,11 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
                 return ApiError("the body is not JSON")
             if not (path := first["loc"][1:]):
                 return ApiError("the body must be a JSON object (content-type application/json)", 422)
-            value = "" if first["type"] == "missing" else f"={shown(first['input'])}"
+            value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
             reason = " ".join(first["msg"].removeprefix("Value error, ").split())
-            return ApiError(f"{shown('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, shown(path[0])[1:-1])
+            return ApiError(
+                f"{short_repr('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, short_repr(path[0])[1:-1]
+            )
         case HTTPException():
             return ApiError(error.detail, error.status_code, **(error.headers or {}))
         case Cancelled() | BatchClosed():  # the server is stopping

@@ -14,7 +14,7 @@ from paradec.batching.slots import REFUSED
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
-from paradec.core.checks import check_names, shown, unknown_name
+from paradec.core.checks import check_names, short_repr, unknown_name
 from paradec.core.component_text import parse_components
 from paradec.integrations.server.limits import CLIENT_NAMES, ApiError
 from paradec.request import FIELDS as REQUEST_FIELDS
@@ -46,7 +46,7 @@ def _check_own(name: str, value: Any) -> None:
     if name not in (*FIELDS, "drafts"):
         raise ApiError(unknown_name(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
     if name in ("drafts", "chat") and not isinstance(value, bool):
-        raise ApiError(f"{name}={shown(value)} must be true or false", 422, OWN)
+        raise ApiError(f"{name}={short_repr(value)} must be true or false", 422, OWN)
     if name not in ("sampler", "cache", "blocks"):
         return
     try:
@@ -55,7 +55,7 @@ def _check_own(name: str, value: Any) -> None:
         return
     for setting, entry in (pair for settings in parts for pair in settings.items()):
         if setting != name and not isinstance(entry, bool | int | float | None):
-            raise ApiError(f"{name}: {setting}={shown(entry)} must be a number here, or in a preset", 422, OWN)
+            raise ApiError(f"{name}: {setting}={short_repr(entry)} must be a number here, or in a preset", 422, OWN)
 
 
 def _join_parts(value: Any) -> Any:
@@ -63,7 +63,7 @@ def _join_parts(value: Any) -> Any:
         return "" if value is None else value
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"content part {shown(part)} must be of type text")
+            raise ValueError(f"content part {short_repr(part)} must be of type text")
     return " ".join(part["text"] for part in value)
 
 
@@ -149,9 +149,9 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     sources = dict.fromkeys(changes, OWN)  # by request field, the body's field that sets it
     for name, value in (body.model_extra or {}).items():
         if name not in known:
-            raise ApiError(unknown_name("field", name, {*known}), 422, shown(name)[1:-1])
+            raise ApiError(unknown_name("field", name, {*known}), 422, short_repr(name)[1:-1])
         if INERT.get(name, ...) is not ... and value not in (None, INERT[name]):
-            raise ApiError(f"{name}={shown(value)} is not supported; give {json.dumps(INERT[name])}", 422, name)
+            raise ApiError(f"{name}={short_repr(value)} is not supported; give {json.dumps(INERT[name])}", 422, name)
         if value is None or (field := SAMPLING.get(name)) is None:
             continue
         value = None if value in OFF.get(name, ()) else value
@@ -160,7 +160,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         changes[field], sources[field] = value, name
     if body.preset is not None and body.preset not in presets:
         allowed = ", ".join(presets) or "(none: this server has no --presets)"
-        raise ApiError(f"preset={shown(body.preset)} must be one of {allowed}", 400, "preset")
+        raise ApiError(f"preset={short_repr(body.preset)} must be one of {allowed}", 400, "preset")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
     for name, value in body.paradec.items():
@@ -171,7 +171,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
         raise ApiError("drafts=true needs stream=true", 400, OWN)
     stops = changes.get("stop_strings")
     if not isinstance(stops, str | list | None) or not all(isinstance(text, str) for text in stops or ()):
-        raise ApiError(f"stop={shown(stops)} must be a text or a list of texts", 422, "stop")
+        raise ApiError(f"stop={short_repr(stops)} must be a text or a list of texts", 422, "stop")
     arguments = Request.from_dict(changes)
     for name, most in MAX_ENTRIES.items():
         entries = arguments.get(SAMPLING[name]) or ()
@@ -212,7 +212,7 @@ def read_constraint(
         elif isinstance(data, Mapping) and {*data} & {"json_schema", "regex", "after"}:
             constraint = compiler.compile(constraint_of, "constraint", data)
         elif not isinstance(constraint := constraint_of("constraint", data), Constraint):
-            raise ValueError(f"constraint={shown(value)} is for holes, and a prompt has none")
+            raise ValueError(f"constraint={short_repr(value)} is for holes, and a prompt has none")
         if isinstance(constraint, Grammar) and facts.topology == "causal":
             return constraint, GrammarTexts(constraint.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
         return constraint, automaton_of(model, constraint, ends, (), reserved_tokens(facts, True))
@@ -234,10 +234,10 @@ def _read_format(name: str, value: Any) -> Any:
             return {"json_schema": {"type": "object"}}
         case "response_format", _:
             types = 'the type "text" or "json_object" alone, or "json_schema" with an object that has a "schema"'
-            raise ValueError(f"{shown(value)} must have {types}")
+            raise ValueError(f"{short_repr(value)} must have {types}")
     parts = {name.removeprefix("guided_"): value} if name.startswith("guided_") else value
     if parts == {"json_object": True}:
         return {"json_schema": {"type": "object"}}
     if not isinstance(parts, dict):
-        raise ValueError(f"{shown(value)} must be an object")
+        raise ValueError(f"{short_repr(value)} must be an object")
     return {"json_schema" if kind == "json" else kind: argument for kind, argument in parts.items()}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, short_repr
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.block_sparse import flex, portable
 from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles, blocks_in
@@ -107,7 +107,7 @@ def _host(lengths: Any, rows: int, max_length: int) -> np.ndarray:
     """Convert lengths to [B] int64 on the host. Raises ValueError for another shape or values out of range."""
     host_lengths = np.full(rows, max_length) if lengths is None else np.asarray(lengths, np.int64)
     if host_lengths.shape != (rows,) or (host_lengths < 1).any() or (host_lengths > max_length).any():
-        raise ValueError(f"lengths={shown(lengths)} must be {rows} integers from 1 to {max_length}")
+        raise ValueError(f"lengths={short_repr(lengths)} must be {rows} integers from 1 to {max_length}")
     return host_lengths
 
 
@@ -135,7 +135,7 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
             f"queries up to block {tiles.last}"
         )
     if rows.shape != (len(query),) or rows.min() < 0 or rows.max() >= num_rows:
-        raise ValueError(f"rows={shown(rows.tolist())} must be {len(query)} integers from 0 to {num_rows - 1}")
+        raise ValueError(f"rows={short_repr(rows.tolist())} must be {len(query)} integers from 0 to {num_rows - 1}")
 
 
 def runs_on(backend: str, query: Tensor, size: int) -> str:

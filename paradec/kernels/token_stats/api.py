@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice, check_number, check_temperature, shown
+from paradec.core.checks import check_choice, check_number, check_temperature, short_repr
 from paradec.kernels import has_triton, interpreting
 from paradec.kernels.token_stats.draws import TokenDraws
 from paradec.kernels.token_stats.read import IN_ONE_READ, read_stats
@@ -37,7 +37,9 @@ def token_stats(
     Raises TypeError if logits are not a float tensor, ValueError for any other wrong argument or an unavailable path.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(f"logits must be a float tensor [..., V], not {shown(getattr(logits, 'dtype', type(logits)))}")
+        raise TypeError(
+            f"logits must be a float tensor [..., V], not {short_repr(getattr(logits, 'dtype', type(logits)))}"
+        )
     if not logits.dim() or not logits.shape[-1]:
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no tokens; expected [..., V]")
     wanted_fields = frozenset(FIELDS) if fields is None else frozenset(fields)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.prompts import Prompts
 from paradec.core.query import Query, WindowQuery, take_columns
@@ -111,7 +111,7 @@ class PictureModel:
             if pixels_to_codes(name, value, side, scale) != side:
                 pixels = side * scale
                 raise ValueError(
-                    f"{name}={shown(value)} is not what {self.facts.name} makes: {pixels} x {pixels} pixels"
+                    f"{name}={short_repr(value)} is not what {self.facts.name} makes: {pixels} x {pixels} pixels"
                     f"{self.other_sizes}"
                 )
         return Grid(side, side, range(codes))
@@ -282,8 +282,8 @@ def check_alike(role: str, peer: Any, model: Any, peer_config: Any, config: Any,
     for name in fields:
         if getattr(peer_config, name) != getattr(config, name):
             raise ValueError(
-                f"{role} {peer.facts.name} has {name}={shown(getattr(peer_config, name))}; {model.facts.name} has "
-                f"{shown(getattr(config, name))}"
+                f"{role} {peer.facts.name} has {name}={short_repr(getattr(peer_config, name))}; {model.facts.name} has "
+                f"{short_repr(getattr(config, name))}"
             )
 
 

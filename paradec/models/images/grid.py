@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Grid:
             for entry in (min(ids), max(ids)) if isinstance(ids, range) else ids:
                 check_int(name, entry, low=0)
         if len(set(self.cells)) != len(self.cells):
-            raise ValueError(f"cells={shown(self.cells)} names an id twice")
+            raise ValueError(f"cells={short_repr(self.cells)} names an id twice")
 
     @property
     def stride(self) -> int:
@@ -97,5 +97,5 @@ def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> 
     """Codes along one side. Raises ValueError unless pixels are a multiple of the code's size."""
     check_int(name, pixels, low=1, none=True)
     if pixels is not None and pixels % scale:
-        raise ValueError(f"{name}={shown(pixels)} must be a multiple of {scale}, the side of one token in pixels")
+        raise ValueError(f"{name}={short_repr(pixels)} must be a multiple of {scale}, the side of one token in pixels")
     return default if pixels is None else pixels // scale

@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.models.checkpoint import check_fit, checkpoint_errors
 from paradec.models.images.vq import Codebook, ConvDecoder, ConvEncoder, VQConfig, decoder_sizes, from_taming
 from paradec.models.weights import read_weights
@@ -114,7 +114,7 @@ class MultiScaleVQ(nn.Module):
         check_scales(scales)
         if features.shape[-1] != scales[-1] or features.shape[-2] != scales[-1]:
             raise ValueError(
-                f"the last of scales={shown(tuple(scales))} must be the side of the features, {features.shape[-1]}"
+                f"the last of scales={short_repr(tuple(scales))} must be the side of the features, {features.shape[-1]}"
             )
         all_ids = []
         for index, side in enumerate(scales):
@@ -164,11 +164,11 @@ class MultiScaleVQ(nn.Module):
 def check_scales(scales: Sequence[int]) -> None:
     """Raise ValueError unless scales are integers from 1 to 4096, ascending."""
     if not isinstance(scales, (tuple, list)) or not scales:
-        raise ValueError(f"scales={shown(scales)} must be a list of the sides of code maps")
+        raise ValueError(f"scales={short_repr(scales)} must be a list of the sides of code maps")
     for side in scales:
         check_int("scales", side, low=1, high=2**12)
     if any(a >= b for a, b in zip(scales, scales[1:], strict=False)):
-        raise ValueError(f"scales={shown(tuple(scales))} must ascend")
+        raise ValueError(f"scales={short_repr(tuple(scales))} must ascend")
 
 
 def load_multi_scale_vq(source: str | os.PathLike[str], norm_groups: int | None = None) -> MultiScaleVQ:

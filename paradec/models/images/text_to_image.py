@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.cache_argument import cache_keyword
@@ -124,7 +124,7 @@ class TextToImageModel(ImageModel):
                 continue
             entry = entry.tolist() if hasattr(entry, "tolist") else entry
             if not isinstance(entry, Sequence) or not len(entry):
-                raise TypeError(f"{name} holds {shown(entry)}; give texts, or rows of token ids")
+                raise TypeError(f"{name} holds {short_repr(entry)}; give texts, or rows of token ids")
             for token in entry:
                 check_int(f"a token id of {name}", token, low=0, high=self.text_config.vocab_size - 1)
             rows.append([int(token) for token in entry])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, normalize, scaled_dot_product_attention
 
-from paradec.core.checks import check_bool, check_divides, check_int, check_type, shown
+from paradec.core.checks import check_bool, check_divides, check_int, check_type, short_repr
 from paradec.models.base import Adapter
 from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.base import PictureModel, Reading, merge_defaults
@@ -496,8 +496,8 @@ def read_sizes(
     levels = weights["lvl_embed.weight"].shape[0]
     if len(scales) != levels or scale_ends(scales)[-1] != length:
         raise ValueError(
-            f"scales={shown(tuple(scales))} are {len(scales)} maps of {scale_ends(scales)[-1]} tokens; the weights "
-            f"have {levels} maps of {length}"
+            f"scales={short_repr(tuple(scales))} are {len(scales)} maps of {scale_ends(scales)[-1]} tokens; the "
+            f"weights have {levels} maps of {length}"
         )
     scale = weights.get("blocks.0.attn.scale_mul_1H11")
     if heads is None:

@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, normalize, scaled_dot_product_attention, silu
 
-from paradec.core.checks import check_bool, check_choice, check_divides, check_int, shown, unknown_name
+from paradec.core.checks import check_bool, check_choice, check_divides, check_int, short_repr, unknown_name
 from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
 from paradec.models.images.loading import count_blocks
 from paradec.models.weights import read_weights
@@ -58,7 +58,9 @@ class VQConfig:
             elif field.name != "channel_mult":
                 check_int(field.name, value, low=1)
         if not isinstance(self.channel_mult, (tuple, list)) or not self.channel_mult:
-            raise ValueError(f"channel_mult={shown(self.channel_mult)} must be a tuple with a factor for every level")
+            raise ValueError(
+                f"channel_mult={short_repr(self.channel_mult)} must be a tuple with a factor for every level"
+            )
         object.__setattr__(self, "channel_mult", tuple(self.channel_mult))
         for factor in self.channel_mult:
             check_int("channel_mult", factor, low=1)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice, check_int, check_type, shown, unknown_name
+from paradec.core.checks import check_choice, check_int, check_type, short_repr, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.query import Query, take_columns
@@ -261,7 +261,7 @@ class ProteinMPNNModel(Opaque):
         )
         target_index, size = (prompt[0] - FIRST_STRUCTURE if is_row else -1), len(prompt) - 1 if is_row else 0
         if not 0 <= target_index < len(self.columns) or size != len(self.columns[target_index]):
-            raise ValueError(f"prompt={shown(prompt)} must be a row with masks, as model.prompt() makes it")
+            raise ValueError(f"prompt={short_repr(prompt)} must be a row with masks, as model.prompt() makes it")
         masked = torch.tensor(prompt[1:]) == MASK_ID
         if not isinstance(designs, Tensor):
             texts = [designs] if isinstance(designs, str) else designs
@@ -281,7 +281,7 @@ class ProteinMPNNModel(Opaque):
             for place in order:
                 check_int("orders", place, low=0, high=size - 1)
             if len(order) != size or len({*order}) != size:
-                raise ValueError(f"orders: {shown(order)} must list each of {size} columns once, from 0")
+                raise ValueError(f"orders: {short_repr(order)} must list each of {size} columns once, from 0")
         if len(orders) != len(rows):
             raise ValueError(f"orders has {len(orders)} entries for {len(rows)} designs; give one for each")
         columns, column_of = self.columns[target_index], self.columns[target_index].by_residue.to(self.device)
@@ -303,14 +303,14 @@ class ProteinMPNNModel(Opaque):
         letters = text.replace(":", "").upper() if isinstance(text, str) else ""
         if len(letters) != len(columns.by_residue) or {*letters} - {*LETTERS}:
             raise ValueError(
-                f"designs={shown(text)} has {len(letters)} letters, and must be a text of {len(columns.by_residue)} "
-                f"letters of {LETTERS}, one for each residue of {name}"
+                f"designs={short_repr(text)} has {len(letters)} letters, and must be a text of "
+                f"{len(columns.by_residue)} letters of {LETTERS}, one for each residue of {name}"
             )
         for residues in columns.residues:
             if len(tied := {letters[residue] for residue in residues}) > 1:
                 raise ValueError(
-                    f"designs={shown(text)}: residues {', '.join(map(str, residues))} of {name} are tied, and have "
-                    f"several letters: {', '.join(sorted(tied))}"
+                    f"designs={short_repr(text)}: residues {', '.join(map(str, residues))} of {name} are tied, and "
+                    f"have several letters: {', '.join(sorted(tied))}"
                 )
         return [LETTERS.index(letters[residues[0]]) for residues in columns.residues]
 
@@ -322,7 +322,7 @@ class ProteinMPNNModel(Opaque):
         for row in rows.tolist():
             start = next((index for index, token in enumerate(row) if token >= FIRST_STRUCTURE), None)
             if start is None:
-                raise ValueError(f"rows hold no structure: {shown(row)}")
+                raise ValueError(f"rows hold no structure: {short_repr(row)}")
             columns = self.columns[row[start] - FIRST_STRUCTURE]
             letters = row[start + 1 : start + 1 + len(columns)]
             texts.append(self.tokenizer.decode([letters[column] for column in columns.by_residue.tolist()]))
@@ -484,6 +484,6 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
     labels = {*structure.membrane} if not isinstance(structure.membrane, int) else {structure.membrane}
     if name.startswith("global_label") and (len(labels) > 1 or max(labels) > 1):
         raise ValueError(
-            f"membrane of {structure.name} has the labels {shown(sorted(labels))}; {name} has one for the whole "
+            f"membrane of {structure.name} has the labels {short_repr(sorted(labels))}; {name} has one for the whole "
             "protein: 1 (transmembrane) or 0"
         )

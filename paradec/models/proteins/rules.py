@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown, unknown_name
+from paradec.core.checks import check_int, check_number, short_repr, unknown_name
 from paradec.models.proteins.structure import LETTERS, Structure
 
 AMINO_ACIDS = LETTERS[:20]
@@ -52,20 +52,22 @@ class DesignRules:
             for letter in letters:
                 _check_letter(name, letter)
         if not all(isinstance(tie, Sequence) and not isinstance(tie, str) for tie in self.ties):
-            raise ValueError(f"ties={shown(self.ties)} must be groups of residues, like [(3, 10)]")
+            raise ValueError(f"ties={short_repr(self.ties)} must be groups of residues, like [(3, 10)]")
         ties = tuple(tuple(tie) for tie in self.ties)
         residues = [residue for tie in ties for residue in tie]
         for residue in residues:
             if isinstance(residue, str):
                 places = f"structure.find_residues({residue!r})"
-                raise ValueError(f"ties={shown(residue)} must be a place from 0; {places} returns it")
+                raise ValueError(f"ties={short_repr(residue)} must be a place from 0; {places} returns it")
             check_int("ties", residue, low=0)
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
-            raise ValueError(f"ties={shown(ties)} name residue {repeated[0]} more than once")
+            raise ValueError(f"ties={short_repr(ties)} name residue {repeated[0]} more than once")
         weights = tuple(self.tie_weights) or (None,) * len(ties)
         sizes = [len(tie if factors is None else factors) for tie, factors in zip(ties, weights, strict=False)]
         if len(weights) != len(ties) or sizes != [len(tie) for tie in ties]:
-            raise ValueError(f"tie_weights={shown(self.tie_weights)} must have a number for each residue of each tie")
+            raise ValueError(
+                f"tie_weights={short_repr(self.tie_weights)} must have a number for each residue of each tie"
+            )
         for number in (number for factors in weights for number in factors or ()):
             check_number("tie_weights", number)
         object.__setattr__(self, "ties", ties)

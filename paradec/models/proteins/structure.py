@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.text_files import number_lines
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
@@ -115,7 +115,7 @@ class Structure:
         if not atoms.isfinite().all():
             raise ValueError(f"atoms of {self.name} hold NaN or infinite coordinates; leave such atoms out")
         if invalid := sorted({*elements} - {*ELEMENTS}):
-            raise ValueError(f"elements of {self.name} hold {shown(invalid)}; allowed are the symbols of elements")
+            raise ValueError(f"elements of {self.name} hold {short_repr(invalid)}; allowed are the symbols of elements")
         object.__setattr__(self, "atoms", atoms)
         object.__setattr__(self, "elements", elements)
 
@@ -276,7 +276,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
             groups.setdefault(key, {}).setdefault(atom_name, (atom.xyz, element))
     residue_keys = [key for key, atoms in groups.items() if key in protein and "CA" in atoms]
     if selected is not None and (missing_chains := sorted(selected - {key[0] for key in residue_keys})):
-        raise ValueError(f"chains={shown(missing_chains)} are not in {path.name}")
+        raise ValueError(f"chains={short_repr(missing_chains)} are not in {path.name}")
     if not residue_keys:
         raise ValueError(f"{path.name} is not a structure: it has no residues with a CA atom")
     missing_xyz = [float("nan")] * 3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CanvasQuery
 from paradec.core.memory import check_memory
@@ -220,7 +220,7 @@ def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]
         kind = sampler.get("_cls_name", "EntropyBoundSamplerConfig")
         if kind != "EntropyBoundSamplerConfig":
             raise CheckpointError(
-                f"{source}: sampler_config={shown(kind)} is not supported; supported: EntropyBoundSamplerConfig"
+                f"{source}: sampler_config={short_repr(kind)} is not supported; supported: EntropyBoundSamplerConfig"
             )
         if sampler.get("entropy_bound") is not None:
             values["entropy_bound"] = sampler["entropy_bound"]

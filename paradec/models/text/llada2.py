@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import check_at_most, check_int, shown
+from paradec.core.checks import check_at_most, check_int, short_repr
 from paradec.models.checkpoint import CheckpointError, checkpoint_errors, is_int8, read_positive
 from paradec.models.decoder import Decoder
 from paradec.models.family import Family, read_shared_fields
@@ -85,8 +85,8 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     fields = read_shared_fields(config, REQUIRED, SUPPORTED, is_fully_rotated=False)
     if config.get("quantization_config") is not None and not is_int8(config):
         raise CheckpointError(
-            f"config.json: quantization_config={shown(config['quantization_config'])} is not supported: the published "
-            "query_key_value matrices are split on reading, which quantised matrices cannot be"
+            f"config.json: quantization_config={short_repr(config['quantization_config'])} is not supported: the "
+            "published query_key_value matrices are split on reading, which quantised matrices cannot be"
         )
     dense, layers = config["first_k_dense_replace"], fields["num_hidden_layers"]
     with checkpoint_errors("config.json"):
@@ -115,8 +115,8 @@ def _rotated_share(config: Mapping[str, Any], width: int) -> float:
         )
     if config.get("rotary_dim") not in (None, rotated):
         raise CheckpointError(
-            f"config.json: rotary_dim={shown(config['rotary_dim'])} contradicts partial_rotary_factor={factor}, which "
-            f"rotates {rotated} of {width}"
+            f"config.json: rotary_dim={short_repr(config['rotary_dim'])} contradicts partial_rotary_factor={factor}, "
+            f"which rotates {rotated} of {width}"
         )
     return float(factor)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.models.checkpoint import CheckpointError, check_supported, read_positive
 from paradec.models.family import Family, read_shared_fields
 from paradec.models.rotary import rope_parameters
@@ -73,8 +73,8 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> list[int]:
         return []
     if not isinstance(frequency, list) or len(frequency) != layers or any(entry not in (0, 1) for entry in frequency):
         raise CheckpointError(
-            f"config.json: moe_layer_freq={shown(frequency)} must be a list of num_hidden_layers={layers} zeros and "
-            "ones: 1 for a layer of experts"
+            f"config.json: moe_layer_freq={short_repr(frequency)} must be a list of num_hidden_layers={layers} zeros "
+            "and ones: 1 for a layer of experts"
         )
     return [index for index, entry in enumerate(frequency) if not entry]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paradec.core.checks import check_at_most, shown
+from paradec.core.checks import check_at_most, short_repr
 from paradec.models.checkpoint import CheckpointError, check_supported, checkpoint_errors, read_flag, read_positive
 from paradec.models.family import read_shared_fields
 from paradec.models.rotary import rope_parameters
@@ -58,7 +58,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(entry) is not int or not 0 <= entry < layers for entry in dense):
         raise CheckpointError(
-            f"config.json: mlp_only_layers={shown(dense)} must be a list of layers, 0 to {layers - 1}"
+            f"config.json: mlp_only_layers={short_repr(dense)} must be a list of layers, 0 to {layers - 1}"
         )
     return Qwen3MoeConfig(
         **fields,
@@ -83,6 +83,8 @@ def experts_per_token(config: Mapping[str, Any]) -> tuple[int, int]:
 def _fields(config: Mapping[str, Any], required: tuple[str, ...], supported: Mapping[str, Any]) -> dict[str, Any]:
     fields, layers = read_shared_fields(config, required, supported), config.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)):
-        raise CheckpointError(f"config.json: layer_types={shown(layers)} is not supported; supported: 'full_attention'")
+        raise CheckpointError(
+            f"config.json: layer_types={short_repr(layers)} is not supported; supported: 'full_attention'"
+        )
     inner, angles = read_positive(config, "intermediate_size"), rope_parameters(config)
     return fields | {"intermediate_size": inner, "rope_parameters": angles, "use_sliding_window": False}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import orders
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.family_queries import AnyOrderQuery
 from paradec.core.orders import draws_from_keys
 from paradec.core.prompts import Prompts
@@ -129,8 +129,8 @@ def _listed_orders(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> l
     for row_index, (cells, row) in enumerate(zip(lists, undecided, strict=True)):
         if sorted(cells) not in (list(range(len(row))), np.flatnonzero(row).tolist()):
             raise ValueError(
-                f"order={shown(list(cells))} must list each of the {len(row)} positions of row {row_index} once, or "
-                f"each of its {row.sum()} undecided positions; they count from 0"
+                f"order={short_repr(list(cells))} must list each of the {len(row)} positions of row {row_index} once, "
+                f"or each of its {row.sum()} undecided positions; they count from 0"
             )
     return [np.array(cells, np.int64) for cells in lists]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core import rng
-from paradec.core.checks import check_model, shown
+from paradec.core.checks import check_model, short_repr
 from paradec.core.family_queries import CausalQuery
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
@@ -78,7 +78,7 @@ class DraftingSampler(CausalSampler):
         if isinstance(self.drafter, TokenRecycling):
             self._use_drafter_tree(self.drafter)
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
-            raise ValueError(f"tree={shown(self.tree)} needs a drafter")
+            raise ValueError(f"tree={short_repr(self.tree)} needs a drafter")
         if isinstance(self.tree, Mapping):  # a dynamic tree, written by `to_dict`
             self._set("tree", DynamicTree(**self.tree))
         if self.tree is not None and not isinstance(self.tree, DynamicTree):
@@ -96,8 +96,8 @@ class DraftingSampler(CausalSampler):
         if self.drafter is not None and not self.is_named:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
-                    f"drafter={shown(self.drafter)} must be a causal model (e.g. from paradec.load or paradec.wrap), a "
-                    "drafter from paradec.load_drafter, 'prompt_lookup' or 'token_recycling'"
+                    f"drafter={short_repr(self.drafter)} must be a causal model (e.g. from paradec.load or "
+                    "paradec.wrap), a drafter from paradec.load_drafter, 'prompt_lookup' or 'token_recycling'"
                 )
             check_model(f"drafter of {self.name!r}", self.drafter, (*self.models, "drafts"))
             check_causal(self.name, self.drafter)
@@ -111,7 +111,7 @@ class DraftingSampler(CausalSampler):
             raise ValueError(f"drafter={drafter.name!r} must be a causal model for {self.name!r}")
         tree = self.tree
         if tree is not None and (isinstance(tree, (DynamicTree, Mapping)) or Tree.of(tree) != tree_of(drafter.tree)):
-            raise ValueError(f"tree={shown(tree)}: drafter={drafter.name!r} has its own tree, leave it out")
+            raise ValueError(f"tree={short_repr(tree)}: drafter={drafter.name!r} has its own tree, leave it out")
         self._set("tree", drafter.tree)
 
     def _check_window_drafter(self) -> None:
@@ -120,7 +120,7 @@ class DraftingSampler(CausalSampler):
         if not self.window_drafters:
             raise ValueError(f"drafter={name!r} must be a causal model or an EAGLE drafter for {self.name!r}")
         if self.tree is not None:
-            raise ValueError(f"tree={shown(self.tree)} has no meaning with drafter={name!r}, which drafts a chain")
+            raise ValueError(f"tree={short_repr(self.tree)} has no meaning with drafter={name!r}, which drafts a chain")
         if self.window != self.settings()["window"]:
             raise ValueError(
                 f"window={self.window} has no meaning with drafter={name!r}, which evaluates {self.drafter_slots} "

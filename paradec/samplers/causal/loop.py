@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.family_queries import CausalQuery
 from paradec.core.logprobs import LogProbs, StepLogProbs
@@ -157,7 +157,7 @@ class CausalSampler(Sampler):
 
             return any_order.start(self, model, encoded, request, grid, negative_prompt)
         if request.order is not None:
-            raise ValueError(f"order={shown(request.order)} must be None: {facts.name} decodes from left to right")
+            raise ValueError(f"order={short_repr(request.order)} must be None: {facts.name} decodes from left to right")
         prompts = encoded.rows
         lengths = np.array([len(row) for row in prompts], np.int64)
         num_new = num_new_tokens(model, grid, request.max_new_tokens)
@@ -334,7 +334,9 @@ def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) ->
     """Number of new tokens: those of the grid, or `max_new_tokens`."""
     if grid is not None:
         if max_new_tokens is not None and max_new_tokens != grid.length:
-            raise ValueError(f"max_new_tokens={shown(max_new_tokens)}: the grid has {grid.length} tokens; leave it out")
+            raise ValueError(
+                f"max_new_tokens={short_repr(max_new_tokens)}: the grid has {grid.length} tokens; leave it out"
+            )
         return grid.length
     num_new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     check_int("max_new_tokens", num_new, low=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.drafts.stopping import Unconfident, make_stop_rule
 from paradec.samplers.causal.state import CausalState
@@ -89,12 +89,14 @@ class Speculative(DraftingSampler):
         if self.stop is None:
             return
         if self.tree is not None or self.is_named:
-            source = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={shown(self.tree)}"
-            raise ValueError(f"stop={shown(self.stop)} needs a chain that a model drafts, not {source}: leave stop out")
+            source = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={short_repr(self.tree)}"
+            raise ValueError(
+                f"stop={short_repr(self.stop)} needs a chain that a model drafts, not {source}: leave stop out"
+            )
         if isinstance(self.stop, Unconfident) and self.drafter is not None:
             if getattr(getattr(self.drafter, "module", None), "confidence_head", None) is None:
                 raise ValueError(
-                    f"stop={shown(self.stop)} needs a drafter with a confidence head (DSpark's); "
+                    f"stop={short_repr(self.stop)} needs a drafter with a confidence head (DSpark's); "
                     f"{self.drafter.facts.name} has none"
                 )
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown, unknown_name
+from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import StoreCall
 from paradec.kernels.token_stats import draw
@@ -221,13 +221,15 @@ class Tree:
     def __post_init__(self) -> None:
         paths = sorted({tuple(path) for path in self.paths}, key=lambda path: (len(path), path))
         if not paths or not paths[0] or len(paths) > MAX_NODES:
-            raise ValueError(f"tree={shown(self.paths)} must have 1 to {MAX_NODES} paths, none of them empty")
+            raise ValueError(f"tree={short_repr(self.paths)} must have 1 to {MAX_NODES} paths, none of them empty")
         for path in paths:
             for entry in path:
                 check_int("tree", entry, low=0)
             elder = (*path[:-1], path[-1] - 1)
             if (len(path) > 1 and path[:-1] not in paths) or (path[-1] > 0 and elder not in paths):
-                raise ValueError(f"tree={shown(self.paths)} has the path {path} without its parent or previous sibling")
+                raise ValueError(
+                    f"tree={short_repr(self.paths)} has the path {path} without its parent or previous sibling"
+                )
         object.__setattr__(self, "paths", tuple(paths))
 
     @classmethod
@@ -239,17 +241,17 @@ class Tree:
                 raise ValueError(unknown_name("tree", tree, TREES))
             return cls(TREES[tree])
         if not isinstance(tree, Sequence) or len(tree) == 0:
-            raise ValueError(f"tree={shown(tree)} must be children per depth, e.g. (2, 2, 1), or paths")
+            raise ValueError(f"tree={short_repr(tree)} must be children per depth, e.g. (2, 2, 1), or paths")
         if not all(isinstance(entry, int) for entry in tree):
             if not all(isinstance(entry, Sequence) and not isinstance(entry, str) for entry in tree):
-                raise ValueError(f"tree={shown(tree)} must be children per depth, e.g. (2, 2, 1), or paths")
+                raise ValueError(f"tree={short_repr(tree)} must be children per depth, e.g. (2, 2, 1), or paths")
             return cls(tuple(map(tuple, tree)))
         nodes: list[tuple[int, ...]] = [()]
         paths: list[tuple[int, ...]] = []
         for count in tree:
             check_int("tree", count, low=1, high=MAX_NODES)
             if len(paths) + len(nodes) * count > MAX_NODES:
-                raise ValueError(f"tree={shown(tree)} has more than {MAX_NODES} nodes")
+                raise ValueError(f"tree={short_repr(tree)} has more than {MAX_NODES} nodes")
             nodes = [(*path, i) for path in nodes for i in range(count)]
             paths += nodes
         return cls(tuple(paths))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
+from paradec.core.checks import check_at_most, check_choice, check_int, check_number, short_repr
 from paradec.core.rows import ROWS
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks
@@ -137,7 +137,7 @@ def check_delimiters(value: Any) -> tuple[str | int, ...]:
     """Turn a sequence of texts and token ids into a tuple; raise ValueError for anything else."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not len(value) or "" in value:
         raise ValueError(
-            f"delimiters={shown(value)} must be a sequence of token ids and texts that are not empty; without "
+            f"delimiters={short_repr(value)} must be a sequence of token ids and texts that are not empty; without "
             "delimiters, use paradec.FixedBlocks"
         )
     for entry in value:

@@ -24,7 +24,7 @@ from paradec.constraints.grammar import GrammarTexts
 from paradec.constraints.marginals import Marginals
 from paradec.constraints.values import Constraint, Grammar
 from paradec.core import rng
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.facts import HOLE
 from paradec.core.protocol import NotFinite
 from paradec.core.rows import ROWS, row_layout
@@ -46,12 +46,12 @@ def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
         f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
         "rng='reference' draws every token by itself": request.rng == "reference",
         "stop_strings may end a row before its text is complete": request.stop_strings is not None,
-        f"stop={shown(request.stop)} may end a row before its text is complete": (
+        f"stop={short_repr(request.stop)} may end a row before its text is complete": (
             any(not isinstance(rule, (EndOfText, StopStrings)) for rule in getattr(state, "stop_rules", ()))
         ),
     }
     if (why := next((reason for reason, holds in (common | reasons).items() if holds), None)) is not None:
-        raise ValueError(f"constraint={shown(request.constraint)} does not work here: {why}")
+        raise ValueError(f"constraint={short_repr(request.constraint)} does not work here: {why}")
 
 
 @dataclass
@@ -279,8 +279,8 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
         f"sampler {name!r} draws every token a second time, by itself": redraws,
         f"sampler {name!r} cuts rows off before their end; give eos_early_stop=False": trims,
         f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": is_partial,
-        f"blocks={shown(blocks)} have several blocks of a row open at once": isinstance(blocks, PipelinedBlocks),
-        f"blocks={shown(blocks)} end at single candidates": getattr(blocks, "reads_logits", False),
+        f"blocks={short_repr(blocks)} have several blocks of a row open at once": isinstance(blocks, PipelinedBlocks),
+        f"blocks={short_repr(blocks)} end at single candidates": getattr(blocks, "reads_logits", False),
     }
 
 

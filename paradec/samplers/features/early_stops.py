@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.samplers.features.feature import Ends, Feature
 
 WATCHED = "watched "
@@ -83,7 +83,9 @@ def split_stop_rules(value: Any, sampler: Any = None) -> tuple[tuple[Any, ...], 
     others = tuple(rule for rule in rules if rule not in early)
     for rule in others:
         if not callable(rule) or isinstance(rule, type):
-            raise TypeError(f"stop={shown(rule)} must be stop rules, e.g. paradec.Prophet(); texts go to stop_strings")
+            raise TypeError(
+                f"stop={short_repr(rule)} must be stop rules, e.g. paradec.Prophet(); texts go to stop_strings"
+            )
     if early and sampler and (sampler.needs.multi_step or sampler.needs.mask_probes):
-        raise ValueError(f"sampler {sampler.name!r} does not work with stop={shown(early[0])}: leave it out")
+        raise ValueError(f"sampler {sampler.name!r} does not work with stop={short_repr(early[0])}: leave it out")
     return others, early

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, short_repr
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.masked.blocks import LONGEST_BLOCK, NEVER, EndOfText, FixedBlocks
 
@@ -125,11 +125,11 @@ def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = N
         why = "its schedule is for one block at a time"
     if why is not None:
         raise ValueError(
-            f"sampler {sampler.name!r} does not work with blocks={shown(policy)}: {why}; use paradec.FixedBlocks, or a "
-            "rule without a schedule, e.g. sampler='threshold'"
+            f"sampler {sampler.name!r} does not work with blocks={short_repr(policy)}: {why}; use paradec.FixedBlocks, "
+            "or a rule without a schedule, e.g. sampler='threshold'"
         )
     if sampler.uses_steps and steps is not None:
-        raise ValueError(f"steps={steps} does not work with blocks={shown(policy)}: leave steps out")
+        raise ValueError(f"steps={steps} does not work with blocks={short_repr(policy)}: leave steps out")
 
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:

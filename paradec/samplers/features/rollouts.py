@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paradec.caches.table import EXACT, verdict
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.logprobs import StepLogProbs, write_columns
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout, request_settings
 from paradec.core.rows import row_layout
@@ -180,7 +180,7 @@ def _suppressed(state: Any) -> Tensor:
 def _approximation(state: Any) -> str | None:
     """Name the feature, other than the cache, that makes logits differ from those of whole rows, or None."""
     if "suffix_window" in state.features:
-        return f"suffix={shown(state.request.suffix)}"
+        return f"suffix={short_repr(state.request.suffix)}"
     if "sparse_attention" in state.features:
         return "sparse attention"
     reuse = state.features["prefix_reuse"].reuse if "prefix_reuse" in state.features else None

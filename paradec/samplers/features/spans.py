@@ -10,7 +10,7 @@ import numpy as np
 from paradec.constraints import passes
 from paradec.constraints.automaton import MAX_TABLE_BYTES, ConstraintSizeError, TokenAutomaton
 from paradec.constraints.values import Choice, Constraint, Regex, token_automaton
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.packaged import vocabulary_hint
 
 LENGTHS = 4096
@@ -141,7 +141,7 @@ def _make_span(
     span = Span(automaton, first, first + len(fixed), table, budget)
     if not span.after(0)[0]:
         why = _explain_misfit(model.tokenizer, automaton, fixed, last, first, may_end, state.max_new_tokens)
-        raise ValueError(f"constraint={shown(value)}: {why}")
+        raise ValueError(f"constraint={short_repr(value)}: {why}")
     return span
 
 
@@ -149,7 +149,7 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
     """Raise ConstraintSizeError if a table of states times slots, with entries of `entry` bytes, is too large."""
     if (size := states * slots * entry) > MAX_TABLE_BYTES:
         raise ConstraintSizeError(
-            f"constraint={shown(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
+            f"constraint={short_repr(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
             f"{MAX_TABLE_BYTES >> 20}; give a smaller constraint, shorter blocks or fewer tokens"
         )
 
@@ -177,7 +177,7 @@ def automaton_of(
     if used_ids and isinstance(value, Choice) and value.after is None:
         spelled = ((text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in value.choices)
         text = next(text for text, ids in spelled if {*ids} & {*used_ids})
-        raise ValueError(f"constraint={shown(value)}: the text {text!r} needs {name_used()}")
+        raise ValueError(f"constraint={short_repr(value)}: the text {text!r} needs {name_used()}")
     automaton = token_automaton(value, tokenizer, size, end_ids, tuple(sorted({*suppressed, *used_ids} - {*end_ids})))
     if not automaton.states:
         suffix = f" without {name_used()}" if used_ids and texts.states else ""
@@ -186,7 +186,7 @@ def automaton_of(
             reason = "its texts may have to begin with a space" if has_marker else "that marker cannot be written"
             suffix += f" after={value.after!r}: {reason}"
         suffix += vocabulary_hint((), tokenizer)
-        raise ValueError(f"constraint={shown(value)} has no text that the tokenizer can write{suffix}")
+        raise ValueError(f"constraint={short_repr(value)} has no text that the tokenizer can write{suffix}")
     return automaton
 
 

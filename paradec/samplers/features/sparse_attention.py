@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paradec import attention as attentions
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
 
@@ -43,7 +43,7 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
         return None
     if isinstance(method, type) or not (hasattr(method, "begin") and hasattr(method, "why_unsupported")):
         raise ValueError(
-            f"attention={shown(method)} must be 'dense', one of {attentions.names()} or made by "
+            f"attention={short_repr(method)} must be 'dense', one of {attentions.names()} or made by "
             "paradec.attention.create, e.g. paradec.SparseD()"
         )
     why = method.why_unsupported(sampler, model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.rows import ROWS, row_layout
 from paradec.request import Request
 from paradec.samplers.masked.blocks import NEVER
@@ -49,7 +49,7 @@ class StopStrings:
         texts = (request.stop_strings,) if isinstance(request.stop_strings, str) else tuple(request.stop_strings or ())
         if getattr(model, "tokenizer", None) is None:
             raise ValueError(
-                f"stop_strings={shown(request.stop_strings)} needs a tokenizer; {model.facts.name} has none"
+                f"stop_strings={short_repr(request.stop_strings)} needs a tokenizer; {model.facts.name} has none"
             )
         return cls(texts, model.tokenizer, first, mask)
 

@@ -11,7 +11,7 @@ import torch
 from paradec.caches.base import Cache
 from paradec.caches.suffix import Suffix
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.rows import row_layout
 from paradec.request import Request
 from paradec.samplers.features.feature import Feature
@@ -53,8 +53,8 @@ def check_suffix(
     if why is None and isinstance(blocks, WholeCanvas):
         why = "one block is the whole answer, and no position follows it; give block_length"
     if why is None and early:
-        why = f"stop={shown(request.stop)} reads everything after the block; leave it out"
+        why = f"stop={short_repr(request.stop)} reads everything after the block; leave it out"
     if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
         why = f"rng='reference' draws it for one row, not for {rows}; use rng='counter'"
     if why is not None:
-        raise ValueError(f"suffix={shown(suffix)} does not work here: {why}")
+        raise ValueError(f"suffix={short_repr(suffix)} does not work here: {why}")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.samplers.features.feature import Feature
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -53,13 +53,13 @@ class TokenControls(Feature):
         for field, why in (("rollout", "replays the model's own probabilities"), ("constraint", "ends an answer")):
             names = [name for name in active if field == "rollout" or name in ("min_new_tokens", "ignore_eos")]
             if getattr(request, field) and names:
-                raise ValueError(f"{names[0]}={shown(getattr(request, names[0]))}: {field} {why}; leave one out")
+                raise ValueError(f"{names[0]}={short_repr(getattr(request, names[0]))}: {field} {why}; leave one out")
         penalty = next((name for name in PENALTIES if name in active), None)
         if penalty is not None and getattr(getattr(sampler, "needs", None), "revises", False):
-            value = shown(getattr(request, penalty))
+            value = short_repr(getattr(request, penalty))
             raise ValueError(f"{penalty}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
         if sampler.family == "draft_verify" and not in_order:
-            value = shown(getattr(request, active[0]))
+            value = short_repr(getattr(request, active[0]))
             raise ValueError(f"{active[0]}={value} needs an answer written from left to right; this order is not")
         size = model.facts.vocab_size
         bias = dict(request.logit_bias or ())
@@ -69,14 +69,16 @@ class TokenControls(Feature):
         long_words = [word for word in words if len(word) > 1]
         if long_words and not in_order:
             raise ValueError(
-                f"bad_words={shown(request.bad_words)}: sampler {sampler.name!r} decides positions in any order and "
-                f"supports only words of one token; one has {len(long_words[0])}"
+                f"bad_words={short_repr(request.bad_words)}: sampler {sampler.name!r} decides positions in any order "
+                f"and supports only words of one token; one has {len(long_words[0])}"
             )
         facts, singles = model.facts, [word[0] for word in words if len(word) == 1]
         ends = facts.eos_token_ids if request.ignore_eos or request.min_new_tokens else ()
         suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
         if len({*singles, *ends, *suppressed, facts.mask_token_id} - {None}) >= size:
-            raise ValueError(f"bad_words={shown(request.bad_words)} with suppress_tokens excludes all {size} tokens")
+            raise ValueError(
+                f"bad_words={short_repr(request.bad_words)} with suppress_tokens excludes all {size} tokens"
+            )
         ids = torch.tensor(list(bias), dtype=torch.int64, device=model.device)
         values = torch.tensor(list(bias.values()), device=model.device)
         excluded = torch.tensor(singles, dtype=torch.int64, device=model.device)
@@ -151,7 +153,9 @@ def _read_words(words: Sequence[Any], model: Any) -> list[list[int]]:
             sequences[tuple(map(int, word))] = None
             continue
         if model.tokenizer is None:
-            raise ValueError(f"bad_words={shown(word)} needs a tokenizer, and {model.facts.name} has none; give ids")
+            raise ValueError(
+                f"bad_words={short_repr(word)} needs a tokenizer, and {model.facts.name} has none; give ids"
+            )
         for text in (word, f" {word.lstrip()}"):
             sequences[tuple(model.tokenizer.encode(text, add_special_tokens=False))] = None
     for token in (token for sequence in sequences for token in sequence):

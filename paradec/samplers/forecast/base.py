@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, short_repr
 from paradec.core.family_queries import LatentProposal, LatentQuery
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
@@ -179,8 +179,8 @@ class FeatureForecast(Sampler):
         ):
             if is_wrong:
                 raise ValueError(
-                    f"{setting}={shown(value)} needs a pipeline: attach the sampler with paradec.accelerate; this loop "
-                    "forecasts only the whole output"
+                    f"{setting}={short_repr(value)} needs a pipeline: attach the sampler with paradec.accelerate; this "
+                    "loop forecasts only the whole output"
                 )
 
     def query(self, state: ForecastState) -> list[LatentQuery]:

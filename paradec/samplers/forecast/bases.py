@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 from paradec.core.component_text import parse_component
 from paradec.samplers.forecast.refresh import Checked, integer, number
 
@@ -256,7 +256,7 @@ def basis_from(value: Any) -> Basis | None:
         settings = dict(value) if isinstance(value, Mapping) else {}
         name = settings.pop("how", value)
     if not isinstance(name, str) or name not in BASES:
-        raise ValueError(f"how={shown(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
+        raise ValueError(f"how={short_repr(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
     for key in settings:
         check_choice(f"setting of how={name!r}", key, BASES[name].settings())
     return BASES[name](**settings)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paradec.core.checks import check_bytes, check_choice, check_int, shown
+from paradec.core.checks import check_bytes, check_choice, check_int, short_repr
 from paradec.core.component_text import parse_component
 from paradec.core.other_names import FORECAST_SETTINGS
 from paradec.samplers.forecast.base import FeatureForecast
@@ -67,7 +67,7 @@ class Forecast(FeatureForecast):
         check_int("order", self.order, low=0, none=True)
         rule, where = self.rule, self.where
         if rule.where is not None and where not in (None, rule.where):
-            raise ValueError(f"when={rule.name!r} needs where={rule.where!r}; leave where={shown(where)} out")
+            raise ValueError(f"when={rule.name!r} needs where={rule.where!r}; leave where={short_repr(where)} out")
         watch = rule.watch if isinstance(rule, AccumulatedChange) else None
         if watch in ("modulated", "hidden") and where == "output":
             raise ValueError(f"watch={watch!r} is inside the transformer, which where='output' skips; use 'latent'")
@@ -86,7 +86,7 @@ def rule_from(value: Any) -> Rule | None:
     if isinstance(value, (list, tuple, range)):
         return StepSchedule(tuple(value))
     if isinstance(value, int):
-        raise ValueError(f"when={shown(value)} must be a rule, such as Every({shown(value)})")
+        raise ValueError(f"when={short_repr(value)} must be a rule, such as Every({short_repr(value)})")
     data = value
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
         data = SavedAsJson.read(value)
@@ -96,8 +96,8 @@ def rule_from(value: Any) -> Rule | None:
     if not isinstance(data, Mapping):
         classes = ", ".join(f"{rule.__name__}(...)" for rule in RULES.values())
         raise ValueError(
-            f"when={shown(value)} must be one of {classes}, one of their names, a list of evaluated steps, a .json "
-            f"file of steps, or a step mask: {', '.join(MASKS)}"
+            f"when={short_repr(value)} must be one of {classes}, one of their names, a list of evaluated steps, a "
+            f".json file of steps, or a step mask: {', '.join(MASKS)}"
         )
     if "when" not in data:
         return (BlockSchedule if "modules" in data else StepSchedule).from_dict(data)

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from paradec.core.checks import plain_name, shown, unknown_name
+from paradec.core.checks import plain_name, short_repr, unknown_name
 from paradec.core.component_text import parse_component
 from paradec.core.other_names import PIPELINE_METHODS, check_method, check_setting_names, with_checked_names
 from paradec.samplers.forecast.bases import Taylor
@@ -164,7 +164,9 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
     means `TaylorSeer()`. Raises TypeError for another value, ValueError as `method_from` or for an unsupported config.
     """
     if settings and not isinstance(value, str | None):
-        raise TypeError(f"{next(iter(settings))}=... needs a method's name; sampler={shown(value)} has its settings")
+        raise TypeError(
+            f"{next(iter(settings))}=... needs a method's name; sampler={short_repr(value)} has its settings"
+        )
     if type(value).__name__ in CONFIGS:
         method: Any = CONFIGS[type(value).__name__](value)
     else:
@@ -174,8 +176,8 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
         method = Forecast(method)
     if not isinstance(method, FeatureForecast) and getattr(method, "name", None) != "recap":
         raise TypeError(
-            f"sampler={shown(value)} is not for pipelines: it must be {', '.join(map(repr, METHODS))}, by name or as "
-            f"an object, or a config of diffusers ({', '.join(CONFIGS)}); or give cache='block' without a sampler"
+            f"sampler={short_repr(value)} is not for pipelines: it must be {', '.join(map(repr, METHODS))}, by name or "
+            f"as an object, or a config of diffusers ({', '.join(CONFIGS)}); or give cache='block' without a sampler"
         )
     return method
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from torch import Tensor, nn
 
-from paradec.core.checks import check_at_most, check_choice, check_int, check_number, shown
+from paradec.core.checks import check_at_most, check_choice, check_int, check_number, short_repr
 from paradec.core.other_names import check_setting_names
 from paradec.core.text_files import parse_json, read_text, write_json
 from paradec.samplers.forecast.targets import Modules
@@ -272,7 +272,9 @@ class AccumulatedChange(StepRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.coefficients, (list, tuple)) or not self.coefficients:
-            raise ValueError(f"coefficients={shown(self.coefficients)} must be a list of numbers, highest power first")
+            raise ValueError(
+                f"coefficients={short_repr(self.coefficients)} must be a list of numbers, highest power first"
+            )
         for value in self.coefficients:
             check_number("coefficients", value)
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))

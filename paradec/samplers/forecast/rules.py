@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paradec.core.checks import check_number, shown
+from paradec.core.checks import check_number, short_repr
 from paradec.samplers.forecast.refresh import (
     Probe,
     RunProgress,
@@ -205,7 +205,7 @@ class MagRatios(SavedAsJson):
             data = data.tolist()
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
             raise ValueError(
-                f"mag_ratios={shown(data)} must be a ratio for each step, or a file of them; "
+                f"mag_ratios={short_repr(data)} must be a ratio for each step, or a file of them; "
                 "paradec.integrations.diffusers.calibration.calibrate_magcache measures them for a model"
             )
         return cls(tuple(data))

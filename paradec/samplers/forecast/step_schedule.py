@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
-from paradec.core.checks import LARGEST_INT, check_choice, check_int, shown
+from paradec.core.checks import LARGEST_INT, check_choice, check_int, short_repr
 from paradec.samplers.forecast.refresh import Rule, RunProgress, SavedAsJson, StepRule, choice, integer, number
 from paradec.samplers.forecast.targets import Modules, where_from
 
@@ -41,7 +41,7 @@ class StepSchedule(SavedAsJson, StepRule):
         object.__setattr__(self, "steps", check_steps("when", self.steps, self.total))
         object.__setattr__(self, "where", where_from(self.where))
         if not isinstance(self.scheduler, str | None):
-            raise ValueError(f"scheduler={shown(self.scheduler)} must be the name of a scheduler class, or None")
+            raise ValueError(f"scheduler={short_repr(self.scheduler)} must be the name of a scheduler class, or None")
 
     def is_full(self, progress: RunProgress) -> bool:
         return progress.index in self.steps
@@ -70,7 +70,7 @@ class StepSchedule(SavedAsJson, StepRule):
     def from_dict(cls, data: Any) -> StepSchedule:
         fields = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
         if not {"steps", "total"} <= set(fields) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
-            raise ValueError(f"when={shown(data)} is not a schedule of schema {SCHEMA}")
+            raise ValueError(f"when={short_repr(data)} is not a schedule of schema {SCHEMA}")
         return cls(**fields)
 
 
@@ -95,7 +95,7 @@ class BlockSchedule(SavedAsJson, Rule):
     def __post_init__(self) -> None:
         check_int("steps", self.steps, low=1)
         if not self.modules or len(dict(self.modules)) != len(self.modules):
-            raise ValueError(f"modules={shown(self.modules)} must name at least one module, each name once")
+            raise ValueError(f"modules={short_repr(self.modules)} must name at least one module, each name once")
         modules = tuple((name, check_steps(f"steps of {name!r}", steps, self.steps)) for name, steps in self.modules)
         object.__setattr__(self, "modules", modules)
 
@@ -114,7 +114,7 @@ class BlockSchedule(SavedAsJson, Rule):
     def from_dict(cls, data: Any) -> BlockSchedule:
         modules = data.get("modules") if isinstance(data, Mapping) and set(data) == {"steps", "modules"} else None
         if not isinstance(modules, Mapping):
-            raise ValueError(f'when={shown(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
+            raise ValueError(f'when={short_repr(data)} must be {{"steps": n, "modules": {{name: [0, ...]}}}}')
         return cls(data["steps"], tuple(modules.items()))
 
 
@@ -124,7 +124,7 @@ def check_steps(name: str, steps: Any, total: int | None) -> tuple[int, ...]:
     for step in values:
         check_int(name, step, low=0, high=LARGEST_INT if total is None else total - 1)
     if 0 not in values or sorted(set(values)) != list(values):
-        raise ValueError(f"{name}={shown(steps)} must be strictly ascending steps that start with 0")
+        raise ValueError(f"{name}={short_repr(steps)} must be strictly ascending steps that start with 0")
     return values
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 
 PLACES = ("module", "block", "stack", "output")
 
@@ -33,7 +33,7 @@ class Modules:
                     re.compile(pattern + "")  # TypeError unless it is a string
             except (TypeError, re.error) as error:
                 expected = "a regular expression for module names, or a list of them"
-                raise ValueError(f"{setting}={shown(value)} must be {expected}: {error}") from None
+                raise ValueError(f"{setting}={short_repr(value)} must be {expected}: {error}") from None
             object.__setattr__(self, setting, patterns)
         if not self.modules:
             raise ValueError("modules=() must name at least one module")

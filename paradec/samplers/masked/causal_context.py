@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.caches.base import Part
 from paradec.caches.table import REFUSED, verdict
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.query import WindowQuery
 from paradec.core.rows import ROWS
 from paradec.request import Request
@@ -44,13 +44,13 @@ class CausalContext(Feature):
         if (compatibility := verdict(sampler, state.cache, facts)).status == REFUSED:
             why = f"sampler {sampler.name!r} does not work here: {compatibility.why}"
         elif getattr(blocks, "reads_logits", False):
-            why = f"blocks={shown(blocks)} read logits of a whole block, which do not exist when it opens"
+            why = f"blocks={short_repr(blocks)} read logits of a whole block, which do not exist when it opens"
         elif isinstance(blocks, PipelinedBlocks):
-            why = f"blocks={shown(blocks)} open a block before the one before it is final"
+            why = f"blocks={short_repr(blocks)} open a block before the one before it is final"
         elif early:
-            why = f"stop={shown(request.stop)} reads logits after the open block, which no call computes"
+            why = f"stop={short_repr(request.stop)} reads logits after the open block, which no call computes"
         elif request.suffix is not None:
-            why = f"suffix={shown(request.suffix)} omits positions after the block, which are never evaluated"
+            why = f"suffix={short_repr(request.suffix)} omits positions after the block, which are never evaluated"
         if why is not None:
             raise ValueError(f"{facts.name} decodes blocks over causal context, from a seed: {why}")
         return cls(np.zeros(state.batch, bool))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, short_repr
 from paradec.core.registry import to_data
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
@@ -27,7 +27,7 @@ def parse_policy(name: str, value: Any) -> Any:
         try:
             return POLICIES[policy](**{key: tuple(s) if isinstance(s, list) else s for key, s in settings.items()})
         except TypeError as error:
-            raise ValueError(f"{name}={shown(dict(value))}: {error}") from None
+            raise ValueError(f"{name}={short_repr(dict(value))}: {error}") from None
     if isinstance(value, str):
         check_choice(name, value, POLICIES)
     return value
@@ -39,7 +39,7 @@ def policy_to_data(value: Any) -> Any:
         if type(value) is kind:
             return {"blocks": name} | {f.name: to_data(getattr(value, f.name)) for f in fields(value) if f.init}
     if not isinstance(value, str):
-        raise ValueError(f"blocks={shown(value)} is no data and cannot be saved: leave it out")
+        raise ValueError(f"blocks={short_repr(value)} is no data and cannot be saved: leave it out")
     return value
 
 
@@ -67,7 +67,7 @@ def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
     """Count the blocks of rows from `starts` to `lengths` [B]: [B] int64. Raises ValueError if it depends on logits."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
-        raise ValueError(f"steps={steps} cannot be spread over {shown(policy)} before decoding: leave steps out")
+        raise ValueError(f"steps={steps} cannot be spread over {short_repr(policy)} before decoding: leave steps out")
     return np.array(counts, np.int64)
 
 

@@ -14,7 +14,7 @@ from paradec.caches.stored import StoredCache
 from paradec.caches.suffix import Suffix
 from paradec.caches.table import make_cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory, check_memory
 from paradec.core.prompts import encode
@@ -187,9 +187,9 @@ def choose_policy(
         return FixedBlocks(block_length, align=facts.block_align)
     if policy is not None:
         if isinstance(policy, type) or not (hasattr(policy, "open") and hasattr(policy, "count")):
-            raise ValueError(f"blocks={shown(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
+            raise ValueError(f"blocks={short_repr(policy)} must be a block policy, e.g. paradec.FixedBlocks(32)")
         if getattr(policy, "reads_logits", False) and sampler.needs.multi_step:
-            raise ValueError(f"sampler {sampler.name!r} needs paradec.FixedBlocks, not blocks={shown(policy)}")
+            raise ValueError(f"sampler {sampler.name!r} needs paradec.FixedBlocks, not blocks={short_repr(policy)}")
         return policy.for_model(model) if hasattr(policy, "for_model") else policy
     if facts.block_length is not None:
         return FixedBlocks(facts.block_length, align=facts.block_align)

@@ -13,7 +13,7 @@ from torch import Tensor
 from paradec.caches.base import Cache
 from paradec.caches.cost import why_not_worthwhile
 from paradec.caches.stored import StoredCache
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
 from paradec.core.query import WindowQuery
@@ -250,7 +250,7 @@ class MaskedState(State):
             return f"cache {self.cache.name!r} keeps a {kind}, which has no field with rows (`paradec.core.rows`)"
         for rule in self.stop_rules:
             if not has_rows(rule):
-                return f"stop={shown(rule)} has no field with rows (`paradec.core.rows`)"
+                return f"stop={short_repr(rule)} has no field with rows (`paradec.core.rows`)"
         return None
 
     def before_row_change(self, other: Self | None) -> None:

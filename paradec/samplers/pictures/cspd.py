@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, short_repr
 from paradec.core.family_queries import LatentProposal
 from paradec.core.protocol import Commit, check_finite
 from paradec.core.query import Cost
@@ -236,7 +236,7 @@ class CSpD(ContinuousSampler):
     def __post_init__(self) -> None:
         if self.draft is not None:
             if not callable(self.draft) or not hasattr(self.draft, "facts"):
-                raise ValueError(f"draft={shown(self.draft)} must be a smaller MAR, from paradec.load say")
+                raise ValueError(f"draft={short_repr(self.draft)} must be a smaller MAR, from paradec.load say")
             check_model(f"draft of {self.name!r}", self.draft, self.models)
         check_int("num_draft", self.num_draft, low=1, high=2**16)
         check_number("ratio", self.ratio, low=0, high=1)
@@ -428,8 +428,8 @@ def sections_of(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
     max_count = TRAINED_STEPS // max(len(counts), 1)
     if not counts or not all(type(count) is int and 1 <= count <= max_count for count in counts):
         raise ValueError(
-            f"head_steps={shown(head_steps)} must be an integer, or several by commas, each from 1 to {TRAINED_STEPS} "
-            "divided by how many there are"
+            f"head_steps={short_repr(head_steps)} must be an integer, or several by commas, each from 1 to "
+            f"{TRAINED_STEPS} divided by how many there are"
         )
     return counts
 

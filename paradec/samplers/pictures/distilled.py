@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_bool, check_int, shown
+from paradec.core.checks import check_bool, check_int, short_repr
 from paradec.core.family_queries import LatentProposal
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State, check_finite
@@ -252,16 +252,18 @@ class Distilled(Sampler):
                 check_int("t_list", stage, low=0)
             ascends = is_list and all(a < b for a, b in zip(self.t_list, self.t_list[1:]))
             if not ascends or self.t_list[0] != 0:
-                raise ValueError(f"t_list={shown(self.t_list)} must be stages that ascend from 0: (0,) or (0, 80) say")
+                raise ValueError(
+                    f"t_list={short_repr(self.t_list)} must be stages that ascend from 0: (0,) or (0, 80) say"
+                )
             object.__setattr__(self, "t_list", tuple(self.t_list))
         check_int("split", self.split, low=0, none=True)
         check_int("teacher_start", self.teacher_start, low=0)
         check_bool("masked_prefix", self.masked_prefix)
         if self.teacher is not None:
             if not callable(self.teacher) or not hasattr(self.teacher, "facts"):
-                raise TypeError(f"teacher={shown(self.teacher)} must be an image model, from paradec.load say")
+                raise TypeError(f"teacher={short_repr(self.teacher)} must be an image model, from paradec.load say")
             if self.t_list is not None and len(self.t_list) != 2:
-                raise ValueError(f"t_list={shown(self.t_list)} must be two stages, (0, 80) say, with a teacher")
+                raise ValueError(f"t_list={short_repr(self.t_list)} must be two stages, (0, 80) say, with a teacher")
             if self.t_list is not None and self.teacher_start >= self.t_list[1]:
                 raise ValueError(f"teacher_start={self.teacher_start} must be below the second stage, {self.t_list[1]}")
 
@@ -287,7 +289,9 @@ class Distilled(Sampler):
         labels = labels_of(prompt, facts.classes - 1)
         for name, neutral in TAUGHT.items():
             if self.teacher is None and (value := getattr(request, name)) not in neutral:
-                raise ValueError(f"{name}={shown(value)} has no meaning without a teacher: a student is not guided")
+                raise ValueError(
+                    f"{name}={short_repr(value)} has no meaning without a teacher: a student is not guided"
+                )
         stages: Stages = facts.stages
         split = stages.split if self.split is None else self.split
         check_int("split", split, low=0, high=stages.last)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paradec.core import rng
-from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_int, check_model, check_number, short_repr
 from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
@@ -162,7 +162,7 @@ class VAR(Sampler):
             if given is None:
                 continue
             if not isinstance(given, (tuple, list)) or not given:
-                raise ValueError(f"{name}={shown(given)} must be a list with one entry for each scale")
+                raise ValueError(f"{name}={short_repr(given)} must be a list with one entry for each scale")
             object.__setattr__(self, name, tuple(given))
             for entry in given:
                 if name == "top_ks":

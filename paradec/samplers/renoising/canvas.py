@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.registry import Registry
 from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.renoising import rules
@@ -35,7 +35,7 @@ class Canvas(CanvasSampler):
         rule = registry.from_dict(self.rule) if isinstance(self.rule, Mapping) else self.rule
         rule = registry.create(rule) if isinstance(rule, str) else rule
         if not isinstance(rule, MaskedSampler):
-            raise ValueError(f"rule={shown(self.rule)} must be a sampler of the masked family, or the name of one")
+            raise ValueError(f"rule={short_repr(self.rule)} must be a sampler of the masked family, or the name of one")
         object.__setattr__(self, "rule", rules.check_rule(rule, self.name))
 
     def rule_for(self, defaults: Mapping[str, Any]) -> MaskedSampler:

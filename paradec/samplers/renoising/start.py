@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from paradec.caches.kept_prefix import KeptPrefix
-from paradec.core.checks import check_at_most, check_int, shown
+from paradec.core.checks import check_at_most, check_int, short_repr
 from paradec.core.facts import HOLE
 from paradec.core.logprobs import LogProbs
 from paradec.core.memory import Memory
@@ -51,7 +51,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         value = getattr(request, name)
         is_set = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
         if is_set and getattr(value, "name", None) != "none":
-            raise ValueError(f"{name}={shown(value)} does not work with sampler {sampler.name!r}: {why}")
+            raise ValueError(f"{name}={short_repr(value)} does not work with sampler {sampler.name!r}: {why}")
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows = prompts.rows
@@ -74,7 +74,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     generator, seeds = make_seeds(request, [row[:1] for row in rows] if is_reference else rows)
     token_rules, early = split_stop_rules(request.stop)
     if early:
-        raise ValueError(f"stop={shown(request.stop)} ends a row within a block; a canvas closes as a whole")
+        raise ValueError(f"stop={short_repr(request.stop)} ends a row within a block; a canvas closes as a whole")
     stop_rules = [*token_rules]
     answers = answer_starts(rows, HOLE)
     if request.stop_strings:
@@ -167,7 +167,7 @@ def _reuse(
     if prefix is None:
         return None
     if not isinstance(prefix, KeptPrefix):
-        raise ValueError(f"prefix={shown(prefix)} must be the `prefix` of an output made with keep_prefix=True")
+        raise ValueError(f"prefix={short_repr(prefix)} must be the `prefix` of an output made with keep_prefix=True")
     if pictured:
         raise ValueError("prefix=... is matched by tokens, and the prompt has images: leave it out")
     prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from paradec.api.output import Output
 from paradec.attention.sparsed import SparseD
 from paradec.caches.suffix import Suffix
 from paradec.constraints.values import Constraint, one_constraint
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.prompts import encode
 from paradec.core.protocol import Commit, State, interruptible
 from paradec.core.registry import to_data
@@ -282,7 +282,7 @@ def compare(
     if not questions:
         raise ValueError("questions is empty; give at least one")
     if unjudged := [question.prompt for question in questions if not question.judged]:
-        raise ValueError(f"questions: {shown(unjudged[0])} has no judge of its answers; give right")
+        raise ValueError(f"questions: {short_repr(unjudged[0])} has no judge of its answers; give right")
     model = load() if model is None else model
     if model.tokenizer is None and any(question.right is not None for question in questions):
         reason = "has no tokenizer; give input_ids and answer_ids, or load(..., tokenizer=...)"
@@ -408,7 +408,9 @@ def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
         before, now = resume.setup.get(name), setup.get(name)
         if before != now:
-            raise ValueError(f"the comparison to resume has {name}={shown(before)}, this one has {name}={shown(now)}")
+            raise ValueError(
+                f"the comparison to resume has {name}={short_repr(before)}, this one has {name}={short_repr(now)}"
+            )
     results = [result for result in resume.results if result.source in (None, _source(result.configuration))]
     return {result.configuration.name: result for result in results}
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import paradec
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.version import DRAWS
 from paradec.models.loading import PACKAGED
 from paradec.models.request_memory import request_memory
@@ -108,7 +108,7 @@ def tasks_of(recipe: Recipe) -> Any:
     from paradec.tools.evaluation.harness import TASKS
 
     if recipe.include is not None and not Path(recipe.include).is_dir():
-        raise ValueError(f"include={shown(recipe.include)} is not a folder")
+        raise ValueError(f"include={short_repr(recipe.include)} is not a folder")
     from lm_eval.tasks import TaskManager
 
     folders = [str(TASKS), *([recipe.include] if recipe.include else [])]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec.constraints.values import Constraint, one_constraint
-from paradec.core.checks import check_int, check_names, check_text, shown, unknown_name
+from paradec.core.checks import check_int, check_names, check_text, short_repr, unknown_name
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 
@@ -110,7 +110,7 @@ def read_ids(name: str, value: Any) -> tuple[int, ...]:
     """Check a row of token ids. Raises ValueError for another value; the message has the name."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"{name}={shown(value)} must be a row of token ids")
+        raise ValueError(f"{name}={short_repr(value)} must be a row of token ids")
     for entry in value:
         check_int(f"id in {name}", entry, low=-1)
     return tuple(value)
@@ -122,18 +122,18 @@ def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = Fal
     is not a text."""
     fields = parse_json(line)
     if not isinstance(fields, dict):
-        raise ValueError(f"{shown(fields)} is not an object with a prompt")
+        raise ValueError(f"{short_repr(fields)} is not an object with a prompt")
     if allowed is not None:
         check_names("field", fields, allowed)
     if ids and ("prompt" in fields) == ("input_ids" in fields):
         raise ValueError("give either prompt or input_ids")
     prompt = fields.get("prompt")
     if not (ids and "input_ids" in fields) and (not isinstance(prompt, str) or not prompt.strip()):
-        raise ValueError(f"prompt={shown(prompt)} must be a text")
+        raise ValueError(f"prompt={short_repr(prompt)} must be a text")
     check_text("prompt", prompt or "")
     for name in ("task", "group"):
         if name in fields and (not isinstance(fields[name], str) or not fields[name]):
-            raise ValueError(f"{name}={shown(fields[name])} must be a text")
+            raise ValueError(f"{name}={short_repr(fields[name])} must be a text")
     return fields
 
 
@@ -145,13 +145,13 @@ def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None
     if "answer" in fields:
         answers = [fields["answer"]] if isinstance(fields["answer"], str) else fields["answer"]
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-            raise ValueError(f"answer={shown(fields['answer'])} must be a text or a list of texts")
+            raise ValueError(f"answer={short_repr(fields['answer'])} must be a text or a list of texts")
         accepted = [_words(answer) for answer in answers]
         return (lambda text: _words(text) in accepted), len(accepted) > 1 or None
     try:
         pattern = re.compile(fields["regex"])
     except (re.error, TypeError) as error:
-        raise ValueError(f"regex={shown(fields['regex'])} is no regular expression ({error})") from None
+        raise ValueError(f"regex={short_repr(fields['regex'])} is no regular expression ({error})") from None
     return (lambda text: pattern.search(text) is not None), None
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paradec import samplers
-from paradec.core.checks import check_bool, check_choice, check_int, check_number, shown, unknown_name
+from paradec.core.checks import check_bool, check_choice, check_int, check_number, short_repr, unknown_name
 from paradec.core.text_files import read_text
 from paradec.request import FIELDS, Preset, Request
 from paradec.tools.evaluation.likelihood import METHODS, ORDERS
@@ -104,12 +104,12 @@ class Recipe:
     def __post_init__(self) -> None:
         tasks = (self.tasks,) if isinstance(self.tasks, str) else self.tasks
         if not isinstance(tasks, (list, tuple)) or not tasks or not all(isinstance(t, str) and t for t in tasks):
-            raise ValueError(f"tasks={shown(self.tasks)} must be names of tasks, at least one")
+            raise ValueError(f"tasks={short_repr(self.tasks)} must be names of tasks, at least one")
         object.__setattr__(self, "tasks", tuple(tasks))
         for name in ("model", "revision", "system", "preset", "include"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{name}={shown(value)} must be a text")
+                raise ValueError(f"{name}={short_repr(value)} must be a text")
         for name in ("multiturn", "until", "check_greedy", "unsafe_code"):
             check_bool(name, getattr(self, name))
         if self.chat is not None:
@@ -127,10 +127,10 @@ class Recipe:
         check_int("seed", self.seed, low=0, high=2**32 - 1)  # the limit of numpy
         for name in ("request", "versions"):
             if not isinstance(getattr(self, name), Mapping):
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be a mapping")
+                raise ValueError(f"{name}={short_repr(getattr(self, name))} must be a mapping")
         if self.published is not None:
             if not isinstance(self.published, Mapping) or set(self.published) != {*PUBLISHED}:
-                raise ValueError(f"published={shown(self.published)} must have exactly {', '.join(PUBLISHED)}")
+                raise ValueError(f"published={short_repr(self.published)} must have exactly {', '.join(PUBLISHED)}")
             check_number("published value", self.published["value"])
         self.to_arguments()
 
@@ -164,7 +164,7 @@ class Recipe:
         except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{str(file)!r} is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
-            raise ValueError(f"{str(file)!r} contains {shown(data)}, not the fields of a recipe")
+            raise ValueError(f"{str(file)!r} contains {short_repr(data)}, not the fields of a recipe")
         names = [entry.name for entry in dataclasses.fields(cls)]
         try:
             for name in data:
@@ -196,7 +196,9 @@ def request_from_arguments(
         )
         for name, value in settings.items():
             if name not in known_settings:
-                raise TypeError(f"{name}={shown(value)}: " + unknown_name("argument", name, [*FIELDS, *known_settings]))
+                raise TypeError(
+                    f"{name}={short_repr(value)}: " + unknown_name("argument", name, [*FIELDS, *known_settings])
+                )
         request_fields["sampler"] = samplers.create(str(sampler), **settings)
     check_int("seed", seed, low=0, high=2**63 - 1)
     request_fields.setdefault("seed", seed)
@@ -220,7 +222,9 @@ def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], l
     fields["temperature"] = fields.get("temperature", 1.0 if do_sample else 0.0) if do_sample is not False else 0.0
     for name, value in remaining.items():
         if name not in NEUTRAL or value != NEUTRAL[name]:
-            raise ValueError(f"the task's generation_kwargs have {name}={shown(value)}, which paradec does not support")
+            raise ValueError(
+                f"the task's generation_kwargs have {name}={short_repr(value)}, which paradec does not support"
+            )
     return fields, until
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from paradec.core.checks import check_int, check_number, format_count, shown
+from paradec.core.checks import check_int, check_number, format_count, short_repr
 from paradec.core.thumbnails import RAMP, from_uri, import_pillow
 from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_runs
@@ -42,7 +42,7 @@ def write(
     try:
         letters = ImageFont.load_default(15) if font is None else ImageFont.truetype(os.fspath(font), 15)
     except (OSError, TypeError) as error:
-        raise ValueError(f"font={shown(font)} is no font file that can be read: {error}") from None
+        raise ValueError(f"font={short_repr(font)} is no font file that can be read: {error}") from None
     panel = (width - MARGIN * (len(traces) + 1)) // len(traces)
     layouts = [_layout(trace, row, panel, letters) for trace in traces]
     bottom = max((box[3] for boxes in layouts for box in boxes.values()), default=0)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.trace import Trace, TraceStep
 
 MOST_RUNS = 4
@@ -41,7 +41,7 @@ def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
     no or too many traces, or another number of names."""
     for trace in traces:
         if not isinstance(trace, Trace):
-            raise TypeError(f"beside={shown(trace)} must be a paradec.core.trace.Trace, or several")
+            raise TypeError(f"beside={short_repr(trace)} must be a paradec.core.trace.Trace, or several")
     if not 1 <= len(traces) <= MOST_RUNS:
         raise ValueError(f"{len(traces)} traces: from 1 to {MOST_RUNS} can be side by side")
     if names and len(names) != len(traces):

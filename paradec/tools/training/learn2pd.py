@@ -25,7 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import paradec
 from paradec import caches as cache_registry
 from paradec.api.generate import generate
-from paradec.core.checks import check_choice, check_int, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_number, short_repr
 from paradec.core.prompts import Prompts, encode
 from paradec.core.protocol import Commit, State, interruptible
 from paradec.core.text_files import read_lines, replace_file
@@ -166,7 +166,7 @@ def collect(
     if length is None:
         raise ValueError(f"block_length=None: {model.facts.name} has no blocks of its own; give a length")
     if not caches or isinstance(caches, str):
-        raise ValueError(f"caches={shown(caches)} must be a sequence of names, at least one")
+        raise ValueError(f"caches={short_repr(caches)} must be a sequence of names, at least one")
     for name in caches:
         cache_registry.create(name)
     rows = encode(model, list(prompts)).rows
@@ -181,8 +181,8 @@ def collect(
     records = Records.empty(setup) if resume is None else resume
     for name, value in setup.items():
         if records.setup.get(name) != value:
-            was = shown(records.setup.get(name))
-            raise ValueError(f"the records to resume have {name}={was}, this run has {name}={shown(value)}")
+            was = short_repr(records.setup.get(name))
+            raise ValueError(f"the records to resume have {name}={was}, this run has {name}={short_repr(value)}")
     request: dict[str, Any] = {name: setup[name] for name in ("block_length", "max_new_tokens")}
     request["eos_early_stop"] = False
     parts: list[Records] = []

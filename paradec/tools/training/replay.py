@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_bool, check_int, check_model, check_number, shown
+from paradec.core.checks import check_bool, check_int, check_model, check_number, short_repr
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import WindowLogits, WindowQuery
 from paradec.core.rollouts import FORCED, GIVEN, NEVER, Rollout
@@ -101,7 +101,7 @@ def replay(
 def check_replayed(model: Any, rollout: Any) -> None:
     """Raise TypeError or ValueError for a model or a rollout that replay does not support."""
     if not isinstance(rollout, Rollout):
-        raise TypeError(f"rollout={shown(rollout)} must be a paradec.Rollout, made by generate(..., rollout=True)")
+        raise TypeError(f"rollout={short_repr(rollout)} must be a paradec.Rollout, made by generate(..., rollout=True)")
     check_model("replay", model, ("text",))
     facts = model.facts
     why = None

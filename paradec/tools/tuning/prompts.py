@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.text_files import read_lines
 from paradec.tools.evaluation.questions import Question, judge, read_fields, read_ids
 
@@ -65,7 +65,7 @@ def to_questions(prompts: Any, answers: Sequence[Any] | None = None) -> list[Que
             raise ValueError("answers needs a sequence of prompts; a file of prompts has the answers in its lines")
         return read_prompts(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        raise TypeError(f"prompts={shown(prompts)} must be a file of JSON lines or a sequence of prompts")
+        raise TypeError(f"prompts={short_repr(prompts)} must be a file of JSON lines or a sequence of prompts")
     if not len(prompts):
         raise ValueError("prompts is empty; give at least two")
     if answers is not None and (isinstance(answers, str) or len(answers) != len(prompts)):

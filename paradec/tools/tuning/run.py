@@ -12,7 +12,7 @@ from typing import Any
 
 from paradec import caches as cache_plans
 from paradec import samplers as registered
-from paradec.core.checks import check_choice, check_int, check_model, check_number, shown
+from paradec.core.checks import check_choice, check_int, check_model, check_number, short_repr
 from paradec.core.protocol import interruptible
 from paradec.core.version import DRAWS
 from paradec.request import Request, check_names
@@ -121,7 +121,7 @@ def tune(
     if facts.mask_token_id is None or facts.topology == "causal":
         raise ValueError(f"tune needs a model with a mask token; {facts.name} is autoregressive")
     if blocks is not None and (isinstance(blocks, (str, bytes, int)) or not len(blocks)):
-        raise ValueError(f"blocks={shown(blocks)} must be a sequence of block lengths, None for the model's own")
+        raise ValueError(f"blocks={short_repr(blocks)} must be a sequence of block lengths, None for the model's own")
     names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
     if caches is None:
         caches = ["none", *(n for n in cache_plans.names() if n != "none" and objective != "forwards")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paradec.api.generate import decode_request, make_sampler
-from paradec.core.checks import check_choice, shown
+from paradec.core.checks import check_choice, short_repr
 from paradec.core.prompts import Prompts, encode
 from paradec.request import Request
 from paradec.tools.evaluation.questions import Question
@@ -32,7 +32,7 @@ class Scorer:
         else agreement. Raises ValueError: an unknown kind, or a missing or superfluous checker or answers; TypeError: a
         checker that is not callable."""
         if checker is not None and not callable(checker):
-            raise TypeError(f"checker={shown(checker)} must be callable: checker(prompt, answer)")
+            raise TypeError(f"checker={short_repr(checker)} must be callable: checker(prompt, answer)")
         missing = sum(not entry.judged for entry in questions)
         if kind is None:
             kind = "checker" if checker is not None else "agreement" if missing else "answers"
@@ -68,7 +68,9 @@ class Scorer:
         except (TypeError, ValueError):
             share = -1.0
         if not 0 <= share <= 1:
-            raise ValueError(f"checker returned {shown(value)} for {shown(question.prompt)}; it must be from 0 to 1")
+            raise ValueError(
+                f"checker returned {short_repr(value)} for {short_repr(question.prompt)}; it must be from 0 to 1"
+            )
         return share
 
 

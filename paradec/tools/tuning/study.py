@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.tools.tuning.scoring import Measured
 
 NAME = "paradec"
@@ -170,7 +170,7 @@ def describe_difference(before: Any, after: Any, path: str = "") -> str | None:
                 return difference
         return None
     before, after = ([*value] if isinstance(value, (list, tuple)) else value for value in (before, after))
-    return None if before == after else f"{path}: {shown(before)} there, {shown(after)} here"
+    return None if before == after else f"{path}: {short_repr(before)} there, {short_repr(after)} here"
 
 
 def _storage(file: Path) -> Any:

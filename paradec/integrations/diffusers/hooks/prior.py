@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradec.api.images import ImageOutput, build_output, picture_request
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.protocol import decode
 from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.integrations.transformers import UNSUPPORTED
@@ -55,7 +55,7 @@ class PriorSession(Attached):
         encoder: Any = getattr(pipe, ENCODER, None)
         if type(encoder).__name__ != "GlmImageForConditionalGeneration":
             raise TypeError(
-                f"prior={shown(prior)} is for GLM-Image: {type(pipe).__name__} has no {ENCODER} that is a "
+                f"prior={short_repr(prior)} is for GLM-Image: {type(pipe).__name__} has no {ENCODER} that is a "
                 "GlmImageForConditionalGeneration"
             )
         if isinstance(getattr(vars(encoder).get("generate"), "__self__", None), PriorSession):
@@ -71,7 +71,9 @@ class PriorSession(Attached):
         config = self.model.module.generation_config
         for name, value in DISABLED_SETTINGS.items():
             if getattr(config, name, None) not in (None, value):
-                raise ValueError(f"{name}={shown(getattr(config, name))} of {ENCODER}'s generation config is not read")
+                raise ValueError(
+                    f"{name}={short_repr(getattr(config, name))} of {ENCODER}'s generation config is not read"
+                )
         if any(token in self.model.cells for token in getattr(config, "suppress_tokens", None) or ()):
             raise ValueError(f"suppress_tokens of {ENCODER}'s generation config must not contain codes")
         greedy = self.arguments.get("temperature", 1.0 if do_sample else 0.0) == 0

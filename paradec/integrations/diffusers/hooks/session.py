@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from paradec.core.checks import MODELS, check_choice, shown, wrong_model_error
+from paradec.core.checks import MODELS, check_choice, short_repr, wrong_model_error
 from paradec.integrations.diffusers.hooks.clock import Clock
 from paradec.integrations.diffusers.hooks.hook import Attached
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
@@ -107,7 +107,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     if cache is not None:
         check_choice("cache", cache, ("block",))
         if has_sampler or prior is not None:
-            other = f"sampler={shown(sampler)}" if has_sampler else f"prior={shown(prior)}"
+            other = f"sampler={short_repr(sampler)}" if has_sampler else f"prior={short_repr(prior)}"
             raise ValueError(f"cache={cache!r} and {other} attach to different pipelines; give one")
         from paradec.integrations.diffusers.hooks.block_cache import BlockCache
 
@@ -139,7 +139,7 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
     modules = {name: module for name, module in components.items() if isinstance(module, nn.Module)}
     if not modules or not hasattr(pipe, "scheduler"):
         raise TypeError(
-            f"pipe={shown(pipe)} must be a diffusers pipeline with a scheduler and a component called "
+            f"pipe={short_repr(pipe)} must be a diffusers pipeline with a scheduler and a component called "
             f"{', '.join(TRANSFORMERS)}, or such a transformer itself"
         )
     return modules

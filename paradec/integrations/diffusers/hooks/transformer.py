@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.other_names import SESSION_LOST
 from paradec.integrations.diffusers.hooks.blocks import (
     ONE_TENSOR_TRANSFORMERS,
@@ -327,7 +327,7 @@ class Transformer:
         smaller = [f"where={place!r}" for place in places] + ["a lower order"] * (self.basis.slots > 1)
         hint = f"; {', '.join(smaller)} needs less" if smaller else ""
         return ValueError(
-            f"max_memory={settings.max_memory}: where={shown(settings.where)} at order {self.basis.order} needs "
+            f"max_memory={settings.max_memory}: where={short_repr(settings.where)} at order {self.basis.order} needs "
             f"{needed / 1e6:.3g} MB for {len(self.state.branches)} calls of a step so far{hint}"
         )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec import samplers
-from paradec.core.checks import LARGEST_INT64, check_int, shown, unknown_name
+from paradec.core.checks import LARGEST_INT64, check_int, short_repr, unknown_name
 from paradec.core.protocol import Sampler
 from paradec.integrations.engines.hosted import FIELDS
 from paradec.request import Request
@@ -56,7 +56,7 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
             raise ValueError(f"{name}={getattr(params, name)} is not supported for diffusion models: leave it out")
     for name in LOGPROBS:
         if getattr(params, name, None) is not None:
-            raise ValueError(f"{name}={shown(getattr(params, name))} is not supported here: leave it out")
+            raise ValueError(f"{name}={short_repr(getattr(params, name))} is not supported here: leave it out")
     plain: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
     plain |= {"top_k": params.top_k} if params.top_k > 0 else {}
     settings = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
@@ -92,9 +92,9 @@ def _mapping(value: Any, place: str) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place}={shown(value)} is no JSON: {error}") from None
+            raise ValueError(f"{place}={short_repr(value)} is no JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise TypeError(f"{place}={shown(value)} must be a mapping, or JSON text of one")
+        raise TypeError(f"{place}={short_repr(value)} must be a mapping, or JSON text of one")
     for name in value:
         if name in ELSEWHERE:
             raise ValueError(f"{place}: {name} is not accepted here; use {ELSEWHERE[name]}")
@@ -105,7 +105,7 @@ def _mapping(value: Any, place: str) -> dict[str, Any]:
 
 def _template(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise TypeError(f"template={shown(value)} must be token ids")
+        raise TypeError(f"template={short_repr(value)} must be token ids")
     ids = tuple(value)
     for entry in ids:
         check_int("template", entry, low=0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, short_repr
 from paradec.samplers.causal.state import CausalState
 from paradec.samplers.causal.window import read_drafts
 
@@ -76,20 +76,22 @@ def make_stop_rule(setting: Any) -> Any:
     data = {"stop": setting} if isinstance(setting, str) else setting
     if not isinstance(data, Mapping) or data.get("stop") not in RULES:
         raise ValueError(
-            f"stop={shown(setting)} must be a callable of q and drafts, {' or '.join(map(repr, RULES))} (see "
+            f"stop={short_repr(setting)} must be a callable of q and drafts, {' or '.join(map(repr, RULES))} (see "
             "paradec.samplers.causal.drafts.stopping)"
         )
     try:
         return RULES[data["stop"]](**{key: value for key, value in data.items() if key != "stop"})
     except TypeError as error:
-        raise ValueError(f"stop={shown(setting)}: {error}") from None
+        raise ValueError(f"stop={short_repr(setting)}: {error}") from None
 
 
 def apply_rule(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
     """Apply a rule: [R] bool on the host. Raises ValueError for a result of another type or shape."""
     result = rule(q, drafts)
     if not isinstance(result, Tensor) or result.shape != drafts.shape[:1] or result.dtype != torch.bool:
-        raise ValueError(f"stop={shown(rule)} returned {shown(result)}; it must return [R] bool, R={len(drafts)}")
+        raise ValueError(
+            f"stop={short_repr(rule)} returned {short_repr(result)}; it must return [R] bool, R={len(drafts)}"
+        )
     return result.cpu().numpy()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, shown
+from paradec.core.checks import check_int, short_repr
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
 from paradec.samplers.causal.drafts.source import write_drafts
@@ -42,11 +42,11 @@ class NamedDrafter:
             return setting
         if (name := setting.get("drafter")) not in cls.kinds:
             names = " or ".join(map(repr, sorted(cls.kinds)))
-            raise ValueError(f"drafter={shown(name)} must be a model, {names}")
+            raise ValueError(f"drafter={short_repr(name)} must be a model, {names}")
         try:
             return cls.kinds[name](**{key: value for key, value in setting.items() if key != "drafter"})
         except TypeError as error:
-            raise ValueError(f"drafter={shown(dict(setting))}: {error}") from None
+            raise ValueError(f"drafter={short_repr(dict(setting))}: {error}") from None
 
     def observe(self, state: CausalState, proposal: Proposal) -> None:
         """Learn from a committed step over a tree. The proposal's quantities are "nodes" [R, N], the evaluated drafts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_choice, check_int, shown
+from paradec.core.checks import check_choice, check_int, short_repr
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Commit, NotFinite
@@ -125,7 +125,9 @@ class FreeDave(DraftingSampler):
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if isinstance(blocks, PipelinedBlocks):
-            raise ValueError(f"sampler 'freedave' drafts one block, not blocks={shown(blocks)}; use sampler='lopa'")
+            raise ValueError(
+                f"sampler 'freedave' drafts one block, not blocks={short_repr(blocks)}; use sampler='lopa'"
+            )
         super().check(facts, blocks, cache, longest)
 
     def check_model(self, model: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.logprobs import StepLogProbs
 from paradec.core.protocol import Sampler
 from paradec.core.query import Cost, WindowLogits, WindowQuery
@@ -182,9 +182,11 @@ def base_sampler(base: Any) -> MaskedSampler:
         elif isinstance(base, Mapping):
             sampler = Sampler.from_dict(base)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"base={shown(base)}: {error}") from error
+        raise ValueError(f"base={short_repr(base)}: {error}") from error
     if not isinstance(sampler, MaskedSampler):
-        raise ValueError(f"base={shown(base)} must be a masked sampler: a name, one made with settings, or its to_dict")
+        raise ValueError(
+            f"base={short_repr(base)} must be a masked sampler: a name, one made with settings, or its to_dict"
+        )
     return sampler
 
 

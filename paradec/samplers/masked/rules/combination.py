@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Sampler
 from paradec.core.registry import Registry
@@ -50,7 +50,7 @@ class Combination(MaskedSampler):
             entries = getattr(self, name)
             is_sequence = isinstance(entries, Sequence) and not isinstance(entries, (str, bytes))
             if not is_sequence or (name == "rules" and not entries):
-                raise ValueError(f"{name}={shown(entries)} must be a sequence of samplers; rules has at least one")
+                raise ValueError(f"{name}={short_repr(entries)} must be a sequence of samplers; rules has at least one")
             object.__setattr__(self, name, tuple(self._make_member(name, entry) for entry in entries))
         sources = {rule.needs.score_from: rule.name for rule in reversed(self.rules)}
         if len(sources) > 1:
@@ -80,7 +80,7 @@ class Combination(MaskedSampler):
         elif isinstance(entry, Mapping):
             entry = Sampler.from_dict(entry)
         if not isinstance(entry, MaskedSampler):
-            raise ValueError(f"{name}: {shown(entry)} must be a masked sampler, its name or its to_dict")
+            raise ValueError(f"{name}: {short_repr(entry)} must be a masked sampler, its name or its to_dict")
         overrides_step = any(overrides(entry, method) for method in LOOP_METHODS)
         has_block_order = overrides(entry, "position_noise") and entry.memory()
         for cause, why in {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_bool, check_choice, check_number, shown
+from paradec.core.checks import check_bool, check_choice, check_number, short_repr
 from paradec.samplers.masked.blocks import FixedBlocks, WholeCanvas
 from paradec.samplers.masked.loop import LAST, UNCUT, MaskedProposal, MaskedSampler, Needs, View
 from paradec.samplers.masked.rules.learn2pd_filter import DEFAULT_FILTERS, QUANTITIES, block_features, load_filter
@@ -58,7 +58,7 @@ class Learn2PD(MaskedSampler):
         if isinstance(self.filter, os.PathLike):
             object.__setattr__(self, "filter", os.fspath(self.filter))
         if self.filter is not None and not isinstance(self.filter, str):
-            raise ValueError(f"filter={shown(self.filter)} must be the path of a file, or None")
+            raise ValueError(f"filter={short_repr(self.filter)} must be the path of a file, or None")
         check_number("filter_threshold", self.filter_threshold, low=0, high=1)
         check_choice("eot", self.eot, ("committed", "greedy", "none"))
         check_number("eot_confidence", self.eot_confidence, low=0, high=1)
@@ -87,8 +87,8 @@ class Learn2PD(MaskedSampler):
             )
         if trained.kind == "block" and (length is None or length > trained.block_length):
             raise ValueError(
-                f"filter={str(path)!r} reads blocks of up to {trained.block_length} positions, not {shown(blocks)}; "
-                f"give block_length={trained.block_length}, or train a filter of kind 'features'"
+                f"filter={str(path)!r} reads blocks of up to {trained.block_length} positions, not "
+                f"{short_repr(blocks)}; give block_length={trained.block_length}, or train a filter of kind 'features'"
             )
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from paradec.core.checks import shown
+from paradec.core.checks import short_repr
 from paradec.core.text_files import replace_file
 from paradec.models.checkpoint import DTYPES, check_dtypes
 from paradec.samplers.masked.state import MaskedState
@@ -163,7 +163,7 @@ def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Mo
 def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
     """Read what a filter was trained on; raises as `load_filter`."""
     if not os.path.isfile(path):
-        raise ValueError(f"filter={shown(os.fspath(path))} is not a file")
+        raise ValueError(f"filter={short_repr(os.fspath(path))} is not a file")
     try:
         with safe_open(path, framework="pt") as file:
             facts = FilterFacts(**json.loads((file.metadata() or {})["learn2pd"]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_int, check_number, shown
+from paradec.core.checks import check_int, check_number, short_repr
 from paradec.core.memory import MemorySpec
 from paradec.core.query import WindowQuery
 from paradec.samplers.masked.blocks import FixedBlocks
@@ -64,7 +64,9 @@ class Levenshtein(MaskedSampler):
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if not isinstance(blocks, FixedBlocks):
-            raise ValueError(f"sampler {self.name!r} moves text inside blocks of one length: blocks={shown(blocks)}")
+            raise ValueError(
+                f"sampler {self.name!r} moves text inside blocks of one length: blocks={short_repr(blocks)}"
+            )
         for name, value in zip(("delete_token_id", "split_token_id"), self.control_ids(facts), strict=True):
             if value is None:
                 raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 
 from paradec.caches.base import Cache
 from paradec.core.blocks import BlockPolicy
-from paradec.core.checks import check_number, shown
+from paradec.core.checks import check_number, short_repr
 from paradec.core.orders import OrderDraws, check_sizes, group_sizes, lpd_order, lpd_repulsion, scale_sizes
 from paradec.samplers.masked.rules.ordered import InOrder, check_grid, group_by_size
 from paradec.samplers.masked.state import MaskedState
@@ -59,7 +59,9 @@ class LPD(InOrder):
         super().check(facts, blocks, cache, longest)
         cells = longest if self.height is None or self.width is None else self.height * self.width
         if isinstance(self.groups, tuple) and sum(self.groups) != cells:
-            raise ValueError(f"groups={shown(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells")
+            raise ValueError(
+                f"groups={short_repr(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells"
+            )
 
     def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
         """Compute the group sizes of a row with `masks` masks."""

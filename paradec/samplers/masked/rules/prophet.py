@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_at_most, check_int, check_number, shown
+from paradec.core.checks import check_at_most, check_int, check_number, short_repr
 from paradec.samplers.features.early_stops import WATCHED
 from paradec.samplers.masked.state import MaskedState
 
@@ -45,7 +45,7 @@ class Prophet:
         for name, count, high in (("gaps", 3, 1e6), ("stages", 2, 1.0)):
             value = getattr(self, name)
             if not isinstance(value, (tuple, list)) or len(value) != count:
-                raise ValueError(f"{name}={shown(value)} must be {count} numbers")
+                raise ValueError(f"{name}={short_repr(value)} must be {count} numbers")
             for entry in value:
                 check_number(name, entry, low=0, high=high)
             object.__setattr__(self, name, tuple(value))
@@ -95,7 +95,9 @@ class Prophet:
 
 def _positions(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)) or len(value) == 0:
-        raise ValueError(f"answer={shown(value)} must be positions counted from the start of the answer, or a function")
+        raise ValueError(
+            f"answer={short_repr(value)} must be positions counted from the start of the answer, or a function"
+        )
     for entry in value:
         check_int("answer", entry, low=0)
     return tuple(int(entry) for entry in value)
