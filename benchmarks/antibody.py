@@ -99,7 +99,7 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 
 
 def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
-    """Build questions from the chains, with the masks of seed 0 and the right tokens, for `paradec tune` and rankings.
+    """Build questions from the chains, with the masks of seed 0 and the right tokens, for `paradec tune`.
     Also returns the ids that no chain has."""
     questions = []
     for chain in chains:

@@ -7,7 +7,7 @@ noise) or have the same distribution. All residues of the chains of benchmarks/d
 `assembled`: 500 residues of several chains, side by side in one structure.
 
 Calls: for `ORDERS` seeds of `jacobi` (`OTHERS` of other samplers) at each temperature; median and largest. At 0.1 also
-recovery in per cent and the log-probability per residue of the designs in random orders (as in benchmarks/protein.py).
+recovery in per cent and the log-probability per residue of the designs in random orders.
 These are equal for one residue per step (`jacobi` with a window of 1) by construction: row `window 1`.
 
 CPU time: at temperature 0.1, of paradec (`jacobi`, random orders) and of the public code, turn by turn in one process
@@ -28,15 +28,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from protein import BACKBONES, CHOOSING, MEASURING, score
 from provenance import RESULTS, write_result
+from torch import Tensor
 
 import paradec
 from paradec.models.proteins.mpnn import ProteinMPNNModel
-from paradec.models.proteins.structure import Structure, read_structure
+from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 
+BACKBONES = Path(__file__).resolve().parent / "data" / "backbones"
+CHAINS = ("2igd", "1ubi", "1az5", "3bkr", "4lzt", "5zng", "5hdn", "4cup", "3o5r", "5qk8")
 ORDERS, OTHERS, TURNS = 8, 4, 5
 """Numbers of seeds of `jacobi` in random orders and of other samplers; number of timed turns."""
+SCORED_ORDERS = 4
 TEMPERATURES = (0.001, 0.1, 1.0)
 SAMPLERS = {
     "jacobi": ("jacobi", "random"),
@@ -65,6 +68,17 @@ def assembled(structures: dict[str, Structure]) -> Structure:
         coordinates.append(at)
         sequence, chains = sequence + one.sequence, chains + label * len(one)
     return Structure(torch.cat(coordinates)[:LONG], sequence[:LONG], chains[:LONG], name="assembled")
+
+
+def score(model: Any, letters: Tensor) -> float:
+    """Compute the log-probability per residue of letters [1, L], the mean over random orders; X is excluded, as in
+    decoding."""
+    size, draw = letters.shape[1], np.random.default_rng(0)
+    rank = torch.tensor(np.stack([draw.permutation(size) for _ in range(SCORED_ORDERS)]))
+    with torch.no_grad():
+        logits = model.module(model.encodings[0], letters.expand(SCORED_ORDERS, -1), rank)
+    log_probs = logits[..., : LETTERS.index("X")].double().log_softmax(-1)
+    return log_probs.gather(2, letters.expand(SCORED_ORDERS, -1).unsqueeze(2)).mean().item()
 
 
 def designs(model: ProteinMPNNModel, sampler: Any, order: str, temperature: float, seeds: int) -> dict[str, Any]:
@@ -147,7 +161,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "protein_exact.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    structures = {name: read_structure(BACKBONES / f"{name}.pdb") for name in (*CHOOSING, *MEASURING)}
+    structures = {name: read_structure(BACKBONES / f"{name}.pdb") for name in CHAINS}
     structures["assembled"] = assembled(structures)
     structures = dict(sorted(structures.items(), key=lambda entry: len(entry[1])))
     first = paradec.load_protein_mpnn(arguments.weights, structures["1ubi"])

@@ -222,33 +222,6 @@ def antibody_table(data: Row) -> str:
     return table(by_sampler(data), head, cells + _difference("versus_baseline", 1) + " | {aup:.0f}")
 
 
-PROTEIN = "recovered, % | versus baseline (95 %) | score | versus baseline (95 %)"
-PROTEIN_CELLS = f"{{recovery:.1f}} | {_difference('versus_baseline', 1)}"
-PROTEIN_CELLS += f" | {{score:.3f}} | {_difference('score_versus_baseline', 3)}"
-
-
-def protein_table(data: Row) -> str:
-    """Recovery, scores and forwards, from benchmarks/protein.py, of the settings chosen on the other chains."""
-    warm = {(row["sampler"], setting(row["changes"])): row for row in data["measuring at 0.1"]}
-    rows = [row | {"setting": setting(row["changes"])} for row in _whole(data["measuring at 0"])]
-    rows = [row | {"warm": warm[row["sampler"], row["setting"]]} for row in rows]
-    cells = f"`{{sampler}}` | {{setting}} | {{forwards:.1f}} | {PROTEIN_CELLS} | {{said:.2f}}"
-    cells += " | {warm[recovery]:.1f} ({warm[versus_baseline]:+.1f}) | {warm[score]:.3f}"
-    return table(rows, f"sampler | setting | forwards | {PROTEIN} | said | at 0.1: recovered, % | score", cells)
-
-
-def protein_few_table(data: Row) -> str:
-    """Recovery, scores and forwards with fewer and fewer steps, at both temperatures."""
-    rows = [row | {"temperature": at} for at in ("0", "0.1") for row in _whole(data[f"at {at}"])]
-    cells = f"{{temperature}} | `{{sampler}}` | {{forwards:.1f}} | {PROTEIN_CELLS}"
-    return table(rows, f"temperature | sampler | forwards | {PROTEIN}", cells)
-
-
-def _whole(rows: list[Row]) -> list[Row]:
-    """Select the rows measured on as many chains as the baseline, the first row."""
-    return [row for row in rows if row["chains"] == rows[0]["chains"]]
-
-
 def protein_exact_table(data: Row) -> str:
     """Calls of the exact samplers at temperature 0.1 (`jacobi` at three), and CPU time relative to the public code."""
     columns = [("jacobi", 0.001), ("jacobi", 0.1), ("jacobi", 1), ("jacobi, chain", 0.1), ("sjd", 0.1), ("scd", 0.1)]
@@ -332,13 +305,6 @@ def conversations_table(data: Row) -> str:
     times = (f"{{kept[{name}]:.1f}} / {{none[{name}]:.1f}}" for name in ("cpu_seconds", "p50_seconds", "p99_seconds"))
     positions = "{ratio:.2f} ({kept[positions]:,} / {none[positions]:,})"
     return table(rows, head, " | ".join(["{name}", positions, *times, "{narrow:q}", "{wide:q}"]))
-
-
-def jacobi_table(data: Row) -> str:
-    """Overhead of a step relative to the model's forward, from benchmarks/jacobi.py."""
-    head = "setting | forward, ms | all else, ms | ratio | tokens per step"
-    cells = "{name} | {forward_ms:.0f} | {overhead_ms:.1f} | {ratio:.1p} % | {committed:.1f}"
-    return table(named(data["overhead"]), head, cells)
 
 
 def caches_table(data: Row) -> str:
@@ -443,66 +409,6 @@ def steps_table(data: Row, part: str) -> str:
         cells[name]["CPU time"] = f"1 ({row['cpu_ms']:.1f} ms)" if middle == 1 else spread
     about = f"(Medians of ratios within a turn, with quartiles; load at most {data['load']:.1f}.)"
     return "\n".join([crossed("", cells, missing=""), "", about])
-
-
-COSTS = {"forwards": "forwards", "positions": "positions", "cpu": "CPU seconds"}
-"""Costs in benchmarks/ranking.py, with their labels."""
-RANKED = "{forwards:.2f} | {positions:.0f} | {milliseconds:.1f}"
-
-
-def ranking_table(place: Row) -> str:
-    """Reported candidates of one setting ("place") of benchmarks/ranking.py: by kind, the least CPU time first."""
-    kinds, rows = ("today", "knobs", "new"), []
-    for row in sorted(place["reported"], key=lambda row: (kinds.index(row["kind"]), row["cpu"])):
-        labels = ", ".join(label for cost, label in COSTS.items() if cost in row["above"].get("today", {}))
-        rows.append(row | {"labels": labels, "milliseconds": 1e3 * row["cpu"]})
-    head = "kind | candidate | score, % | versus `threshold` (95 %) | forwards | positions | CPU, ms | of `threshold`'s"
-    cells = "{kind} | {name} | {score:.1p} | "
-    cells += "{versus_baseline[0]:+.1p} ({versus_baseline[1]:+.1p} to {versus_baseline[2]:+.1p}) | " + RANKED
-    cells += " | {cpu_of_baseline[0]:.2f} ({cpu_of_baseline[1]:.2f}-{cpu_of_baseline[2]:.2f}) | {labels}"
-    return table(rows, head + " | above today's by", cells)
-
-
-def ranking_places_table(data: Row) -> str:
-    """Numbers of candidates and prompts at each place of benchmarks/ranking.py."""
-    rows = [place | {"candidates": len(place["choosing"]), "rows": len(place["reported"])} for place in named(data)]
-    head = "place | candidates | prompts that choose | reported candidates | prompts | in a turn | in a batch"
-    cells = "{name} | {candidates} | {prompts[choosing]} | {rows} | {prompts[reported]} | {prompts[timed]}"
-    return table(rows, head, cells + " | {prompts[batch]}")
-
-
-def ranking_answers_table(data: Row) -> str:
-    """By place and cost of benchmarks/ranking.py: the number of new candidates above the others, and the best one."""
-    rows = []
-    for name, place in data.items():
-        for cost, label in COSTS.items():
-            answers = {rivals: _best_above(place, cost, rivals) for rivals in ("today", "older")}
-            rows.append({"place": name, "cost": label} | answers)
-    head = "place | cost | above today's rules | above those with knobs too"
-    return table(rows, head, "{place} | {cost} | {today} | {older}")
-
-
-def _best_above(place: Row, cost: str, rivals: str) -> str:
-    """Describe the best-scoring candidate that is above its rivals and not clearly worse than the baseline."""
-    above = [row for row in place["reported"] if cost in row["above"].get(rivals, {})]
-    good = [row for row in above if row["versus_baseline"][2] >= 0]
-    if not good:
-        return "none"
-    best = max(good, key=lambda row: (row["score"], -row[cost]))
-    nearest = best["above"][rivals][cost]
-    beside = f"{nearest[1]:.2f} of {nearest[0]}" if nearest else "nothing is as good"
-    return f"{len(good)}; {best['name']}: {100 * best['score']:.1f} %, {beside}"
-
-
-def ranking_alone_table(place: Row) -> str:
-    """Effect of each addition to `threshold`, on the choosing half."""
-    rows = []
-    for row in place["choosing"]:
-        rule, *more = row["name"].split(", ")
-        if rule == "threshold" and not {"suffix", "cache"} <= {entry.split()[0] for entry in more}:
-            rows.append(row | {"more": ", ".join(more) or "nothing", "milliseconds": 1e3 * row["cpu"]})
-    head = "`threshold` with | score, % | forwards | positions | CPU, ms"
-    return table(rows, head, "{more} | {score:.1p} | " + RANKED)
 
 
 def taylorseer_tables(data: Row) -> tuple[str, str]:
@@ -646,7 +552,6 @@ def rendered() -> dict[str, str]:
     compare, compare_heldout, antibody, antibody_heldout, digits, digits_masked, headline = map(_result, names)
     canvases, probes, token_stats = _result("canvases"), _result("probes"), _result("token_stats")
     taylorseer, many = taylorseer_tables(_result("taylorseer")), _result("many")
-    ranking = {name: _result(f"ranking_{name}") for name in ("packaged-64", "packaged-256", "antibody")}
     peers, proteins = _result("peers_text"), _result("protein_exact")
     pages = {
         "README.md": {"laptop": build_table(_result("laptop")["runs"])},
@@ -673,15 +578,7 @@ def rendered() -> dict[str, str]:
         "schedules_heldout": schedules_table(headline["reporting"]),
         "antibody": antibody_table(antibody),
         "antibody_heldout": antibody_table(antibody_heldout),
-        "protein": protein_table(_result("protein")),
-        "protein_few": protein_few_table(_result("protein_few")),
         "protein_exact": protein_exact_table(proteins),
-        "ranking_places": ranking_places_table(ranking),
-        "ranking_answers": ranking_answers_table(ranking),
-        "ranking_64": ranking_table(ranking["packaged-64"]),
-        "ranking_256": ranking_table(ranking["packaged-256"]),
-        "ranking_antibody": ranking_table(ranking["antibody"]),
-        "ranking_alone": ranking_alone_table(ranking["packaged-64"]),
         "sparsed": sparsed_table(_result("sparsed")),
         "caches": caches_table(_result("caches")),
         "caches_accuracy": caches_accuracy_table(_result("caches_accuracy")),
@@ -692,7 +589,6 @@ def rendered() -> dict[str, str]:
         "canvases_memory": canvases_memory_table(canvases),
         "digits": digits_table(digits, short=False),
         "digits_masked": evaluations_table(digits_masked["masked"]),
-        "jacobi": jacobi_table(_result("jacobi")),
         "digits_scales": digits_scales_table(_result("digits_scales")),
         "digits_dit": evaluations_table(digits_masked["dit"]),
         "digits_dit_even": evenly_table(digits_masked["dit"]),
