@@ -5,7 +5,7 @@
 >>> paradec.generate(model, "Sort: pear fig apple").text        # doctest: +SKIP
 'apple fig pear'
 
-Imports neither torch nor transformers: everything below is imported at its first use.
+This module imports neither torch nor transformers: each public name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def __dir__() -> list[str]:
 
 
 def __reduce_ex__(protocol: int) -> Any:
-    """For `pickle`: functions of a script are pickled with their globals."""
+    """Pickle this module by its name, since functions of a script are pickled with their globals."""
     return importlib.import_module, (__name__,)

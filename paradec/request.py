@@ -59,7 +59,7 @@ def argument(default: Any, check: Any = None, option: Any = None, help: str = ""
     return field(default=default, metadata={"check": check, "option": option, "help": help, **metadata})
 
 
-def _component(name: str, value: Any) -> Any:
+def _check_component(name: str, value: Any) -> Any:
     """Check a sampler, a cache or an attention method; build it from the mapping of a saved request."""
     registry = Registry.by_kind[name]
     if isinstance(value, Mapping) and name in value:
@@ -124,7 +124,7 @@ class Request:
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole (a mask before given tokens).
-        confidence_eos_eot_inf: commit end tokens last (as LLaDA, which loses one of two ids at temperature > 0).
+        confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays one of two ids only at temperature 0.)
         suppress_tokens: ids never proposed, besides the mask id; None: the ids without text.
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
@@ -138,8 +138,8 @@ class Request:
         constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For holes: a list with one
             entry per hole, None where anything is allowed (docs/structured.md).
         order: for any-order models and samplers without a drafter: "random" (from the row's key; the default), "chain"
-            (left to right), a list of positions from 0 (all, or all undecided ones), one list per row, or an order of
-            `paradec.core.orders`.
+            (left to right), a list of all positions or of all undecided ones (from 0), one such list per row, or an
+            order of `paradec.core.orders`.
         num_return_sequences: answers per prompt, in neighbouring rows, each with its own draws.
         chat: whether text becomes a user turn of the chat template; None: where the tokenizer has a template.
         streamer: as in transformers: `put`, `end` and optionally `put_draft`; see `paradec.api.streaming`.
@@ -157,7 +157,7 @@ class Request:
 
     sampler: str | Sampler = argument(
         "threshold",
-        _component,
+        _check_component,
         str,
         "A name that `paradec samplers` lists, with settings in parentheses, or a combination: 'credit+localleap' "
         "commits what either would.",
@@ -165,7 +165,7 @@ class Request:
     )
     cache: str | Cache | None = argument(
         None,
-        _component,
+        _check_component,
         str,
         "A name that `paradec caches` lists; settings go in parentheses: 'dkv_decode(refresh_interval=4)'.",
         option_default="none",
@@ -174,7 +174,7 @@ class Request:
     keep_prefix: bool = argument(False, check_bool)
     share_prefix: bool = argument(False, check_bool)
     attention: str | SparseD | None = argument(
-        None, _component, str | None, "dense, or sparsed for prompts from about 8000 tokens on."
+        None, _check_component, str | None, "dense, or sparsed for prompts from about 8000 tokens on."
     )
     suffix: Suffix | int | str | None = argument(
         None,
@@ -290,7 +290,7 @@ class Request:
 
     def without_objects(self) -> Request:
         """Copy the request with None in the fields `LIVE`."""
-        stripped = copy.copy(self)  # checked already
+        stripped = copy.copy(self)  # skips the checks
         vars(stripped).update(dict.fromkeys(LIVE))
         return stripped
 
@@ -304,7 +304,7 @@ class Request:
         the class."""
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={short_repr(data)} must be a mapping of arguments, as Request.to_dict makes it")
-        arguments = {name: value for name, value in data.items() if name != "draws"}  # which `save` adds
+        arguments = {name: value for name, value in data.items() if name != "draws"}  # `save` adds this name
         for name in arguments:
             if name not in FIELDS or name in LIVE:
                 raise ValueError(unknown_name("argument in a preset", name, FIELDS.keys() - LIVE))
@@ -367,20 +367,20 @@ def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[st
     for name, value in request.changes().items():
         if name in sampler.unsupported and not (name == "attention" and value == "dense"):
             is_ahead = name != "order" and getattr(getattr(sampler, "needs", None), "multi_step", False)
-            why = ", which drafts steps ahead before these tokens are final" if is_ahead else ""
+            why = ", which drafts several steps before their tokens are final" if is_ahead else ""
             raise ValueError(
                 f"{name}={short_repr(value)} has no meaning for sampler {sampler.name!r}{why}: leave it out"
             )
     return request
 
 
-def seed_matters(method: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
+def seed_matters(sampler: Sampler, temperature: float, suffix: Suffix | int | str | None) -> bool:
     """Whether a seed may change the result, because tokens, positions, drafts or suffix masks are drawn."""
-    is_builtin = type(method).__module__.startswith("paradec.")  # others may draw without declaring it
+    is_builtin = type(sampler).__module__.startswith("paradec.")  # a custom sampler may draw without declaring it
     suffix_masks = import_lazily("paradec.caches.suffix:Suffix").from_value(suffix)
     return (
         temperature != 0
-        or method.draws
+        or sampler.draws
         or not is_builtin
         or (suffix_masks is not None and suffix_masks.density != "cut")
     )

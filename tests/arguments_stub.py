@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from paradec.api.images import SERVED
+from paradec.api.images import IMAGE_FIELDS
 from paradec.request import FIELDS
 
 PACKAGE = Path(__file__).parents[1] / "paradec"
@@ -22,7 +22,7 @@ def arguments_stub() -> str:
                 third_party = isinstance(node, ast.Import)  # torch alone, between the standard library and paradec
                 lines += ["", f"import {names}", ""] if third_party else [f"from {node.module} import {names}"]
     optional = {name: kind if re.search("(bool|None)$", kind) else f"{kind} | None" for name, kind in types.items()}
-    for name, fields in {"Arguments": types, "ImageArguments": {name: optional[name] for name in SERVED}}.items():
+    for name, fields in {"Arguments": types, "ImageArguments": {name: optional[name] for name in IMAGE_FIELDS}}.items():
         lines += ["", f"class {name}(TypedDict, total=False):"]
         lines += [f"    {field}: {kind}" for field, kind in fields.items()]
     return "\n".join(lines) + "\n"

@@ -41,7 +41,7 @@ class Question:
     raise ValueError or TypeError for a wrong argument.
 
     type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options contain the question.
-    labels: answers that the model may write, one for each option.
+    labels: the texts that the model may write as an answer, one for each option.
     descriptions: meanings of the options; None: only the option's name is listed.
     values: options as in `Decision.value`."""
 
@@ -72,7 +72,7 @@ class YesNo(Question):
         self, instructions: Any = None, true: Any = None, false: Any = None, labels: Sequence[str] = ("Yes", "No")
     ):
         if instructions is None and true is None and false is None:
-            raise ValueError("a YesNo needs instructions, or what true or false means")
+            raise ValueError("a YesNo needs instructions, or the meaning of true or false")
         check_json("true", true)
         check_json("false", false)
         super().__init__("noul", instructions, _check_texts("labels", labels, 2), [true, false], (True, False))
@@ -130,9 +130,9 @@ def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
         value = [*string.ascii_uppercase[:count]]
     texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]
     if not texts or not all(isinstance(text, str) and text for text in texts) or len({*texts}) < len(texts):
-        how = f'write {name}=["red", "blue"]'
+        example = f'write {name}=["red", "blue"]'
         raise ValueError(
-            f"{name}={short_repr(value)} must be different texts, none of them empty, and at least one: {how}"
+            f"{name}={short_repr(value)} must be different texts, none of them empty, and at least one: {example}"
         )
     if count is not None and len(texts) != count:
         raise ValueError(f"{name}={short_repr(value)} must be one for each of {count} options; None gives 26 letters")
@@ -242,7 +242,7 @@ def decide(
             steps = build_steps(model, subject, phrasing, template)
             input_tokens += len(steps[0][0][0].row)
             phrasings[name].append((sign, phrasing, steps))
-    all_labels = [labels for of_question in phrasings.values() for *_, labels in of_question]
+    all_labels = [labels for question_phrasings in phrasings.values() for *_, labels in question_phrasings]
     all_steps = [step for labels in all_labels for label in labels for step in label]
     with weights_lock(model):
         log_probs, forwards = read_log_probs(model, all_steps, batch_size, seeds, before_call or (lambda tokens: None))
@@ -287,14 +287,14 @@ def check_decision_model(model: Any) -> None:
     if topology == "causal_context":
         raise ValueError(f"{name} reads the first token as a causal model: load(..., topology='causal')")
     if topology != "causal" and model.facts.hole_id is None:
-        raise ValueError(f"{name} has no mask token: {topology!r} models are asked at a mask")
+        raise ValueError(f"{name} has no mask token: {topology!r} models answer at a mask")
 
 
 def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) -> None:
     """Raise TypeError or ValueError unless the model can answer the questions."""
     check_decision_model(model)
     if not isinstance(questions, Mapping) or not questions:
-        raise ValueError(f"questions={short_repr(questions)} must map names to questions, one at least")
+        raise ValueError(f"questions={short_repr(questions)} must map names to questions, at least one")
     for key, question in questions.items():
         if not isinstance(key, str) or not isinstance(question, Question):
             raise TypeError(
@@ -332,7 +332,7 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
             scores = np.array(answers[name].log_scores)
             cases.setdefault(answers[name].type, []).append((scores - scores.max(), options.index(value)))
     if not cases:
-        raise ValueError("no right answers: give one at least")
+        raise ValueError("no right answers: give at least one")
     temperatures = {}
     for kind, scores_and_answers in cases.items():  # mean -log p is convex in 1 / temperature: bisect its derivative
         low, high = math.log(1e-3), math.log(1e3)
@@ -367,32 +367,33 @@ def build_steps(model: Any, state: Any, question: Question, template: Any) -> li
     longest = max(map(len, labels))
     chat = [{"role": "user", "content": write_user_turn(state, question, template)}]
     row, tail = _chat_ids(model, chat)
-    prompt = len(row)
+    start = len(row)
     if not is_causal:
         if not tail and ends:  # the end token that the template writes after an answer, else the model's first one
-            closed, _ = _chat_ids(model, [*chat, {"role": "assistant", "content": question.labels[0]}], open_turn=False)
-            suffix = closed[len(os.path.commonprefix([row, closed])) :]
+            answer = {"role": "assistant", "content": question.labels[0]}
+            answered, _ = _chat_ids(model, [*chat, answer], open_turn=False)
+            suffix = answered[len(os.path.commonprefix([row, answered])) :]
             tail = [next((token for token in suffix if token in ends), ends[0])]
         row = [*row, *[facts.hole_id] * longest, *tail]
-    missing = (prompt * facts.prompt_aligned - len(row)) % facts.block_unit  # fill the last block
+    missing = (start * facts.prompt_aligned - len(row)) % facts.block_unit  # fill the last block
     row += [facts.fill_token_id] * min(missing, (facts.max_length or math.inf) - len(row))
-    new = longest if is_causal else len(row) - prompt
-    width = facts.block_length if facts.topology == "canvas" else new
-    if new > width:
-        raise ValueError(f"answers take {new} positions after the prompt, and a canvas has {width}")
+    num_new = longest if is_causal else len(row) - start
+    width = facts.block_length if facts.topology == "canvas" else num_new
+    if num_new > width:
+        raise ValueError(f"answers take {num_new} positions after the prompt, and a canvas has {width}")
     check_rows(model, [row])
-    facts.check_length(prompt + width, width)
+    facts.check_length(start + width, width)
     # an end token follows labels shorter than the longest (causal models: all labels if one is a prefix of another)
-    ended = [len(label) < longest for label in labels]
+    needs_end = [len(label) < longest for label in labels]
     if is_causal:
-        ended = [any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(labels)))] * len(labels)
-    if any(ended) and not ends:
+        needs_end = [any(b[: len(a)] == a for a, b in itertools.pairwise(sorted(labels)))] * len(labels)
+    if any(needs_end) and not ends:
         raise ValueError(f"{facts.name} has no end token, which tells labels of different numbers of tokens apart")
     steps: list[list[Step]] = []
-    for label, is_ended in zip(labels, ended, strict=True):
-        choices = [(token,) for token in label] + [(*ends,)] * is_ended
-        rows = [(*row[:prompt], *label[:count], *row[prompt + count :]) for count in range(len(choices))]
-        steps.append([(Place(rows[count], prompt, prompt + count), ids) for count, ids in enumerate(choices)])
+    for label, has_end in zip(labels, needs_end, strict=True):
+        choices = [(token,) for token in label] + [(*ends,)] * has_end
+        rows = [(*row[:start], *label[:count], *row[start + count :]) for count in range(len(choices))]
+        steps.append([(Place(rows[count], start, start + count), ids) for count, ids in enumerate(choices)])
     return steps
 
 
@@ -446,7 +447,7 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
     for label in labels:
         ids = (*tokenizer(label, add_special_tokens=False)["input_ids"],)
         if not ids or tokenizer.unk_token_id in ids or ids in rows:
-            reason = f"cannot write the label {short_repr(label)}, or writes another label alike"
+            reason = f"cannot write the label {short_repr(label)}, or gives another label the same ids"
             raise ValueError(f"the tokenizer of {facts.name} {reason}; give other labels")
         if {facts.mask_token_id, *facts.eos_token_ids} & {*ids}:
             raise ValueError(f"the label {short_repr(label)} holds the mask or an end token; give another one")
@@ -479,8 +480,8 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
 def read_log_probs(
     model: Any, steps: Iterable[Step], batch_size: int, seeds: int, before_call: Callable[[int], None]
 ) -> tuple[dict[Step, float], int]:
-    """Evaluate each row once. Returns log-probabilities of the steps (on canvases of the mean over `seeds` noises), and
-    the number of calls. Raises FloatingPointError for NaN or +inf among the logits."""
+    """Evaluate each row once. Returns the log-probability of each step (on canvases, the log of its mean probability
+    over `seeds` noises), and the number of calls. Raises FloatingPointError for NaN or +inf among the logits."""
     ids_at: dict[Place, list[Ids]] = {}
     for place, ids in dict.fromkeys(steps):
         ids_at.setdefault(place, []).append(ids)

@@ -109,8 +109,8 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
         )
     if request.compile and model.device.type != "cuda":
         raise ValueError(
-            f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out (a CPU has no "
-            "launches to save)"
+            f"compile=True captures CUDA graphs, and the model is on {model.device}: leave compile out (a CPU launches "
+            "no kernels)"
         )
     copies = request.num_return_sequences
     if copies > 1:
@@ -168,25 +168,25 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
     # an end token ends the row only after the prompt and without undecided positions before it
     is_end = torch.isin(ids, torch.tensor(facts.eos_token_ids, dtype=torch.int64))
     is_end &= (column >= _to_column(state.answer_start)) & (column < end) & (undecided.int().cumsum(1) == 0)
-    ended = is_end.any(1, keepdim=True)
-    last = torch.where(ended, is_end.int().argmax(1, keepdim=True), width)
-    counted = filled & ~undecided & (column <= last) & (column < end)
-    is_text = ~undecided & (column < last) & (column < end)  # without the end token
-    holes = facts.hole_id is not None and any(facts.hole_id in row for row in prompts.rows)
-    is_text &= column >= (_to_column(np.array(prompts.starts)) if holes else _to_column(state.answer_start))
+    has_end = is_end.any(1, keepdim=True)
+    end_column = torch.where(has_end, is_end.int().argmax(1, keepdim=True), width)
+    is_answer = filled & ~undecided & (column <= end_column) & (column < end)
+    is_text = ~undecided & (column < end_column) & (column < end)  # without the end token
+    has_holes = facts.hole_id is not None and any(facts.hole_id in row for row in prompts.rows)
+    is_text &= column >= (_to_column(np.array(prompts.starts)) if has_holes else _to_column(state.answer_start))
     text: Any = None
     fills: Any = None
     reasoning: Any = None
     reasoning_tokens, after = None, getattr(state.request.constraint, "after", None)
     if model.tokenizer is not None:
         text = [_decode_ids(model, row[columns]) for row, columns in zip(ids, is_text)]
-        if after is not None and not holes:
+        if after is not None and not has_holes:
             automaton = token_automaton(state.request.constraint, model.tokenizer, facts.vocab_size, (), ())
             reasoning_tokens = [automaton.free_length(row[columns].tolist()) for row, columns in zip(ids, is_text)]
-            free = [row[columns][:count] for row, columns, count in zip(ids, is_text, reasoning_tokens)]
-            reasoning = [model.tokenizer.decode(row).removesuffix(after) for row in free]
-            text = [full_text[len(_decode_ids(model, row)) :] for full_text, row in zip(text, free)]
-        if holes:
+            free_ids = [row[columns][:count] for row, columns, count in zip(ids, is_text, reasoning_tokens)]
+            reasoning = [model.tokenizer.decode(row).removesuffix(after) for row in free_ids]
+            text = [full_text[len(_decode_ids(model, row)) :] for full_text, row in zip(text, free_ids)]
+        if has_holes:
             fills = [[_decode_ids(model, row[a:b]) for a, b in find_runs(hole)] for row, hole in zip(ids, filled)]
         if prompts.single:
             text, fills, reasoning = text[0], fills and fills[0], reasoning and reasoning[0]
@@ -204,8 +204,8 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         row_nfe=counts[0].tolist(),
         row_forwards=int(counts[1].sum()),
         forwarded_tokens=int(counts[2].sum()),
-        tokens=counted.sum(1).tolist(),
-        finished=(ended.squeeze(1) | torch.as_tensor(state.stopped)).tolist(),
+        tokens=is_answer.sum(1).tolist(),
+        finished=(has_end.squeeze(1) | torch.as_tensor(state.stopped)).tolist(),
         seconds=seconds,
         fills=fills,
         reasoning=reasoning,
@@ -214,7 +214,7 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         cost=CacheCost.from_state(state, counts),
         attention=None if state.attention_state is None else state.attention_state.report(),
         **{name: getattr(state, name).tolist() for name in EXTRA_COUNTS if getattr(state, name, None) is not None},
-        logprobs=None if state.logprobs is None else align_logprobs(state.logprobs, state.requested_end, counted),
+        logprobs=None if state.logprobs is None else align_logprobs(state.logprobs, state.requested_end, is_answer),
         rollout=None if rollout is None else rollout.read(model, state),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),
     )

@@ -37,13 +37,13 @@ __all__ = ["ImageOutput", "contact_sheet", "generate_images", "step_pictures", "
 OUTPUT_TYPES = ("pil", "pt", "latent")
 MAX_IMAGES = 100_000
 """Maximum number of pictures for one prompt or class."""
-SERVED = (
+IMAGE_FIELDS = (
     *("sampler", "steps", "cache", "guidance_scale", "temperature", "top_k", "top_p", "seed", "generator", "callback"),
     *("trace", "progress"),
 )
 """Fields of `paradec.Request` that apply to pictures; None is the model's own default."""
 if not TYPE_CHECKING:
-    ImageArguments = TypedDict("ImageArguments", dict.fromkeys(SERVED, Any), total=False)
+    ImageArguments = TypedDict("ImageArguments", dict.fromkeys(IMAGE_FIELDS, Any), total=False)
 KINDS = tuple(kind for kind, (_, home) in MODELS.items() if home == "paradec.generate_images")
 
 
@@ -99,13 +99,13 @@ class ImageOutput:
 
     @property
     def prior_token_ids(self) -> Tensor:
-        """[B, 4 h w] int64: what GlmImagePipeline takes, from GLM-Image's prior.
+        """[B, 4 h w] int64: the argument `prior_token_ids` of GlmImagePipeline, from GLM-Image's prior.
 
         Raises:
-            AttributeError: another model's pictures, or one that is not whole.
+            AttributeError: another model's pictures, or an incomplete one.
         """
         if not hasattr(self.grid, "prior_token_ids") or self.codes is None:
-            raise AttributeError("prior_token_ids: only whole pictures of GLM-Image's prior have them")
+            raise AttributeError("prior_token_ids: only complete pictures of GLM-Image's prior have them")
         return self.grid.prior_token_ids(self.tokens)
 
     @property
@@ -135,11 +135,11 @@ class ImageOutput:
             steps = np.stack([np.searchsorted(row, offsets, side="right") for row in ends.T])
             steps[steps == len(ends)] = -1
         else:
-            written = np.full((len(self.prompt_lengths), max(self.prompt_lengths) + self.grid.length), -1)
+            last_step = np.full((len(self.prompt_lengths), max(self.prompt_lengths) + self.grid.length), -1)
             for index, step in enumerate(self.trace.steps):
                 for row, position, _, _ in step.commits:
-                    written[row, position] = index
-            steps = np.stack([row[first + offsets] for row, first in zip(written, self.prompt_lengths)])
+                    last_step[row, position] = index
+            steps = np.stack([row[first + offsets] for row, first in zip(last_step, self.prompt_lengths)])
         return steps.reshape(-1, self.grid.height, self.grid.width)
 
 
@@ -202,7 +202,7 @@ def generate_images(
             f"generate_images takes adapters that extend {PictureModel.__module__}.PictureModel; "
             f"{type(model).__name__} does not"
         )
-    check_names(arguments, [*inspect.signature(generate_images).parameters, *SERVED])
+    check_names(arguments, [*inspect.signature(generate_images).parameters, *IMAGE_FIELDS])
     conditions = choose_conditions(model, {"prompts": prompts, "class_labels": class_labels})
     request = picture_request(model, arguments, preset)
     check_output_type(model, output_type)
@@ -248,7 +248,7 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
     """Make the request of `generate_images`, with its sampler. Arguments override the preset, which overrides the
     model's defaults.
 
-    arguments: fields of `SERVED`; None is ignored, and top_k=0 means all tokens.
+    arguments: fields of `IMAGE_FIELDS`; None is ignored, and top_k=0 means all tokens.
     Raises TypeError: an unknown name. ValueError: an argument out of its range, or without a meaning for the sampler or
     for pictures."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
@@ -257,7 +257,7 @@ def picture_request(model: PictureModel, arguments: Mapping[str, Any], preset: P
         arguments["top_k"] = None
     merged = Request.merge_arguments(arguments, preset)
     for name, value in merged.items():
-        if name not in SERVED:
+        if name not in IMAGE_FIELDS:
             raise ValueError(f"{name}={short_repr(value)} has no meaning for pictures: leave it out")
     sampler = picture_sampler(model, merged.pop("sampler", None), model.facts.name)
     if settings := {name: merged.pop(name) for name in model.sampler_settings if name in merged}:
@@ -283,7 +283,7 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
     elif isinstance(sampler, Sampler) and sampler.name in names:
         name, preset_name = names[sampler.name]
         raise ValueError(
-            f"the sampler {sampler.name!r} with settings is of family {sampler.family!r}; for {user} say "
+            f"the sampler {sampler.name!r} with settings is of family {sampler.family!r}; for {user} write "
             f"{sampler.name!r} alone, or make one with paradec.samplers.create({name!r}, preset={preset_name!r}, ...)"
         )
     if not isinstance(sampler, Sampler):
@@ -308,7 +308,7 @@ def check_output_type(model: PictureModel, output_type: Any) -> None:
 
 
 def make_images(model: PictureModel, tokens: Tensor, grid: Grid, output_type: str) -> Any:
-    """Decode whole answers [B, N] to `ImageOutput.images`, as "pil" or "pt"."""
+    """Decode complete answers [B, N] to `ImageOutput.images`, as "pil" or "pt"."""
     images = model.decode(tokens, grid).cpu()
     return to_pil(images) if output_type == "pil" else images
 
@@ -371,8 +371,8 @@ def contact_sheet(images: Sequence[Any], columns: int | None = None, gap: int = 
     size = (columns * (width + gap) - gap, rows * (height + gap) - gap)
     sheet = library.new(mode, size, 255 if mode == "L" else (255, 255, 255))
     for index, image in enumerate(images):
-        place = (index % columns * (width + gap), index // columns * (height + gap))
-        sheet.paste(image.resize((width, height), library.Resampling.NEAREST), place)
+        corner = (index % columns * (width + gap), index // columns * (height + gap))
+        sheet.paste(image.resize((width, height), library.Resampling.NEAREST), corner)
     return sheet
 
 
@@ -385,10 +385,10 @@ def step_pictures(output: ImageOutput | np.ndarray, pixels: int = 8) -> list[Any
     library = import_pillow()
     steps = output if isinstance(output, np.ndarray) else output.steps
     last = max(1, int(steps.max()))
-    share = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)
-    low = np.clip(share.astype(int), 0, len(RAMP) - 2)
+    level = np.clip(steps, 0, None)[..., None] / last * (len(RAMP) - 1)
+    low = np.clip(level.astype(int), 0, len(RAMP) - 2)
     ramp = np.array(RAMP, float)
-    colours = ramp[low[..., 0]] + (share - low) * (ramp[low[..., 0] + 1] - ramp[low[..., 0]])
+    colours = ramp[low[..., 0]] + (level - low) * (ramp[low[..., 0] + 1] - ramp[low[..., 0]])
     colours[steps < 0] = 0
     pictures = colours.round().astype(np.uint8).repeat(pixels, 1).repeat(pixels, 2)
     return [library.fromarray(picture) for picture in pictures]

@@ -76,8 +76,8 @@ def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
     both are given, or for another type."""
     if constraints is not None and constraint is not None:
         raise ValueError(
-            f"constraints={short_repr(constraints)} and constraint={short_repr(constraint)} both say it; give one of "
-            "them"
+            f"constraints={short_repr(constraints)} and constraint={short_repr(constraint)} both constrain the holes; "
+            "give one of them"
         )
     if isinstance(constraints, Mapping):
         for number in constraints:
@@ -85,7 +85,7 @@ def hole_constraints(constraints: Any, constraint: Any, num_holes: int) -> Any:
         return tuple(constraints.get(number) for number in range(num_holes))
     if constraints is not None and not isinstance(constraints, (list, tuple)):
         raise ValueError(
-            f"constraints={short_repr(constraints)} must be a list, one for each hole, or a mapping of their numbers"
+            f"constraints={short_repr(constraints)} must be a list, one for each hole, or a mapping of hole numbers"
         )
     if constraints is not None:
         return constraints

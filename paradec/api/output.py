@@ -67,7 +67,7 @@ class Output:
     recorded_trace: Trace | None = None
     """With `trace=True`: the recorded steps; else None, where `trace` raises an error."""
     cost: CacheCost | None = None
-    """Whole and partial forwards and positions evaluated, per row, and the bytes of cached keys and values."""
+    """Full and partial forwards and evaluated positions of each row, and the bytes of cached keys and values."""
     attention: AttentionCost | None = None
     """Cost of sparse attention; None with dense attention."""
     prefix: KeptPrefix | None = None
@@ -133,7 +133,7 @@ class Output:
             for entry in fields(self)
             if entry.name != "prefix"
         }
-        data = {name: _plain(value) for name, value in values.items() if value is not None}
+        data = {name: _to_json(value) for name, value in values.items() if value is not None}
         return data | {"nfe": self.nfe, "tokens_per_forward": self.tokens_per_forward}
 
     def __repr__(self) -> str:
@@ -162,11 +162,11 @@ class NoTraceError(ValueError, AttributeError):
 def check_recorded(trace: Trace | None) -> Trace:
     """Return the trace of an output. Raises NoTraceError for None."""
     if trace is None:
-        raise NoTraceError("no trace was recorded; ask for it with trace=True")
+        raise NoTraceError("no trace was recorded; request it with trace=True")
     return trace
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert a field of an output to JSON data."""
     if isinstance(value, Tensor):
         return value.tolist()

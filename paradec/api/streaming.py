@@ -31,9 +31,7 @@ def check_streamer(streamer: Any, rows: int) -> None:
         if not callable(getattr(streamer, method, None)):
             raise TypeError(f"streamer={short_repr(streamer)} must have put and end, as transformers' streamers do")
     if getattr(streamer, "_takes_logits", False):
-        raise ValueError(
-            f"streamer={short_repr(streamer)} asks for logits (_takes_logits); only token ids are streamed"
-        )
+        raise ValueError(f"streamer={short_repr(streamer)} needs logits (_takes_logits); only token ids are streamed")
     from transformers import TextStreamer
 
     if rows > 1 and isinstance(streamer, TextStreamer):
@@ -49,16 +47,16 @@ def streamer_callback(streamer: Any, state: TextState, callback: Callback | None
     width = int(state.requested_end.max())
     offset = width - state.requested_end
 
-    def aligned() -> Tensor:
+    def align_canvas() -> Tensor:
         return align_right(state.canvas.cpu()[:, :width], state.requested_end, fill)
 
     # without a mask id, a draft could not mark undecided positions
-    drafts = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
+    put_draft = None if state.facts.hole_id is None else getattr(streamer, "put_draft", None)
     sent = int((offset + state.prompt_length).min())
 
     def after_commit(stepped: State, commit: Commit) -> bool | None:
         nonlocal sent
-        ids = aligned()
+        ids = align_canvas()
         # [L] bool: columns that are undecided in some row
         undecided = align_right(state.undecided.cpu()[:, :width], state.requested_end, False).any(0)
         stop = int((offset + state.end).max())  # beyond it all rows are padding
@@ -70,13 +68,13 @@ def streamer_callback(streamer: Any, state: TextState, callback: Callback | None
             sent = final
         if draft_end := getattr(state, "draft_end", None):
             stop = int((offset + draft_end()).max())
-        if drafts is not None and final < stop:
-            drafts(ids[:, final:stop])
+        if put_draft is not None and final < stop:
+            put_draft(ids[:, final:stop])
         return None if callback is None else callback(stepped, commit)
 
     try:
         with torch.inference_mode():
-            streamer.put(aligned()[:, :sent])
+            streamer.put(align_canvas()[:, :sent])
         yield after_commit
     finally:
         streamer.end()
@@ -88,7 +86,7 @@ def progress_callback(state: State | TextState, callback: Callback | None) -> It
     calls `callback`.
 
     state: before its first step."""
-    from tqdm.auto import tqdm  # in notebooks, their bar
+    from tqdm.auto import tqdm  # shows a widget in notebooks
 
     with tqdm(total=state.progress[1], unit="token", desc="decoding", dynamic_ncols=True) as progress_bar:
 

@@ -111,7 +111,7 @@ class Batch:
         self._check(self.request, self.sampler)
         if isinstance(self.request.seed, tuple):
             raise ValueError(
-                f"seed={short_repr(self.request.seed)} must be one int here; give each prompt its own with it"
+                f"seed={short_repr(self.request.seed)} must be one int here; give each prompt its own seed in `add`"
             )
         seed = int(torch.randint(2**63 - 1, (1,))) if self.request.seed is None else self.request.seed
         self._seeded_request = replace(self.request, seed=seed)
@@ -229,7 +229,7 @@ class Batch:
     def close(self, error: Exception | None = None) -> None:
         """End all waiting and running prompts with `error`, by default `Cancelled`, and free the memory.
 
-        Waits for a running step. When a streamer calls it, the running step ends all prompts.
+        Waits for a running step. If a streamer calls `close`, the running step ends all prompts.
         """
         self._pending.close(error)
         if self._step_thread != threading.get_ident():
@@ -248,7 +248,7 @@ class Batch:
     def step(self) -> list[Ticket]:
         """Start the prompts that fit, run one step of every group, and return the tickets that ended."""
         if self._step_thread == threading.get_ident():
-            raise RuntimeError("a streamer called step of the batch that it is called by")
+            raise RuntimeError("a streamer called step of its own batch, inside a step")
         with self._exclusive_step(), torch.inference_mode():
             with hold_interrupt():
                 self._cancel()
@@ -361,7 +361,7 @@ class Batch:
                 return
             try:
                 if not self._insert(tickets, self._start(tickets)):
-                    return  # there is room once other rows have ended
+                    return  # a later step has room, once other rows have ended
             except Exception as error:
                 if len(tickets) > 1:
                     max_tickets = 1  # perhaps only one of them fails, or memory suffices for fewer rows
@@ -501,10 +501,10 @@ class Batch:
             ticket.isolated = True
         return failed
 
-    def _shrink(self, group: Group, keep: bool) -> list[Ticket]:
+    def _shrink(self, group: Group, keep_older: bool) -> list[Ticket]:
         """Requeue the younger half of a group that ran out of memory, and limit the positions evaluated together.
 
-        keep: False requeues all rows, because the state is between two commits. Returns a row that was alone: it fails.
+        keep_older: False requeues all rows, since the state is between two commits. Returns the row if it was alone.
         """
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._max_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
@@ -513,7 +513,7 @@ class Batch:
             self._groups.remove(group)
             failed = tickets
         else:
-            remaining = tickets[: len(tickets) // 2] if keep else []
+            remaining = tickets[: len(tickets) // 2] if keep_older else []
             try:
                 group.keep_slots([group.tickets.index(ticket) for ticket in remaining])
             except Exception as error:

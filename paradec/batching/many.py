@@ -23,7 +23,7 @@ __all__ = ["Many", "generate_many"]
 
 ORDERS = ("input", "completed")
 ERRORS = ("output", "raise")
-AHEAD = 8  # the default of `look_ahead` is this times the batch size
+LOOK_AHEAD = 8  # default of `look_ahead`, in multiples of the batch size
 
 
 def generate_many(  # type: ignore[misc]  # `order` is not the request's field
@@ -115,14 +115,14 @@ class Many(Iterator[Any]):
         check_int("look_ahead", look_ahead, low=0, none=True)
         self.batch = make_batch()
         self._source, self._exhausted = iter(prompts), False
-        self._in_order, self._raises = order == "input", errors == "raise"
+        self._in_order, self._raise_errors = order == "input", errors == "raise"
         size = self.batch.batch_size
-        self._max_read_ahead = size + (AHEAD * size if look_ahead is None else look_ahead)
+        self._max_read_ahead = size + (LOOK_AHEAD * size if look_ahead is None else look_ahead)
         self._num_read = self._num_returned = 0
         self._tickets: dict[int, Ticket] = {}
         self._outputs: dict[int, Output | ImageOutput] = {}  # in the order in which they ended
         self._cancelled: set[int] = set()
-        self._index_lock = threading.Lock()  # for `cancel`, a prompt is either unread or in the batch
+        self._index_lock = threading.Lock()  # so that `cancel` sees a prompt either unread or in the batch
 
     def __next__(self) -> Any:
         try:
@@ -135,12 +135,12 @@ class Many(Iterator[Any]):
             self.batch.finish(self._outputs[index])
         except KeyboardInterrupt as interrupt:
             self._collect(self.batch.ended())
-            stopped = Interrupted("decoding was interrupted; answers that were not given yet are in .output")
+            stopped = Interrupted("decoding was interrupted; answers that were not returned yet are in .output")
             stopped.output = [self._outputs[i] for i in (sorted(self._outputs) if self._in_order else self._outputs)]
             raise stopped from interrupt
         output = self._outputs.pop(index)
         self._num_returned += 1
-        if self._raises and output.error is not None and not isinstance(output.error, Cancelled):
+        if self._raise_errors and output.error is not None and not isinstance(output.error, Cancelled):
             output.error.add_note(f"prompt {index} of generate_many")
             raise output.error
         return output

@@ -28,7 +28,7 @@ class Prefixes:
         facts = model.facts
         self.model = model
         self.tree = PrefixTree(facts.block_length if facts.topology == "block_causal" else CAUSAL_BLOCK, budget or 0)
-        self.hits = self.saved = 0  # rows that reused a prefix, and positions that were not evaluated again
+        self.hits = self.saved_positions = 0  # rows that reused a prefix, and positions that were not evaluated again
         self._has_default_budget = budget is None
         self._weights = 0
         self._start_weights: dict[int, int] = {}  # ticket number -> fingerprint of the weights when its row started
@@ -83,7 +83,8 @@ class Prefixes:
             counts[row], layers = self.tree.find(tokens, scope)
             layers_of_row.append(layers)
         if counts.any():
-            self.hits, self.saved = self.hits + int((counts > 0).sum()), self.saved + int(counts.sum())
+            self.hits += int((counts > 0).sum())
+            self.saved_positions += int(counts.sum())
             self._load_layers(state, [ticket.prompts.rows[0] for ticket in tickets], counts, layers_of_row)
 
     def _prefix_key(self, ticket: Ticket) -> Hashable:
@@ -168,17 +169,17 @@ def why_unshared(model: Any, state: Any) -> str | None:
     if state.store is None:
         return "nothing is stored: use cache='block'" if facts.topology == "block_causal" else "nothing is stored"
     if facts.topology == "block_causal" and not isinstance(state.cache, Cache):
-        return "drafts are verified over a store of their own"
+        return "drafts are verified over a separate store"
     if facts.topology == "block_causal" and prefix_verdict(state.cache, facts).status != EXACT:
         return f"cache={state.cache.name!r} keeps keys and values that are not exact"
     if getattr(model, "any_order", False):
-        return f"{facts.name} has no order that its prompts share"
+        return f"each row of {facts.name} has its own order"
     if state.branches > 1:
         return "the second branch of guidance has the prompt masked"
     if getattr(getattr(getattr(state, "drafting", None), "model", None), "reads_features", False):
         return "the drafter reads the hidden states of the whole prompt"
     if state.request.compile:
-        return "steps on the device take over no prefix"
+        return "steps on the device (compile=True) cannot reuse a prefix"
     return None
 
 

@@ -48,7 +48,7 @@ REFUSED = {
     "progress": "count the outputs as they end",
 }
 """Unsupported request fields, with advice."""
-WIDTHS = 32  # growing canvases are rounded up to a multiple of this
+WIDTH_UNIT = 32  # the width of a growing canvas is rounded up to a multiple of this
 
 
 class Cancelled(Exception):
@@ -67,7 +67,7 @@ class Ticket:
     id: Any
     prompts: Prompts
     request: Request
-    sampler: Any  # that of the request, adapted to the model
+    sampler: Any  # the request's sampler, adapted to the model
     streamer: Any = None
     on_done: Callable[[Ticket], None] | None = None
     output: Output | None = None
@@ -120,7 +120,7 @@ class Queue:
     def check_open(self) -> None:
         """Raise BatchClosed with the cause if the queue is closed."""
         if self.closed:
-            raise BatchClosed(str(self.cause or "decoding has stopped: it was closed"))
+            raise BatchClosed(str(self.cause or "decoding has stopped: the batch was closed"))
 
     def peek(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
         """List the first ticket and the tickets directly after it that can join it, `max_tickets` at most."""
@@ -154,9 +154,9 @@ class Group(Generic[S]):
     def __init__(self, key: Any, sampler: Any, state: S, row_bytes: int, model: Any, shared: Any):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
         self.state: S = state
-        self.bound = model is not shared
-        """Whether the model stores the rows' prompts, so that its rows must be replaced together with the state's."""
-        self.model = select_rows(model, np.arange(state.batch)) if self.bound else model
+        self.has_row_model = model is not shared
+        """Whether the model stores the rows' prompts. Its rows are then replaced together with those of the state."""
+        self.model = select_rows(model, np.arange(state.batch)) if self.has_row_model else model
         self.tickets: list[Ticket | None] = [None] * state.batch
         """[slots]; None is a free slot."""
 
@@ -170,7 +170,7 @@ class Group(Generic[S]):
 
     def columns_for(self, width: int) -> int:
         """Number of columns of the canvas after a row of `width` columns enters."""
-        return self.width if width <= self.width else -(-width // WIDTHS) * WIDTHS
+        return self.width if width <= self.width else -(-width // WIDTH_UNIT) * WIDTH_UNIT
 
     def propose(self) -> Any:
         """Run one step of all rows; return the proposal for `commit`."""
@@ -218,7 +218,7 @@ class Group(Generic[S]):
         """Put the rows of a state into free slots; return the slots."""
         slots = [slot for slot, ticket in enumerate(self.tickets) if ticket is None][: len(tickets)]
         if state is not self.state:
-            if self.bound:
+            if self.has_row_model:
                 replace_rows(self.model, np.array(slots), model)
             replace_rows(self.state, np.array(slots), state)
         for slot, ticket in zip(slots, tickets, strict=True):
@@ -233,7 +233,7 @@ class Group(Generic[S]):
         if slots > len(occupied):
             state.stop_rows(np.arange(len(occupied), slots))
         self.state = state
-        if self.bound:
+        if self.has_row_model:
             self.model = select_rows(self.model, rows)
         self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
 
@@ -316,17 +316,17 @@ def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | 
     if request.rng != "counter":
         return "rng='reference' does not work with batches that are refilled: it draws all rows from one stream"
     sampler = sampler or make_sampler(model, request.sampler)
-    refused = f"sampler {sampler.name!r} of family {sampler.family!r} does not work with batches that are refilled"
+    reason = f"sampler {sampler.name!r} of family {sampler.family!r} does not work with batches that are refilled"
     if sampler.lock_step:
-        return f"{refused}: its rows take their steps together and end together; use paradec.generate_images"
-    return None if sampler.family in ("masked", "draft_verify") else f"{refused}; 'masked' and 'draft_verify' do"
+        return f"{reason}: its rows take their steps together and end together; use paradec.generate_images"
+    return None if sampler.family in ("masked", "draft_verify") else f"{reason}; 'masked' and 'draft_verify' do"
 
 
 def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ...]:
     """Key of a ticket's group: rows with equal keys share model calls."""
     request, sampler = ticket.request, ticket.sampler
-    differing = MASKED_ROW_FIELDS if sampler.family == "masked" and not on_device else ROW_FIELDS
-    fields = {name: value for name, value in request.changes().items() if name not in (*differing, "sampler")}
+    row_fields = MASKED_ROW_FIELDS if sampler.family == "masked" and not on_device else ROW_FIELDS
+    fields = {name: value for name, value in request.changes().items() if name not in (*row_fields, "sampler")}
     size = getattr(ticket, "grid", None)  # of image tickets
     return sampler, fields, size, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
 
@@ -350,7 +350,7 @@ def call_on_done(tickets: deque[Any]) -> None:
         with hold_interrupt():
             try:
                 ticket = tickets.popleft()
-            except IndexError:  # another thread has called it
+            except IndexError:  # another thread took the last ticket
                 break
             try:
                 ticket.on_done(ticket)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class BlockPolicy(Protocol):
-    """Policy that cuts a sequence into blocks. With `reads_logits`, `open` gives the range to read, the block's first
-    step proposes tokens for the whole range, and `cut` gives the block's length. Nothing beyond it is committed. A
-    block always includes the first position that may be committed. An optional `for_model(model)` returns the policy
-    for a model."""
+    """Policy that cuts a sequence into blocks. With `reads_logits`, `open` returns the range to read, the block's first
+    step proposes tokens for the whole range, and `cut` returns the block's length. No token after the block is
+    committed. A block always includes the first position that may be committed. An optional `for_model(model)` returns
+    the policy for a model."""
 
     reads_logits: ClassVar[bool] = False
 

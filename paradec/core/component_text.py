@@ -49,11 +49,11 @@ def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
     components = parse_components(registry.kind, name)
     if len(components) > 1 and "union" in registry:
         for setting in settings:
-            raise ValueError(f"{setting}=...: say whose, in parentheses: 'a({setting}=...)+b', not {name!r}")
+            raise ValueError(f"{setting}=...: give it to one of {name!r}, in parentheses: 'a({setting}=...)+b'")
         return registry.get("union")(rules=tuple(registry.create(part.name, **part.settings) for part in components))
     name, text_settings = parse_component(registry.kind, name)
     for setting in text_settings.keys() & settings:
-        raise ValueError(f"{registry.kind} {name!r}: {setting!r} is given twice, in parentheses and beside them")
+        raise ValueError(f"{registry.kind} {name!r}: {setting!r} is given twice, in parentheses and as an argument")
     return registry.create(name, **text_settings, **settings)
 
 

@@ -41,7 +41,7 @@ class AnyOrderQuery(Query):
     """A call of an any-order model (`Model.any_order`) by the causal family."""
 
     decided_at: Tensor
-    """[R, Q] int64: rank of each position in its row's order, -1 where it was given or comes next."""
+    """[R, Q] int64: rank of each position in its row's order; -1 where it was given or is not decided yet."""
     index: np.ndarray
 
 
@@ -66,9 +66,9 @@ class GroupQuery(Query):
 
 @dataclass(kw_only=True)
 class RankedQuery(AnyOrderQuery):
-    """One call in any order, for `N` rows of one branch. The model adds a mask for each column of `wanted`; it sees the
-    tokens of lower rank and itself; columns with a mask are not evaluated. Store rows of the second branch follow those
-    of the first."""
+    """One call in any order, for `N` rows of one branch. For each column of `wanted` the model evaluates a mask token,
+    which sees the tokens of lower rank and itself. It does not evaluate the masks in `tokens`. Store rows of the second
+    branch follow those of the first."""
 
     ranks: Tensor
     """[N, Q] int64: rank of each column in its row's order, prompt first, for decided and undecided columns."""

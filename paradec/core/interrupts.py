@@ -1,5 +1,5 @@
-"""Ctrl-C while the command `paradec` imports its modules for seconds: the process ends at once with the exit code of an
-interrupt, since an exception could surface inside any import. Programs that import paradec keep their handling."""
+"""Ctrl-C while the command `paradec` imports its modules, which takes seconds: it ends the process at once with exit
+code 130, since an exception could surface inside any import. Programs that import paradec keep their handling."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class LogProbs:
 def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
     """Write values [R, W, ...] to `target` [B, L, ...] at rows [R] and positions [R, W], where selected [R, W]."""
     columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
-    # positions past the end wrap around; at most as many as columns are written, so they stay distinct
+    # positions past the end wrap around; only the first `columns` positions are written, so they stay distinct
     column, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]
     selected = selected if values.ndim == 2 else selected.unsqueeze(-1)
     target[index, column] = torch.where(selected, values, target[index, column])

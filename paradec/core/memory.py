@@ -120,7 +120,7 @@ class Memory:
                     self.tensors[name] = resize_axis(tensor, size, spec.fill, axis)
 
     def shift(self, dim: str, rows: np.ndarray, offsets: np.ndarray) -> None:
-        """Move `rows` [N] to the front of the dimensions `dim` by `offsets` [N], and fill the end."""
+        """Move the entries of `rows` [N] along the dimensions `dim` by `offsets` [N] to the front; fill the end."""
         for name, spec in self.specs.items():
             for axis, dim_name in enumerate(spec.dims, start=1):
                 if dim_name == dim and len(rows):
@@ -154,7 +154,7 @@ def check_memory(nbytes: int, device: Any, max_memory: int | None, what: str) ->
         limit, source = max_memory, "max_memory"
     elif device.type == "cuda":
         unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit, source = torch.cuda.mem_get_info(device)[0] + unused_reserved, f"what is free on {device}"
+        limit, source = torch.cuda.mem_get_info(device)[0] + unused_reserved, f"the free memory of {device}"
     elif device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         limit, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine's memory"
     else:
@@ -162,7 +162,7 @@ def check_memory(nbytes: int, device: Any, max_memory: int | None, what: str) ->
     if nbytes > limit:
         raise ValueError(
             f"{what} would take {_format_bytes(nbytes)}, more than {source} ({_format_bytes(limit)}): use fewer "
-            "or shorter rows or blocks; of a store a narrower store_dtype, or cache='none'"
+            "or shorter rows or blocks; for a store, a narrower store_dtype or cache='none'"
         )
 
 

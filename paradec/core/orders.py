@@ -551,8 +551,8 @@ def check_request_order(name: str, value: Any) -> Any:
     rows = value if is_nested else [value]
     if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in rows):
         raise ValueError(
-            f"{name}={short_repr(value)} must be 'random', 'chain', a list of places, a list of such lists, or made by "
-            "paradec.core.orders.create"
+            f"{name}={short_repr(value)} must be 'random', 'chain', a list of positions, a list of such lists, or made "
+            "by paradec.core.orders.create"
         )
     for position in (position for row in rows for position in row):
         check_int(name, position, low=0)

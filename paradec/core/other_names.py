@@ -132,7 +132,7 @@ LOAD_ARGUMENTS = {
 
 
 def describe_missing_attribute(name: str, names: Iterable[str]) -> str:
-    """Say for a name that `paradec` does not have what to write instead; "" if unknown. names: all names there."""
+    """Advise what to write instead of a name that `paradec` does not have; "" if unknown. names: all names there."""
     plain = plain_name(name)
     by_plain_name = PACKAGE_NAMES | {plain_name(known): f"paradec.{known}" for known in names}
     here = by_plain_name.get(plain) or by_plain_name.get(plain.removesuffix("config").removesuffix("cache"))
@@ -168,7 +168,7 @@ def check_setting_names(
 
 
 def with_checked_names(make: Make) -> Make:
-    """Make a function that makes a method check the names of its settings as `check_setting_names` does."""
+    """Decorate a function that makes a method: it checks the names of its settings by `check_setting_names`."""
 
     @functools.wraps(make)
     def checked(*args: Any, **settings: Any) -> Any:

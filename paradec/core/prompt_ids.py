@@ -91,7 +91,7 @@ def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any,
     for name in sorted(map(str, inputs)):
         if name not in (*TEXT_FIELDS, *IMAGE_FIELDS, *IGNORED_FIELDS):
             raise ValueError(
-                f"prompt holds {name!r}; of a processor {', '.join((*TEXT_FIELDS, *IMAGE_FIELDS))} are taken"
+                f"prompt holds {name!r}; a processor's output may have {', '.join((*TEXT_FIELDS, *IMAGE_FIELDS))}"
             )
     return ids, mask
 
@@ -102,7 +102,7 @@ def embed_images(model: Any, rows: list[list[int]], inputs: Mapping[str, Any]) -
     if hasattr(model, "embed_images"):
         return model.embed_images(rows, *values)
     if any(value is not None for value in values):
-        raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads text alone")
+        raise ValueError(f"prompt holds pixel_values, and {model.facts.name} reads only text")
     return None
 
 

@@ -215,7 +215,7 @@ class Sampler(Component):
     uses_steps: ClassVar[bool] = False
     """Whether the sampler reads the request's `steps`."""
     draws: ClassVar[bool] = True
-    """Whether a seed matters even at temperature 0, because the order of positions, drafts or noise are drawn."""
+    """Whether a seed matters even at temperature 0, because an order of positions, drafts or noise is drawn."""
     lock_step: ClassVar[bool] = False
     """Whether all rows run the same steps and end together, so that no row can be replaced."""
     models: ClassVar[tuple[str, ...]] = ()
@@ -305,7 +305,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible(
-    output_so_far: Callable[[], Any], message: str = "decoding was interrupted; what was decoded is in .output"
+    output_so_far: Callable[[], Any], message: str = "decoding was interrupted; the output so far is in .output"
 ) -> Iterator[None]:
     """Replace KeyboardInterrupt by Interrupted with the output so far."""
     try:

@@ -125,14 +125,14 @@ class CallCost(NamedTuple):
     branches: int
     copies: np.ndarray | None
     forwarded: np.ndarray | None
-    whole: bool
+    is_full: bool
 
     def add_to(self, counts: np.ndarray) -> None:
         """Add this call to `counts` [4, B] in place."""
         counts[0, self.rows] += 1
         counts[1, self.rows] += self.branches if self.copies is None else self.branches * self.copies
         counts[2, self.rows] += 0 if self.forwarded is None else self.branches * self.forwarded
-        counts[3, self.rows] += self.whole
+        counts[3, self.rows] += self.is_full
 
 
 def branch_rows(rows: np.ndarray, batch: int, size: int) -> np.ndarray:

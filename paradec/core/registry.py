@@ -225,7 +225,7 @@ def check_class(kind: str, cls: type) -> None:
     annotated = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
     if annotated and "__dataclass_params__" not in vars(cls):
         raise TypeError(
-            f"{kind} class {cls.__name__} is no dataclass, so {', '.join(sorted(annotated))} cannot be set; put "
+            f"{kind} class {cls.__name__} is not a dataclass, so {', '.join(sorted(annotated))} cannot be set; put "
             "@dataclass(frozen=True) before it"
         )
 

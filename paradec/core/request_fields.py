@@ -95,7 +95,7 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     try:
         json.dumps(data)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={short_repr(value)} is no data and cannot be saved: leave it out") from None
+        raise ValueError(f"{name}={short_repr(value)} is not JSON data and cannot be saved: leave it out") from None
     return data
 
 
@@ -107,7 +107,7 @@ def unknown_argument_error(name: str, allowed: Collection[str], sampler: Any = N
 
 
 def argument_hint(name: str, allowed: Collection[str], sampler: Any = None) -> str | None:
-    """What to write for an argument of another library or of a sampler; None for other names."""
+    """Advice for an argument of another library or of a sampler; None for other names."""
     for field, other_names in REQUEST_FIELDS.items():
         if name in other_names and field in allowed:
             # the public code of text models defines cfg_scale as s - 1; that of image models varies
@@ -118,12 +118,12 @@ def argument_hint(name: str, allowed: Collection[str], sampler: Any = None) -> s
     if name in REQUEST_HINTS and (name == "do_sample" or "max_new_tokens" in allowed):
         return REQUEST_HINTS[name]
     registry = Registry.by_kind["sampler"]
-    having = [key for key in registry.names() if name in registry.get(key).settings()]
+    owners = [key for key in registry.names() if name in registry.get(key).settings()]
     method = sampler.partition("(")[0].strip() if isinstance(sampler, str) else getattr(sampler, "name", None)
-    if isinstance(method, str) and method in registry and having and method not in having:
+    if isinstance(method, str) and method in registry and owners and method not in owners:
         settings = ", ".join(registry.get(method).settings()) or "none"
-        return f"settings of sampler {method!r}: {settings}; {name!r} is a setting of {', '.join(having)}"
-    for key in (method, name, *having):  # without a request's sampler, one of this name first
-        if key in having:
+        return f"settings of sampler {method!r}: {settings}; {name!r} is a setting of {', '.join(owners)}"
+    for key in (method, name, *owners):  # without a request's sampler, one of this name first
+        if key in owners:
             return f"it is a setting of a sampler: sampler=paradec.samplers.create({key!r}, {name}=...)"
     return None

@@ -81,11 +81,11 @@ class Rollout:
     def row(self, row: int) -> Rollout:
         """Copy one row, cut to its length."""
         width, index = int(self.length[row]), slice(row, row + 1)
-        changes: dict[str, Any] = {name: value[index, :width].clone() for name, value in self._present(TENSORS)}
+        changes: dict[str, Any] = {name: value[index, :width].clone() for name, value in self._tensors(TENSORS)}
         changes |= {name: getattr(self, name)[index].clone() for name in (*ROW_FIELDS, "suppressed")}
         if self.writes is not None:
             is_of_row = self.writes[:, 0] == row
-            changes |= {name: value[is_of_row] for name, value in self._present(WRITES)}
+            changes |= {name: value[is_of_row] for name, value in self._tensors(WRITES)}
             changes["writes"][:, 0] = 0
         return replace(self, **changes)
 
@@ -103,7 +103,7 @@ class Rollout:
                     raise ValueError(f"rollouts differ in {name}: {short_repr(pair[0])} and {short_repr(pair[1])}")
         fills = {**TENSORS, "suppressed": -1}
         changes: dict[str, Any] = {}
-        for name, value in first._present((*fills, *ROW_FIELDS, *WRITES)):
+        for name, value in first._tensors((*fills, *ROW_FIELDS, *WRITES)):
             values = [getattr(part, name) for part in rollouts]
             if name in fills:
                 width = max(value.shape[1] for value in values)
@@ -164,7 +164,7 @@ class Rollout:
         approximation = "" if self.exact else f", with {self.approximation}"
         return f"Rollout({len(self)} rows, {int(self.decided.sum())} decisions, version {self.version}{approximation})"
 
-    def _present(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+    def _tensors(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
         return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
 

@@ -240,7 +240,7 @@ class Trace:
                 raise ValueError(f"{name} has {len(values)} entries; it must have {count}")
         for index, step in enumerate(self.steps):
             if step.rules and not 0 <= min(step.rules) <= max(step.rules) < len(self.rules):
-                raise ValueError(f"steps[{index}].rules names others than the {len(self.rules)} in rules")
+                raise ValueError(f"steps[{index}].rules has an index outside the {len(self.rules)} entries of rules")
         for name, row, start, stop in self._position_fields():
             if not (0 <= row < batch and 0 <= start <= stop and (not sizes or stop <= sizes[row])):
                 raise ValueError(f"{name}: row {row} has no positions from {start} to {stop} (exclusive)")
@@ -294,7 +294,7 @@ class Trace:
             return cls.from_dict(parse_json(read_text(source) if is_path else text))
         except ValueError as error:
             raise ValueError(
-                f"{repr(text) if is_path else 'the text'} is no trace that paradec wrote: {error}"
+                f"{repr(text) if is_path else 'the text'} is not a trace that paradec wrote: {error}"
             ) from None
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from paradec.core.checks import check_int, check_packages, short_repr
 
 log = logging.getLogger(__name__)
-LARGEST = 2**63 - 1
+SEED_MASK = 2**63 - 1
 
 
 class Predictor:
@@ -58,7 +58,7 @@ class Predictor:
             if name not in rows:
                 raise ValueError(f"the rows have no column {name!r}; they have {sorted(rows)}")
         entries = [
-            {"prompt": _plain(prompt), "id": _plain(name), "seed": seed_of(self.seed, _plain(name))}
+            {"prompt": _to_python(prompt), "id": _to_python(name), "seed": seed_of(self.seed, _to_python(name))}
             for prompt, name in zip(rows[self.prompt], rows[self.id], strict=True)
         ]
         outputs = list(paradec.generate_many(self.model, entries, **self.arguments))
@@ -73,7 +73,7 @@ class Predictor:
 def seed_of(seed: int, id: str | int) -> int:
     """Derive a row's seed from its id, so that equal prompts with different ids draw different numbers."""
     digest = hashlib.blake2b(f"{seed}:{type(id).__name__}:{id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & LARGEST
+    return int.from_bytes(digest, "big") & SEED_MASK
 
 
 def answer(
@@ -112,16 +112,16 @@ def check_ids(dataset: Any, id: str = "id") -> None:
     """Check that the ids of a Ray dataset are distinct texts or ints. Raises ValueError."""
     columns = dataset.columns()
     if not columns:
-        return  # Ray knows no columns without rows
+        return  # Ray reports no columns for a dataset without rows
     if id not in columns:
         raise ValueError(f"the dataset has no column {id!r}; it has {sorted(columns)}")
-    _once((_plain(row[id]) for row in dataset.select_columns([id]).iter_rows()), set(), "the dataset")
+    _unique_ids((_to_python(row[id]) for row in dataset.select_columns([id]).iter_rows()), set(), "the dataset")
 
 
 def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
     """Select the rows of a dataset whose ids are in no part of the folder (an anti-join)."""
     finished_ids = answered_ids(folder, id=id)
-    return dataset.filter(lambda row: _plain(row[id]) not in finished_ids) if finished_ids else dataset
+    return dataset.filter(lambda row: _to_python(row[id]) not in finished_ids) if finished_ids else dataset
 
 
 def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
@@ -139,7 +139,7 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
             log.warning("%s cannot be read; its rows are answered again: %s", part, error)
             part.rename(part.with_name(part.name + ".broken"))
             continue
-        ids_of_parts |= _once(ids, ids_of_parts, part)
+        ids_of_parts |= _unique_ids(ids, ids_of_parts, part)
     return ids_of_parts
 
 
@@ -148,7 +148,7 @@ def check_installed() -> None:
     check_packages("paradec.integrations.ray", "ray", ("ray", "pyarrow"))
 
 
-def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
+def _unique_ids(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
     new: set[Any] = set()
     for name in ids:
         if isinstance(name, bool) or not isinstance(name, (str, int)):
@@ -159,6 +159,6 @@ def _once(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
     return new
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Convert a cell to plain Python: numpy's numbers and arrays become ints and lists."""
     return value.tolist() if hasattr(value, "tolist") else value

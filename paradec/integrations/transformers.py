@@ -48,8 +48,8 @@ READ_FROM_CONFIG = frozenset(
 )
 """Logits processors and stopping criteria that transformers builds from settings which `hf_generate` reads itself."""
 UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES})
-"""Arguments, besides ids, that transformers passes to a decoding method. Others would be ignored, so they are
-refused."""
+"""Arguments, besides ids, that transformers passes to a decoding method. `hf_generate` would ignore any others, so it
+refuses them."""
 
 UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
@@ -58,14 +58,14 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("constraints", "force_words_ids")),
 }
 """Fields of a generation config that request another decoding method or output, with the neutral value."""
-KEPT_BACK = {
+NOT_PASSED = {
     "assistant_model": "is not supported; a causal model takes sampler=paradec.samplers.create('speculative', "
     "drafter=...)",
     "streamer": "is not passed to custom decoding methods by transformers; bind it: custom_generate="
     "functools.partial(paradec.hf_generate, streamer=...)",
 }
 """Arguments of transformers' `generate` that it passes only to its own decoding methods."""
-GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 @dataclass
@@ -159,19 +159,19 @@ def hf_generate(
         raise ValueError("generation_config is missing; pass hf_generate to model.generate as custom_generate")
     if kv_cache is not None:
         arguments["cache"] = kv_cache
-    _refuse(generation_config, [*(logits_processor or ()), *(stopping_criteria or ())], model_kwargs)
+    _raise_unsupported(generation_config, [*(logits_processor or ()), *(stopping_criteria or ())], model_kwargs)
     attention_mask = model_kwargs.get("attention_mask")
     _check_positions(input_ids, attention_mask, model_kwargs.get("position_ids"))
-    config, sampled = generation_config, generation_config.do_sample
-    new = config.max_new_tokens if config.max_length is None else config.max_length - input_ids.shape[1]
-    if new is None:
+    config, is_sampled = generation_config, generation_config.do_sample
+    max_new_tokens = config.max_new_tokens if config.max_length is None else config.max_length - input_ids.shape[1]
+    if max_new_tokens is None:
         raise ValueError("generation_config has neither max_new_tokens nor max_length: give one")
-    stated_by_transformers = {
-        "max_new_tokens": new,
-        "temperature": (1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
-        "top_p": config.top_p if sampled and config.top_p != 1.0 else None,
-        "top_k": config.top_k or None if sampled else None,
-        "min_p": config.min_p if sampled else None,
+    transformers_arguments = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": (1.0 if config.temperature is None else config.temperature) if is_sampled else 0.0,
+        "top_p": config.top_p if is_sampled and config.top_p != 1.0 else None,
+        "top_k": config.top_k or None if is_sampled else None,
+        "min_p": config.min_p if is_sampled else None,
         "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
         "bad_words": config.bad_words_ids,
         "min_new_tokens": max(config.min_new_tokens or 0, (config.min_length or 0) - input_ids.shape[1]),
@@ -182,7 +182,7 @@ def hf_generate(
     mask = next((value for value in mask_ids if value is not None), None)
     if topology is None and (prediction is not None or mask is not None):
         topology = "bidirectional"
-    with get_lock(model), _training_flags(model):
+    with get_lock(model), _restore_training_flags(model):
         wrapped = wrap(
             model,
             mask_token_id=mask,
@@ -199,7 +199,7 @@ def hf_generate(
                 attention_mask=attention_mask,
                 preset=preset,
                 **arguments,
-                **stated_by_transformers,
+                **transformers_arguments,
             )
         finally:
             wrapped.unwrap()
@@ -215,7 +215,7 @@ def hf_generate(
 
 
 @contextmanager
-def _training_flags(module: torch.nn.Module) -> Iterator[None]:
+def _restore_training_flags(module: torch.nn.Module) -> Iterator[None]:
     """Restore the `training` flags of all modules at the end."""
     flags = [(part, part.training) for part in module.modules()]
     try:
@@ -225,18 +225,18 @@ def _training_flags(module: torch.nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _refuse(config: Any, called: list[Any], model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for transformers' arguments and settings that would be ignored here."""
-    for item in called:
+def _raise_unsupported(config: Any, processors: list[Any], model_kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for arguments, settings, logits processors and stopping criteria that would be ignored here."""
+    for item in processors:
         name = type(item).__name__
         if name not in READ_FROM_CONFIG:
             raise ValueError(f"{name} expects one next token at a time; hf_generate cannot apply it")
         if (getattr(item, "unconditional_context", None) or {}).get("input_ids") is not None:
-            raise ValueError("negative_prompt_ids is not supported: guidance_scale is against the masked prompt")
+            raise ValueError("negative_prompt_ids is not supported: guidance_scale uses the masked prompt instead")
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not GENERATE:
+    while frame is not None and frame.f_code is not GENERATE_CODE:
         frame = frame.f_back
-    for name, why in KEPT_BACK.items():
+    for name, why in NOT_PASSED.items():
         if frame is not None and frame.f_locals.get(name) is not None:
             raise ValueError(f"{name}={short_repr(type(frame.f_locals[name]))} {why}")
     for name, value in UNSUPPORTED.items():

@@ -292,7 +292,7 @@ def test_incomplete_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         bare = type("Own", (base,), {"name": "own", "__annotations__": {"kind": "ClassVar[str]"}})
         for make in (nameless, lambda: registry.register("own", nameless)):  # noqa: B023
             refuses(make, f"^{kind} class Own has no name; give it one", TypeError)
-        message = f"^{kind} class Own is no dataclass, so share cannot be set; put @dataclass.frozen=True. before it"
+        message = f"^{kind} class Own is not a dataclass, so share cannot be set; put @dataclass.frozen=True. before it"
         for make in (plain, lambda: plain(share=2.0), lambda: registry.register("own", plain)):  # noqa: B023
             refuses(make, message, TypeError)
         assert bare().name == "own"  # a class without settings needs no dataclass

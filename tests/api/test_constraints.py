@@ -55,7 +55,7 @@ def test_constraints_of_holes(packaged: Model) -> None:
     for wrong, part in (
         ({"constraints": [first]}, "constraint has 1 entries"),
         ({"constraints": [second, None]}, "the hole at .* has 2 masks; the constraint fills 1 to 1"),
-        ({"constraints": [first, None], "constraint": second}, "both say it"),
+        ({"constraints": [first, None], "constraint": second}, "both constrain the holes"),
         ({"constraints": {2: first}}, "constraints: hole"),
         ({"constraints": "ab"}, "must be a list"),
     ):

@@ -224,7 +224,7 @@ def test_a_source_that_fails_says_so_and_what_was_read_is_still_answered(model: 
         ({"order": "best"}, "unknown order: 'best'"),
         ({"look_ahead": -1}, "look_ahead=-1"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"seed": [1, 2]}, "give each prompt its own"),
+        ({"seed": [1, 2]}, "give each prompt its own seed"),
         ({"gen_length": 3}, "max_new_tokens"),
         ({"prompts": "one text"}, "one alone goes to paradec.generate"),
         ({"prompts": 3}, "must be an iterable"),

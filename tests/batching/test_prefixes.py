@@ -140,7 +140,7 @@ def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
         tickets = [batch.add(prompt) for prompt in prompts]
         drain(batch)
         assert [ticket.output.reused for ticket in tickets] == [[24]] * 4 and batch.prefixes is not None
-        assert (batch.prefixes.hits, batch.prefixes.saved) == (4, 96)
+        assert (batch.prefixes.hits, batch.prefixes.saved_positions) == (4, 96)
         counted = [ticket.output.forwarded_tokens for ticket in tickets]
         assert counted[0] - counted[1] == 24
 
@@ -153,7 +153,7 @@ def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: 
         batch.step()
         second = batch.add(prompt + words(1, 2))
         batch.step()
-        assert not first.done and batch.prefixes is not None and batch.prefixes.saved == 32
+        assert not first.done and batch.prefixes is not None and batch.prefixes.saved_positions == 32
         drain(batch)
         taken, kept = batch.add(words(4, 34), max_new_tokens=40), batch.prefixes.nbytes
         batch.step()

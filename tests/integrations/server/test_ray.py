@@ -101,4 +101,4 @@ def test_ids_are_checked_before_anything_is_decoded(monkeypatch: pytest.MonkeyPa
 
 def test_shards_are_read_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="id 2 occurs twice, the second time in .*b.parquet"):
-        jobs._once([3, 2], jobs._once([1, 2], set(), tmp_path / "a.parquet"), tmp_path / "b.parquet")
+        jobs._unique_ids([3, 2], jobs._unique_ids([1, 2], set(), tmp_path / "a.parquet"), tmp_path / "b.parquet")

@@ -226,7 +226,7 @@ def test_presets_use_the_model_names_of_samplers() -> None:
         assert images.picture_request(tiny_mar(), {}, preset).sampler == samplers.create("mar", preset="recap")
         request = images.picture_request(tiny_masked_image(), {}, preset)
         assert request.sampler == samplers.create("recap") and request.cache == "recap"
-    with pytest.raises(ValueError, match="'recap' with settings is of family 'masked'; for MAR .* say 'recap' alone"):
+    with pytest.raises(ValueError, match="'recap' with settings is of family 'masked'; for MAR .* write 'recap' alone"):
         images.picture_request(tiny_mar(), {}, {"sampler": samplers.create("recap").to_dict()})
 
 

@@ -267,7 +267,7 @@ def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.Da
     try:
         actual = Trace.from_json(json.dumps(trace))
     except ValueError as error:
-        named = re.match(r"the text is no trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
+        named = re.match(r"the text is not a trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
         assert named is not None and (named[1] or named[2] in vars(Trace([]))), str(error)
         return
     assert "<html" in actual.to_html() and Trace.from_json(actual.to_json()).to_json() == actual.to_json()

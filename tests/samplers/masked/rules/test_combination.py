@@ -263,4 +263,4 @@ def test_samplers_that_cannot_be_combined_are_refused_by_name(text: str, message
 def test_values_are_checked() -> None:
     refuses(lambda: Union(rules=()), r"rules=\(\) must be a sequence of samplers")
     refuses(lambda: Union(rules="threshold"), "rules='threshold' must be a sequence of samplers")
-    refuses(lambda: samplers.create("threshold+klass", threshold=0.5), "threshold=...: say whose, in parentheses")
+    refuses(lambda: samplers.create("threshold+klass", threshold=0.5), "threshold=...: give it to one of")
