@@ -22,7 +22,7 @@ STRETCH = 2048
 """Ids per stretch: their logits fit a core's L1 cache."""
 
 
-class Grouped:
+class KeyGroups:
     """Entries sorted and grouped by key."""
 
     def __init__(self, keys: np.ndarray):
@@ -33,11 +33,11 @@ class Grouped:
 
 
 class Runs:
-    """Runs: the tokens of one class within one stretch of ids, for sums over classes and over stretches.
+    """Runs of tokens, for sums over classes and over stretches. A run is the tokens of one class in one stretch of ids.
 
-    `tokens` [A] int32 are the ids that occur in texts, sorted by run, then by id. Run p is the tokens from `begins[p]`
-    to `begins[p + 1]`, of class `classes[p]`. `stretches` is the index of each stretch's first run, and at its end P,
-    the number of runs. `by_class` groups the runs.
+    `tokens` [A] int32 are the ids that occur in texts, sorted by run, then by id. Run p has the tokens from `begins[p]`
+    to `begins[p + 1]`, of class `classes[p]`. `stretches` holds the index of each stretch's first run, then P, the
+    number of runs. `by_class` groups the runs.
     """
 
     def __init__(self, class_of: np.ndarray):
@@ -47,9 +47,9 @@ class Runs:
         self.tokens, classes, stretch = ids[order].astype(np.int32), classes[order], stretch[order]
         first = np.append(True, (classes[1:] != classes[:-1]) | (stretch[1:] != stretch[:-1]))[: len(ids)]
         self.begins = np.append(np.flatnonzero(first), len(ids))
-        self.classes, of_runs = classes[first], stretch[first]
-        self.stretches = np.append(np.unique(of_runs, return_index=True)[1], len(of_runs))
-        self.by_class = Grouped(self.classes)
+        self.classes, run_stretches = classes[first], stretch[first]
+        self.stretches = np.append(np.unique(run_stretches, return_index=True)[1], len(run_stretches))
+        self.by_class = KeyGroups(self.classes)
 
 
 class TokenAutomaton:
@@ -101,8 +101,8 @@ class TokenAutomaton:
         """[C] int64: tokens in each class."""
         return np.array([len(ids) for ids in self.members], np.int64)
 
-    def after(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Classes [k] of a state's outgoing edges, ascending, and the next states [k]."""
+    def transitions(self, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """Classes [k] of a state's edges, ascending, and the next states [k]."""
         _, classes, following = self.edges[self._begins[state] : self._begins[state + 1]].T
         return classes, following
 
@@ -111,21 +111,21 @@ class TokenAutomaton:
         return Runs(self.class_of)
 
     @cached_property
-    def by_state(self) -> Grouped:
-        return Grouped(self.edges[:, 0])
+    def by_state(self) -> KeyGroups:
+        return KeyGroups(self.edges[:, 0])
 
     @cached_property
-    def by_class(self) -> Grouped:
-        return Grouped(self.edges[:, 1])
+    def by_class(self) -> KeyGroups:
+        return KeyGroups(self.edges[:, 1])
 
     @cached_property
-    def by_next(self) -> Grouped:
-        return Grouped(self.edges[:, 2])
+    def by_next(self) -> KeyGroups:
+        return KeyGroups(self.edges[:, 2])
 
     @property
     def nbytes(self) -> int:
         """Upper bound of the tables' bytes."""
-        # includes the cached properties: three groups of 32 bytes an edge, runs, distances
+        # includes the cached properties: three groups with 32 bytes per edge, runs, distances
         tokens = 12 * int(self.sizes.sum()) + 56 * len(self.runs.classes)
         return 5 * self.edges.nbytes + tokens + self.class_of.nbytes + 10 * self.states
 
@@ -145,7 +145,7 @@ class TokenAutomaton:
             states[sources] = True
         return states
 
-    def in_time(self, budget: int) -> np.ndarray:
+    def within_budget(self, budget: int) -> np.ndarray:
         """[S] bool: states allowed with `budget` more tokens of free text; if negative, the marker's first -`budget`
         tokens must have been written."""
         return ~self.free | (self.distance <= self.distance[self.free].max(initial=0) + budget)
@@ -160,7 +160,7 @@ class TokenAutomaton:
         index = self.class_of[token] if 0 <= token < self.vocab_size else -1
         if state < 0 or index < 0:
             return -1
-        classes, following = self.after(state)
+        classes, following = self.transitions(state)
         edge = int(np.searchsorted(classes, index))
         return int(following[edge]) if edge < len(classes) and classes[edge] == index else -1
 

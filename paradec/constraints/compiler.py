@@ -14,7 +14,7 @@ from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.spelling import spell_texts, spelling_of
 from paradec.constraints.values import Constraint, cache_automaton, has_automaton
 
-MAX_KNOWN = 256
+MAX_CONSTRAINTS = 256
 """Maximum number of cached constraints."""
 
 
@@ -32,7 +32,7 @@ class Compiler:
         self.seconds, self.max_bytes = seconds, max_bytes
         self._slots, self._lock = threading.Semaphore(processes), threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
-        self._known: dict[bytes, Constraint] = {}
+        self._constraints: dict[bytes, Constraint] = {}
 
     def compile(self, make: Callable[..., Constraint], *arguments: Any) -> Constraint:
         """Build the constraint `make(*arguments)`, and cache its automaton for `token_automaton`. Thread-safe.
@@ -42,7 +42,7 @@ class Compiler:
         """
         key = pickle.dumps((make, arguments))
         with self._lock:
-            value = self._known.get(key)
+            value = self._constraints.get(key)
         if value is not None and has_automaton(value, self.tokenizer, self.vocab_size):
             return value
         if spelling_of(self.tokenizer) is None:  # raises the error, except for Choice
@@ -55,15 +55,15 @@ class Compiler:
         value, automaton = reply
         cache_automaton(self.tokenizer, (value, self.vocab_size, (), ()), automaton)
         with self._lock:
-            self._known[key] = value
-            while len(self._known) > MAX_KNOWN:
-                self._known.pop(next(iter(self._known)))
+            self._constraints[key] = value
+            while len(self._constraints) > MAX_CONSTRAINTS:
+                self._constraints.pop(next(iter(self._constraints)))
         return value
 
     def close(self) -> None:
         """End the idle subprocesses."""
         while self._idle:
-            _end(self._idle.pop())
+            _kill(self._idle.pop())
 
     def _ask(self, key: bytes) -> Any:
         """Compile in a subprocess. Returns an error, or a constraint and its automaton."""
@@ -81,9 +81,9 @@ class Compiler:
                 pickle.dump(spell_texts(self.tokenizer, reply), process.stdin)
                 process.stdin.flush()
         except (EOFError, OSError, pickle.UnpicklingError):  # the process was killed, or ran out of memory
-            _end(process)
-            size = f"{self.seconds:g} s or {self.max_bytes >> 20} MiB"
-            return ConstraintSizeError(f"compiling the constraint takes more than {size}: give a smaller one")
+            _kill(process)
+            limits = f"{self.seconds:g} s or {self.max_bytes >> 20} MiB"
+            return ConstraintSizeError(f"compiling the constraint takes more than {limits}: give a smaller one")
         finally:
             timer.cancel()
         self._idle.append(process)
@@ -97,11 +97,11 @@ class Compiler:
         assert process.stdin is not None and process.stdout is not None
         pickle.dump((spelling_of(self.tokenizer), self.vocab_size, self.max_bytes), process.stdin)
         process.stdin.flush()
-        pickle.load(process.stdout)  # wait until the process is ready; start-up does not count as its time
+        pickle.load(process.stdout)  # wait until the process is ready: `seconds` does not include its start
         return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     with process:  # closes its pipes and waits
         pass

@@ -18,7 +18,7 @@ import numpy as np
 from paradec.constraints.expressions import (
     ANY,
     LAST_CHARACTER,
-    MOST_STATES,
+    MAX_DFA_STATES,
     NEVER,
     Characters,
     Machine,
@@ -65,7 +65,7 @@ def explore(
     moves: returns a state's moves: triples (low, high, next state).
 
     Returns the moves of each state with numbered next states, and whether each state is an end. Raises ValueError for
-    more than `MOST_STATES` states or `max_moves` moves.
+    more than `MAX_DFA_STATES` states or `max_moves` moves.
     """
     ids, todo, rows = {start: 0}, [start], list[tuple[tuple[Any, Any, int], ...]]()
     for state in todo:
@@ -78,7 +78,7 @@ def explore(
             row.append((low, high, index))
         rows.append(tuple(row))
         max_moves -= len(row)
-        if len(todo) > MOST_STATES or max_moves < 0:
+        if len(todo) > MAX_DFA_STATES or max_moves < 0:
             raise too_large()
     return rows, [is_end(state) for state in todo]
 
@@ -99,7 +99,7 @@ def join_ranges(moves: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, A
 
 
 def to_dfa(node: Node, over_bytes: bool = False) -> Dfa:
-    """Build the minimal automaton of an expression. Raises ValueError for more than `MOST_STATES` states."""
+    """Build the minimal automaton of an expression. Raises ValueError for more than `MAX_DFA_STATES` states."""
     graph, collects = _Positions(), gc.isenabled()
     gc.disable()  # many small tuples without cycles
     try:
@@ -253,7 +253,7 @@ class ByteAutomaton:
 
 
 def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
-    """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`MOST_STATES`).
+    """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`MAX_DFA_STATES`).
 
     after: a marker. Free bytes up to the first marker then precede the texts (automaton of Knuth, Morris and Pratt).
     """

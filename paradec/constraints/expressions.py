@@ -39,15 +39,15 @@ class Machine:
 Node: TypeAlias = Characters | Machine
 """Nodes are compared by identity."""
 EMPTY, NEVER = Machine(((),), (True,)), Machine(((),), (False,))
-MOST_STATES = 2**16
+MAX_DFA_STATES = 2**16
 """Maximum number of states; bounds the memory."""
 
 
 def too_large() -> ValueError:
-    return ValueError(f"the constraint needs an automaton of more than {MOST_STATES} states: give a smaller one")
+    return ValueError(f"the constraint needs an automaton of more than {MAX_DFA_STATES} states: give a smaller one")
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Sort ranges and merge overlapping ones."""
     disjoint: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
@@ -58,7 +58,7 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return tuple(disjoint)
 
 
-def without(ranges: Ranges, removed: Ranges) -> Ranges:
+def subtract_ranges(ranges: Ranges, removed: Ranges) -> Ranges:
     """The characters of `ranges` that are not in `removed`."""
     for low, high in removed:
         ranges = tuple(
@@ -70,11 +70,11 @@ def without(ranges: Ranges, removed: Ranges) -> Ranges:
     return ranges
 
 
-ANY: Ranges = without(((0, LAST_CHARACTER),), (SURROGATES,))
+ANY: Ranges = subtract_ranges(((0, LAST_CHARACTER),), (SURROGATES,))
 
 
 def characters(ranges: Iterable[tuple[int, int]]) -> Node:
-    valid = without(merged(ranges), (SURROGATES,))
+    valid = subtract_ranges(merge_ranges(ranges), (SURROGATES,))
     return Characters(valid) if valid else NEVER
 
 
@@ -85,7 +85,7 @@ def character(code: int) -> Node:
 
 def text(value: str) -> Node:
     """Exactly this text."""
-    return sequence(character(ord(sign)) for sign in value)
+    return sequence(character(ord(char)) for char in value)
 
 
 def sequence(parts: Iterable[Node]) -> Node:
@@ -104,23 +104,23 @@ def either(parts: Iterable[Node]) -> Node:
     return Machine((tuple((branch, 1) for branch in branches), ()), (False, True))
 
 
-def repeated(part: Node, least: int = 0, most: int | None = None) -> Node:
-    """A part from `least` to `most` times (None: any number). Raises ValueError for more than `MOST_STATES` times."""
-    if most == 0 or part is EMPTY:
+def repeat(part: Node, min_count: int = 0, max_count: int | None = None) -> Node:
+    """A part `min_count` to `max_count` times (None: any number). Raises ValueError above `MAX_DFA_STATES` times."""
+    if max_count == 0 or part is EMPTY:
         return EMPTY
     if part is NEVER:
-        return NEVER if least else EMPTY
-    if max(least, most or 0) > MOST_STATES:
+        return NEVER if min_count else EMPTY
+    if max(min_count, max_count or 0) > MAX_DFA_STATES:
         raise too_large()
-    if most is not None:
-        return part if least == most == 1 else chain([part] * most, least)
-    edges = (*(((part, state + 1),) for state in range(least)), ((part, least),))
-    return Machine(edges, tuple(state == least for state in range(least + 1)))
+    if max_count is not None:
+        return part if min_count == max_count == 1 else chain([part] * max_count, min_count)
+    edges = (*(((part, state + 1),) for state in range(min_count)), ((part, min_count),))
+    return Machine(edges, tuple(state == min_count for state in range(min_count + 1)))
 
 
-def chain(parts: list[Node], least: int) -> Node:
-    """The parts in order, up to any part from number `least` on."""
+def chain(parts: list[Node], min_count: int) -> Node:
+    """The parts in order, up to any part from number `min_count` on."""
     if not parts:
         return EMPTY
     edges = (*(((part, index + 1),) for index, part in enumerate(parts)), ())
-    return Machine(edges, tuple(index >= least for index in range(len(edges))))
+    return Machine(edges, tuple(index >= min_count for index in range(len(edges))))

@@ -18,14 +18,14 @@ from torch import Tensor
 from paradec.constraints.spelling import Spelling, spelling_of
 from paradec.core.checks import short_repr
 
-MOST_MATCHERS = 256
+MAX_MATCHERS = 256
 """Maximum number of cached prefixes."""
 Tokens = tuple[int, ...]
 
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_TOKENIZERS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def library() -> Any:
+def import_llguidance() -> Any:
     """Import llguidance. Raises ModuleNotFoundError, which names the extra, if it is not installed."""
     try:
         import llguidance
@@ -40,7 +40,7 @@ def library() -> Any:
 def check_grammar(text: str) -> None:
     """Raise ValueError, with the position, for a text that is not a Lark grammar; ModuleNotFoundError without
     llguidance."""
-    matcher = library().LLMatcher
+    matcher = import_llguidance().LLMatcher
     if message := matcher.validate_grammar(matcher.grammar_from_lark(text)):
         raise ValueError(f"grammar={short_repr(text)}: {' '.join(message.split())}")
 
@@ -73,15 +73,15 @@ class _Vocabulary:
 
 def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
     """Convert the tokenizer for llguidance, cached. Raises ValueError if a token's text depends on its context."""
-    cache = _KNOWN.setdefault(tokenizer, {})
+    cache = _TOKENIZERS.setdefault(tokenizer, {})
     if (size, ends) not in cache:
         spelling = spelling_of(tokenizer)
         if spelling is None or len(spelling.texts) != 1:
             raise ValueError(
-                "the tokenizer's tokens read differently at the beginning of a text or after others, which llguidance "
-                "does not support; paradec.Regex and paradec.JsonSchema work with it"
+                "the text of a token depends on its position in this tokenizer, which llguidance does not support; "
+                "paradec.Regex and paradec.JsonSchema work with it"
             )
-        llguidance = library()
+        llguidance = import_llguidance()
         vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, spelling, size, ends))
         cache[size, ends] = llguidance.LLTokenizer(vocabulary, n_vocab=size, eos_token=[*ends])
     return cache[size, ends]
@@ -113,7 +113,7 @@ class GrammarTexts:
         return type(self)(self.grammar, self.tokenizer, self.size, self.ends)
 
     def _new_matcher(self) -> Any:
-        matcher = library().LLMatcher
+        matcher = import_llguidance().LLMatcher
         source = matcher.grammar_from_lark(self.grammar)
         return matcher(_make_tokenizer(self.tokenizer, self.size, self.ends), source, log_level=0)
 
@@ -127,7 +127,7 @@ class GrammarTexts:
         for token in tokens[prefix_length:]:
             matcher.consume_token(token)
         self._matchers[tokens] = matcher
-        if len(self._matchers) > MOST_MATCHERS:
+        if len(self._matchers) > MAX_MATCHERS:
             self._matchers.popitem(last=False)
         return matcher
 

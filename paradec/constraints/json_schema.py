@@ -21,7 +21,7 @@ from paradec.constraints.expressions import (
     Node,
     Ranges,
     either,
-    repeated,
+    repeat,
     sequence,
     text,
 )
@@ -41,8 +41,8 @@ MAX_REORDERED = 1024
 """Largest size of an object that may also be written with its required keys first."""
 ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
 """Escapes that stand for one character each, without surrogates."""
-PLAIN = expressions.without(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
-CHARACTER = to_node(to_dfa(either((Characters(PLAIN), ESCAPE))))
+UNESCAPED = expressions.subtract_ranges(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
+CHARACTER = to_node(to_dfa(either((Characters(UNESCAPED), ESCAPE))))
 MAX_UNICODE_ESCAPES = 64
 """Strings whose pattern or length limit is longer are written without escapes of six characters (u and 4 digits)."""
 PLAIN_NODES = {"number": languages.NUMBER, "boolean": to_node(languages.BOOLEANS), "null": text("null")}
@@ -66,7 +66,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
         for length in MAX_LENGTHS[MAX_LENGTHS.index(max_length) :]:
             goals = Goals(document, length)
             shorter = _Writer(goals, depth, length).write(document.root)
-            if shorter.size > 0.9 * size:  # it is large for another reason
+            if shorter.size > 0.9 * size:  # the length of strings is not the reason
                 break
             node, size = shorter, shorter.size
             if size < MAX_SIZE:
@@ -74,7 +74,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
     if node is NEVER:
-        why = f"; not covered are {', '.join(goals.left_out)}" if goals.left_out else ""
+        why = f"; paradec leaves out {', '.join(goals.left_out)}" if goals.left_out else ""
         raise ValueError(f"schema={short_repr(document.root)} allows no text with depth={depth}{why}")
     return node, tuple(document.unknown)
 
@@ -87,7 +87,7 @@ class _Writer:
 
     def __init__(self, goals: Goals, depth: int, max_length: int):
         self.goals, self.depth, self.max_size = goals, depth, max_length * STATES_PER_CHARACTER
-        self._back: set[tuple[Goal, Goal]] = set()
+        self._back_references: set[tuple[Goal, Goal]] = set()
         self._nodes: dict[tuple[Goal, int], Node] = {}
         self._open: dict[int, Node] = {}
         self._others: dict[Shape, list[tuple[Dfa, Goal]]] = {}
@@ -104,7 +104,7 @@ class _Writer:
             if child not in is_open:
                 self._find_cycles(child, is_open)
             elif is_open[child]:
-                self._back.add((goal, child))
+                self._back_references.add((goal, child))
         is_open[goal] = False
 
     def children(self, goal: Goal) -> dict[Goal, None]:
@@ -118,7 +118,7 @@ class _Writer:
         return {child: None for child in children if child not in (OPEN, NO_VALUE)}
 
     def child(self, goal: Goal, child: Goal, levels: int) -> Node:
-        levels -= (goal, child) in self._back
+        levels -= (goal, child) in self._back_references
         return self.value(child, levels) if levels > 0 else NEVER
 
     def value(self, goal: Goal, levels: int) -> Node:
@@ -204,12 +204,12 @@ class _Writer:
             for language, child in self.other_keys(shape)
             if child != OPEN or self.depth > 0
         )
-        if shape.most == 0:
+        if shape.max_count == 0:
             return NEVER if required else braces(EMPTY)
-        members = _members([*entries.values()], rest, shape.least > 0)
+        members = _members([*entries.values()], rest, shape.min_count > 0)
         first = {name: entries[name] for name in required} | entries
-        if [*first] != [*entries] and not shape.offered and members.size <= MAX_REORDERED:
-            members = either((members, _members([*first.values()], rest, shape.least > 0)))
+        if [*first] != [*entries] and not shape.implied and members.size <= MAX_REORDERED:
+            members = either((members, _members([*first.values()], rest, shape.min_count > 0)))
         return braces(members)
 
     def positions(self, shape: Shape) -> int:
@@ -221,17 +221,17 @@ class _Writer:
                 return self.anything(self.depth - 1) if self.depth > 0 else NEVER
             return NEVER if NO_VALUE <= child else self.child(goal, child, levels)
 
-        size, most = self.positions(shape), shape.most
+        size, max_count = self.positions(shape), shape.max_count
         items = [item(self.goals.item_goal(shape, index)) for index in range(size + 1)]
-        last = max(size, shape.least, 1)
-        if most is not None:
-            last = min(most, max(last, 8, self.max_size // max(1, items[-1].size)))
+        last = max(size, shape.min_count, 1)
+        if max_count is not None:
+            last = min(max_count, max(last, 8, self.max_size // max(1, items[-1].size)))
 
         def moves(index: int) -> Iterable[tuple[Node, int]]:
-            if index < last or most is None:
+            if index < last or max_count is None:
                 yield items[min(index, size)], min(index + 1, max(last, 1))
 
-        return array(_explore(0, moves, lambda index: index >= shape.least))
+        return array(_comma_list(0, moves, lambda index: index >= shape.min_count))
 
 
 def entry(key: Node, value: Node) -> Node:
@@ -247,10 +247,10 @@ def array(items: Node) -> Node:
 
 
 def _any_number(letter: Node) -> Node:
-    return _explore(0, lambda _: [(letter, 1)], lambda _: True)
+    return _comma_list(0, lambda _: [(letter, 1)], lambda _: True)
 
 
-def _explore(
+def _comma_list(
     start: State, moves: Callable[[State], Iterable[tuple[Node, State]]], is_end: Callable[[State], bool]
 ) -> Node:
     """Build a list separated by commas: one part for each move of an automaton from its start to an end."""
@@ -267,23 +267,24 @@ def _explore(
 
 
 def string(language: Dfa | None) -> Node:
-    return sequence((QUOTE, repeated(CHARACTER) if language is None else _content(language), QUOTE))
+    return sequence((QUOTE, repeat(CHARACTER) if language is None else _content(language), QUOTE))
 
 
 @lru_cache(maxsize=1024)
 def _content(language: Dfa) -> Node:
-    return to_node(language, partial(_escaped, is_short=len(language.rows) > MAX_UNICODE_ESCAPES))
+    return to_node(language, partial(_escape_set, omits_codes=len(language.rows) > MAX_UNICODE_ESCAPES))
 
 
 @lru_cache(maxsize=1024)
-def _escaped(ranges: Ranges, is_short: bool) -> Node:
-    """One character of a set in JSON: unescaped if JSON allows it, or as an escape; `is_short`: no \\u escapes."""
-    if ranges == expressions.ANY and not is_short:
+def _escape_set(ranges: Ranges, omits_codes: bool) -> Node:
+    """One character of a set in JSON: unescaped if JSON allows it, or as an escape. omits_codes: no \\u escapes."""
+    if ranges == expressions.ANY and not omits_codes:
         return CHARACTER
-    parts = [expressions.characters(expressions.without(ranges, expressions.without(expressions.ANY, PLAIN)))]
-    parts += [text("\\" + sign) for code, sign in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
-    coded = expressions.without(ranges, ((32, 127), (0x10000, expressions.LAST_CHARACTER)))
-    if coded and not is_short:
+    escaped = expressions.subtract_ranges(expressions.ANY, UNESCAPED)
+    parts = [expressions.characters(expressions.subtract_ranges(ranges, escaped))]
+    parts += [text("\\" + char) for code, char in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
+    coded = expressions.subtract_ranges(ranges, ((32, 127), (0x10000, expressions.LAST_CHARACTER)))
+    if coded and not omits_codes:
         parts.append(sequence((text("\\u"), _codes(coded))))
     return to_node(to_dfa(either(parts)))
 
@@ -303,7 +304,7 @@ def _codes(ranges: Ranges) -> Node:
 
 
 def _members(entries: list[tuple[Node, bool]], rest: Node, needs_one: bool) -> Node:
-    """Members of an object in order: all required entries (True), any of the others, then any number of `rest`."""
+    """Members of an object in order: all required entries (True), any optional ones, then any number of `rest`."""
     size = len(entries)
 
     def moves(state: tuple[int, bool]) -> Iterable[tuple[Node, tuple[int, bool]]]:
@@ -316,4 +317,4 @@ def _members(entries: list[tuple[Node, bool]], rest: Node, needs_one: bool) -> N
     def is_end(state: tuple[int, bool]) -> bool:
         return state[1] and not any(is_required for _, is_required in entries[state[0] :])
 
-    return _explore((0, not needs_one), moves, is_end)
+    return _comma_list((0, not needs_one), moves, is_end)

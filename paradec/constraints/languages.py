@@ -42,11 +42,11 @@ IPV6 = "|".join([
 ])  # fmt: skip
 
 
-def _uri(sign: str) -> dict[str, str]:
-    """Patterns of URIs and of relative references; `sign`: characters allowed in addition to ASCII ones."""
-    part = rf"(?:[A-Za-z0-9._~!$&'()*+,;=@{sign}-]|%[0-9A-Fa-f]{{2}})"
+def _uri(extra: str) -> dict[str, str]:
+    """Patterns of URIs and of relative references. extra: characters allowed in addition to ASCII ones."""
+    part = rf"(?:[A-Za-z0-9._~!$&'()*+,;=@{extra}-]|%[0-9A-Fa-f]{{2}})"
     path, query = f"(?:{part}|[:/])*", rf"(?:\?(?:{part}|[:/?])*)?(?:#(?:{part}|[:/?])*)?"
-    host = rf"(?:[A-Za-z0-9._~{sign}-]|%[0-9A-Fa-f]{{2}})*"
+    host = rf"(?:[A-Za-z0-9._~{extra}-]|%[0-9A-Fa-f]{{2}})*"
     authority = f"//(?:[A-Za-z0-9._~-]+@)?{host}(?::[0-9]{{0,5}})?"
     tail = rf"(?:{authority}(?:/{path})?|/(?:(?:{part}|:){path})?)"
     return {
@@ -111,8 +111,8 @@ def texts_language(texts: list[str]) -> Dfa:
 
 def _magnitudes(value: Decimal, *orders: int) -> Dfa:
     """Texts of numbers without sign that are below (order -1), equal to (0) or above (1) the magnitude of `value`."""
-    whole, _, fraction = format(abs(value), "f").partition(".")
-    digits = {False: whole.lstrip("0") or "0", True: fraction.rstrip("0")}
+    integer, _, fraction = format(abs(value), "f").partition(".")
+    digits = {False: integer.lstrip("0") or "0", True: fraction.rstrip("0")}
 
     def after_whole(place: int, order: int) -> int:
         return order if place == len(digits[False]) else 1 if place > len(digits[False]) else -1
@@ -162,8 +162,8 @@ def equal_to(value: float | int) -> Dfa:
 
 def number_texts(value: float | int) -> list[str]:
     """The texts that write a number of a schema."""
-    whole = [str(int(value))] if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else []
-    return [json.dumps(value), *whole]
+    integers = [str(int(value))] if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else []
+    return [json.dumps(value), *integers]
 
 
 @lru_cache(maxsize=256)

@@ -11,8 +11,8 @@ from torch import Tensor
 from paradec.constraints import passes
 from paradec.constraints.automaton import Runs, TokenAutomaton
 
-NEAR = 60.0
-"""Maximum spread of logits whose exponentials float32 can sum with one common shift."""
+MAX_SPREAD = 60.0
+"""Maximum difference of logits whose exponentials float32 can sum with one common shift."""
 
 
 class Marginals:
@@ -32,15 +32,15 @@ class Marginals:
         self.first, self.last = first, last
         self._open = [slot for slot, token in enumerate(tokens) if token is None]
         self._runs = _run_sums(automaton.runs, self.logits)
-        self.broken = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
+        self.has_invalid_logits = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
         """Whether logits are NaN or +inf; if so, no method may be called."""
-        if not self.broken:
-            self.sums = self._of_classes(self._runs[1], passes.logsumexp)
+        if not self.has_invalid_logits:
+            self.sums = self._class_values(self._runs[1], passes.logsumexp)
             """[n, C] float64: log-probability of each class in each slot, up to the constant `norms`."""
-            self.total, self._log_g, self._backward = passes.conditioned(automaton, self.sums, first, last)
+            self.total, self._log_g, self._backward = passes.condition(automaton, self.sums, first, last)
             """ln Z, up to the constants of the slots."""
 
-    def _of_classes(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
+    def _class_values(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
         """[n, C] float64 from values [m, P] of runs; a decided slot has all mass on its token's class."""
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
@@ -48,10 +48,10 @@ class Marginals:
         by_slot = [next(rows) if token is None else passes.certain(self.automaton, token) for token in self.tokens]
         return np.array(by_slot).reshape(len(self.tokens), self.automaton.classes)
 
-    def conditioned(self) -> Tensor:
+    def conditioned_logits(self) -> Tensor:
         """Logits [m, V] of the conditioned marginals r; in the dtype of the logits."""
-        nothing = np.full((len(self._open), 1), -np.inf)
-        table = torch.as_tensor(np.concatenate((self._log_g[self._open], nothing), 1)).to(self.logits)
+        impossible = np.full((len(self._open), 1), -np.inf)
+        table = torch.as_tensor(np.concatenate((self._log_g[self._open], impossible), 1)).to(self.logits)
         class_of = torch.as_tensor(self.automaton.class_of, device=table.device).remainder(self.automaton.classes + 1)
         return table.index_select(1, class_of).add_(self.logits)
 
@@ -67,8 +67,8 @@ class Marginals:
 
     def best(self) -> Tensor:
         """Tokens [m] of the likeliest text; ties are resolved from the left, by the lowest id."""
-        tops = self._of_classes(self._runs[0], passes.maximum)
-        text = passes.best(self.automaton, tops, self._lowest, self.first, self.last)
+        tops = self._class_values(self._runs[0], passes.maximum)
+        text = passes.best(self.automaton, tops, self._likeliest_token, self.first, self.last)
         return torch.tensor([text[slot] for slot in self._open], device=self.logits.device)
 
     def sample(self, uniform: np.ndarray) -> Tensor:
@@ -100,7 +100,7 @@ class Marginals:
         logits: np.ndarray = self.logits[row][torch.as_tensor(ids, device=self.logits.device)].double().cpu().numpy()
         return logits
 
-    def _lowest(self, slot: int, index: int) -> int:
+    def _likeliest_token(self, slot: int, index: int) -> int:
         """Likeliest token of the class `index` in a slot; of equal ones, the lowest id."""
         if (token := self.tokens[slot]) is not None:
             return token
@@ -125,11 +125,11 @@ def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:
             torch.index_select(row_logits, 0, tokens, out=values)
             tops = sums[0, row] = np.maximum.reduceat(array, runs.begins[:-1])
             base = np.where(tops > -np.inf, tops, tops.max())
-            if base.max() - base.min() < NEAR:  # one shift for all runs
+            if base.max() - base.min() < MAX_SPREAD:  # one shift for all runs
                 base[:] = base.max()
                 values -= float(base[0])
             else:
-                array -= np.repeat(np.maximum(base, passes.LEAST), np.diff(runs.begins))
+                array -= np.repeat(np.maximum(base, passes.LOWEST), np.diff(runs.begins))
             values.exp_()
             sums[1, row] = np.log(np.add.reduceat(array, runs.begins[:-1])) + base
     return sums

@@ -18,43 +18,43 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paradec.constraints.automaton import Grouped, TokenAutomaton
+from paradec.constraints.automaton import KeyGroups, TokenAutomaton
 
-NOTHING = -np.inf
-LEAST = np.finfo(np.float64).min
+LOG_ZERO = -np.inf
+LOWEST = np.finfo(np.float64).min
 
 
 def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
     """[C] float64: log-masses of the classes in a slot that is decided as `token`."""
-    masses = np.full(automaton.classes, NOTHING)
+    masses = np.full(automaton.classes, LOG_ZERO)
     if (index := automaton.class_of[token]) >= 0:
         masses[index] = 0
     return masses
 
 
-def logsumexp(ordered: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+def logsumexp(ordered: np.ndarray, group: KeyGroups, size: int) -> np.ndarray:
     """Log-sum-exp [..., size] float64 of the entries of each key; `ordered` [..., E], sorted by key, is overwritten."""
     top = np.maximum.reduceat(ordered, group.starts, axis=-1)
-    np.maximum(top, LEAST, out=top)
+    np.maximum(top, LOWEST, out=top)
     ordered -= top.take(group.owner, axis=-1)
     sums = np.add.reduceat(np.exp(ordered, out=ordered), group.starts, axis=-1)
-    return _placed(np.log(sums, out=sums) + top, group, size)
+    return _scatter(np.log(sums, out=sums) + top, group, size)
 
 
-def maximum(ordered: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+def maximum(ordered: np.ndarray, group: KeyGroups, size: int) -> np.ndarray:
     """Maximum [..., size] float64 of the entries of each key; arguments as for `logsumexp`."""
-    return _placed(np.maximum.reduceat(ordered, group.starts, axis=-1), group, size)
+    return _scatter(np.maximum.reduceat(ordered, group.starts, axis=-1), group, size)
 
 
-def _placed(values: np.ndarray, group: Grouped, size: int) -> np.ndarray:
+def _scatter(values: np.ndarray, group: KeyGroups, size: int) -> np.ndarray:
     if values.shape[-1] == size:
         return values
-    placed = np.full((*values.shape[:-1], size), NOTHING)
-    placed[..., group.keys] = values
-    return placed
+    scattered = np.full((*values.shape[:-1], size), LOG_ZERO)
+    scattered[..., group.keys] = values
+    return scattered
 
 
-Sums = Callable[[np.ndarray, Grouped, int], np.ndarray]
+Sums = Callable[[np.ndarray, KeyGroups, int], np.ndarray]
 
 
 def backward_sums(
@@ -62,7 +62,7 @@ def backward_sums(
 ) -> np.ndarray:
     """Compute b [n + 1, S] float64. reduce: `logsumexp`, or `maximum` for the likeliest text."""
     _, index, target = np.ascontiguousarray(automaton.edges.T)  # in the order of `by_state`
-    backward = np.full((len(masses) + 1, automaton.states), NOTHING)
+    backward = np.full((len(masses) + 1, automaton.states), LOG_ZERO)
     backward[-1, np.atleast_2d(last)[-1]] = 0
     with np.errstate(divide="ignore"):
         for slot in range(len(masses) - 1, -1, -1):
@@ -70,21 +70,21 @@ def backward_sums(
             values += backward[slot + 1].take(target)
             backward[slot] = reduce(values, automaton.by_state, automaton.states)
             if last.ndim > 1:
-                backward[slot, ~last[slot]] = NOTHING
+                backward[slot, ~last[slot]] = LOG_ZERO
     return backward
 
 
-def conditioned(
+def condition(
     automaton: TokenAutomaton, masses: np.ndarray, first: int, last: np.ndarray
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """Compute ln Z, ln(g / Z) [n, C] and b [n + 1, S] from the classes' log-probabilities, masses [n, C] float64."""
     backward = backward_sums(automaton, masses, last)
     total = float(backward[0, first])
-    if total == NOTHING:
-        return total, np.full((len(masses), automaton.classes), NOTHING), backward
+    if total == LOG_ZERO:
+        return total, np.full((len(masses), automaton.classes), LOG_ZERO), backward
     by_class, by_next, edges = automaton.by_class, automaton.by_next, np.ascontiguousarray(automaton.edges.T)
     (source, _, target), (previous, index, _) = edges[:, by_class.order], edges[:, by_next.order]
-    forward = np.full(automaton.states, NOTHING)
+    forward = np.full(automaton.states, LOG_ZERO)
     forward[first] = -total  # divides the result by Z
     log_g = np.empty((len(masses), automaton.classes))
     with np.errstate(divide="ignore"):
@@ -96,7 +96,7 @@ def conditioned(
             values += masses[slot].take(index)
             forward = logsumexp(values, by_next, automaton.states)
             if last.ndim > 1:
-                forward[~last[slot + 1]] = NOTHING
+                forward[~last[slot + 1]] = LOG_ZERO
     return total, log_g, backward
 
 
@@ -111,7 +111,7 @@ def best(
     """
     backward, state, tokens = backward_sums(automaton, tops, last, maximum), first, []
     for slot in range(len(tops)):
-        classes, following = automaton.after(state)
+        classes, following = automaton.transitions(state)
         values = tops[slot, classes] + backward[slot + 1, following]
         ties = np.flatnonzero(values == values.max()).tolist()
         token, edge = min((lowest(slot, int(classes[edge])), edge) for edge in ties)
@@ -137,29 +137,29 @@ def sample(
     Args:
         sums: called with a slot; returns the log-probabilities of the runs [P] (`Runs`), up to a constant of the slot.
         logs: called with a slot and ids [k]; returns the log-probabilities of these tokens, up to the same constant.
-        backward: [n + 1, S]: the b of `conditioned`.
+        backward: [n + 1, S]: the b of `condition`.
         fixed: the tokens of decided slots, None for undecided ones.
     """
     state, tokens, runs = first, [], automaton.runs
     for slot, token in enumerate(fixed):
         if token is None:
-            classes, following = automaton.after(state)
-            weight = np.full(automaton.classes, NOTHING)
+            classes, following = automaton.transitions(state)
+            weight = np.full(automaton.classes, LOG_ZERO)
             weight[classes] = backward[slot + 1, following]
             shares = sums(slot) + weight.take(runs.classes)
             top = shares.max()
             running = np.add.reduceat(np.exp(shares - top), runs.stretches[:-1]).cumsum()
             goal = uniform[slot] * running[-1]
-            stretch = _reaching(running, goal)
+            stretch = _first_above(running, goal)
             ids = np.sort(runs.tokens[slice(*runs.begins[runs.stretches[stretch : stretch + 2]])])
             inside = np.exp(logs(slot, ids) + weight.take(automaton.class_of[ids]) - top).cumsum()
-            token = int(ids[_reaching(inside, goal - (running[stretch - 1] if stretch else 0.0))])
+            token = int(ids[_first_above(inside, goal - (running[stretch - 1] if stretch else 0.0))])
         tokens.append(token)
         state = automaton.step(state, token)
     return tokens
 
 
-def _reaching(running: np.ndarray, goal: float) -> int:
+def _first_above(running: np.ndarray, goal: float) -> int:
     """Index of the first running sum [k] above `goal`; of the first largest sum if rounding leaves none above."""
     return min(int(np.searchsorted(running, goal, side="right")), int(np.searchsorted(running, running[-1])))
 
@@ -183,7 +183,7 @@ def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.nd
     return reachable
 
 
-def possible(automaton: TokenAutomaton, tokens: list[int | None], first: int, last: np.ndarray) -> np.ndarray:
+def possible_classes(automaton: TokenAutomaton, tokens: list[int | None], first: int, last: np.ndarray) -> np.ndarray:
     """[n, C] bool: classes with a token that fits into each slot, given `tokens` [n] (None: undecided)."""
     source, index, target = automaton.edges.T
     completable = completions(automaton, tokens, last)

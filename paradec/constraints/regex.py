@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from paradec.constraints import expressions
 from paradec.constraints.dfa import Dfa, intersect, to_dfa, to_node
-from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, Ranges, either, merged, repeated, sequence
+from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, Ranges, either, merge_ranges, repeat, sequence
 from paradec.core.checks import short_repr
 
 DIGITS: Ranges = ((48, 57),)
@@ -49,7 +49,7 @@ def parse(pattern: str) -> Node:
         re.compile(pattern, re.ASCII)
         return _Reader(pattern).pattern()
     except re.error as error:
-        raise ValueError(f"regex={short_repr(pattern)} is no regular expression: {error}") from None
+        raise ValueError(f"regex={short_repr(pattern)} is not a regular expression: {error}") from None
     except (RecursionError, OverflowError):
         raise ValueError(f"regex={short_repr(pattern)} is nested too deeply, or repeats too often") from None
 
@@ -65,11 +65,9 @@ def ecma_search(pattern: str) -> Dfa:
         reader = _Reader(pattern, is_ecma=True)
         node = reader.pattern()
         if reader.position < len(pattern):
-            raise reader.refuse("an unmatched bracket", reader.position)
+            raise reader.unsupported("an unmatched bracket", reader.position)
         # the characters of the two ends are only allowed around the text, then erased
-        before, inside, after = map(
-            repeated, (Characters(((BEGIN, BEGIN),)), Characters(ANY), Characters(((END, END),)))
-        )
+        before, inside, after = map(repeat, (Characters(((BEGIN, BEGIN),)), Characters(ANY), Characters(((END, END),))))
         language = intersect(
             to_dfa(sequence((before, inside, node, inside, after))), to_dfa(sequence((before, inside, after)))
         )
@@ -79,7 +77,7 @@ def ecma_search(pattern: str) -> Dfa:
 
 
 def _erase_ends(ranges: Ranges) -> Node:
-    plain = expressions.without(ranges, ((BEGIN, END),))
+    plain = expressions.subtract_ranges(ranges, ((BEGIN, END),))
     return either((expressions.characters(plain), *([EMPTY] if plain != ranges else [])))
 
 
@@ -93,11 +91,11 @@ class _Reader:
     depth: int = 0
 
     def __post_init__(self) -> None:
-        spaces = merged((*SPACES, *SPACES_BEYOND_ASCII)) if self.is_ecma else SPACES
+        spaces = merge_ranges((*SPACES, *SPACES_BEYOND_ASCII)) if self.is_ecma else SPACES
         self.sets = {"d": DIGITS, "w": LETTERS, "s": spaces}
-        self.sets |= {name.upper(): expressions.without(ANY, inner) for name, inner in self.sets.items()}
+        self.sets |= {name.upper(): expressions.subtract_ranges(ANY, inner) for name, inner in self.sets.items()}
 
-    def refuse(self, feature: str, position: int) -> ValueError:
+    def unsupported(self, feature: str, position: int) -> ValueError:
         return ValueError(f"regex={short_repr(self.pattern_text)}: {feature} at {position} is not supported")
 
     def next_is(self, text: str) -> bool:
@@ -109,10 +107,10 @@ class _Reader:
         self.position += len(text)
         return True
 
-    def take_sign(self) -> str:
+    def take_char(self) -> str:
         """The next character. Raises ValueError at the end."""
         if self.position >= len(self.pattern_text):
-            raise self.refuse("an end without its closing part", self.position)
+            raise self.unsupported("an end without its closing part", self.position)
         self.position += 1
         return self.pattern_text[self.position - 1]
 
@@ -132,38 +130,38 @@ class _Reader:
             elif self.is_ecma:
                 parts.append(expressions.character(BEGIN if begins else END))
             elif self.depth or (parts if begins else self.position < len(self.pattern_text) and not self.next_is("|")):
-                raise self.refuse("an anchor inside a pattern", start)
+                raise self.unsupported("an anchor inside a pattern", start)
         return sequence(parts)
 
     def single(self) -> Node:
-        start, sign = self.position, self.take_sign()
-        if sign == "(":
+        start, char = self.position, self.take_char()
+        if char == "(":
             return self.group()
-        if sign == "[":
+        if char == "[":
             return expressions.characters(self.set_of_characters())
-        if sign == ".":
-            return Characters(expressions.without(ANY, LINE_ENDS[self.is_ecma]))
-        if sign == "\\":
+        if char == ".":
+            return Characters(expressions.subtract_ranges(ANY, LINE_ENDS[self.is_ecma]))
+        if char == "\\":
             return expressions.characters(self.escape(inside=False))
-        if sign in "*+?" or COUNT.match(self.pattern_text, start) and not self.next_is(","):
-            raise self.refuse("a repetition of nothing", start)
-        return expressions.text(sign)
+        if char in "*+?" or COUNT.match(self.pattern_text, start) and not self.next_is(","):
+            raise self.unsupported("a repetition of nothing", start)
+        return expressions.text(char)
 
     def group(self) -> Node:
         start = self.position - 1
         if self.take("?"):
-            for sign, feature in REFUSED_GROUPS.items():
-                if self.next_is(sign):
-                    raise self.refuse(feature, start)
+            for char, feature in REFUSED_GROUPS.items():
+                if self.next_is(char):
+                    raise self.unsupported(feature, start)
             name = re.compile(r"<\w+>" if self.is_ecma else r"P<\w+>").match(self.pattern_text, self.position)
             if name is not None:
                 self.position = name.end()
             elif not self.take(":"):
-                raise self.refuse("an inline flag", start)
+                raise self.unsupported("an inline flag", start)
         self.depth += 1
         node = self.pattern()
         self.depth -= 1
-        self.take_sign()
+        self.take_char()
         return node
 
     def repeats(self, node: Node) -> Node:
@@ -185,34 +183,34 @@ class _Reader:
         else:
             return node
         if self.take("+"):
-            raise self.refuse("a possessive repetition", start)
+            raise self.unsupported("a possessive repetition", start)
         self.take("?")  # lazy: the language is the same
-        return repeated(node, low, high)
+        return repeat(node, low, high)
 
     def escape(self, inside: bool) -> Ranges:
-        start, sign = self.position - 1, self.take_sign()
-        if sign in self.sets:
-            return self.sets[sign]
-        if sign in "bB" and not inside:
-            raise self.refuse("a word boundary", start)
-        if sign in "pP" and self.next_is("{"):
-            raise self.refuse("a Unicode property", start)
-        if sign.isdigit():
-            if sign != "0" or self.pattern_text[self.position : self.position + 1].isdigit():
-                raise self.refuse("an octal escape" if sign == "0" else "a backreference", start)
+        start, char = self.position - 1, self.take_char()
+        if char in self.sets:
+            return self.sets[char]
+        if char in "bB" and not inside:
+            raise self.unsupported("a word boundary", start)
+        if char in "pP" and self.next_is("{"):
+            raise self.unsupported("a Unicode property", start)
+        if char.isdigit():
+            if char != "0" or self.pattern_text[self.position : self.position + 1].isdigit():
+                raise self.unsupported("an octal escape" if char == "0" else "a backreference", start)
             return self.one(0)
-        if self.is_ecma and sign == "c" and (letter := self.pattern_text[self.position : self.position + 1]).isalpha():
+        if self.is_ecma and char == "c" and (letter := self.pattern_text[self.position : self.position + 1]).isalpha():
             self.position += 1
             return self.one(ord(letter) % 32)
-        if sign == "k" and self.next_is("<") or sign == "N" and not self.is_ecma:
-            raise self.refuse("a backreference" if sign == "k" else "a named character", start)
+        if char == "k" and self.next_is("<") or char == "N" and not self.is_ecma:
+            raise self.unsupported("a backreference" if char == "k" else "a named character", start)
         code = (ECMA_CODE if self.is_ecma else PYTHON_CODE).match(self.pattern_text, start + 1)
         if code is None:
             controls = CONTROLS | ({} if self.is_ecma else {"a": 7}) | {"b": 8}
-            return self.one(controls.get(sign, ord(sign)))
+            return self.one(controls.get(char, ord(char)))
         self.position, value = code.end(), int(next(filter(None, code.groups())), 16)
         if value > expressions.LAST_CHARACTER or 0xD800 <= value < 0xE000:
-            raise self.refuse("a surrogate, or a character beyond U+10FFFF,", start)
+            raise self.unsupported("a surrogate, or a character beyond U+10FFFF,", start)
         return self.one(value)
 
     def one(self, code: int) -> Ranges:
@@ -228,13 +226,13 @@ class _Reader:
                 last = self.member()
                 if len(member) == len(last) == 1 and member[0][0] == member[0][1] and last[0][0] == last[0][1]:
                     if last[0][0] < member[0][0]:
-                        raise self.refuse("a range out of order", start)
+                        raise self.unsupported("a range out of order", start)
                     member = ((member[0][0], last[0][0]),)
                 else:  # a set on one side: the hyphen is a character
                     ranges += [*last, (45, 45)]
             ranges += member
-        return expressions.without(ANY, merged(ranges)) if negated else merged(ranges)
+        return expressions.subtract_ranges(ANY, merge_ranges(ranges)) if negated else merge_ranges(ranges)
 
     def member(self) -> Ranges:
-        sign = self.take_sign()
-        return self.escape(inside=True) if sign == "\\" else self.one(ord(sign))
+        char = self.take_char()
+        return self.escape(inside=True) if char == "\\" else self.one(ord(char))

@@ -46,7 +46,7 @@ SCHEMA, SCHEMAS = (is_schema, "a schema"), (lambda value: _is_schemas(value) and
 MAP, COUNT = (_is_map, "an object of schemas"), (is_count, "a whole number from 0")
 TEXT = (lambda value: isinstance(value, str), "a text")
 BOUND = (lambda value: is_number(value) or isinstance(value, bool), "a number")
-SHAPES: dict[str, tuple[Callable[[Any], Any], str]] = {
+KEYWORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "type": (_is_type, f"one of {', '.join(KINDS)}, or a list of them"),
     "enum": (lambda value: isinstance(value, list) and value, "a list of values"),
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), MAP),
@@ -72,15 +72,15 @@ UNSUPPORTED = {
     *("contains", "minContains", "maxContains", "maxProperties", "propertyNames"),
     *("dependencies", "dependentRequired", "dependentSchemas"),
 }
-CONSTRAINING = {*SHAPES, CONST} - {"$defs", "definitions"} | UNSUPPORTED
+CONSTRAINING = {*KEYWORDS, CONST} - {"$defs", "definitions"} | UNSUPPORTED
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "id", "$id"),
     *("$schema", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor", "$vocabulary", "contentMediaType"),
     *("contentEncoding", "contentSchema", "$recursiveAnchor"),
 }
 """Keywords that allow every value. Unknown keywords are treated as annotations, with a warning."""
-VALUES = {"enum", "const", "default", "examples", "example"}
-MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+VALUE_KEYWORDS = {"enum", "const", "default", "examples", "example"}
+MAP_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions"}
 
 
 def key_path(path: str, key: str) -> str:
@@ -126,13 +126,13 @@ class SchemaDocument:
                 self._by_uri.setdefault(f"{base}#{name}", value)
         self.paths[id(value)], self.bases[id(value)] = path, base
         for key, part in value.items():
-            if key in VALUES:
+            if key in VALUE_KEYWORDS:
                 continue
-            if key in MAPS and isinstance(part, Mapping):
+            if key in MAP_KEYWORDS and isinstance(part, Mapping):
                 for name, inner in part.items():
                     self._index(inner, key_path(key_path(path, key), name), base, is_known)
             else:
-                self._index(part, key_path(path, key), base, is_known and key in SHAPES)
+                self._index(part, key_path(path, key), base, is_known and key in KEYWORDS)
 
     def error(self, schema: Any, key: str, why: str) -> ValueError:
         return ValueError(f"schema: {key_path(self.paths.get(id(schema), ''), key)} {why}")
@@ -145,10 +145,10 @@ class SchemaDocument:
         for key, value in schema.items():
             if key in UNSUPPORTED:
                 raise self.error(schema, key, "is not supported")
-            if key in SHAPES:
-                has_shape, words = SHAPES[key]
-                if not has_shape(value):
-                    raise self.error(schema, key, f"is {short_repr(value)}, and must be {words}")
+            if key in KEYWORDS:
+                is_valid, allowed = KEYWORDS[key]
+                if not is_valid(value):
+                    raise self.error(schema, key, f"is {short_repr(value)}, and must be {allowed}")
             elif key != CONST and key not in ANNOTATIONS:
                 self.unknown[key] = None
 
@@ -156,7 +156,7 @@ class SchemaDocument:
         """The schema that `$ref` names. Raises ValueError if it is not in the document."""
         reference = schema["$ref"]
         if "$id" in schema and schema is not self.root:  # up to draft 7 `$ref` disables `$id`
-            raise self.error(schema, "$ref", "next to $id is read differently by the drafts: give one alone")
+            raise self.error(schema, "$ref", "next to $id has different meanings in the drafts: give one of them")
         target = self._find(self.bases.get(id(schema), ""), reference)
         if target is None:
             raise self.error(schema, "$ref", f"{short_repr(reference)} is not in the schema")

@@ -61,13 +61,13 @@ class Shape:
     language: Dfa | None = None
     """Texts of a scalar, for strings without quotes and escapes; None: all texts."""
     members: tuple[Members, ...] = ()
-    least: int = 0
-    most: int | None = None
-    """Minimum and maximum number of items, or of properties (then `least` is 0 or 1, `most` is 0 or None: any)."""
+    min_count: int = 0
+    max_count: int | None = None
+    """Limits of the number of items, or of properties (then `min_count` is 0 or 1, and `max_count` 0 or None: any)."""
     required: tuple[str, ...] = ()
-    offered: frozenset[str] = frozenset()
-    """Names that are required only because of a negative subschema."""
-    some: tuple[Members, ...] = ()
+    implied: frozenset[str] = frozenset()
+    """Required names that only a negative subschema requires."""
+    demands: tuple[Members, ...] = ()
     """Each entry demands that at least one key has a value of that entry's goal."""
 
     def listed_names(self) -> dict[str, None]:
@@ -90,22 +90,22 @@ def merge(first: Shape, second: Shape) -> Shape | None:
         language = intersect(first.language, second.language)
     if language is not None and not language.rows:
         return None
-    most = min((limit for limit in (first.most, second.most) if limit is not None), default=None)
+    max_count = min((limit for limit in (first.max_count, second.max_count) if limit is not None), default=None)
     required = tuple(dict.fromkeys((*first.required, *second.required)))
-    least = max(first.least, second.least)
-    if most is not None and most < max(least, len(required)):
+    min_count = max(first.min_count, second.min_count)
+    if max_count is not None and max_count < max(min_count, len(required)):
         return None
-    plain = {*first.required} - first.offered | {*second.required} - second.offered
+    plain = {*first.required} - first.implied | {*second.required} - second.implied
     return Shape(
         first.kind,
         is_explicit,
         language,
         tuple(dict.fromkeys((*first.members, *second.members))),
-        least,
-        most,
+        min_count,
+        max_count,
         required,
-        (first.offered | second.offered) - plain,
-        tuple(dict.fromkeys((*first.some, *second.some))),
+        (first.implied | second.implied) - plain,
+        tuple(dict.fromkeys((*first.demands, *second.demands))),
     )
 
 
@@ -117,15 +117,15 @@ SCALARS = {
     "boolean": languages.BOOLEANS,
     "null": languages.texts_language(["null"]),
 }
-"""The texts from which `not` and `enum` exclude some; different numbers among them differ as doubles, too."""
+"""All texts of each scalar type, from which `not` and `enum` exclude some. Different numbers differ as doubles, too."""
 
 
-def only(kind: str, **facts: Any) -> tuple[Shape, ...]:
+def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:
     """All values, except that those of type `kind` need `facts`, the fields of a `Shape`."""
-    return (*(shape for shape in ANYTHING if shape.kind != kind), *violating(kind, **facts))
+    return (*(shape for shape in ANYTHING if shape.kind != kind), *make_shapes(kind, **facts))
 
 
-def violating(kind: str, **facts: Any) -> tuple[Shape, ...]:
+def make_shapes(kind: str, **facts: Any) -> tuple[Shape, ...]:
     language = facts.get("language")
     return () if language is not None and not language.rows else (Shape(kind, True, **facts),)
 
@@ -135,29 +135,29 @@ class Goals:
 
     Args:
         max_length: the largest string length that is counted; a larger `maxLength` is read as this one.
-        inner: the exact goals of which these are the loose version. Loose goals allow too many values and leave none
-            out; they tell which branches of `oneOf` exclude each other.
+        exact: exact goals, of which these are the loose version. Loose goals allow too many values and leave none out;
+            they tell which branches of `oneOf` exclude each other.
     """
 
-    def __init__(self, document: SchemaDocument, max_length: int, inner: Goals | None = None):
-        self.document, self.max_length, self.is_loose = document, max_length, inner is not None
+    def __init__(self, document: SchemaDocument, max_length: int, exact: Goals | None = None):
+        self.document, self.max_length, self.is_loose = document, max_length, exact is not None
         self.left_out: dict[str, None] = {}
         """Descriptions of the values that were left out, with paths of keywords."""
-        self._schemas: dict[int, Any] = {0: False} if inner is None else inner._schemas
+        self._schemas: dict[int, Any] = {0: False} if exact is None else exact._schemas
         self._literals: dict[Literal, tuple[Shape, ...]] = {}
         self._shapes: dict[Goal, tuple[Shape, ...]] = {}
         self._possible: dict[Goal, bool] = {}
-        self._structures: dict[int, dict[str, Any]] = {} if inner is None else inner._structures
-        self.loose = Goals(document, languages.MAX_COUNT, self) if inner is None else self
+        self._structures: dict[int, dict[str, Any]] = {} if exact is None else exact._structures
+        self.loose = Goals(document, languages.MAX_COUNT, self) if exact is None else self
 
     def goal(self, schema: Any, sign: bool = True) -> Goal:
-        """The goal of a subschema, with references followed; `OPEN` if it allows every value."""
-        followed = set[int]()
+        """The goal of a subschema, with references resolved; `OPEN` if it allows every value."""
+        seen = set[int]()
         while isinstance(schema, Mapping) and "$ref" in schema and not CONSTRAINING & (schema.keys() - {"$ref"}):
             self.document.check(schema)
-            if id(schema) in followed:
+            if id(schema) in seen:
                 return NO_VALUE
-            followed.add(id(schema))
+            seen.add(id(schema))
             schema = self.document.resolve(schema)
         if isinstance(schema, Mapping) and not CONSTRAINING & schema.keys():
             self.document.check(schema)
@@ -173,20 +173,20 @@ class Goals:
                 raise ValueError(f"the schema has more than {MAX_GOALS} parts")
             shapes: Sequence[Shape] = ANYTHING
             for sign, index in sorted(goal, key=lambda literal: not literal[0]):
-                shapes = self.both(shapes, self.literal(sign, self._schemas[index]))
-            settled = self.branch(choice for shape in shapes for choice in self._choose_keys(shape))
+                shapes = self.merge_pairs(shapes, self.literal(sign, self._schemas[index]))
+            candidates = self.branch(choice for shape in shapes for choice in self._choose_keys(shape))
             # types that no keyword names or concerns are left out
-            settled = [shape for shape in settled if shape.is_explicit or self.is_loose]
-            listed = [shape for shape in settled if self.is_loose or not shape.offered - {*self._names(shape)}]
-            self._shapes[goal] = tuple(dict.fromkeys(listed or settled))
+            candidates = [shape for shape in candidates if shape.is_explicit or self.is_loose]
+            listed = [shape for shape in candidates if self.is_loose or not shape.implied - {*self._names(shape)}]
+            self._shapes[goal] = tuple(dict.fromkeys(listed or candidates))
         return self._shapes[goal]
 
     def _choose_keys(self, shape: Shape) -> list[Shape]:
-        """Replace each demand of `shape.some` by alternatives, one for each listed key that can meet the demand."""
-        choices = [dataclasses.replace(shape, some=())]
-        for some in shape.some:
-            present = [part for name in self._names(shape) for part in self.present(name, some.goal(name))]
-            choices = self.both(choices, present)
+        """Replace each demand of `shape.demands` by alternatives, one for each listed key that can meet the demand."""
+        choices = [dataclasses.replace(shape, demands=())]
+        for demand in shape.demands:
+            present = [part for name in self._names(shape) for part in self.present(name, demand.goal(name))]
+            choices = self.merge_pairs(choices, present)
         return choices
 
     def _names(self, shape: Shape) -> dict[str, None]:
@@ -202,8 +202,8 @@ class Goals:
     def is_possible_shape(self, shape: Shape) -> bool:
         if shape.kind == "object":
             return all(self.is_possible(self.key_goal(shape, name)) for name in shape.required)
-        if shape.kind == "array" and shape.least:
-            return all(self.is_possible(self.item_goal(shape, index)) for index in range(min(shape.least, 16)))
+        if shape.kind == "array" and shape.min_count:
+            return all(self.is_possible(self.item_goal(shape, index)) for index in range(min(shape.min_count, 16)))
         return True
 
     def key_goal(self, shape: Shape, name: str) -> Goal:
@@ -212,7 +212,7 @@ class Goals:
     def item_goal(self, shape: Shape, index: int) -> Goal:
         return frozenset().union(*(part.listed.get(index, part.others) for part in shape.members))
 
-    def both(self, first: Iterable[Shape], second: Iterable[Shape]) -> list[Shape]:
+    def merge_pairs(self, first: Iterable[Shape], second: Iterable[Shape]) -> list[Shape]:
         others = [*second]
         shapes = dict[Shape, None]()
         for shape in first:
@@ -243,7 +243,7 @@ class Goals:
         for key in schema:
             if (rule := RULES.get(key)) is not None and rule not in done:
                 done.add(rule)
-                shapes = self.both(shapes, rule(self, schema, True))
+                shapes = self.merge_pairs(shapes, rule(self, schema, True))
         return shapes
 
     def negative(self, schema: Mapping[str, Any]) -> list[Shape]:
@@ -292,21 +292,21 @@ class Goals:
             return shapes + [shape for value in nested for shape in self.literal(True, value)]
         if numbers:
             languages_of["number"] = to_dfa(either(to_node(languages.equal_to(value)) for value in numbers))
-        shapes = self.both([EXPLICIT["object"], EXPLICIT["array"]], self.every(nested, False))
+        shapes = self.merge_pairs([EXPLICIT["object"], EXPLICIT["array"]], self.every(nested, False))
         for kind in texts:
             language = languages_of.get(kind)
-            shapes += violating(kind, language=language and difference(SCALARS[kind], language))
+            shapes += make_shapes(kind, language=language and difference(SCALARS[kind], language))
         return shapes
 
     def _structure(self, schema: Any, value: Any) -> Mapping[str, Any]:
         key = id(value)
         if key not in self._structures:
             if isinstance(value, Mapping):
-                properties = {name: {"const": part} for name, part in value.items()}
-                facts: dict[str, Any] = {"properties": properties, "required": [*value], "additionalProperties": False}
+                keywords: dict[str, Any] = {"required": [*value], "additionalProperties": False}
+                keywords["properties"] = {name: {"const": part} for name, part in value.items()}
             else:
-                facts = {"prefixItems": [{"const": part} for part in value], "items": False, "minItems": len(value)}
-            self._structures[key] = facts | {"type": "object" if isinstance(value, Mapping) else "array"}
+                keywords = {"prefixItems": [{"const": part} for part in value], "items": False, "minItems": len(value)}
+            self._structures[key] = keywords | {"type": "object" if isinstance(value, Mapping) else "array"}
         structure = self._structures[key]
         self.document.paths.setdefault(id(structure), self.document.paths.get(id(schema), ""))
         return structure
@@ -315,7 +315,7 @@ class Goals:
         """Values that are valid by all of the subschemas (sign True), or by none of them (False)."""
         shapes: list[Shape] = [*ANYTHING]
         for part in parts:
-            shapes = self.both(shapes, self.literal(sign, part))
+            shapes = self.merge_pairs(shapes, self.literal(sign, part))
         return shapes
 
     def some(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
@@ -329,28 +329,31 @@ class Goals:
             return [shape for part in parts for shape in self.literal(True, part)]
         positive = [self.branch(self.literal(True, part)) for part in parts]
         if not sign:
-            pairs = [self.both(first, second) for first, second in combinations(positive, 2)]
+            pairs = [self.merge_pairs(first, second) for first, second in combinations(positive, 2)]
             return [*self.every(parts, False), *(shape for pair in pairs for shape in pair)]
         alternatives = list[Shape]()
         for i, branch in enumerate(positive):
             shapes = branch
             for j, part in enumerate(parts):
-                if i != j and any(map(self.loose.is_possible_shape, self.both(branch, self.loose.literal(True, part)))):
-                    shapes = self.both(shapes, self.literal(False, part))
+                overlap = self.merge_pairs(branch, self.loose.literal(True, part)) if i != j else []
+                if any(map(self.loose.is_possible_shape, overlap)):
+                    shapes = self.merge_pairs(shapes, self.literal(False, part))
             alternatives += self.branch(shapes)
         return alternatives
 
     def condition(self, schema: Any, sign: bool) -> Iterable[Shape]:
         if "if" not in schema:
             return ANYTHING if sign else ()
-        met = self.both(self.literal(True, schema["if"]), self.literal(sign, schema.get("then", True)))
-        unmet = self.both(self.literal(False, schema["if"]), self.literal(sign, schema.get("else", True)))
+        met = self.merge_pairs(self.literal(True, schema["if"]), self.literal(sign, schema.get("then", True)))
+        unmet = self.merge_pairs(self.literal(False, schema["if"]), self.literal(sign, schema.get("else", True)))
         return [*met, *unmet]
 
     def scalar(self, schema: Any, sign: bool, kind: str, read: Callable[[Goals, Any], Dfa]) -> Iterable[Shape]:
         """Values of a scalar type with the texts that a keyword allows (sign True), or with other texts (False)."""
         language = read(self, schema)
-        return only(kind, language=language) if sign else violating(kind, language=difference(SCALARS[kind], language))
+        if sign:
+            return restrict(kind, language=language)
+        return make_shapes(kind, language=difference(SCALARS[kind], language))
 
     def limits(self, schema: Any, noun: str) -> tuple[int, int | None]:
         """Values of the keywords min{noun} and max{noun}. Raises ValueError for a minimum above `MAX_COUNT`."""
@@ -363,11 +366,11 @@ class Goals:
         low, high = self.limits(schema, "Length")
         if sign:
             counted = high if high is None or high < low else min(high, max(self.max_length, low))
-            return only("string", language=languages.length_language(low, counted))
+            return restrict("string", language=languages.length_language(low, counted))
         if high is not None and high >= languages.MAX_COUNT:
             self.leave_out(schema, "maxLength")
             high = None
-        return violating("string", language=complement(languages.length_language(low, high)))
+        return make_shapes("string", language=complement(languages.length_language(low, high)))
 
     def search(self, schema: Any, key: str, pattern: str) -> Dfa:
         try:
@@ -382,7 +385,7 @@ class Goals:
             return ANYTHING if sign else ()
         if not sign:
             return self.leave_out(schema, "format")
-        return ANYTHING if self.is_loose else only("string", language=language)
+        return ANYTHING if self.is_loose else restrict("string", language=language)
 
     def bounds(self, schema: Any) -> Dfa:
         language = languages.PLAIN
@@ -415,17 +418,17 @@ class Goals:
                 self.goal(others),
                 "additionalProperties" in schema,
             )
-            return only("object", members=(members,))
+            return restrict("object", members=(members,))
         shapes = [shape for name, part in listed.items() for shape in self.present(name, self.goal(part, False))]
         known = tuple((language, NO_VALUE) for language in languages_of.values())
-        some = Members(dict.fromkeys(listed, NO_VALUE), known, self.goal(others, False))
-        keys = [("additionalProperties", some)] if some.others != NO_VALUE else []
+        demand = Members(dict.fromkeys(listed, NO_VALUE), known, self.goal(others, False))
+        keys = [("additionalProperties", demand)] if demand.others != NO_VALUE else []
         for name, part in patterns.items():
             if (goal := self.goal(part, False)) != NO_VALUE:
                 keys.append(("patternProperties", Members({}, ((languages_of[name], goal),), NO_VALUE)))
-        for key, some in keys:
+        for key, demand in keys:
             self.leave_out(schema, key)
-            shapes += violating("object", some=(some,), least=1)
+            shapes += make_shapes("object", demands=(demand,), min_count=1)
         return shapes
 
     def present(self, name: str, goal: Goal = OPEN) -> tuple[Shape, ...]:
@@ -433,7 +436,7 @@ class Goals:
         if goal == NO_VALUE:
             return ()
         members = (Members({name: goal}, is_negative=True),)
-        return violating("object", members=members, required=(name,), offered=frozenset({name}), least=1)
+        return make_shapes("object", members=members, required=(name,), implied=frozenset({name}), min_count=1)
 
     def absent(self, name: str) -> dict[str, Any]:
         return {"members": (Members({name: NO_VALUE}, is_negative=True),)}
@@ -441,18 +444,18 @@ class Goals:
     def required(self, schema: Any, sign: bool) -> Iterable[Shape]:
         names = tuple(dict.fromkeys(schema["required"]))
         if sign:
-            return only("object", required=names) if names else ANYTHING
-        return [shape for name in names for shape in violating("object", **self.absent(name))]
+            return restrict("object", required=names) if names else ANYTHING
+        return [shape for name in names for shape in make_shapes("object", **self.absent(name))]
 
     def count(self, schema: Any, sign: bool, kind: str, noun: str) -> Iterable[Shape]:
         low, high = self.limits(schema, noun)
         if sign and high is not None and high < low:
             return [shape for shape in ANYTHING if shape.kind != kind]
         if sign:
-            return only(kind, least=low, most=high)
-        shapes = [*violating(kind, most=low - 1)] if low else []
+            return restrict(kind, min_count=low, max_count=high)
+        shapes = [*make_shapes(kind, max_count=low - 1)] if low else []
         if high is not None and high < languages.MAX_COUNT:
-            shapes += violating(kind, least=high + 1)
+            shapes += make_shapes(kind, min_count=high + 1)
         return shapes
 
     def items(self, schema: Any, sign: bool) -> Iterable[Shape]:
@@ -463,7 +466,7 @@ class Goals:
             front, rest = schema.get("prefixItems", []), items
         if sign:
             listed = {index: self.goal(part) for index, part in enumerate(front)}
-            return only("array", members=(Members(listed, others=self.goal(rest)),))
+            return restrict("array", members=(Members(listed, others=self.goal(rest)),))
         return self.leave_out(schema, "items")
 
 

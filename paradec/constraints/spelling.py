@@ -21,9 +21,9 @@ import numpy as np
 from paradec.constraints.automaton import MAX_EDGES, MAX_STATES, TokenAutomaton
 from paradec.constraints.dfa import ByteAutomaton
 
-MOST_PAIRED = 400
+MAX_PAIRED_TOKENS = 400
 """Maximum size of a vocabulary whose tokens are decoded pair by pair."""
-SAMPLES, LONGEST_SAMPLE = 400, 6
+NUM_SAMPLES, MAX_SAMPLE_LENGTH = 400, 6
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -64,14 +64,14 @@ def _arrays(texts: dict[int, bytes]) -> Texts:
     return np.array(ids, np.int64), length, joined, np.cumsum(length) - length
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, Spelling | None] = weakref.WeakKeyDictionary()
+_SPELLINGS: weakref.WeakKeyDictionary[Any, Spelling | None] = weakref.WeakKeyDictionary()
 
 
 def spelling_of(tokenizer: Any) -> Spelling | None:
     """Find the spelling of a tokenizer; None if no known way of joining tokens agrees with `decode`."""
-    if tokenizer not in _KNOWN:
-        _KNOWN[tokenizer] = next(_matching_spellings(tokenizer), None)
-    return _KNOWN[tokenizer]
+    if tokenizer not in _SPELLINGS:
+        _SPELLINGS[tokenizer] = next(_matching_spellings(tokenizer), None)
+    return _SPELLINGS[tokenizer]
 
 
 def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
@@ -87,7 +87,7 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
         lambda: Spelling(_nonempty(stripped, plain), dict.fromkeys(plain, 1)),
         lambda: Spelling(_nonempty(plain), dict.fromkeys(plain, 0)),
     ]
-    if len(names_by_id) <= MOST_PAIRED:
+    if len(names_by_id) <= MAX_PAIRED_TOKENS:
         builders.append(lambda: _pairwise_spelling(tokenizer, [*names_by_id]))
     special_names = {token: str(name).encode() for token, name in enumerate(names) if token in special}
     for build in builders:
@@ -102,8 +102,8 @@ def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
     rng, ids, num_unreadable = np.random.default_rng(0), np.array([*spelling.after]), 0
     if not len(ids):
         return False
-    for sample in range(SAMPLES):
-        chosen = rng.choice(ids, 1 + sample % LONGEST_SAMPLE).tolist()
+    for sample in range(NUM_SAMPLES):
+        chosen = rng.choice(ids, 1 + sample % MAX_SAMPLE_LENGTH).tolist()
         if (encoded := spelling.read(chosen)) is None:
             num_unreadable += 1
             continue
@@ -113,7 +113,7 @@ def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
             continue
         if tokenizer.decode(chosen, skip_special_tokens=True) != text:
             return False
-    return num_unreadable <= SAMPLES // 2
+    return num_unreadable <= NUM_SAMPLES // 2
 
 
 def _nonempty(*contexts: dict[int, bytes]) -> tuple[dict[int, bytes], ...]:
@@ -121,15 +121,15 @@ def _nonempty(*contexts: dict[int, bytes]) -> tuple[dict[int, bytes], ...]:
 
 
 def _pairwise_spelling(tokenizer: Any, ids: list[int]) -> Spelling:
-    """Build a spelling from all pairs of tokens; tokens after which every token reads the same share a context."""
+    """Build a spelling from all pairs of tokens; tokens after which every token has the same text share a context."""
     first = {token: tokenizer.decode([token], skip_special_tokens=True) for token in ids}
     contexts: dict[tuple[str | None, ...], int] = {}
     context_after = {}
     for previous, text in first.items():
         pairs = [tokenizer.decode([previous, token], skip_special_tokens=True) for token in ids]
-        reads = tuple(pair[len(text) :] if pair.startswith(text) else None for pair in pairs)
-        context_after[previous] = contexts.setdefault(reads, len(contexts) + 1)
-    texts = [{token: text.encode() for token, text in zip(ids, reads, strict=True) if text} for reads in contexts]
+        following = tuple(pair[len(text) :] if pair.startswith(text) else None for pair in pairs)
+        context_after[previous] = contexts.setdefault(following, len(contexts) + 1)
+    texts = [{token: text.encode() for token, text in zip(ids, context, strict=True) if text} for context in contexts]
     return Spelling(({token: text.encode() for token, text in first.items() if text}, *texts), context_after)
 
 
@@ -140,8 +140,8 @@ def _sentence_piece_bytes(name: str) -> bytes:
 
 def _byte_level_bytes(name: str) -> bytes:
     """Bytes of a token name in GPT-2's byte alphabet; other names are plain text."""
-    if all(sign in _ALPHABET for sign in name):
-        return bytes(_ALPHABET[sign] for sign in name)
+    if all(char in _ALPHABET for char in name):
+        return bytes(_ALPHABET[char] for char in name)
     return name.encode()
 
 
@@ -150,7 +150,7 @@ _INVISIBLE = [byte for byte in range(256) if byte not in _VISIBLE]
 _ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_INVISIBLE)}
 
 
-MOST_WAYS, MOST_LITERALS = 8, 64
+MAX_NEXT_BYTES, MAX_LITERALS = 8, 64
 """Maximum number of next bytes inside a literal, and of literals from one state."""
 LITERAL_CONTEXTS = "", "\n", "a", '"'
 MAX_ENTRIES = 2**23
@@ -163,8 +163,8 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     The states are pairs of a byte state and a context of the `Spelling`. No token spans the end of a marker.
 
     Args:
-        encode: tokenises texts (`spell_texts`). Literals are then spelled as the tokenizer spells them, and no token
-            joins a literal with other text; if the tokenizer cannot spell all literals, as None: any spelling.
+        encode: tokenises texts (`spell_texts`). Literals then have the tokenizer's spelling, and no token joins a
+            literal with other text. Without it, or if the tokenizer cannot spell all literals: any spelling.
 
     Raises:
         ValueError: more than `MAX_STATES` or `MAX_EDGES`.
@@ -175,7 +175,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     # context 0, the beginning of a text, only lasts while special tokens are read
     states = [np.arange(size if num_contexts == 1 or context else begin + 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
-    _check(int(offsets[-1]), "states", MAX_STATES)
+    _check_size(int(offsets[-1]), "states", MAX_STATES)
     spelled = None
     if encode is not None:
         free, literals = find_literals(source)
@@ -189,24 +189,24 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
         map_of_token[ids[ids < vocab_size], context] = map_ids[ids < vocab_size]
         maps.append(context_map)
     literal_edges, num_states = spelled or ([], int(offsets[-1]))
-    _check(num_states, "states", MAX_STATES)
+    _check_size(num_states, "states", MAX_STATES)
     literal_tokens = np.unique(np.array([token for _, token, _ in literal_edges], np.int64))
     tokens = np.union1d(np.flatnonzero((map_of_token >= 0).any(1)), literal_tokens)
     context_after = np.array([spelling.after.get(token, -1) for token in tokens.tolist()], np.int64)
     # each token of a literal is a class by itself
     literal_classes = np.where(np.isin(tokens, literal_tokens), tokens, -1)
     keys = np.column_stack((map_of_token[tokens], context_after, literal_classes))
-    kinds, kind = np.unique(keys, axis=0, return_inverse=True)
-    order = np.argsort(kind.ravel(), kind="stable")
-    members = np.split(tokens[order], np.cumsum(np.bincount(kind.ravel(), minlength=len(kinds)))[:-1])
+    class_keys, classes = np.unique(keys, axis=0, return_inverse=True)
+    order = np.argsort(classes.ravel(), kind="stable")
+    members = np.split(tokens[order], np.cumsum(np.bincount(classes.ravel(), minlength=len(class_keys)))[:-1])
     count = len(literal_edges)
-    for context_maps, map_ids in zip(maps, kinds.T, strict=False):
+    for context_maps, map_ids in zip(maps, class_keys.T, strict=False):
         count += sum(len(context_maps[map_id][0]) for map_id in map_ids[map_ids >= 0].tolist())
-    _check(count, "edges", MAX_EDGES)
-    class_of = {int(token): index for index, token in enumerate(kinds[:, -1]) if token >= 0}
+    _check_size(count, "edges", MAX_EDGES)
+    class_of = {int(token): index for index, token in enumerate(class_keys[:, -1]) if token >= 0}
     rows = [(state, class_of[token], target) for state, token, target in literal_edges]
     edges = [np.array(rows, np.int64).reshape(-1, 3)]
-    for index, (*class_maps, following, _) in enumerate(kinds.tolist()):
+    for index, (*class_maps, following, _) in enumerate(class_keys.tolist()):
         for context, map_id in enumerate(class_maps):
             if map_id >= 0:
                 sources, targets = maps[context][map_id]
@@ -243,8 +243,8 @@ def spell_texts(tokenizer: Any, texts: list[str]) -> list[list[list[int]]]:
 def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
     """Split an automaton into literals and the rest.
 
-    A literal is a text through states with few next bytes, as keys, punctuation and enumerations are. Returns the
-    automaton without the literals' moves, and the literals.
+    A literal is a text through states with few next bytes, such as a key, punctuation or a value of an enumeration.
+    Returns the automaton without the literals' moves, and the literals.
     """
     bytes_of = [np.flatnonzero(source.letter_of == letter) for letter in range(source.step.shape[1])]
     byte_of = [int(values[0]) if len(values) == 1 else -1 for values in bytes_of]
@@ -252,7 +252,7 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
         [(byte_of[letter], int(row[letter])) for letter in np.flatnonzero(row >= 0).tolist()] for row in source.step
     ]
     is_literal = [
-        not accept and 0 < len(row) <= MOST_WAYS and all(byte >= 0 for byte, _ in row)
+        not accept and 0 < len(row) <= MAX_NEXT_BYTES and all(byte >= 0 for byte, _ in row)
         for row, accept in zip(moves, source.accept.tolist(), strict=True)
     ]
     step, literals, heads = source.step.copy(), Literals(), [*dict.fromkeys((0, source.begin))]
@@ -262,7 +262,7 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
         leaves += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
         text_ends, seen = list[tuple[bytes, int]](), {head}
         for text, state in leaves:  # breadth first: `leaves` grows
-            if not is_literal[state] or text and state in seen or len(leaves) > MOST_LITERALS:
+            if not is_literal[state] or text and state in seen or len(leaves) > MAX_LITERALS:
                 text_ends.append((text, state))
             else:
                 leaves += [(text + bytes([byte]), target) for byte, target in moves[state]]
@@ -281,12 +281,12 @@ def _spell_literals(
 ) -> tuple[list[tuple[int, int, int]], int] | None:
     """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states including new
     ones. None if the tokenizer cannot spell a literal, or lacks a token of a single printable byte."""
-    single = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
+    single_bytes = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
     try:
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
     except UnicodeDecodeError:
         return None
-    if not all(bytes([byte]) in known for known in single for byte in range(0x21, 0x7F)):
+    if not all(bytes([byte]) in texts_of_byte for texts_of_byte in single_bytes for byte in range(0x21, 0x7F)):
         return None
     spellings = dict(zip(texts, encode(texts), strict=True))
     edges, ids, count = list[tuple[int, int, int]](), dict[Any, int](), int(offsets[-1])
@@ -302,16 +302,16 @@ def _spell_literals(
                     return None
                 spelled.add((tuple(readable[0]), int(offsets[spelling.after[readable[0][-1]]]) + state))
             todo.append((int(offsets[context]) + head, frozenset(spelled)))
-    for source, rest in todo:  # `todo` grows; literals with equal remaining tokens share a state
-        ways: dict[int, set[tuple[tuple[int, ...], int]]] = {}
-        for tokens, target in rest:
-            ways.setdefault(tokens[0], set()).add((tokens[1:], target))
-        for token, others in ways.items():
-            (first, target), *more = others
+    for source, sequences in todo:  # `todo` grows; literals with equal remaining tokens share a state
+        tails_of: dict[int, set[tuple[tuple[int, ...], int]]] = {}
+        for tokens, target in sequences:
+            tails_of.setdefault(tokens[0], set()).add((tokens[1:], target))
+        for token, tails in tails_of.items():
+            (first, target), *more = tails
             if not first and not more:
                 edges.append((source, token, target))
                 continue
-            key = frozenset(others)
+            key = frozenset(tails)
             if key not in ids:
                 ids[key] = count
                 todo.append((count, key))
@@ -320,7 +320,7 @@ def _spell_literals(
     return edges, count
 
 
-def _check(count: int, name: str, limit: int) -> None:
+def _check_size(count: int, name: str, limit: int) -> None:
     if count > limit:
         raise ValueError(f"the constraint needs an automaton of more than {limit} {name} over the model's tokens")
 
@@ -352,6 +352,6 @@ def _walk_texts(source: ByteAutomaton, start_states: np.ndarray, texts: Texts) -
             if stepped[index] == len(maps):
                 maps.append((sources, targets))
                 size += len(sources)
-                _check(size, "edges", MAX_ENTRIES)
+                _check_size(size, "edges", MAX_ENTRIES)
         map_ids[live] = stepped[back]
     return map_ids, maps

@@ -25,7 +25,7 @@ from paradec.core.packaged import vocabulary_hint
 
 MAX_CACHED_BYTES = 2**28
 """Limit of the bytes of automata cached per tokenizer."""
-DEEPEST = 8
+MAX_DEPTH = 8
 """Maximum `depth` of a schema."""
 
 
@@ -88,8 +88,8 @@ class Constraint:
         spelling = spelling_of(tokenizer)
         if spelling is None:
             raise ValueError(
-                f"constraint={short_repr(self)}: it is unknown which texts the tokenizer's tokens spell together; only "
-                "paradec.Choice works with this tokenizer, without after"
+                f"constraint={short_repr(self)}: paradec does not know how this tokenizer joins tokens to texts; only "
+                "paradec.Choice works with it, without after"
             )
         return self.lift(spelling, vocab_size, partial(spell_texts, tokenizer))
 
@@ -170,7 +170,7 @@ class Choice(Constraint):
         if self.after is not None:
             return super().to_token_automaton(tokenizer, vocab_size)
 
-        def spelled() -> Iterator[list[int]]:
+        def spell_choices() -> Iterator[list[int]]:
             for text in self.choices:
                 ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
                 if tokenizer.decode(ids, skip_special_tokens=True) != text:
@@ -178,7 +178,7 @@ class Choice(Constraint):
                     raise ValueError(f"choices: the tokenizer cannot write {text!r}{hint}")
                 yield ids
 
-        return build_sequence_automaton(spelled(), vocab_size)
+        return build_sequence_automaton(spell_choices(), vocab_size)
 
 
 def build_sequence_automaton(sequences: Iterable[Sequence[int]], vocab_size: int) -> TokenAutomaton:
@@ -223,7 +223,7 @@ class JsonSchema(Constraint):
     def __post_init__(self) -> None:
         super().__post_init__()
         schema = self.schema
-        check_int("depth", self.depth, low=0, high=DEEPEST)
+        check_int("depth", self.depth, low=0, high=MAX_DEPTH)
         check_choice("spelling", self.spelling, ("tokenizer", "any"))
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -344,7 +344,7 @@ class ToolCalls(Constraint):
 
     @classmethod
     def from_functions(cls, functions: Sequence[Mapping[str, Any]], after: str | None = None) -> ToolCalls:
-        """Build it from the "function" objects of OpenAI's `tools`."""
+        """Build a constraint from the "function" objects of OpenAI's `tools`."""
         tools = []
         for function in functions:
             try:

@@ -147,7 +147,7 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
         lambda: paradec.generate(tiny_with_texts(), [[1, 2]], constraint=NESTED, max_new_tokens=6),
         "is for causal models",
     )
-    refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "read differently")
+    refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "depends on its position")
     refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "needs an end token")
 
     def read(model: Any, **form: Any) -> Any:
@@ -180,7 +180,7 @@ def test_llguidance_allows_a_subset_of_the_automata() -> None:
             state, theirs = 0, texts.begin
             for _ in range(12):
                 ours = np.zeros(size, bool)
-                for index in automaton.after(state)[0]:
+                for index in automaton.transitions(state)[0]:
                     ours[automaton.members[index]] = True
                 actual = texts.fits(theirs)
                 assert not (actual & ~ours).any(), (pattern, theirs)

@@ -281,7 +281,7 @@ def test_references(schema: Any, yes: Any, no: Any) -> None:
         ({"items": {"enum": [1, 2]}, "not": {"items": {"const": 1}}}, "values that violate not.items"),
         ({"$id": "http://x/y/", "$defs": {"p": {"$id": "z/p", "$ref": "q"}, "q": {"$id": "q"}, "r": {"$id": "z/q"}},
             "allOf": [
-            {"$ref": "z/p"}]}, "read differently by the drafts"),
+            {"$ref": "z/p"}]}, "different meanings in the drafts"),
     ],
 )  # fmt: skip
 def test_malformed_schemas_name_keyword_and_path(schema: Any, part: str) -> None:
@@ -354,7 +354,7 @@ def accepted_sequences(automaton: TokenAutomaton, max_tokens: int) -> list[list[
     for ids, state in todo:
         if automaton.accept[state]:
             result.append(ids)
-        for index, target in zip(*automaton.after(state), strict=True):
+        for index, target in zip(*automaton.transitions(state), strict=True):
             if len(ids) < max_tokens:
                 todo += [([*ids, token], int(target)) for token in automaton.members[index].tolist()]
     return result

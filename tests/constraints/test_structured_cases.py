@@ -59,7 +59,7 @@ def test_marginals(name: str) -> None:
     actual = Marginals(ours, torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf), canvas, 0, ours.accept)
     assert math.exp(actual.log_z()) == pytest.approx(expected["z"], rel=1e-9)
     undecided = [at for at, token in enumerate(canvas) if token is None]
-    marginals = actual.conditioned().softmax(-1)[:, :size]
+    marginals = actual.conditioned_logits().softmax(-1)[:, :size]
     wanted = torch.tensor(expected["marginals"], dtype=torch.float64)[undecided]
     torch.testing.assert_close(marginals, wanted, rtol=1e-9, atol=1e-15)
     best = [*canvas]
@@ -70,7 +70,7 @@ def test_marginals(name: str) -> None:
     assert probability == pytest.approx(expected["best_probability"], rel=1e-9)
     for uniform, text in zip(expected["uniforms"], expected["draws"], strict=True):
         assert actual.sample(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
-    fits = passes.possible(ours, canvas, 0, ours.accept)
+    fits = passes.possible_classes(ours, canvas, 0, ours.accept)
     allowed = [sorted(np.concatenate([ours.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits]
     assert [allowed[at] for at in undecided] == [expected["allowed"][at] for at in undecided]
     for at, token in enumerate(canvas):  # a class may hold more than what is there

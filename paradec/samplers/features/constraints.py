@@ -74,7 +74,7 @@ class SpanConstraint(Feature):
     def _marginals(self, state: Any, part: Part, logits: Tensor) -> Marginals | None:
         """Compute the marginals of a part; None for NaN or infinite logits, which `commit` reports."""
         marginals = Marginals(part.span.automaton, logits, part.tokens, part.state, part.last)
-        if marginals.broken:
+        if marginals.has_invalid_logits:
             return None
         if marginals.total == -np.inf:
             step = int(state.row_step[part.row])
@@ -88,7 +88,7 @@ class SpanConstraint(Feature):
         """Apply the request's filters to marginals; the likeliest text stays possible."""
         if state.request.filters == NO_FILTERS:
             return marginals
-        allowed = filter_logits(marginals.conditioned(), *state.request.filters) > -torch.inf
+        allowed = filter_logits(marginals.conditioned_logits(), *state.request.filters) > -torch.inf
         allowed.scatter_(1, marginals.best().unsqueeze(1), True)
         filtered = self._marginals(state, part, marginals.logits.masked_fill(~allowed, -torch.inf))
         assert filtered is not None
@@ -191,7 +191,7 @@ class MaskedConstraint(SpanConstraint):
         scoring = marginals if needs.score_from == "raw" else sampling
         if needs.reads == ("confidence",):
             return tokens, {"confidence": scoring.probabilities(tokens)}
-        return token_statistics(scoring.conditioned(), needs.reads, tokens)
+        return token_statistics(scoring.conditioned_logits(), needs.reads, tokens)
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
         """Write certain tokens of newly opened blocks, at temperature 0."""
@@ -225,7 +225,7 @@ class MaskedConstraint(SpanConstraint):
         certain = {}
         for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
             automaton = part.span.automaton
-            fits = passes.possible(automaton, part.tokens, part.state, part.last)
+            fits = passes.possible_classes(automaton, part.tokens, part.state, part.last)
             for slot, token in enumerate(part.tokens):
                 classes = np.flatnonzero(fits[slot])
                 if token is None and automaton.sizes[classes].sum() == 1:
@@ -327,7 +327,7 @@ class CanvasConstraint(SpanConstraint):
                     continue  # `commit` raises the error
                 marginals = self._filter(state, part, marginals)
                 best_tokens[index, columns] = marginals.best()
-                logits[index, columns] = marginals.conditioned() * temperature[index]
+                logits[index, columns] = marginals.conditioned_logits() * temperature[index]
                 self._parts.append((index, part, columns, marginals))
         return logits, best_tokens
 
@@ -356,7 +356,7 @@ class SpanTexts:
 
     def _fitting(self, state: int, num_read: int) -> np.ndarray:
         """[k] int64: classes of the tokens that a text can have next."""
-        classes, next_states = self.span.automaton.after(state)
+        classes, next_states = self.span.automaton.transitions(state)
         return np.asarray(classes[self.span.after(num_read + 1)[next_states]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:

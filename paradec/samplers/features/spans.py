@@ -33,7 +33,7 @@ class Span(NamedTuple):
         if self.table is not None:
             return self.table[slot]
         states = self.automaton.reach(self.stop - self.first - slot)
-        return states if self.budget is None else states & self.automaton.in_time(self.budget - slot)
+        return states if self.budget is None else states & self.automaton.within_budget(self.budget - slot)
 
 
 class Part(NamedTuple):
@@ -136,7 +136,7 @@ def _make_span(
     if automaton.end < 0 or any(token is not None for token in fixed):
         check_table(value, automaton.states, len(fixed) + 1, 1)
         if budget is not None:
-            last = np.stack([automaton.in_time(budget - slot) for slot in range(len(fixed))] + [last])
+            last = np.stack([automaton.within_budget(budget - slot) for slot in range(len(fixed))] + [last])
         table = passes.completions(automaton, fixed, last)
     span = Span(automaton, first, first + len(fixed), table, budget)
     if not span.after(0)[0]:

@@ -220,7 +220,7 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
 
     def certain(first: int, stop: int) -> list[list[int]]:
         begin, last, automaton = spans[0]
-        fits = passes.possible(automaton, canvas[begin:last], 0, automaton.accept)
+        fits = passes.possible_classes(automaton, canvas[begin:last], 0, automaton.accept)
         found = []
         for at in range(first, stop):
             ids = np.concatenate([automaton.members[index] for index in np.flatnonzero(fits[at])])
@@ -250,7 +250,7 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
                 padded = torch.nn.functional.pad(logits[places], (0, 2), value=-torch.inf)
                 found = Marginals(automaton, padded, span_canvas, 0, accept)
                 z *= math.exp(found.log_z())
-                best = found.conditioned().softmax(-1)[:, :size].max(-1)
+                best = found.conditioned_logits().softmax(-1)[:, :size].max(-1)
                 scores |= dict(zip(places, best.values.tolist(), strict=True))
                 tokens |= dict(zip(places, best.indices.tolist(), strict=True))
             free = [at for at in scores if begin <= at < stop]
