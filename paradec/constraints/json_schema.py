@@ -13,18 +13,7 @@ from typing import Any, TypeVar
 
 from paradec.constraints import expressions, languages
 from paradec.constraints.dfa import Dfa, complement, difference, explore, intersect, to_dfa, to_node
-from paradec.constraints.expressions import (
-    EMPTY,
-    NEVER,
-    Characters,
-    Machine,
-    Node,
-    Ranges,
-    either,
-    repeat,
-    sequence,
-    text,
-)
+from paradec.constraints.expressions import NEVER, Characters, Machine, Node, Ranges, either, repeat, sequence, text
 from paradec.constraints.regex import parse
 from paradec.constraints.schema_document import SchemaDocument
 from paradec.constraints.schema_shapes import NO_VALUE, OPEN, Goal, Goals, Shape
@@ -205,7 +194,7 @@ class _Writer:
             if child != OPEN or self.depth > 0
         )
         if shape.max_count == 0:
-            return NEVER if required else braces(EMPTY)
+            return NEVER if required else braces(expressions.EMPTY)
         members = _members([*entries.values()], rest, shape.min_count > 0)
         first = {name: entries[name] for name in required} | entries
         if [*first] != [*entries] and not shape.implied and members.size <= MAX_REORDERED:
