@@ -1,6 +1,6 @@
 """SparseD: full attention in the first steps, then attention only over the key blocks with the most weight per head.
 Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. A head attends to the same
-blocks in successive steps. So every layer lists the blocks of each head once, in the last dense step. Kernels:
+blocks in successive steps. So the last dense step lists the blocks of each layer and head, once. Kernels:
 `paradec.kernels.block_sparse`."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SparseDState:
 
     def __init__(self, settings: SparseD, state: Any, scheduled: bool):
         self.settings = settings
-        self.found_at = np.full(state.batch, -1)
+        self.listed_at = np.full(state.batch, -1)
         """[B] int64: the row's step that made its lists, or -1."""
         self.length = state.length.copy()
         """[B] int64: positions at that step."""
@@ -107,12 +107,10 @@ class SparseDState:
         """`BlockIndex` of branches * B rows per layer."""
         self.peak_bytes = 0
         self._density: np.ndarray | None = None
-        masks = state.total
-        if not scheduled:
-            self._dense_until = (masks * settings.skip).astype(np.int64) + 1
-        else:
-            steps = masks if state.request.steps is None else np.full(state.batch, state.request.steps)
-            self._dense_until = (steps * settings.skip).astype(np.int64) + 1
+        steps = state.total  # masks of each row
+        if scheduled and state.request.steps is not None:
+            steps = np.full(state.batch, state.request.steps)
+        self._dense_until = (steps * settings.skip).astype(np.int64) + 1
         if settings.dense_steps is not None:
             scheduled, self._dense_until = True, np.full(state.batch, settings.dense_steps - 1)
         self._scheduled = scheduled
@@ -123,10 +121,10 @@ class SparseDState:
         """[N] int64: mode (DENSE, ESTIMATE or SPARSE) of `rows` [N] in a call. is_full: the call evaluates whole
         rows."""
         step, interval = state.row_step[rows], self.settings.refresh_pattern_every
-        has_lists = (self.found_at[rows] >= 0) & (self.length[rows] == state.length[rows])
+        has_lists = (self.listed_at[rows] >= 0) & (self.length[rows] == state.length[rows])
         is_due = ~has_lists & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
         if interval is not None:
-            is_due |= has_lists & (step - self.found_at[rows] >= interval)
+            is_due |= has_lists & (step - self.listed_at[rows] >= interval)
         if not is_full:
             return np.where(has_lists, SPARSE, DENSE)
         return np.where(is_due, ESTIMATE, np.where(has_lists, SPARSE, DENSE))
@@ -146,7 +144,7 @@ class SparseDState:
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
             self.calls[modes, rows] += 1
             estimated = rows[modes == ESTIMATE]
-            self.found_at[estimated], self.length[estimated] = state.row_step[estimated] - 1, state.length[estimated]
+            self.listed_at[estimated], self.length[estimated] = state.row_step[estimated] - 1, state.length[estimated]
 
     # ---- lists -----------------------------------------------------------------------------------------------------
 
@@ -177,18 +175,18 @@ class SparseDState:
     def release(self) -> None:
         """Free the lists; `report` still has their density and size."""
         if self.layers:
-            self._density = self._listed_share()
+            self._density = self._list_density()
         self.layers = {}
 
-    def _listed_share(self) -> np.ndarray:
+    def _list_density(self) -> np.ndarray:
         """[B] float64: share of block pairs in the lists, mean over layers, heads and branches."""
         num_listed = torch.stack([index.count.double().sum(2).mean(1).cpu() for index in self.layers.values()]).mean(0)
         blocks = -(-self.length // self.settings.block_size)
         return num_listed.view(-1, len(self.length)).mean(0).numpy() / blocks**2
 
     def report(self) -> AttentionCost:
-        density = self._listed_share() if self.layers else self._density
-        has_lists = self.found_at >= 0
+        density = self._list_density() if self.layers else self._density
+        has_lists = self.listed_at >= 0
         return AttentionCost(
             attention=self.settings.name,
             dense_calls=self.calls[DENSE].tolist(),
@@ -231,7 +229,7 @@ class SparsePlan:
         self.lengths = np.tile(state.length[rows], state.branches)
         self.prompts = np.tile(state.prompt_length[rows], state.branches)
         # [n] int64 each: the call's rows by mode
-        self.dense, self.due, self.sparse = (np.flatnonzero(self.modes == mode) for mode in range(3))
+        self.dense, self.estimate, self.sparse = (np.flatnonzero(self.modes == mode) for mode in range(3))
         self.tiles: Any = None
         if len(self.sparse):
             from paradec.kernels.block_sparse.lists import QueryTiles
@@ -263,13 +261,13 @@ class SparsePlan:
         outputs = []
         if len(self.dense):
             outputs.append(dense(*_rows(self.dense, query, key, value, mask)))
-        if len(self.due):
-            outputs.append(self._find_lists(dense, layer, _rows(self.due, query, key, value, mask), scale))
+        if len(self.estimate):
+            outputs.append(self._make_lists(dense, layer, _rows(self.estimate, query, key, value, mask), scale))
         if len(self.sparse):
             outputs.append(self._attend_sparse(layer, *_rows(self.sparse, query, key, value), scale=scale))
         if len(outputs) == 1:
             return outputs[0]
-        order = np.argsort(np.concatenate((self.dense, self.due, self.sparse)))
+        order = np.argsort(np.concatenate((self.dense, self.estimate, self.sparse)))
         return torch.cat(outputs).index_select(0, torch.as_tensor(order, device=query.device))
 
     def _attend_sparse(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
@@ -287,32 +285,32 @@ class SparsePlan:
             backend=self.owner.settings.backend,
         ).transpose(1, 2)
 
-    def _find_lists(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
+    def _make_lists(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
         """Compute full attention of the rows in mode ESTIMATE and store their lists. inputs: their query, key, value
         and mask."""
         from paradec.kernels import block_sparse as kernels
 
         query, key, value, _ = inputs
-        settings, lengths = self.owner.settings, self.lengths[self.due]
-        first = kernels.generation_block(lengths, lengths - self.prompts[self.due], settings.block_size)
+        settings, lengths = self.owner.settings, self.lengths[self.estimate]
+        first = kernels.generation_block(lengths, lengths - self.prompts[self.estimate], settings.block_size)
         longest, sums = int(lengths.max()), None
         backend = "auto" if settings.backend == "flex" else settings.backend
-        shared: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
-        if kernels.runs_on(backend, query, settings.block_size) == "triton":
+        options: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
+        if kernels.choose_backend(backend, query, settings.block_size) == "triton":
             # the dense step computes the log-sum-exps, so `block_means` needs no first pass
-            output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **shared)
+            output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **options)
             output, sums = output.transpose(1, 2), sums[:, :, :longest]
         else:
             output = dense(*inputs)
         query, key = query[:, :, :longest], key[:, :, :longest]
-        means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=sums, **shared)
+        means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=sums, **options)
         joint = None
         if settings.selection == "reference":
-            joint = kernels.block_means(query, key, settings.block_size, logsumexp=sums, **shared)
+            joint = kernels.block_means(query, key, settings.block_size, logsumexp=sums, **options)
         index = kernels.select_blocks(
             means, settings.select, settings.block_size, lengths=lengths, first=first, joint=joint
         )
-        self.owner.store_lists(layer, self.rows[self.due], index, self.branches)
+        self.owner.store_lists(layer, self.rows[self.estimate], index, self.branches)
         return output
 
 

@@ -84,7 +84,7 @@ class Cache(Component):
 
     Class attributes:
         exact_when: further conditions, besides `facts.exact_on`, under which logits equal those without a cache; text.
-        costly_rows: whether partial steps gather single positions, which is slow for one short row.
+        gathers_positions: whether partial steps gather single positions, which is slow for one short row.
         device_step: whether `compile=True` works: `range` accepts tensors, or is not needed. Not inherited.
     """
 
@@ -92,7 +92,7 @@ class Cache(Component):
     family: ClassVar[str] = "cache"
     facts: ClassVar[CacheFacts] = CacheFacts()
     exact_when: ClassVar[str] = ""
-    costly_rows: ClassVar[bool] = False
+    gathers_positions: ClassVar[bool] = False
     device_step: ClassVar[bool] = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -128,8 +128,8 @@ class Cache(Component):
         """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
 
-def level_parts(state: Any, chosen: np.ndarray) -> list[Part] | None:
-    """Put the `chosen` running rows into one "full" part; None if lengths differ or positions are left out."""
+def level_parts(state: Any, index: np.ndarray) -> list[Part] | None:
+    """Put the running rows `index` into one "full" part; None if lengths differ or positions are left out."""
     if not state.level or state.reuses or state.present is not None:
         return None
-    return [Part(chosen, state.columns[: len(chosen)], None, "full")]
+    return [Part(index, state.columns[: len(index)], None, "full")]

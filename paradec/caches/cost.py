@@ -66,9 +66,9 @@ class CacheCost:
 def why_not_worthwhile(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
     """Why a cache is not worthwhile for rows of at most `positions`, and what to use instead, or None. On a GPU, kernel
     launches and weight reads limit calls for one row, whatever its length."""
-    if not cache.costly_rows or rows > 1 or (device != "cuda" and positions >= MIN_POSITIONS):
+    if not cache.gathers_positions or rows > 1 or (device != "cuda" and positions >= MIN_POSITIONS):
         return None
     return (
-        f"cache={cache.name!r} gathers single positions, which one row of {positions} positions on {device} hardly "
-        "repays: use cache='dual' or 'vicinity', more rows, or cache='none'"
+        f"cache={cache.name!r} gathers single positions, which is slow for one row of {positions} positions on "
+        f"{device}: use cache='dual' or 'vicinity', more rows, or cache='none'"
     )

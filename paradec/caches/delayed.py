@@ -67,21 +67,21 @@ class DelayedCache(RangeCache):
 
     def _waiting_ends(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[R] int64: end of the waiting blocks; the end of the cached blocks if none waits."""
-        is_full = state.block_start[rows]
+        full_end = state.block_start[rows]
         if (self.waiting or ("all" if state.facts.shift else "first")) == "all":
-            return is_full
+            return full_end
         end, earlier_ends = state.cache_state[rows, 0], state.cache_state[rows, 1]
-        block = np.minimum(state.blocks.open(end, state.prompt_length[rows], state.length[rows]), is_full)
+        block_end = np.minimum(state.blocks.open(end, state.prompt_length[rows], state.length[rows]), full_end)
         # blocks wait only after the prompt has waited
-        block = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block)
-        return np.where(earlier_ends > end, earlier_ends, block)
+        block_end = np.where(state.row_step[rows] + 1 < self.cache_delay_iter, end, block_end)
+        return np.where(earlier_ends > end, earlier_ends, block_end)
 
     def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         steps, kept_ends = state.row_step[rows], state.cache_state[rows]
         keeps_block = kept_ends[:, -1] > kept_ends[:, 0]  # a block has waited long enough
-        waiting_ends = state.block_start[rows] > kept_ends[:, -1]
+        has_waiting = state.block_start[rows] > kept_ends[:, -1]
         is_due = (steps + 1) % self.refresh_interval == 0
-        return (steps < self.cache_delay_iter) | ~keeps_block & (waiting_ends | is_due)
+        return (steps < self.cache_delay_iter) | ~keeps_block & (has_waiting | is_due)
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return widen_to_blocks(state, rows, state.cache_state[rows, 0], state.length[rows])

@@ -63,9 +63,9 @@ class DkvDecode(SubsetCache):
         return (step <= 1) | (step % self.interval(state) == 0)
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        return ~self.kept_positions(state, rows)
+        return ~self.cached_positions(state, rows)
 
-    def kept_positions(self, state: Any, rows: np.ndarray) -> np.ndarray:
+    def cached_positions(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[N, L] bool: positions whose stored keys and values are used."""
         is_stable = self.is_stable(state, rows)
         if not state.facts.shift:
@@ -91,5 +91,5 @@ class DkvDecode(SubsetCache):
         column = np.arange(state.canvas.shape[1])
         block = (column >= state.block_start[rows, None]) & (column < state.block_end[rows, None])
         undecided = block & state.cache_state.undecided(rows)
-        evaluated = ~self.kept_positions(state, rows)
+        evaluated = ~self.cached_positions(state, rows)
         return (undecided[:, 1:] & evaluated[:, :-1]).any(1) | (undecided[:, 0] & evaluated[:, 0])

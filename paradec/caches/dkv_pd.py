@@ -33,4 +33,4 @@ class DkvPD(DkvDecode):
         if state.facts.shift and self.shift_type == "right":
             is_due |= ~self._any_logits(state, rows)
         is_answer = np.arange(state.canvas.shape[1]) >= state.prompt_length[rows, None] - state.facts.shift
-        return is_answer & (is_due[:, None] | ~self.kept_positions(state, rows))
+        return is_answer & (is_due[:, None] | ~self.cached_positions(state, rows))

@@ -114,7 +114,7 @@ class KeptPrefix:
     def match_rows(self, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Find the stored row with the longest common prefix for each row of ids, and the length: both [B] int64."""
         ids = [np.array(row, np.int64) for row in rows]
-        counts = np.array([[common_length(row, kept) for kept in self._ids] for row in ids])
+        counts = np.array([[common_length(row, stored) for stored in self._ids] for row in ids])
         return counts.argmax(1), counts.max(1)
 
 
@@ -124,10 +124,10 @@ class Reuse:
 
     counts: np.ndarray
     """[B] int64: number of leading positions of each row."""
-    kept: KeptPrefix | None
+    prefix: KeptPrefix | None
     """Source of keys and values; None: the rows' common prefix, which is evaluated first."""
     source: np.ndarray
-    """[B] int64: row of `kept` for each row."""
+    """[B] int64: row of `prefix` for each row."""
     shared: bool
     """Whether all rows read one stored row in place; otherwise each row has a copy."""
     tokens: list[int]
@@ -141,12 +141,12 @@ class Reuse:
     def fill(self, store: Any, model: Any, cache: StoredCache, causal_keys: bool) -> bool:
         """Fill the store. Returns whether the model was called."""
         if not self.shared:
-            store.load(self.kept, self.source, self.counts)
+            store.load(self.prefix, self.source, self.counts)
             return False
-        kept = prefill(model, self.tokens, cache, causal_keys) if self.kept is None else self.kept
+        prefix = prefill(model, self.tokens, cache, causal_keys) if self.prefix is None else self.prefix
         row, size = int(self.source[0]), self.start
-        store.shared = SharedPrefix({layer: (k[row, :size], v[row, :size]) for layer, (k, v) in kept.layers.items()})
-        return self.kept is None
+        store.shared = SharedPrefix({layer: (k[row, :size], v[row, :size]) for layer, (k, v) in prefix.layers.items()})
+        return self.prefix is None
 
 
 class SharedPrefix:
@@ -205,7 +205,7 @@ def plan_reuse(
     if prefix is not None and not isinstance(prefix, KeptPrefix):
         raise ValueError(f"prefix={short_repr(prefix)} must be the `prefix` of an output made with keep_prefix=True")
     if prefix is not None and share:
-        raise ValueError("prefix and share_prefix=True both say what rows begin with; give one of them")
+        raise ValueError("prefix and share_prefix=True both choose the rows' prefix; give one of them")
     if not isinstance(cache, StoredCache):
         raise ValueError(f"{names[0]} needs a cache that keeps keys and values; cache={cache.name!r} keeps none")
     if branches > 1:

@@ -9,47 +9,47 @@ import numpy as np
 from paradec.caches.base import Part, level_parts
 
 
-def full_parts(state: Any, chosen: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
-    """Make parts that evaluate the whole `chosen` [N] running rows, except positions reused from a prefix."""
-    if multiple == 1 and (level := level_parts(state, chosen)) is not None:
+def full_parts(state: Any, index: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
+    """Make parts that evaluate all positions of the running rows `index` [N], except those reused from a prefix."""
+    if multiple == 1 and (level := level_parts(state, index)) is not None:
         return level
-    length = state.length[state.window.rows[chosen]]
+    length = state.length[state.window.rows[index]]
     kind = "rest" if state.reuses else "full"
-    return range_parts(state, chosen, np.zeros_like(length), length, kind, limit, multiple)
+    return range_parts(state, index, np.zeros_like(length), length, kind, limit, multiple)
 
 
 def range_parts(
-    state: Any, chosen: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, limit: int = 3, multiple: int = 1
+    state: Any, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, limit: int = 3, multiple: int = 1
 ) -> list[Part]:
-    """Make parts for the ranges [start, stop) of the `chosen` [N] running rows, in at most `limit` groups. Reused and
+    """Make parts for the ranges [start, stop) of the running rows `index` [N], in at most `limit` groups. Reused and
     absent positions are left out; rows with gaps become subsets. multiple: to round widths up to, within the canvas."""
     if state.reuses:
-        start = np.maximum(start, state.reused[state.window.rows[chosen]])
+        start = np.maximum(start, state.reused[state.window.rows[index]])
     if state.present is not None:
         column = np.arange(state.present.shape[1])
-        is_present = state.present[state.window.rows[chosen]] & (column >= start[:, None]) & (column < stop[:, None])
+        is_present = state.present[state.window.rows[index]] & (column >= start[:, None]) & (column < stop[:, None])
         first, size = is_present.argmax(1), is_present.sum(1)
         if (is_present.shape[1] - is_present[:, ::-1].argmax(1) - first > size).any():
-            return subset_parts(state, chosen, is_present, limit, multiple)
+            return subset_parts(state, index, is_present, limit, multiple)
         if kind == "full" and (first + size < stop).any():
             kind = "rest"
         start, stop = first, first + size
     groups = group_by_size(stop - start, exact=not state.pads, limit=min(limit, state.max_calls))
     return [
-        Part.span(chosen[g], start[g], stop[g], kind, _round_width(state, stop[g] - start[g], multiple)) for g in groups
+        Part.span(index[g], start[g], stop[g], kind, _round_width(state, stop[g] - start[g], multiple)) for g in groups
     ]
 
 
-def subset_parts(state: Any, chosen: np.ndarray, needed: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
-    """Make parts for the positions `needed` [N, L] bool of the `chosen` running rows, in at most `limit` groups.
+def subset_parts(state: Any, index: np.ndarray, needed: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
+    """Make parts for the positions `needed` [N, L] bool of the running rows `index`, in at most `limit` groups.
     Positions that are reused or absent are left out."""
     if state.reuses:
-        needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[chosen], None])
+        needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[index], None])
     if state.present is not None:
-        needed = needed & state.present[state.window.rows[chosen]]
+        needed = needed & state.present[state.window.rows[index]]
     sizes = needed.sum(1)
     groups = group_by_size(sizes, exact=not state.pads, limit=min(limit, state.max_calls))
-    return [Part.subset(chosen[g], needed[g], _round_width(state, sizes[g], multiple)) for g in groups]
+    return [Part.subset(index[g], needed[g], _round_width(state, sizes[g], multiple)) for g in groups]
 
 
 def _round_width(state: Any, sizes: np.ndarray, multiple: int) -> int:
@@ -67,7 +67,7 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
     sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
-    limit: otherwise at most this many groups. waste: add groups while padding multiplies the positions by more."""
+    limit: otherwise at most this many groups. waste: maximum growth by padding above which groups are added."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()

@@ -15,7 +15,7 @@ __all__ = ["Layers", "PrefixTree"]
 Layers = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values [N, kv_heads, head_dim] per layer, of N positions of one row."""
 MAX_BYTES_AT_ONCE = 2**20
-"""Bytes copied at a time before blocks are cut."""
+"""Bytes copied at a time, before they are cut into blocks."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class _Node:
 
 
 class PrefixTree:
-    """Keys and values by token prefix, in whole blocks. Inputs and results are copies. Not thread-safe.
+    """Keys and values by token prefix, in whole blocks. The tree copies its inputs and results. Not thread-safe.
 
     block: tokens per node. budget: limit in bytes; the least recently used leaves are dropped."""
 
@@ -44,7 +44,7 @@ class PrefixTree:
         self._roots: dict[Hashable, _Node] = {}
         self._leaves: dict[int, _Node] = {}  # by `last_used`
         self._clock = 0
-        self._like: dict[int, tuple[Tensor, Tensor]] = {}  # empty keys and values per layer, for shapes and devices
+        self._empty: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of no position, for shapes and devices
 
     def __len__(self) -> int:
         """Number of stored tokens."""
@@ -65,13 +65,13 @@ class PrefixTree:
         self._touch(path)
         if not path:
             return 0, {}
-        widths = [like.shape[1:].numel() for pair in self._like.values() for like in pair]
+        widths = [template.shape[1:].numel() for pair in self._empty.values() for template in pair]
         parts = iter(torch.cat([node.rows for node in path if node.rows is not None]).split(widths, 1))
 
-        def read(like: Tensor) -> Tensor:
-            return next(parts).unflatten(1, like.shape[1:]).to(like.device)
+        def read(template: Tensor) -> Tensor:
+            return next(parts).unflatten(1, template.shape[1:]).to(template.device)
 
-        layers = {layer: (read(keys), read(values)) for layer, (keys, values) in self._like.items()}
+        layers = {layer: (read(keys), read(values)) for layer, (keys, values) in self._empty.items()}
         return len(path) * self.block, layers
 
     def add(self, tokens: Sequence[int], layers: Layers, start: int = 0, scope: Hashable = None) -> int:
@@ -82,11 +82,11 @@ class PrefixTree:
         first, count = len(path), len(tokens) // self.block
         if first == count:
             return 0
-        if not self._like:
-            self._like = {layer: (keys[:0].clone(), values[:0].clone()) for layer, (keys, values) in layers.items()}
+        if not self._empty:
+            self._empty = {layer: (keys[:0].clone(), values[:0].clone()) for layer, (keys, values) in layers.items()}
         missing = slice(first * self.block - start, count * self.block - start)
         parts = [part[missing].flatten(1) for pair in layers.values() for part in pair]
-        parts = [part.to(parts[0].device) for part in parts]  # layers may lie on several
+        parts = [part.to(parts[0].device) for part in parts]  # layers may be on several devices
         size = self.block * sum(part.shape[1] * part.element_size() for part in parts)
         count = max(min(count, self.budget // size), first)
         blocks = self._copy_blocks(parts, count - first, self._make_room((count - first) * size))
@@ -100,7 +100,7 @@ class PrefixTree:
         return len(blocks) * self.block
 
     def clear(self) -> None:
-        self._roots, self._leaves, self._like, self.nbytes = {}, {}, {}, 0
+        self._roots, self._leaves, self._empty, self.nbytes = {}, {}, {}, 0
 
     def _path(self, tokens: Sequence[int], scope: Hashable) -> list[_Node]:
         """Nodes of the leading blocks of `tokens`."""

@@ -31,7 +31,7 @@ class RecapCache(StoredCache):
     summary = "evaluates the positions that a group of steps decides, over keys and values from its first step"
     facts = CacheFacts(topologies=("bidirectional",), predictions=("same",), evaluates="targets", stateless=False)
     exact_when = "the model has one layer, or every step is a full one"
-    costly_rows = True
+    gathers_positions = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -83,7 +83,7 @@ class KeyValueStore(Cache):
         """Bind the store to the next forward. Returns the store, to pass to the module as its cache."""
         store_call = query.store
         if store_call is None:
-            raise ValueError("a query over a store says in `store` which of its rows it reads")
+            raise ValueError("query.store is None; it must name the rows of the store that the call reads")
         side_by_side = query.visible is not None or store_call.slots is None
         limit = store_call.visible_length
         visible = (self.length if limit is None else min(limit, self.length)) - self.start
@@ -113,7 +113,7 @@ class KeyValueStore(Cache):
 
     def _bound_call(self) -> _Call:
         if self._call is None:
-            raise RuntimeError("bind(query) says what a forward reads and writes; call it first")
+            raise RuntimeError("call bind(query) before the forward: it sets the slots to read and write")
         return self._call
 
     def _record_write(self, query: Query, slots: Tensor, call: _Call) -> None:
@@ -175,7 +175,7 @@ class KeyValueStore(Cache):
     def _allocate(self, keys: Tensor, values: Tensor, layer: int) -> None:
         for layers, fresh in ((self.layer_keys, keys), (self.layer_values, values)):
             shape = (self.rows, self.slots + 1, fresh.shape[1], fresh.shape[3])
-            with torch.inference_mode(False):  # so that writes outside inference mode work, too
+            with torch.inference_mode(False):  # else writes outside inference mode would fail
                 # rotary embeddings may give float32 keys; the values have the model's dtype
                 layers[layer] = torch.zeros(shape, dtype=self.dtype or values.dtype, device=fresh.device)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)

@@ -44,7 +44,7 @@ class StoredCache(Cache):
             return full_parts(state, full_rows, multiple=self.shape_multiple)
         if not len(full_rows):
             return self.partial(state, partial_rows, picks, 3)
-        # at most three calls per step; the kind of rows whose sizes differ more gets two
+        # at most three calls per step: two of them for full or for partial rows, whichever pads less
         plans = [
             full_parts(state, full_rows, count, self.shape_multiple)
             + self.partial(state, partial_rows, picks, 3 - count)
@@ -56,21 +56,21 @@ class StoredCache(Cache):
         """[R] bool: which of the state's `rows` [R] this step evaluates whole."""
         raise NotImplementedError
 
-    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
-        """Plan parts for the `chosen` [N] running rows, which are not refreshed, in at most `limit` groups."""
+    def partial(self, state: Any, index: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
+        """Plan parts for the running rows `index` [N], which are not refreshed, in at most `limit` groups."""
         raise NotImplementedError
 
 
 class RangeCache(StoredCache):
     """A cache whose partial steps evaluate one range per row."""
 
-    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
-        rows = state.window.rows[chosen]
+    def partial(self, state: Any, index: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
+        rows = state.window.rows[index]
         start, stop = self.range(state, rows)
         # the logits of position p are at p - shift
         start = np.maximum(np.minimum(start, state.block_start[rows] - state.facts.shift), 0)
         return range_parts(
-            state, chosen, start, np.minimum(stop, state.length[rows]), "window", limit, self.shape_multiple
+            state, index, start, np.minimum(stop, state.length[rows]), "window", limit, self.shape_multiple
         )
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +81,7 @@ class RangeCache(StoredCache):
 class SubsetCache(StoredCache):
     """A cache whose partial steps evaluate any set of positions."""
 
-    costly_rows = True
+    gathers_positions = True
 
     def begin(self, state: Any) -> ChangeLog:
         return ChangeLog(state)
@@ -89,11 +89,11 @@ class SubsetCache(StoredCache):
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
         state.cache_state.record(state, tokens)
 
-    def partial(self, state: Any, chosen: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
-        rows = state.window.rows[chosen]
-        needed = self.positions_to_evaluate(state, rows, None if picks is None else picks[chosen])
+    def partial(self, state: Any, index: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
+        rows = state.window.rows[index]
+        needed = self.positions_to_evaluate(state, rows, None if picks is None else picks[index])
         needed &= np.arange(needed.shape[1]) < state.length[rows, None]
-        return subset_parts(state, chosen, needed, limit, self.shape_multiple)
+        return subset_parts(state, index, needed, limit, self.shape_multiple)
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         """[N, L] bool: positions to evaluate of the state's `rows` [N]; may reach beyond a row."""

@@ -1,5 +1,5 @@
-"""Suffix windows: only some masks after the open block are evaluated; the others are absent. They save the evaluation
-of masks long before their tokens are decided. DPad (Chen et al., "Diffusion Language Models with Suffix Dropout", arXiv
+"""Suffix windows: only some masks after the open block are evaluated; the others are absent. This saves the evaluation
+of masks whose tokens are decided much later. DPad (Chen et al., "Diffusion Language Models with Suffix Dropout", arXiv
 2508.14148) keeps a few random masks per block, fewer at larger distance; the plain cut keeps the nearest."""
 
 from __future__ import annotations
@@ -90,19 +90,19 @@ class Suffix:
         if isinstance(value, Mapping):
             names = [f.name for f in fields(cls)]
             if not set(value) <= set(names):
-                raise ValueError(f"it has no other settings than {', '.join(names)}")
+                raise ValueError(f"its settings are {', '.join(names)}")
             return value
         if isinstance(value, int) and not isinstance(value, bool):
             return {"window": value}
         if not isinstance(value, str):
-            raise ValueError("it must be paradec.Suffix(...), a window, or a text as 'gaussian:64'")
+            raise ValueError("it must be paradec.Suffix(...), a window, or a text such as 'gaussian:64'")
         density, *numbers = value.split(":") if value[:1].isalpha() else ["cut", value]
         try:
             window, *count = map(int, numbers)
         except ValueError:
             window, count = 0, [0, 0]
         if density not in DENSITIES or len(count) != (density == "uniform"):
-            raise ValueError("it must be as '64', 'gaussian:64' or 'uniform:64:16' (16 of 64)")
+            raise ValueError("a text must have the form '64', 'gaussian:64' or 'uniform:64:16' (16 of 64)")
         return {"window": window, "density": density, "count": count[0] if count else None}
 
     # ---- compatibility --------------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ class Suffix:
         if getattr(model, "makes", "text") != "text":
             return f"{facts.name} makes pictures or codes, all of whose positions are near each other"
         if not cache.facts.supports_suffix:
-            return f"cache={cache.name!r} counts on all of a row; use 'none', 'prefix', 'dual', 'vicinity' or 'd2'"
+            return f"cache={cache.name!r} needs whole rows; use 'none', 'prefix', 'dual', 'vicinity' or 'd2'"
         if sampler.needs.mask_probes:
-            return f"sampler {sampler.name!r} evaluates masks of its own beside the row"
+            return f"sampler {sampler.name!r} evaluates additional masks next to the row"
         if (self.density != "cut" or gaps) and not model.supports_store:
             return f"it leaves gaps, and {facts.name} takes no position ids; use density='cut' and no holes"
         return None

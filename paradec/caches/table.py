@@ -41,13 +41,13 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     sampler: a sampler or its class. facts: the model's `topology`, `prediction`, `whole_blocks` and `name`.
     stores: whether the model supports a key/value store."""
     if sampler.family != "masked":
-        return Verdict(REFUSED, f"it is of family {sampler.family!r}, which keeps its own; caches are for 'masked'")
-    if (refused_reason := sampler.needs.why_unsupported(facts)) is not None:
-        return Verdict(REFUSED, refused_reason)
+        return Verdict(REFUSED, f"it is of family {sampler.family!r}, which has its own; caches are for 'masked'")
+    if (reason := sampler.needs.why_unsupported(facts)) is not None:
+        return Verdict(REFUSED, reason)
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
-        return Verdict(REFUSED, "the sampler asks for several steps in one call; a block's first token needs its own")
+        return Verdict(REFUSED, "the sampler puts several steps in one call; a block's first token needs another call")
     if not cache.facts.uses_store:
         return Verdict(EXACT)
     if not stores:
@@ -61,16 +61,16 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(REFUSED, f"it needs a model that predicts in place ('same'); {facts.name} predicts shifted")
     if cache.facts.evaluates == "picks" and not sampler.needs.previews:
         return Verdict(
-            REFUSED, "the cache must know what a step will commit before the forward; this sampler decides after"
+            REFUSED, "the cache must know the positions to commit before the forward; this sampler decides after it"
         )
     if cache.facts.evaluates == "targets" and not hasattr(sampler, "targets"):
-        return Verdict(REFUSED, "the cache evaluates what the sampler chose before; only 'recap' does so")
+        return Verdict(REFUSED, "the cache evaluates positions that the sampler chose earlier; only 'recap' does so")
     if sampler.needs.decided_logits and cache.facts.evaluates != "block":
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
     if sampler.needs.moves and not cache.facts.stateless:
-        return Verdict(REFUSED, "the sampler moves text, and the cache goes by when each position changed; use 'block'")
+        return Verdict(REFUSED, "the sampler moves text, and the cache records when positions change; use 'block'")
     if facts.whole_blocks and not cache.facts.reads_final_only:
         return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
     if sampler.needs.stores_final and not cache.facts.reads_final_only:
@@ -78,8 +78,8 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     if sampler.needs.multi_step and not cache.facts.stateless and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
-            "the sampler promises the result of single steps, and the cache's steps depend on how many there were; "
-            "use 'dual', 'prefix' or 'block'",
+            "the sampler must give the result of single steps, and the cache's steps depend on their number; use "
+            "'dual', 'prefix' or 'block'",
         )
     if cache.exact_for(facts.topology):
         return Verdict(EXACT)
@@ -95,8 +95,8 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
     if facts.topology == "causal_context":
         return Verdict(REFUSED, "blocks over causal context begin where a row's prompt ends")
     if facts.topology == "block_causal":
-        return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "as the cache is")
-    return Verdict(APPROXIMATE, "the prefix was evaluated without what follows it; exact when the model has one layer")
+        return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "like the cache")
+    return Verdict(APPROXIMATE, "the prefix was evaluated without later tokens; exact when the model has one layer")
 
 
 @dataclass(frozen=True)
@@ -164,17 +164,17 @@ def make_cache(request: Any, sampler: Any, model: Any, blocks: BlockPolicy) -> C
     """Make the cache of a request. Raises ValueError if it does not work with this sampler, model or block policy."""
     cache: Cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
     if cache.facts.uses_store:
-        pair = verdict(sampler, cache, model.facts, stores=model.supports_store)
-        if pair.status == REFUSED:
-            raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {pair.why}")
+        result = verdict(sampler, cache, model.facts, stores=model.supports_store)
+        if result.status == REFUSED:
+            raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {result.why}")
     if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
-            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: it asks what will be committed "
-            "before the logits that say where a block ends; use paradec.FixedBlocks or another cache"
+            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: it needs the positions to commit "
+            "before the logits that determine a block's end; use paradec.FixedBlocks or another cache"
         )
     if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
         raise ValueError(
-            f"cache={cache.name!r} asks what will be committed before tokens are drawn, which rng='reference' draws "
-            f"first from the same stream: use temperature=0 or rng='counter'"
+            f"cache={cache.name!r} needs the positions to commit before tokens are drawn, and rng='reference' draws "
+            f"tokens first from the same stream: use temperature=0 or rng='counter'"
         )
     return cache

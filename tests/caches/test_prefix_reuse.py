@@ -361,7 +361,7 @@ def kept() -> tuple[Model, KeptPrefix]:
 
 def test_a_prefix_of_another_model_or_dtype_is_refused(kept: Any) -> None:
     model, prefix = kept
-    with pytest.raises(ValueError, match="prefix and share_prefix=True both say what rows begin with"):
+    with pytest.raises(ValueError, match="prefix and share_prefix=True both choose the rows' prefix"):
         paradec.generate(model, [SYSTEM], cache="block", prefix=prefix, share_prefix=True)
     other = tiny(1, "block_causal", seed=1)
     with pytest.raises(ValueError, match=r"KeptPrefix\(1 rows of .* was kept with another model than this Llama"):

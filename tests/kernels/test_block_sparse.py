@@ -162,7 +162,7 @@ def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2**22])
 def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(portable, "CHUNK", chunk)
+    monkeypatch.setattr(portable, "KEYS_PER_CHUNK", chunk)
     size, length, lengths = 8, 45, [45, 38, 20]
     query, key, value = tensors(3, 2, 1, length)
     index = random_lists(5, 2, 6, size, seed=1)
@@ -198,8 +198,8 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     length, size = 2048, 32
     query, key, value = tensors(1, 2, 1, length, dtype=torch.float32)
-    monkeypatch.setattr(portable, "CHUNK", 2**16)
-    monkeypatch.setattr(portable, "TILES", 2**16)
+    monkeypatch.setattr(portable, "KEYS_PER_CHUNK", 2**16)
+    monkeypatch.setattr(portable, "SCORES_PER_CHUNK", 2**16)
     first = generation_block(np.array([length]), np.array([256]), size)
     with Largest() as largest:
         means = block_means(query, key, size, first=first)
@@ -219,7 +219,7 @@ def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPat
         ({"rows": [1]}, "rows"),
         ({"index": random_lists(1, 1, 4, 8)}, "index has 1 heads"),
         ({"index": random_lists(1, 2, 3, 8)}, "3 blocks of queries.*block 3"),
-        ({"tiles": QueryTiles.whole(np.array([30]), 30, 8)}, "1 x 32 columns"),
+        ({"tiles": QueryTiles.from_lengths(np.array([30]), 30, 8)}, "1 x 32 columns"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
@@ -532,7 +532,7 @@ def test_a_mask_per_position_is_dense_with_one_warning() -> None:
             answer = model(trees)
         assert torch.allclose(answer, model(query.with_fields(attention=None)), atol=1e-12)
         sampler.commit(state, sampler.propose(state, [answer], [trees]))
-    assert state.attention_state.found_at.tolist() == [-1]  # nothing was found
+    assert state.attention_state.listed_at.tolist() == [-1]  # no lists were made
 
 
 def test_modules_that_ignore_the_plan_are_refused() -> None:

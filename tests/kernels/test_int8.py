@@ -215,7 +215,7 @@ def test_packed_products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not check()
     monkeypatch.setattr(portable, "_packed_product", product)
     assert check() == HAS_PACKED
-    monkeypatch.setattr(portable, "SLOW", 0.0)
+    monkeypatch.setattr(portable, "SLOW_SECONDS", 0.0)
     assert not check()
 
 

@@ -15,7 +15,7 @@ is its position. Products accumulate in float32 (float64 for float64 inputs).
 """
 
 from paradec.kernels import interpreting
-from paradec.kernels.block_sparse.api import BACKENDS, block_means, runs_on, sparse_attention
+from paradec.kernels.block_sparse.api import BACKENDS, block_means, choose_backend, sparse_attention
 from paradec.kernels.block_sparse.lists import BlockIndex, QueryTiles, budget, generation_block, select_blocks
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "budget",
     "generation_block",
     "interpreting",
-    "runs_on",
+    "choose_backend",
     "select_blocks",
     "sparse_attention",
 ]

@@ -16,7 +16,7 @@ from paradec.kernels.block_sparse import flex, portable
 from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles, blocks_in
 
 BACKENDS = ("auto", "torch", "triton", "flex")
-MOST_SHARED = 2**16
+MAX_SHARED_BYTES = 2**16
 """Shared-memory limit of one query block in the Triton kernels, in bytes."""
 
 
@@ -52,7 +52,7 @@ def block_means(
     lengths = _host(lengths, query.shape[0], query.shape[2])
     first_blocks = blocks_in(lengths, block_size) if first is None else np.asarray(first, np.int64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    run = _serving(runs_on("auto" if backend == "flex" else backend, query, block_size)).means
+    run = _import_backend(choose_backend("auto" if backend == "flex" else backend, query, block_size)).means
     return run(query, key, block_size, lengths, first_blocks, logsumexp, scale)
 
 
@@ -94,10 +94,10 @@ def sparse_attention(
     lengths = _host(lengths, query.shape[0], key.shape[2])
     rows = np.arange(len(query)) if rows is None else np.asarray(rows, np.int64)
     if tiles is None:
-        tiles = QueryTiles.whole(np.full(len(query), query.shape[2]), query.shape[2], size, query.device)
+        tiles = QueryTiles.from_lengths(np.full(len(query), query.shape[2]), query.shape[2], size, query.device)
     _check_lists(query, index, tiles, rows)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    run = _serving(runs_on(backend, query, size)).attend
+    run = _import_backend(choose_backend(backend, query, size)).attend
     call = AttentionCall(query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp)
     output, logsumexp = run(call)
     return (output, logsumexp) if return_logsumexp else output
@@ -113,32 +113,30 @@ def _host(lengths: Any, rows: int, max_length: int) -> np.ndarray:
 
 def _check_heads(query: Tensor, key: Tensor) -> None:
     if query.dim() != 4 or key.dim() != 4 or len(query) != len(key) or query.shape[3] != key.shape[3]:
-        raise ValueError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)} must be [B, heads, positions, D] alike"
-        )
+        raise ValueError(f"query {tuple(query.shape)} and key {tuple(key.shape)} must both be [B, heads, positions, D]")
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads; must be a multiple of the {key.shape[1]} heads of key")
 
 
 def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray) -> None:
     """Raise ValueError if a kernel would read outside its lists."""
-    if tuple(tiles.place.shape) != (len(query), query.shape[2]):
+    if tuple(tiles.tile_index.shape) != (len(query), query.shape[2]):
         raise ValueError(
-            f"tiles are for {tuple(tiles.place.shape)} columns; the call has {len(query)} x {query.shape[2]} columns"
+            f"tiles are for {tuple(tiles.tile_index.shape)} columns; the call has {len(query)} x {query.shape[2]}"
         )
     if index is None:
         return
     num_rows, heads, blocks = index.count.shape
-    if heads != query.shape[1] or tiles.last >= blocks:
+    if heads != query.shape[1] or tiles.max_block >= blocks:
         raise ValueError(
             f"index has {heads} heads and {blocks} blocks of queries; the call has {query.shape[1]} heads, and "
-            f"queries up to block {tiles.last}"
+            f"queries up to block {tiles.max_block}"
         )
     if rows.shape != (len(query),) or rows.min() < 0 or rows.max() >= num_rows:
         raise ValueError(f"rows={short_repr(rows.tolist())} must be {len(query)} integers from 0 to {num_rows - 1}")
 
 
-def runs_on(backend: str, query: Tensor, size: int) -> str:
+def choose_backend(backend: str, query: Tensor, size: int) -> str:
     """Choose a path: "torch", "triton" or "flex". Raises ValueError for an unavailable backend."""
     check_choice("backend", backend, BACKENDS)
     if backend == "torch":
@@ -155,7 +153,7 @@ def runs_on(backend: str, query: Tensor, size: int) -> str:
         why = "the package triton is not installed"
     elif query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         why = f"it does not support {query.dtype}"
-    elif size * (1 << (query.shape[-1] - 1).bit_length()) * query.itemsize > MOST_SHARED:
+    elif size * (1 << (query.shape[-1] - 1).bit_length()) * query.itemsize > MAX_SHARED_BYTES:
         why = f"a block of {size} queries of {query.shape[-1]} in {query.dtype} is too large for it"
     elif not query.is_cuda and not interpreting():
         why = f"it needs an NVIDIA GPU; the tensors are on {query.device}"
@@ -164,7 +162,7 @@ def runs_on(backend: str, query: Tensor, size: int) -> str:
     return "triton" if why is None and (query.is_cuda or backend == "triton") else "torch"
 
 
-def _serving(backend: str) -> ModuleType:
+def _import_backend(backend: str) -> ModuleType:
     if backend == "triton":
         # imported here: `import paradec.kernels.block_sparse` must not import triton
         from paradec.kernels.block_sparse import triton

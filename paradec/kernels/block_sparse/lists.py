@@ -20,7 +20,7 @@ class BlockIndex:
     count: Tensor
     """[B, H, n] int32: lengths of the lists."""
     blocks: Tensor
-    """[B, H, n, most] integer: ascending key blocks; entries from `count` on are 0 and unread."""
+    """[B, H, n, max_blocks] integer: ascending key blocks; entries from `count` on are 0 and unread."""
     block_size: int
 
     @property
@@ -36,8 +36,8 @@ class BlockIndex:
         blocks = (~mask).int().argsort(dim=-1, stable=True)[..., :max_blocks]
         blocks = blocks.masked_fill(torch.arange(max_blocks, device=mask.device) >= count.unsqueeze(-1), 0)
         # int16 halves the memory of a long request
-        kind = torch.int16 if mask.shape[-1] < 2**15 else torch.int32
-        return cls(count.int(), blocks.to(kind), block_size)
+        dtype = torch.int16 if mask.shape[-1] < 2**15 else torch.int32
+        return cls(count.int(), blocks.to(dtype), block_size)
 
     def to_mask(self, key_blocks: int) -> Tensor:
         is_listed = torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.count.unsqueeze(-1)
@@ -55,13 +55,13 @@ class QueryTiles:
     """[B, T] int32: first column in the call."""
     count: Tensor
     """[B, T] int32: number of columns; 0 for missing tiles."""
-    place: Tensor
+    tile_index: Tensor
     """[B, Q] int64: index of each column in the flattened tiles [T * block_size]."""
-    largest: int
-    """Most columns in a tile."""
-    last: int
+    max_columns: int
+    """Maximum number of columns in a tile."""
+    max_block: int
     """Highest query block."""
-    aligned: bool
+    is_aligned: bool
     """Whether columns equal positions and the tiles cover all columns."""
 
     @classmethod
@@ -72,30 +72,30 @@ class QueryTiles:
         valid."""
         rows, columns = positions.shape
         block = positions // block_size
-        opens = np.ones_like(block, bool)
-        opens[:, 1:] = block[:, 1:] != block[:, :-1]
-        tile = opens.cumsum(1) - 1
+        is_first = np.ones_like(block, bool)
+        is_first[:, 1:] = block[:, 1:] != block[:, :-1]
+        tile = is_first.cumsum(1) - 1
         shape = (rows, int(tile.max()) + 1)
         tiles = np.zeros((3, *shape), np.int32)
-        row, first_column = opens.nonzero()
+        row, first_column = is_first.nonzero()
         tiles[:2, row, tile[row, first_column]] = block[row, first_column], first_column
-        is_valid = np.ones_like(opens) if valid is None else valid
-        aligned = shape[1] * block_size >= columns and bool(((positions == np.arange(columns)) | ~is_valid).all())
+        is_valid = np.ones_like(is_first) if valid is None else valid
+        is_aligned = shape[1] * block_size >= columns and bool(((positions == np.arange(columns)) | ~is_valid).all())
         np.add.at(tiles[2], (np.repeat(np.arange(rows), columns), tile.ravel()), is_valid.ravel())
         offset = np.arange(columns) - np.take_along_axis(tiles[1], tile, 1)
         offset = np.minimum(offset, np.take_along_axis(tiles[2], tile, 1) - 1)  # padding repeats the last column
         tensors = torch.as_tensor(tiles, device=device)
-        place = torch.as_tensor(tile * block_size + offset, device=device)
-        return cls(tensors[0], tensors[1], tensors[2], place, int(tiles[2].max()), int(block.max()), aligned)
+        tile_index = torch.as_tensor(tile * block_size + offset, device=device)
+        return cls(tensors[0], tensors[1], tensors[2], tile_index, int(tiles[2].max()), int(block.max()), is_aligned)
 
     def to(self, device: torch.device) -> QueryTiles:
         if self.block.device == device:
             return self
-        block, first, count, place = (tensor.to(device) for tensor in (self.block, self.first, self.count, self.place))
-        return QueryTiles(block, first, count, place, self.largest, self.last, self.aligned)
+        tensors = (tensor.to(device) for tensor in (self.block, self.first, self.count, self.tile_index))
+        return QueryTiles(*tensors, self.max_columns, self.max_block, self.is_aligned)
 
     @classmethod
-    def whole(
+    def from_lengths(
         cls, lengths: np.ndarray, columns: int, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
         """Make tiles of positions 0 to lengths - 1 of each row. lengths: [B]. columns: width of the call."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles
 
-CHUNK = 2**20
+KEYS_PER_CHUNK = 2**20
 """Number of key elements gathered at a time."""
-TILES = 2**19
+SCORES_PER_CHUNK = 2**19
 """Number of scores computed at a time: they fit into a core's cache."""
 
 
@@ -28,27 +28,28 @@ def means(
     dtype = torch.promote_types(query.dtype, torch.float32)
     groups = heads // key.shape[1]
     means = query.new_zeros((rows, heads, -(-length // size), -(-length // size)), dtype=dtype)
-    chunk = max(1, TILES // (size * length)) * size  # whole blocks of queries
+    chunk = max(1, SCORES_PER_CHUNK // (size * length)) * size  # whole blocks of queries
     for row in range(rows):
-        real, split = int(lengths[row]), int(first[row])
-        num_blocks = -(-real // size)
+        row_length, split = int(lengths[row]), int(first[row])
+        num_blocks = -(-row_length // size)
         extent = torch.full((num_blocks,), size, dtype=dtype, device=query.device)
-        extent[-1] = real - (num_blocks - 1) * size
+        extent[-1] = row_length - (num_blocks - 1) * size
         for head in range(heads):
-            keys = F.pad(key[row, head // groups, :real].to(dtype) * scale, (0, 0, 0, num_blocks * size - real))
-            for begin in range(0, real, chunk):
-                end = min(begin + chunk, real)
+            row_keys = key[row, head // groups, :row_length].to(dtype) * scale
+            keys = F.pad(row_keys, (0, 0, 0, num_blocks * size - row_length))
+            for begin in range(0, row_length, chunk):
+                end = min(begin + chunk, row_length)
                 scores = query[row, head, begin:end].to(dtype) @ keys.T
-                scores[:, real:] = -torch.inf
+                scores[:, row_length:] = -torch.inf
                 known_sums = None if logsumexp is None else logsumexp[row, head, begin:end, None].to(dtype)
-                sums = _normed(scores.view(end - begin, num_blocks, size), split, known_sums)
+                sums = _block_mass(scores.view(end - begin, num_blocks, size), split, known_sums)
                 tiles = F.pad(sums, (0, 0, 0, -(end - begin) % size)).view(-1, size, num_blocks).sum(1)
                 tile_rows = slice(begin // size, begin // size + len(tiles))
                 means[row, head, tile_rows, :num_blocks] = tiles / (extent[tile_rows, None] * extent)
     return means
 
 
-def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
+def _block_mass(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
     """Return the probability mass per block [m, n] of scores [m, n, size]; overwrites the scores. The softmax of blocks
     before `split` is over all keys, that of later blocks over later blocks alone. logsumexp: [m, 1] over all keys, if
     known."""
@@ -60,7 +61,7 @@ def _normed(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
         normalized.append(prompt.sub_(shift.unsqueeze(2)).exp_().sum(2))
         total = normalized[0].sum(1, keepdim=True)
     if split < scores.shape[1]:
-        # its own maximum: relative to a large prompt score the weights could underflow
+        # the answer's own maximum: relative to a large prompt score, the weights could underflow
         top = answer.amax((1, 2)).unsqueeze(1)
         weights = answer.sub_(top.unsqueeze(2)).exp_().sum(2)
         mass = weights.sum(1, keepdim=True)
@@ -92,7 +93,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     dtype = torch.promote_types(query.dtype, torch.float32)
     sums = query.new_empty((len(queries), size), dtype=dtype) if return_logsumexp else None
     max_blocks = block_lists.shape[1]
-    chunk_size = max(1, CHUNK // (max_blocks * size * width))
+    chunk_size = max(1, KEYS_PER_CHUNK // (max_blocks * size * width))
     slot, offset = torch.arange(max_blocks, device=device), torch.arange(size, device=device)
     for begin in range(0, len(queries), chunk_size):
         chunk = slice(begin, begin + chunk_size)
@@ -118,13 +119,13 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def lists_of(
     query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray, total: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Lists of the call's tiles [B, H, T, most], and their lengths [B, H, T]. Without an `index` each lists all `total`
-    key blocks."""
+    """Lists of the call's tiles [B, H, T, max_blocks], and their lengths [B, H, T]. Without an `index`, each list has
+    all `total` key blocks."""
     (batch, heads), device = query.shape[:2], query.device
     if index is None:
-        shape = (batch, heads, tiles.last + 1)
-        every = torch.arange(total, device=device).expand(*shape, total)
-        index = BlockIndex(torch.full((1,), total, device=device).expand(shape), every, size)
+        shape = (batch, heads, tiles.max_block + 1)
+        all_blocks = torch.arange(total, device=device).expand(*shape, total)
+        index = BlockIndex(torch.full((1,), total, device=device).expand(shape), all_blocks, size)
         rows = np.arange(batch)
     row = torch.as_tensor(rows, device=device)[:, None, None]
     head = torch.arange(heads, device=device)[:, None]
@@ -135,7 +136,7 @@ def lists_of(
 def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
     """Arrange queries [B, H, Q, D] by tile: [B, H, T * size, D]."""
     (batch, heads, columns, width), count = query.shape, tiles.block.shape[1]
-    if tiles.aligned:
+    if tiles.is_aligned:
         return F.pad(query, (0, 0, 0, count * size - columns))
     column = tiles.first.long().unsqueeze(-1) + torch.arange(size, device=query.device)
     column = column.clamp(max=columns - 1).flatten(1)[:, None, :, None]
@@ -144,8 +145,8 @@ def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
 
 def by_column(tensor: Tensor, tiles: QueryTiles) -> Tensor:
     """Arrange tiles [B, H, T * size, D] by column, the inverse of `by_tile`: [B, H, Q, D]."""
-    columns = tiles.place.shape[1]
-    if tiles.aligned:
+    columns = tiles.tile_index.shape[1]
+    if tiles.is_aligned:
         return tensor[:, :, :columns]
-    index = tiles.place[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
+    index = tiles.tile_index[:, None, :, None].expand(*tensor.shape[:2], columns, tensor.shape[3])
     return tensor.gather(2, index)

@@ -62,10 +62,10 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     (batch, heads, columns, width), device = query.shape, query.device
     if value.shape[-1] != width:
         raise ValueError(f"backend='triton' needs one head dimension; keys have {width}, values {value.shape[-1]}")
-    shapes = _tile_shapes(query, size, tiles.largest)
-    splits = -(-min(size, tiles.largest) // shapes["QUERIES"])
+    shapes = _tile_shapes(query, size, tiles.max_columns)
+    splits = -(-min(size, tiles.max_columns) // shapes["QUERIES"])
     programs = tiles.block.shape[1] * splits * batch * heads
-    num_shares = _shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
+    num_shares = _num_shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
     # laid out by position, as the following projection reads it; padding columns stay 0
     kind = value.dtype if num_shares == 1 else torch.float32
     output = torch.zeros((num_shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
@@ -87,7 +87,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     return (weights * output).sum(0).to(value.dtype), total if return_logsumexp else None
 
 
-def _shares(programs: int, max_blocks: int, device: torch.device) -> int:
+def _num_shares(programs: int, max_blocks: int, device: torch.device) -> int:
     """Number of programs per list; small windows use several to fill the device."""
     if device.type != "cuda":
         return 1

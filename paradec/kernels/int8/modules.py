@@ -63,8 +63,8 @@ class Int8Module(nn.Module):
 
 
 class Int8Linear(Int8Module):
-    """A linear layer with int8 weights (`int8_linear`); its parameters are made empty. `weight` is [K, N], the layout
-    that products of few rows read fastest.
+    """A linear layer with int8 weights (`int8_linear`). The constructor leaves the parameters uninitialised. `weight`
+    is [K, N], the layout that products of few rows read fastest.
 
     in_features, out_features: K and N. bias: whether there is one, of `dtype`. activations: bits, 15 or 8.
     """
@@ -110,12 +110,12 @@ class Int8Linear(Int8Module):
 
 
 class Int8Experts(Int8Module):
-    """Experts of a mixture with int8 weights; its parameters are made empty.
+    """Experts of a mixture with int8 weights. The constructor leaves the parameters uninitialised.
 
     gate_up_proj [E, D, 2 I] and down_proj [E, I, D], each with scales [E, outputs]: down(act(gate(x)) * up(x)), under
     the names of transformers' experts.
 
-    experts: the module in whose place it stands. activations: bits, 15 or 8."""
+    experts: the module that it replaces. activations: bits, 15 or 8."""
 
     names = ("gate_up_proj", "down_proj")
 
@@ -132,7 +132,7 @@ class Int8Experts(Int8Module):
         self.pack()
         output = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
-            if expert < self.num_experts:  # larger numbers stand for none
+            if expert < self.num_experts:  # larger numbers mean no expert
                 tokens, slots = torch.where(top_k_index == expert)
                 gate, up = self._linear("gate_up_proj", expert, hidden_states[tokens]).chunk(2, -1)
                 result = self._linear("down_proj", expert, self.act_fn(gate) * up)

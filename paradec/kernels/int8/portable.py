@@ -1,6 +1,6 @@
 """Linear layers with int8 weights on `torch._int_mm` or oneDNN's packed weights, and checks that products are exact.
 
-oneDNN reads packed weights in one pass, where `torch._int_mm` packs them again for each product."""
+oneDNN reads packed weights in one pass, whereas `torch._int_mm` packs them again for each product."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paradec.kernels.int8.reference import HIGH, LARGEST, quantize_rows
+from paradec.kernels.int8.reference import HIGH, MAX_INT8, quantize_rows
 
 SUMS_PER_PRODUCT = 2**24
 """Sums of one product, which bounds its memory."""
-MAX_INPUTS = (2**31 - 1) // (255 * LARGEST)
+MAX_INPUTS = (2**31 - 1) // (255 * MAX_INT8)
 """Width beyond which an int32 sum may overflow; products of packed weights take activations as 0..255."""
 MIN_CUDA_ROWS = 32
 """`torch._int_mm` takes more than 16 rows on CUDA, and sizes in multiples of 8."""
-SLOW = 0.02
-"""Seconds of the product in `has_packed_product` that only oneDNN's reference takes: 0.1 s; fast ones take 0.1 ms."""
+SLOW_SECONDS = 0.02
+"""Time from which on the product in `has_packed_product` is slow: oneDNN's reference takes 0.1 s, fast ones 0.1 ms."""
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activations: int = 15) -> Tensor:
@@ -69,7 +69,7 @@ def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether an int8 weight is plain, and this processor has products of packed ones."""
+    """Whether an int8 weight is not packed yet, and this processor has products of packed ones."""
     return weight.device.type == "cpu" and not weight.is_mkldnn and has_packed_product()
 
 
@@ -103,7 +103,7 @@ def has_packed_product() -> bool:
             start = time.perf_counter()
             _packed_product(rows, packed)
             seconds.append(time.perf_counter() - start)
-        return min(seconds) < SLOW
+        return min(seconds) < SLOW_SECONDS
     except (AttributeError, RuntimeError):  # a torch without oneDNN
         return False
 
@@ -122,9 +122,9 @@ def _is_exact(count: int, largest: int, device_type: str, packed: bool = False) 
     """Compare a product of extreme and random values with int64."""
     generator = torch.Generator().manual_seed(0)
     for width in (64, 1000):
-        rows = torch.randint(-LARGEST, LARGEST + 1, (count, width), generator=generator)
+        rows = torch.randint(-MAX_INT8, MAX_INT8 + 1, (count, width), generator=generator)
         weight = torch.randint(-largest, largest + 1, (96, width), generator=generator)
-        rows[0], weight[0], weight[1] = LARGEST, largest, -largest
+        rows[0], weight[0], weight[1] = MAX_INT8, largest, -largest
         int8_rows, int8_weight = (values.to(device_type, torch.int8) for values in (rows, weight))
         if packed:
             product = _packed_product(int8_rows, torch.ops.onednn.qlinear_prepack(int8_weight, None))

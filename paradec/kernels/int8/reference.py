@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = 127
+MAX_INT8 = 127
 HIGH = 128
 """Weight of the high one of two rows: v = 128 high + low, |low| <= 64."""
 CHUNK = 2**22
@@ -36,7 +36,7 @@ def quantize_rows(x: Tensor, activations: int = 15) -> tuple[Tensor, Tensor]:
     Returns int8 [2 M, K], the high rows before the low ones ([M, K] for 8 bits), and float32 scales [M]. A row with NaN
     or infinity has the scale NaN."""
     x = x.float()
-    largest = LARGEST if activations == 8 else LARGEST * HIGH
+    largest = MAX_INT8 if activations == 8 else MAX_INT8 * HIGH
     scale = _scale(x, largest)
     rounded = (x / scale.unsqueeze(-1)).round_()
     if activations == 8:

@@ -8,9 +8,9 @@ Three paths compute the same numbers; `path_for` chooses one:
 Milakov and Gimelshein, arXiv 1805.02867).
 
 Float32 probabilities of trained models tie at 1. So the float32 paths sum over the other tokens only. Let m be the
-largest logit, `rest` = sum exp(z - m) and `weight` = sum exp(z - m) (z - m) over the other tokens. Then the probability
-is 1 / (1 + rest) and the entropy ln(1 + rest) - weight / (1 + rest), in float64. A temperature divides only
-differences, which do not overflow.
+largest logit, S = sum exp(z - m) and W = sum exp(z - m) (z - m) over the other tokens. Then the probability is
+1 / (1 + S) and the entropy ln(1 + S) - W / (1 + S), in float64. A temperature divides only differences, which do not
+overflow.
 
 `reference.py` defines every statistic; `draws.py` samples tokens; `api.py` checks arguments.
 """

@@ -1,7 +1,7 @@
 """Sampling by inverting cumulative sums, with one uniform number u: the least k with w_0 + ... + w_k > u sum(w). The
 sums of segments select a segment, then its weights select the token. So the vocabulary is read once. All paths draw the
-same tokens unless u is within rounding of a boundary. On the CPU, a draw within `ROUNDED` of a boundary is repeated in
-float64."""
+same tokens unless u is within rounding of a boundary. On the CPU, a draw within `MAX_ROUNDING` of a boundary is
+repeated in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEGMENT = 256
 """Tokens per segment."""
 BELOW_ONE = 1 - 2.0**-53
 """Upper bound of u: 53 random bits may round to 1."""
-ROUNDED = 1e-7
+MAX_ROUNDING = 1e-7
 """Bound of the float32 error of a boundary, as a share of the total weight (measured: 4e-8 for 126,464 tokens). At most
 one draw in 40 is this close to a boundary."""
 
@@ -74,7 +74,7 @@ def locate(
     """Draw from `size` tokens by sums of segments [..., S].
 
     weights: returns the weights of tokens [..., SEGMENT] int64. redraw: called on the CPU with a mask [...] bool of the
-    draws within `ROUNDED` of a boundary; returns new ones."""
+    draws within `MAX_ROUNDING` of a boundary; returns new ones."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
@@ -96,7 +96,7 @@ def locate(
             * segment_sum
             / (cumulative[..., -1:] * total[..., -1:])
         )
-        if (is_close := distance.squeeze(-1) < ROUNDED).any():
+        if (is_close := distance.squeeze(-1) < MAX_ROUNDING).any():
             samples[is_close] = redraw(is_close)
     return samples
 

@@ -145,10 +145,10 @@ def _float64_stats(logits: Tensor, fields: frozenset[str], temperature: float) -
             )
         p.scatter_(-1, best_index, 0)
         if "entropy" in fields or "logsumexp" in fields:
-            beyond = (p.sum(-1) / prob).log1p()  # -ln p_best
-            entropy = None if entropy is None else entropy.add_(beyond)
+            surprisal = (p.sum(-1) / prob).log1p()  # -ln p_best
+            entropy = None if entropy is None else entropy.add_(surprisal)
         if "logsumexp" in fields:
-            logsumexp = logits.gather(-1, best_index).squeeze(-1).double() / temperature + beyond
+            logsumexp = logits.gather(-1, best_index).squeeze(-1).double() / temperature + surprisal
         if "second_prob" in fields or "margin" in fields:
             second_prob = p.amax(-1)
             margin = prob - second_prob

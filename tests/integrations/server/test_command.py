@@ -105,7 +105,7 @@ def test_help_names_the_defaults_by_model() -> None:
         (["--presets", "nowhere"], "presets='nowhere' is no folder"),
         (["--api-key-file", "nowhere"], "nowhere"),
         # options with which every prompt would fail
-        (["--port", "0", "--suffix", "8", "--cache", "dkv_decode"], "cache='dkv_decode' counts on all of a row"),
+        (["--port", "0", "--suffix", "8", "--cache", "dkv_decode"], "cache='dkv_decode' needs whole rows"),
         (["--port", "0", "--max-new-tokens", "600"], "= 601 is longer than tiny-llada takes (512)"),
         (["--port", "0", "--cache", "prefix", "--max-memory", "5000"], "more than --max-memory=5000"),
     ],
