@@ -333,7 +333,7 @@ class Request:
             data = read_json(path)
             arguments = cls.from_dict(data)
         except FileNotFoundError:
-            raise FileNotFoundError(f"preset={str(path)!r} is no file; Request.save writes one") from None
+            raise FileNotFoundError(f"preset={str(path)!r} does not exist; Request.save writes one") from None
         except ValueError as error:
             raise ValueError(f"preset={str(path)!r}: {error}") from None
         version = data.get("draws")

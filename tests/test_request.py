@@ -112,7 +112,7 @@ def test_objects_are_refused_by_name_and_nothing_is_written(name: str, value: An
 
 def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    refuses(lambda: Request.load(path), "mine.json.* is no file", FileNotFoundError)
+    refuses(lambda: Request.load(path), "mine.json.* does not exist", FileNotFoundError)
     for text, message in {
         "{": "is no JSON",
         "[1]": "must be a mapping",

@@ -115,7 +115,7 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
 
 
 def _option_hint(error: Any, words: Sequence[str]) -> str | None:
-    """What to write for an unknown option that is an argument of another library or of a sampler; None for others."""
+    """Advice for an unknown option that is an argument of another library or of a sampler; None for others."""
     options = {param.name: param.opts[0] for param in error.ctx.command.params}
     name, hint = error.option_name.lstrip("-").replace("-", "_"), None
     if options.keys() & {"sampler", "samplers"}:

@@ -19,11 +19,11 @@ from paradec.core.interrupts import EXIT_CODE, restore_interrupt
 
 HISTORY = typer.Option(help="Whether the model sees earlier turns; by default all models but the packaged one do.")
 COMMANDS = {
-    "/sampler": "print the sampler; /sampler NAME takes another one, credit(threshold=0.95) say",
-    "/trace": "the steps of the last answer; /trace FILE.json writes them",
+    "/sampler": "print the sampler; /sampler NAME changes it, as in /sampler credit(threshold=0.95)",
+    "/trace": "print the steps of the last answer; /trace FILE.json writes them",
     "/reset": "forget the turns",
-    "/help": "this list",
-    "/quit": "end, as Ctrl-D does; Ctrl-C stops an answer",
+    "/help": "print this list",
+    "/quit": "end the chat, like Ctrl-D; Ctrl-C stops an answer",
 }
 FAILED = 1
 """Exit code when turns of standard input failed; on a terminal, errors do not change it."""
@@ -50,7 +50,7 @@ def chat(
     shared["model"] = shared["model"] if checkpoint is None else checkpoint
     is_model_given = shared["model"] is not None
     history = is_model_given if history is None else history
-    given_options = options.given_names(context) - ({"cache"} if cache is None else set())
+    given_options = options.explicit_options(context) - ({"cache"} if cache is None else set())
     shared |= {"cache": cache or "none"}
     # the packaged model answers single lines without a cache
     work = prepare("generate", None, given_options, use_defaults=is_model_given or history, **shared)
@@ -99,9 +99,9 @@ class Talk:
             name, cache = self.work.model.facts.name, self.work.cache_name
             typer.echo(f"{name}, {self._sampler_text()}. /help lists commands.")
             if not self.history:
-                typer.echo("Each line is answered by itself (--history lets the model see the turns before).")
+                typer.echo("Each line is answered alone (--history shows the model the earlier turns).")
             elif self.keeps_turns and cache not in ("block", "canvas"):  # these are exact
-                typer.echo("Kept turns are not evaluated again, which is approximate; --cache none does.")
+                typer.echo("Earlier turns are not evaluated again, which is approximate; --cache none is exact.")
             if name == "tiny-llada":
                 typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
         elif isinstance(sys.stdin, io.TextIOWrapper):  # only line feeds end turns, as in files
@@ -155,7 +155,7 @@ class Talk:
             tokens, forwards = show.format_count(out.tokens[0], "token"), show.forwards(out.nfe, out.row_nfe)
             rate = out.tokens[0] / max(out.seconds, 1e-9)
             cost = f"{tokens}, {forwards}, {out.seconds:.2f} s, {rate:.1f} tokens/s"
-            typer.secho(f"{cost}, {reused} tokens of the turns before reused" if reused else cost, dim=True)
+            typer.secho(f"{cost}, {reused} tokens of earlier turns reused" if reused else cost, dim=True)
         if self.history:
             self.turns = [*turns, {"role": "assistant", "content": out.text}]
             self.kept = out.prefix
@@ -195,7 +195,7 @@ class Talk:
 
     def _trace(self, file: str) -> None:
         if self.last is None:
-            raise ValueError("there is no answer yet whose steps could be shown")
+            raise ValueError("there is no answer yet, and so no steps to show")
         if file:
             path = Path(file)
             options.check_writable("/trace", path)

@@ -101,7 +101,7 @@ def pop_output_options(shared: dict[str, Any]) -> Output:
     options.check_writable("--out", out)
     options.check_writable("--plot", plot)
     if resume and out is None:
-        raise ValueError("--resume goes on with the results in --out FILE.json; give it")
+        raise ValueError("--resume continues from the results in --out FILE.json; give --out")
     if plot is not None:
         check_plot(plot)
     if format_ is not None:
@@ -128,7 +128,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
         if out is not None and len(comparison.results) > saved:
             comparison.to_json(out)
             saved = len(comparison.results)
-        bar.work(configuration.name, share, comparison.num_answered, comparison.num_total)
+        bar.show_share(configuration.name, share, comparison.num_answered, comparison.num_total)
 
     outcome, code = show.with_bar(lambda bar: run(model, **request, resume=previous, progress=partial(update, bar)))
     if out is not None and outcome.results:
@@ -144,7 +144,7 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
         typer.echo(tables.FORMATS[format_](outcome.columns(), outcome.table()))
     cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores + 1:
-        print(f"tokens/s are of a busy machine: load {load:.1f} on {show.format_count(cores, 'core')}", file=sys.stderr)
+        print(f"tokens/s were measured on a busy machine: load {load:.1f} on {cores} cores", file=sys.stderr)
     for line in padding_lines(outcome.results):
         print(line, file=sys.stderr)
     if code:

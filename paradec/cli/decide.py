@@ -14,7 +14,7 @@ import typer
 from paradec.cli import options, show, tables
 from paradec.cli.files import FileJob, Line, Run
 
-STATE = typer.Argument(metavar="TEXT", help='What the questions are about, in quotes; "-" reads standard input.')
+STATE = typer.Argument(metavar="TEXT", help='The text to ask about, in quotes; "-" reads standard input.')
 YES_NO = typer.Option(metavar="QUESTION", help="Whether something is true; all questions may be repeated.")
 OPTIONS = "QUESTION=A|B|..."
 PICK = typer.Option(metavar=OPTIONS, help="One of several options.")
@@ -56,16 +56,16 @@ def decide(
             if not equals:
                 raise ValueError(f"{option} takes {OPTIONS}, got {argument!r}")
             if (name := question or option.removeprefix("--")) in questions:
-                raise ValueError(f"{option}={argument!r}: another question is called {name!r}; give it other words")
+                raise ValueError(f"{option}={argument!r}: another question is called {name!r}; change its words")
             questions[name] = kind(question or None, listed.split("|"))
     if not questions:
         raise ValueError("give a question: --yes-no, --pick, --score or --span")
     state, as_json = options.read_text(text or ""), shared.pop("as_json")
     if job is not None:
         stored = {name: [item.type, item.instructions, item.options] for name, item in questions.items()}
-        facts = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": stored}}
-        loading = {name: shared[name] for name in ("tokenizer", "dtype", "quantization") if shared[name] is not None}
-        job.set_settings(facts | loading)
+        data = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": stored}}
+        names = ("tokenizer", "dtype", "quantization")
+        job.set_settings(data | {name: shared[name] for name in names if shared[name] is not None})
     with show.waiting("loading"):
         model = options.load(shared)
     check_decision_model(model)
@@ -96,4 +96,4 @@ class DecisionRun(Run):
                 raise ValueError('"constraint" is for `paradec generate`: the options of a question are the answers')
             answers = self.decide(line.prompt).to_dict()["answers"]
             self._write([line.entry({"answers": answers})])
-            self.bar.work("deciding", len(self.entries) / self.total, len(self.entries), self.total)
+            self.bar.show_share("deciding", len(self.entries) / self.total, len(self.entries), self.total)

@@ -41,7 +41,7 @@ STRUCTURES = typer.Argument(
 )
 FIXED = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are kept: chain and number, as in the file.")
 REDESIGN = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are designed; all others are kept.")
-BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="What is added to letters' logits, before the temperature.")
+BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="Numbers to add to letters' logits, before the temperature.")
 TIE = typer.Option(
     metavar="A12=B12,A20-24=B20-24",
     help="Residues that share one letter; their logits are averaged, or added with weights: A12*0.7=B12*0.3.",
@@ -90,12 +90,12 @@ def design(
     options.FIELDS["seed"].metadata["check"]("--seed", seed)
     files: list[Path] = []
     for path in structures:
-        inside = sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS)) if path.is_dir() else [path]
-        if not inside:
+        path_files = sorted(f for f in path.iterdir() if f.name.endswith(ENDINGS)) if path.is_dir() else [path]
+        if not path_files:
             raise ValueError(f"STRUCTURE {str(path)!r} is a folder without *.pdb or *.cif files")
         if path.suffix == ".pt" or weights.name.endswith(ENDINGS):
             raise ValueError(f"WEIGHTS.pt comes first, then structures: {weights} would be weights, {path} a structure")
-        files += inside
+        files += path_files
     with show.waiting("loading"):
         from paradec import samplers
         from paradec.models.checkpoint import CheckpointError
@@ -116,14 +116,14 @@ def design(
                     model = load(structure, rules=make_rules(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
-                    fixed_places = structure.find_residues(fixed or "", "--fixed")
+                    fixed_residues = structure.find_residues(fixed or "", "--fixed")
                     redesigned = None if redesign is None else structure.find_residues(redesign, "--redesign")
-                    prompt = model.prompt(fixed=fixed_places, chains=chain_names, redesign=redesigned)
+                    prompt = model.prompt(fixed=fixed_residues, chains=chain_names, redesign=redesigned)
                     for first in range(seed, seed + designs, batch):
                         seeds = range(first, min(first + batch, seed + designs))
-                        bar.among(file_index * designs + first - seed, len(seeds), designs * len(files))
-                        some = None if texts is None else texts[first - seed : first - seed + batch]
-                        entries = design_batch(model, prompt, order, seeds, some, callback=bar.update, **request)
+                        bar.set_range(file_index * designs + first - seed, len(seeds), designs * len(files))
+                        batch_texts = None if texts is None else texts[first - seed : first - seed + batch]
+                        entries = design_batch(model, prompt, order, seeds, batch_texts, callback=bar.update, **request)
                         rows += entries
                         if not shared["as_json"]:
                             bar.stop()
@@ -167,12 +167,12 @@ def design_batch(
         scores = model.score(prompt, texts, ranks).neg().tolist()
         sequences = [text.replace(":", "").upper() for text in texts]
     structure, columns = model.structures[0], model.columns[0].by_residue.tolist()
-    chosen = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
+    designed = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
     entries = []
     for row, (seed, letters) in enumerate(zip(seeds, sequences, strict=True)):
         entry = {"structure": structure.name, "seed": seed, "sequence": ":".join(structure.by_chain(letters).values())}
-        num_equal = sum(letters[residue] == structure.sequence[residue] for residue in chosen)
-        entry |= {"score": scores[row], "recovery": num_equal / len(chosen), "designed": len(chosen)}
+        num_equal = sum(letters[residue] == structure.sequence[residue] for residue in designed)
+        entry |= {"score": scores[row], "recovery": num_equal / len(designed), "designed": len(designed)}
         entries.append(entry if texts is not None else entry | {"calls": out.row_nfe[row]})
     return entries
 
@@ -200,7 +200,7 @@ def bias_of(text: str | None) -> dict[str, float]:
     for part in text.split(",") if text else ():
         match = LETTER_BIAS.fullmatch(part.strip())
         if match is None or not math.isfinite(float(match[2])) or match[1].upper() in biases:
-            raise ValueError(f"--bias {part!r} is no letter with its number, once, like A:-1.2")
+            raise ValueError(f"--bias {part!r} must be a letter and its number, like A:-1.2; each letter once")
         biases[match[1].upper()] = float(match[2])
     return biases
 
@@ -214,12 +214,12 @@ def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | Non
     ties = structure.copies() if homo_oligomer else []
     weights: list[list[float] | None] = [None] * len(ties)
     for part in tie.split(",") if tie else ():
-        named = [side.partition("*") for side in part.split("=")]
-        sides = [structure.find_residues(residues, "--tie") for residues, *_ in named]
+        weighted_sides = [side.partition("*") for side in part.split("=")]
+        sides = [structure.find_residues(residues, "--tie") for residues, *_ in weighted_sides]
         if len(sides) < 2 or len({len(side) for side in sides}) > 1:
             raise ValueError(f"--tie {part!r} must name as many residues on each side of =, like A20-24=B20-24")
         try:
-            part_weights = [float(weight) for _, sign, weight in named if sign]
+            part_weights = [float(weight) for _, star, weight in weighted_sides if star]
         except ValueError:
             raise ValueError(f"--tie {part!r} must have numbers after *, like A12*0.7=B12*0.3") from None
         if part_weights and len(part_weights) != len(sides):
@@ -232,7 +232,7 @@ def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | Non
 def set_membrane(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
     """Copy the structure with membrane labels. Raises ValueError for unknown residues, or labels of both kinds."""
     if transmembrane and (buried or interface):
-        raise ValueError("--transmembrane labels the whole protein; leave it out beside --buried and --interface")
+        raise ValueError("--transmembrane labels the whole protein; leave it out with --buried and --interface")
     if not (transmembrane or buried or interface):
         return structure
     labels: Any = [int(transmembrane)] * len(structure)

@@ -52,7 +52,7 @@ def evaluate(
 ) -> None:
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
     options.check_writable("--out", out)
-    merged, changed = merge_recipe(recipe, {name: context.params[name] for name in options.given_names(context)})
+    merged, changed = merge_recipe(recipe, {name: context.params[name] for name in options.explicit_options(context)})
 
     from paradec.tools.evaluation import evaluate as evaluation
 
@@ -70,7 +70,7 @@ def evaluate(
     try:
         result = evaluation.evaluate(merged, device=shared["device"], use_cache=stored, log_samples=log_samples)
     except KeyboardInterrupt:
-        hint = f"; what was answered is in {stored!r}" if stored is not None else ""
+        hint = f"; the answers so far are in {stored!r}" if stored is not None else ""
         print(f"interrupted: no score{hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
     result["changed"] = changed

@@ -80,7 +80,7 @@ class FileJob:
         if self.out.samefile(self.source):
             raise ValueError(f"--in and --out are one file, {str(self.out)!r}")
         if not self.resume:
-            raise ValueError(f"--out {str(self.out)!r} holds something: --resume goes on with it, or remove it")
+            raise ValueError(f"--out {str(self.out)!r} is not empty: continue it with --resume, or remove it")
         self.earlier = read_answers(self.out, self.lines)
 
     def set_settings(self, settings: dict[str, Any]) -> int | None:
@@ -111,8 +111,8 @@ class FileJob:
         rows = self._encode(work)
         finished = {entry["line"] for entry in self.earlier if "error" not in entry}
         parts = [rows[line.number] for line in self.lines if line.number in rows and line.number not in finished]
-        fitting = work.rows_that_fit(_concatenate(parts)) if parts else 1
-        size = min(fitting, batch or fitting)
+        max_rows = work.rows_that_fit(_concatenate(parts)) if parts else 1
+        size = min(max_rows, batch or max_rows)
         if parts:
             shortest = min(parts, key=lambda part: len(part.rows[0])).slice_rows(0, 1)
             request = Request(sampler=work.method, **work.request)  # incompatible arguments raise now
@@ -173,11 +173,11 @@ class FileJob:
             return failed
         message = f"{show.format_count(answered, 'answer')} in {self.out}"
         if num_before:
-            message += f" beside {num_before} that were there"
+            message += f" besides {num_before} of an earlier run"
         if failed:
             message += f", {failed} failed (their lines have an error)"
         if interrupted:
-            message += f", interrupted at {num_before + answered + failed} of {len(self.lines)}: --resume goes on"
+            message += f", interrupted at {num_before + answered + failed} of {len(self.lines)}: --resume continues"
         typer.echo(message)
         if answers:
             typer.echo(answers.summary(len(answers), interrupted=False))
@@ -186,7 +186,7 @@ class FileJob:
 
 @dataclass(kw_only=True)
 class Run:
-    """Answers lines, and writes the answers to `file`. total: lines in all."""
+    """Answers lines, and writes the answers to `file`. total: number of all lines."""
 
     file: BinaryIO
     settings: dict[str, Any]
@@ -239,7 +239,7 @@ class DecodeRun(Run):
         assert self.answers is not None
         copies = self.work.answers
         prompts = _concatenate([self.rows[line.number] for line in lines])
-        self.bar.among(len(self.entries), len(lines), self.total)
+        self.bar.set_range(len(self.entries), len(lines), self.total)
         constraint = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
         answers: dict[int, dict[str, Any]] = {}
         first, interrupted = 0, False  # first row of the batch
@@ -342,7 +342,7 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
             raise ValueError(f"--out {str(path)!r} answers another prompt than line {number}; give another file")
         settings = entry.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("request"), dict):
-            raise ValueError(f"--out {str(path)!r} does not say the settings of line {number}; give another file")
+            raise ValueError(f"--out {str(path)!r} has no settings for line {number}; give another file")
         entries.append(entry)
     return entries
 
@@ -360,7 +360,7 @@ def differences(stored: dict[str, Any], current: dict[str, Any], inside: str = "
             lines += differences(stored_value, current_value, "" if name == "request" else f"{inside}{name}.")
         elif stored_value != current_value and name != "paradec":
             texts = ["not set" if value is None else short_repr(value) for value in (stored_value, current_value)]
-            lines.append(f"{inside}{name} is {texts[0]} there and {texts[1]} here")
+            lines.append(f"{inside}{name} is {texts[0]} in the file and {texts[1]} here")
     return lines
 
 

@@ -68,7 +68,7 @@ def generate(
         text = options.read_text(check_one_prompt(prompt, "generate"))
     shared["blocks"], shared["block_length"] = make_blocks(blocks, shared["block_length"], block_add, block_full)
     shared |= options.make_constraint(shared)
-    shared |= {"given": options.given_names(context), "stop_strings": stop, "chat": False if raw else None}
+    shared |= {"given": options.explicit_options(context), "stop_strings": stop, "chat": False if raw else None}
     if job is not None:
         job.answer(prepare("generate", None, on_settings=job.set_settings, **shared), batch, view["as_json"])
     prompts = [line for _, line in number_lines(text)] if lines and text.strip() else text
@@ -133,7 +133,7 @@ def print_answers(
     view = LiveView(work.model.tokenizer, pace=PACE) if live and show.on_terminal(sys.stdout) else None
 
     def run(batch: Prompts) -> Output:
-        bar.among(len(answers), len(batch.rows), len(prompts.rows))
+        bar.set_range(len(answers), len(batch.rows), len(prompts.rows))
         if view is None:
             return work.run(batch, bar.update, trace=trace is not None)
         with view:
@@ -185,7 +185,7 @@ def infill(
     prompt_text = options.read_text(check_one_prompt(text, "infill"))
     turns: Any = [{"role": "user", "content": prompt}, {"role": "assistant", "content": prompt_text}]
     shared |= read_holes(hole) | {"mask": mask, "block_length": block_length, "max_new_tokens": max_new_tokens}
-    decode("infill", prompt_text if prompt is None else turns, given=options.given_names(context), **shared)
+    decode("infill", prompt_text if prompt is None else turns, given=options.explicit_options(context), **shared)
 
 
 def read_holes(pairs: list[str] | None) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def image(
     settings = options.read_settings(shared.pop("set_"))
     for name, value in {"interval": interval, "order": order}.items():
         if value is not None and name in settings:
-            raise ValueError(f"--{name} and --set {name}=... say the same; give one")
+            raise ValueError(f"--{name} and --set {name}=... set the same value; give one of them")
         settings |= {} if value is None else {name: value}
     with show.waiting(f"loading {model}"):
         show.quiet_loading()
@@ -117,7 +117,7 @@ def image(
 
         if (model_type := image_type(model)) not in FAMILIES:
             kind = f"has model_type={model_type!r}, which makes no pictures"
-            raise ValueError(f"--model {model!r} {kind}; those that do: {', '.join(FAMILIES)}")
+            raise ValueError(f"--model {model!r} {kind}; types that do: {', '.join(FAMILIES)}")
         # the setting `tree` needs the drafter, which is loaded after the model
         draft_settings = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
         method = picture_sampler(image_adapter(model_type), sampler_name, repr(model), **settings)
@@ -137,7 +137,7 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
     """Run `paradec.generate_images`, write the sheets, print the cost. Returns the exit code."""
     request = request | job.conditions | {"sampler": sampler, "trace": job.trace is not None}
     output, code = show.with_bar(lambda bar: paradec.generate_images(model, **request, callback=bar.update))
-    if job.sheet_of_steps:
+    if job.has_step_sheet:
         job.write(output.images, output.steps)
     else:
         job.write(output.images, record=output.recorded_trace)

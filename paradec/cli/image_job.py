@@ -14,7 +14,7 @@ MAX_IMAGES = 100_000
 SHEETS = (".png", ".jpg", ".jpeg", ".webp")
 RECORDS = (".html", ".htm", ".gif", ".json")  # files of `--trace` with all steps
 TRACE_SIDE = 160  # longer side of a picture of steps, about, in pixels
-SMALL, SEEN = 128, 256  # longer sides below `SMALL` pixels are enlarged to at most `SEEN`
+SMALL_SIDE, VISIBLE_SIDE = 128, 256  # longer sides below `SMALL_SIDE` pixels are enlarged to at most `VISIBLE_SIDE`
 
 
 @dataclass
@@ -25,7 +25,7 @@ class ImageJob:
     trace: Path | None
     columns: int | None
     enlarge: int | None
-    """Factor of each side; None: `seen_size`."""
+    """Factor of each side; None: `enlargement`."""
     prompts: list[str] | None
     classes: str | None
     conditions: dict[str, Any] = field(init=False)
@@ -45,8 +45,8 @@ class ImageJob:
             self.conditions = {"prompts": self.prompts}
 
     @property
-    def sheet_of_steps(self) -> bool:
-        """Whether `--trace` names a picture file, for the step of each token, and not a record of the run."""
+    def has_step_sheet(self) -> bool:
+        """Whether `--trace` names a picture file (for the step of each token) instead of a record of the run."""
         return self.trace is not None and self.trace.suffix.lower() in SHEETS
 
     def write(self, images: Sequence[Any] | None, steps: Any = None, record: Any = None) -> None:
@@ -54,9 +54,9 @@ class ImageJob:
         from paradec.api.images import contact_sheet, step_pictures
 
         if images is not None:
-            enlarge = seen_size(images[0].size) if self.enlarge is None else self.enlarge
+            enlarge = enlargement(images[0].size) if self.enlarge is None else self.enlarge
             contact_sheet(images, self.columns, enlarge=enlarge).save(self.out)
-        if self.trace is not None and self.sheet_of_steps:
+        if self.trace is not None and self.has_step_sheet:
             pictures = step_pictures(steps, max(1, TRACE_SIDE // max(steps.shape[1:])))
             contact_sheet(pictures, self.columns).save(self.trace)
         elif self.trace is not None and record is not None:
@@ -77,7 +77,7 @@ def read_classes(text: str) -> list[int]:
     return classes
 
 
-def seen_size(size: tuple[int, int]) -> int:
-    """Factor by which a picture of `size` pixels is enlarged to be seen well: 9 for 28 x 28."""
+def enlargement(size: tuple[int, int]) -> int:
+    """Factor by which a small picture of `size` pixels is enlarged: 9 for 28 x 28."""
     longest = max(size)
-    return max(1, SEEN // longest) if longest < SMALL else 1
+    return max(1, VISIBLE_SIDE // longest) if longest < SMALL_SIDE else 1

@@ -46,9 +46,9 @@ def train(
     from paradec.tools.training import learn2pd as training
 
     # All arguments are checked before the model is loaded and hours of collecting begin.
-    fitting: dict[str, Any] = {"kind": kind, "epochs": epochs, "lr": lr, "threshold": threshold, "seed": seed}
-    fitting["false_accept_weight"] = false_accept_weight
-    training.check_settings(**fitting)
+    settings: dict[str, Any] = {"kind": kind, "epochs": epochs, "lr": lr, "threshold": threshold, "seed": seed}
+    settings["false_accept_weight"] = false_accept_weight
+    training.check_settings(**settings)
     for name in cache or []:
         paradec.caches.create(name)
     check_int("max_new_tokens", shared["max_new_tokens"], low=1, none=True)
@@ -60,16 +60,16 @@ def train(
         if records is not None and collected.done:
             collected.save(records)
 
-    collecting = shared | {"caches": cache or ["none"], "resume": previous, "checkpoint": save}
+    collect_arguments = shared | {"caches": cache or ["none"], "resume": previous, "checkpoint": save}
     restore_interrupt()
     try:
         with show.Bar() as bar:
-            collected = training.collect(model, texts, **collecting, progress=bar.work)
+            collected = training.collect(model, texts, **collect_arguments, progress=bar.show_share)
             save(collected)
-            facts, network = training.train(collected, **fitting, progress=bar.work)
+            facts, network = training.train(collected, **settings, progress=bar.show_share)
     except paradec.Interrupted as interrupt:
         save(interrupt.output)
-        hint = f"; {interrupt.output.done} prompts are kept" if records is not None else ""
+        hint = f"; {interrupt.output.done} prompts are stored" if records is not None else ""
         print(f"interrupted{hint}", file=sys.stderr)
         raise typer.Exit(EXIT_CODE) from None
     try:
@@ -79,5 +79,5 @@ def train(
     held_out = facts.held_out
     typer.echo(
         f"{out}: precision {held_out['precision']:.4f}, recall {held_out['recall']:.4f} at {threshold:g}, over "
-        f"{held_out['undecided']} undecided positions of prompts kept from training"
+        f"{held_out['undecided']} undecided positions of prompts outside the training set"
     )

@@ -155,7 +155,7 @@ def read_text(argument: str) -> str:
         raise ValueError("standard input is closed; give a prompt")
     text = decode_utf8(sys.stdin.buffer.read(), "standard input")
     if "\0" in text:
-        raise ValueError(f"standard input is no text: it has a zero byte at position {text.index(chr(0))}")
+        raise ValueError(f"standard input is not text: it has a zero byte at position {text.index(chr(0))}")
     return text.replace("\r\n", "\n").rstrip("\n")
 
 
@@ -170,14 +170,14 @@ def check_writable(option: str, file: Path | None) -> None:
         raise ValueError(f"cannot write {option} {str(file)!r}: permission denied")
 
 
-def split_names(given: list[str] | None) -> list[str] | None:
+def split_names(texts: list[str] | None) -> list[str] | None:
     """Split names at commas, but not inside parentheses."""
-    return None if given is None else [name.strip() for text in given for name in split_outside(text, ",")]
+    return None if texts is None else [name.strip() for text in texts for name in split_outside(text, ",")]
 
 
-def sampler_names(given: list[str] | None) -> list[str] | None:
+def sampler_names(texts: list[str] | None) -> list[str] | None:
     """Split `--samplers`, and import the classes of files in it."""
-    names = split_names(given)
+    names = split_names(texts)
     return None if names is None else [import_classes("--samplers", text, "sampler") for text in names]
 
 
@@ -194,7 +194,7 @@ def import_classes(option: str, text: str, kind: str) -> str:
             continue
         cls = import_object(option, file_and_class[0])
         if not isinstance(cls, type) or not issubclass(cls, base):
-            raise ValueError(f"{option} {term!r} must be a class of a {kind}, as docs/write_a_{kind}.md shows one")
+            raise ValueError(f"{option} {term!r} must be a class of a {kind}; docs/write_a_{kind}.md shows one")
         if cls.name not in registry or registry.get(cls.name) is not cls:
             registry.register(cls.name, cls)
         terms[index] = cls.name + file_and_class[1]
@@ -208,7 +208,7 @@ def import_object(option: str, text: str) -> Any:
     if not name.isidentifier() or not file_name:
         raise ValueError(f"{option} {text!r} must be FILE.py:NAME or MODULE:NAME")
     if file_name.endswith(".py") and not os.path.isfile(file_name):
-        raise ValueError(f"{option} {text!r}: {file_name!r} is no file")
+        raise ValueError(f"{option} {text!r}: {file_name!r} is not a file")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -224,7 +224,7 @@ def import_object(option: str, text: str) -> Any:
 
 
 FILE_MODULE = "file "
-"""First letters of the names of modules that `_import_file` makes."""
+"""Prefix of the names of modules that `_import_file` makes."""
 
 
 def _import_file(path: str) -> Any:
@@ -233,7 +233,7 @@ def _import_file(path: str) -> Any:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # `dataclass` looks it up there
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -278,7 +278,7 @@ def make_attention(name: str | None, pairs: list[str] | None) -> Any:
     return paradec.attention.create(name, **values)
 
 
-def given_names(context: typer.Context) -> set[str]:
+def explicit_options(context: typer.Context) -> set[str]:
     """Names of the parameters that are on the command line."""
     # compare names, since typer's class is either click's or its own copy
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -292,7 +292,7 @@ def make_constraint(shared: dict[str, Any]) -> dict[str, Any]:
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}
     names = [name for name, value in options.items() if value is not None]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} both say what an answer must be; give one of them")
+        raise ValueError(f"{' and '.join(names)} both constrain the answer; give one of them")
     if not names and any(value is not None for value in marker.values()):
         raise ValueError("--after and --thinking-budget go with --choice, --regex or --json-schema")
     from paradec.constraints.values import Choice, JsonSchema, Regex

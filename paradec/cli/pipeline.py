@@ -36,7 +36,7 @@ def pipeline_class(index: dict[str, Any]) -> Any:
     name = index.get("_class_name")
     cls = PixelDiTPipeline if name == "PixelDiTPipeline" else getattr(diffusers, str(name), None)
     if not isinstance(cls, type) or not issubclass(cls, diffusers.DiffusionPipeline):
-        raise CheckpointError(f"model_index.json names {name!r}, which is no pipeline of diffusers")
+        raise CheckpointError(f"model_index.json names {name!r}, which is not a pipeline of diffusers")
     return cls
 
 
@@ -57,8 +57,8 @@ def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, 
 
 @dataclass
 class PipelineJob:
-    """One run of the command, checked when made, before weights are read. index: from `pipeline_index`. compare: also
-    run without the sampler. request: further options."""
+    """One run of the command. The constructor checks it before weights are read. index: from `pipeline_index`. compare:
+    also run without the sampler. request: further options."""
 
     job: ImageJob
     index: dict[str, Any]
@@ -90,15 +90,15 @@ class PipelineJob:
             raise ValueError(f"{name} does not take {condition}; give {other}")
         for option in ("height", "width", "negative_prompt", "guidance_scale"):
             if self.request[option] is not None and option not in parameters:
-                raise ValueError(f"--{option.replace('_', '-')} is no argument of {name}")
+                raise ValueError(f"--{option.replace('_', '-')} is not an argument of {name}")
         if self.codes and self.compare:
             raise ValueError(f"--compare is for diffusion pipelines; {name} draws other codes with each sampler")
         if not self.codes and self.request["temperature"] is not None:
             raise ValueError("--temperature is for models of tokens; leave it out")
-        if not self.codes and self.job.sheet_of_steps:
+        if not self.codes and self.job.has_step_sheet:
             raise ValueError(
-                "--trace draws which step made which token final; a diffusion model makes all pixels at every step "
-                "(--json has its calls, and --trace FILE.html draws them)"
+                "--trace FILE.png draws the step of each token; a diffusion model makes all pixels at every step "
+                "(--json lists its calls, and --trace FILE.html draws them)"
             )
         if self.dtype is not None:
             check_choice("--dtype", self.dtype, DTYPES)
@@ -136,7 +136,7 @@ class PipelineJob:
             steps = torch.stack([codes == mask for codes in latents]).sum(0).numpy()
         self.job.columns = rows if plain and self.job.columns is None else self.job.columns
         record = None
-        if self.job.trace is not None and not self.job.sheet_of_steps:
+        if self.job.trace is not None and not self.job.has_step_sheet:
             record = trace_from_steps(steps, images, self.method) if self.codes else report.trace(images)
         self.job.write(plain + images, steps, record)
         distances = [

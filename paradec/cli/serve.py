@@ -14,7 +14,7 @@ from paradec.core.checks import check_number
 from paradec.core.text_files import read_text
 
 MEMORY = typer.Option(metavar="BYTES", help="Limit for keys and values (2GB, 512MiB), which limits the rows.")
-KEPT = "Limit for keys and values of answered requests, for equal beginnings; by default a quarter of the rows'."
+PREFIXES = "Limit for keys and values that later requests with equal prefixes reuse; by default a quarter of the rows'."
 PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: {"preset": "NAME"} in a body selects NAME.json.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
 CACHE = "As in `generate`; with --model by default dual (approximate) on bidirectional models, else block (exact)."
@@ -32,7 +32,7 @@ def serve(
     name: str | None = typer.Option(None, help="The model's name for clients; by default --model's."),
     batch: int = typer.Option(8, "--batch", min=1, help="Maximum number of rows decoded together."),
     max_memory: Annotated[str | None, MEMORY] = None,
-    prefix_memory: str | None = typer.Option(None, metavar="BYTES", help=KEPT),
+    prefix_memory: str | None = typer.Option(None, metavar="BYTES", help=PREFIXES),
     presets: Annotated[Path | None, PRESETS] = None,
     api_key_file: Annotated[Path | None, KEY_FILE] = None,
     max_answer: int = typer.Option(4096, min=1, help=ANSWER),
@@ -49,27 +49,28 @@ def serve(
     key = os.environ.get("PARADEC_API_KEY") or None
     if api_key_file is not None:
         key = read_text(api_key_file).strip()
-        if not key or any(sign.isspace() for sign in key):
+        if not key or any(char.isspace() for char in key):
             raise ValueError(f"--api-key-file {str(api_key_file)!r} must hold one key")
     from paradec.integrations.server import check_installed, listen
 
     check_installed()
     if key is None and host not in LOCAL:
-        print(f"warning: --host {host} without an API key: whoever reaches it may use it", file=sys.stderr)
+        print(f"warning: --host {host} without an API key: anyone who can reach it can use it", file=sys.stderr)
     listen_socket = listen(host, port)  # before the model is loaded, which may take minutes
     from paradec.cli.work import prepare
     from paradec.integrations.server.request_body import read_presets
 
     saved_requests = read_presets(presets) if presets else {}
     shared["cache"] = cache or "none"
-    work = prepare("generate", None, options.given_names(context), use_defaults=shared["model"] is not None, **shared)
+    given, has_model = options.explicit_options(context), shared["model"] is not None
+    work = prepare("generate", None, given, use_defaults=has_model, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
         from paradec.api.defaults import describe_settings
         from paradec.integrations.server.engine import Engine
 
-        check_served(work.model, max_memory, sampler=work.method, **request)
+        try_request(work.model, max_memory, sampler=work.method, **request)
         sizes: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
         engine = Engine(work.model, **sizes, sampler=work.method, **request)
     model_name = name or shared["model"] or "packaged"
@@ -79,7 +80,7 @@ def serve(
         server_app = app.build_app(engine, name=model_name, presets=saved_requests, api_key=key, **limits)
         displayed_host = f"[{host}]" if ":" in host else host
         typer.echo(f"{model_name}: http://{displayed_host}:{listen_socket.getsockname()[1]}/v1")
-        typer.echo(in_words(describe_settings(engine.batch, max_answer)))
+        typer.echo(describe_in_line(describe_settings(engine.batch, max_answer)))
         sys.stdout.flush()
         with listen_socket:
             app.serve(server_app, listen_socket)
@@ -87,7 +88,7 @@ def serve(
         engine.close()
 
 
-def in_words(settings: dict[str, Any]) -> str:
+def describe_in_line(settings: dict[str, Any]) -> str:
     """Write the settings of `describe_settings` as one line."""
     approximate = " (approximate)" * settings["is_approximate"]
     parts = [f"sampler {settings['sampler']}", f"cache {settings['cache']}{approximate}"]
@@ -100,7 +101,7 @@ def in_words(settings: dict[str, Any]) -> str:
     return ", ".join((*parts, settings["dtype"], answers))
 
 
-def check_served(model: Any, max_memory: int | str | None, **request: Any) -> None:
+def try_request(model: Any, max_memory: int | str | None, **request: Any) -> None:
     """Decode a short prompt with the server's arguments, and raise its ValueError or TypeError, if any."""
     from paradec.batching.batch import Batch
 

@@ -147,7 +147,7 @@ class Answers:
 
 
 def _add_attention(total: AttentionCost | None, attention: AttentionCost, rows: Sequence[int]) -> AttentionCost:
-    """Add the cost of a batch, for its `rows`, to `total`. Of bytes the maximum counts, since batches run in turn."""
+    """Add the cost of a batch, for its `rows`, to `total`. Bytes are the maximum, since batches run one by one."""
     changes: dict[str, Any] = {}
     for entry in dataclasses.fields(attention):
         value = getattr(attention, entry.name)
@@ -172,7 +172,7 @@ class Bar:
 
     delay = 1.0
     interval = 0.1  # the progress of a state may have to come from a GPU
-    line_interval = 30.0  # seconds between the lines of `work` without a terminal
+    line_interval = 30.0  # seconds between the lines of `show_share` without a terminal
 
     def __init__(self) -> None:
         self.enabled = on_terminal(sys.stderr)
@@ -194,7 +194,7 @@ class Bar:
             self.progress = None
             self.due = time.monotonic() + self.delay
 
-    def among(self, first: int, rows: int, total: int) -> None:
+    def set_range(self, first: int, rows: int, total: int) -> None:
         """Set the progress of the next batch: `rows` of `total` answers, after the `first` ones."""
         self.first, self.rows, self.total = first, rows, total
 
@@ -204,9 +204,9 @@ class Bar:
             decided, positions = state.progress
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
 
-    def work(self, label: str, share: float, num_answered: int = 0, num_total: int = 0) -> None:
-        """Called by `paradec compare` and `tune` after every batch, with the prompts that were answered of how many.
-        Without a terminal it prints a line from time to time."""
+    def show_share(self, label: str, share: float, num_answered: int = 0, num_total: int = 0) -> None:
+        """Show the share of the work that is done. Called by `paradec compare` and `tune` after every batch. num_*:
+        numbers of prompts. Without a terminal, print a line every `line_interval` seconds."""
         text = f"{label}: {num_answered} of {num_total} prompts" if num_total else label
         if self._is_due():
             self._show(text, share)

@@ -15,7 +15,7 @@ import typer
 
 FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
 """First line of an entry in a docstring's `Args:`: one or several names, and their description."""
-LONGEST_NAME = 24  # minimum width of a table's first column, if it has names of this length
+MAX_NAME_WIDTH = 24  # minimum width of a table's first column, if it has names of this length
 MAX_WIDTH = 10_000  # assumed width of the terminal when a table's minimum width is measured
 
 
@@ -33,7 +33,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = T
 
     console, rows = Console(), list(rows)
     grid = Table(box=box.SIMPLE_HEAD if heads else None, show_header=heads, padding=(0, 1), pad_edge=False)
-    names = min(LONGEST_NAME, max((len(row[0]) for row in rows), default=0))
+    names = min(MAX_NAME_WIDTH, max((len(row[0]) for row in rows), default=0))
     for index, column in enumerate(columns):
         grid.add_column(column, overflow="fold", min_width=None if index else names)
     for row in rows:
@@ -109,11 +109,9 @@ def print_component(kind: str, name: str, cls: Any, as_json: bool, extra: dict[s
     lines = {key: str(value) for key, value in lines.items() if value}
     lines |= {f"{key}={setting['default']}": setting["about"] for key, setting in settings.items()}
     call = [f"{next(iter(settings))}=..."] if settings else []
-    is_own = not cls.__module__.startswith("paradec.")
-    create = (
-        f"{cls.__name__}({', '.join(call)})" if is_own else f"paradec.{kind}s.create({', '.join([repr(name), *call])})"
-    )
-    lines["in Python"] = create
+    is_builtin = cls.__module__.startswith("paradec.")
+    builtin_call = f"paradec.{kind}s.create({', '.join([repr(name), *call])})"
+    lines["in Python"] = builtin_call if is_builtin else f"{cls.__name__}({', '.join(call)})"
     echo(f"{name}: {cls.summary}\n\n{about}\n")
     table(("", ""), lines.items(), heads=False)
 
@@ -150,7 +148,7 @@ def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
     return [text for text in paragraphs if text], sections
 
 
-LATEX = str.maketrans({sign: f"\\{sign}" for sign in "&%$#_{}"} | {
+LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "\n": " ",
 })  # fmt: skip

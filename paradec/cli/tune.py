@@ -57,7 +57,7 @@ def tune(
     them; the other half is decoded for the report."""
     files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
-    if excluded := options.given_names(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
+    if excluded := options.explicit_options(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):
         option = f"--{min(excluded).replace('_', '-')}"
         raise ValueError(f"{option} needs --pipeline" if pipeline is None else f"{option} is not for --pipeline")
     for name, file in files.items():
@@ -94,16 +94,16 @@ def tune(
     arguments |= {"checker": score_with, "mask": mask, "study": study}
     model = options.load(shared)
     arguments |= {name: value for name, value in shared.items() if value is not None}
-    tuning, code = show.with_bar(lambda bar: paradec.tune(model, texts, progress=bar.work, **arguments))
+    tuning, code = show.with_bar(lambda bar: paradec.tune(model, texts, progress=bar.show_share, **arguments))
     typer.echo(json.dumps(tuning.to_dict(), ensure_ascii=False) if as_json else str(tuning))
     if report is not None:
         tuning.to_json(report)
     if out is not None and tuning.points:
         tuning.save(out, point)
-        chosen = tuning.points[tuning.chosen if point is None else point - 1]
-        print(f"preset {str(out)!r}: {chosen.name}", file=sys.stderr)
+        saved_point = tuning.points[tuning.chosen if point is None else point - 1]
+        print(f"preset {str(out)!r}: {saved_point.name}", file=sys.stderr)
     if code:
-        print("interrupted" + ("" if study is None else ": the same command goes on with --study"), file=sys.stderr)
+        print("interrupted" + ("" if study is None else ": the same command continues the study"), file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -122,11 +122,11 @@ def search_steps(
     check_int("trials", search["runs"], low=0)
     index = pipeline_index(source)
     if index is None:
-        raise CheckpointError(f"--pipeline {source!r} is no diffusers pipeline")
+        raise CheckpointError(f"--pipeline {source!r} is not a diffusers pipeline")
     cls = pipeline_class(index)
     parameters = inspect.signature(cls.__call__).parameters
     if "class_labels" not in parameters and prompts is None:
-        raise ValueError(f"{cls.__name__} takes prompts: give --prompts FILE.jsonl, of which each run takes the next")
+        raise ValueError(f"{cls.__name__} takes prompts: give --prompts FILE.jsonl; each run takes the next prompt")
     if prompts is not None and "prompt" not in parameters:
         raise ValueError(f"{cls.__name__} takes no prompts; leave --prompts out")
     texts = [] if prompts is None else [entry.prompt for entry in read_prompts(prompts, None)]
@@ -146,9 +146,9 @@ def search_steps(
 
     try:
         with show.Bar() as bar:
-            result = paradec.tune_steps(pipe, run, **search, study=files["study"], progress=bar.work)
+            result = paradec.tune_steps(pipe, run, **search, study=files["study"], progress=bar.show_share)
     except KeyboardInterrupt:
-        hint = "" if files["study"] is None else ": the same command goes on with --study"
+        hint = "" if files["study"] is None else ": the same command continues the study"
         print(f"interrupted{hint}", file=sys.stderr)
         return EXIT_CODE
     typer.echo(json.dumps(result.to_dict()) if as_json else str(result))

@@ -22,15 +22,15 @@ END = "\N{BLACK SQUARE}"
 STYLES = {
     "given": "dim",
     "final": "",
-    "fresh": "bold green",
+    "new": "bold green",
     "undecided": "dim",
     "draft": "italic yellow",
     "ahead": "dim",
-    "taken": "bold red",
+    "remasked": "bold red",
     "end": "dim blue",
 }
-SIGNS = {"undecided": UNDECIDED, "ahead": UNDECIDED, "taken": UNDECIDED, "end": END}
-"""Signs for kinds of tokens that are not drawn as text. "ahead": after the open block; "taken": masked again."""
+SIGNS = {"undecided": UNDECIDED, "ahead": UNDECIDED, "remasked": UNDECIDED, "end": END}
+"""Signs for kinds of tokens that are not drawn as text. "ahead": undecided, after the open block."""
 LONG_RUN = 8  # longer runs of "end" or "ahead" are drawn as a number
 PACE = 0.12  # minimum seconds that a step stays on the screen
 MAX_PACED = 6.0  # maximum seconds by which `PACE` delays a request
@@ -89,7 +89,7 @@ class LiveView:
         if hasattr(state, "draft_end"):
             legend.append("  ").append("draft", STYLES["draft"])
         elif getattr(state, "revises", False):
-            legend.append("  ").append(UNDECIDED, STYLES["taken"]).append(" taken back", "dim")
+            legend.append("  ").append(UNDECIDED, STYLES["remasked"]).append(" masked again", "dim")
         # a long text is cut at the beginning: the open block is at its end
         room = max(3, self.console.height - 3)
         lines = [line for text in texts for line in text.wrap(self.console, self.console.width)][-room:]
@@ -119,15 +119,15 @@ class LiveView:
                 if undecided[row][i] and i < draft_ends[row]:
                     return "draft"
                 if undecided[row][i]:
-                    return "taken" if not was_decided[row][i] else "undecided" if i < block_ends[row] else "ahead"
+                    return "remasked" if not was_decided[row][i] else "undecided" if i < block_ends[row] else "ahead"
                 if ids[row][i] in ends:
                     return "end"
-                return "fresh" if was_decided[row][i] else "final"
+                return "new" if was_decided[row][i] else "final"
 
             row_label = Text(f"[{row + 1}] " if state.batch > 1 else "", style="dim")
             kinds = [kind(i) for i in range(start, end)]
-            decided += kinds.count("final") + kinds.count("fresh") + ("end" in kinds)
-            num_open += sum(map(kinds.count, ("undecided", "draft", "ahead", "taken")))
+            decided += kinds.count("final") + kinds.count("new") + ("end" in kinds)
+            num_open += sum(map(kinds.count, ("undecided", "draft", "ahead", "remasked")))
             texts.append(Text.assemble(row_label, style_tokens(self.tokenizer, ids[row][start:end], kinds)))
         return texts, decided, decided + num_open
 
@@ -136,7 +136,7 @@ def style_tokens(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Te
     """Convert tokens to styled text. kinds: a key of `STYLES` for each token."""
     from rich.text import Text
 
-    def decoded(tokens: Sequence[int]) -> str:
+    def decode(tokens: Sequence[int]) -> str:
         if tokenizer is None:
             return "".join(f"{token} " for token in tokens)
         return tokenizer.decode(tokens, skip_special_tokens=True)
@@ -152,7 +152,7 @@ def style_tokens(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Te
                 text.append(" ")
             text.append(f"{SIGNS[kind]}\N{MULTIPLICATION SIGN}{count}" if short else SIGNS[kind] * count, STYLES[kind])
             continue
-        run = decoded([*text_ids, *(ids[i] for i in columns)])[len(decoded(text_ids)) :]
+        run = decode([*text_ids, *(ids[i] for i in columns)])[len(decode(text_ids)) :]
         text.append(run, STYLES[kind])
-        text_ids = [ids[columns[-1]]] if decoded([ids[columns[-1]]]).strip() else text_ids
+        text_ids = [ids[columns[-1]]] if decode([ids[columns[-1]]]).strip() else text_ids
     return text

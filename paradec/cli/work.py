@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paradec.core.prompts import Prompts
 
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Maximum number of rows decoded together: results are printed batch by batch, and larger batches gain little."""
 CPU_BYTES = 2**30
 """Limit of a batch's memory on the CPU, where other programs may need the free memory."""
@@ -66,7 +66,7 @@ class Work:
         if self.is_cache_open:
             self.request["cache"] = choose_cache(self.model, self.method)
         elif self.method.family != "masked":
-            self.request["cache"] = None  # other families have a store of their own
+            self.request["cache"] = None  # other families have their own store
 
     @property
     def cache_name(self) -> str:
@@ -126,7 +126,7 @@ def prepare(
     `paradec.api.defaults` for an open cache and block length. on_settings: called before the model is loaded with
     "model", "dtype", "quantization", "tokenizer", "drafter" and "request" as data; returns the seed.
     """
-    # printed at once, since the imports take seconds
+    # shown before the imports, which take seconds
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
         from paradec.core.mask_text import check_placeholder
 
@@ -166,9 +166,9 @@ def prepare(
         if on_settings is not None:
             sampler_data = {} if uses_default_sampler else {"sampler": method.to_dict() | draft_settings}
             changes = fields.to_dict() | sampler_data
-            facts: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
-            facts |= {"quantization": quantization, "tokenizer": tokenizer, "drafter": drafter, "request": changes}
-            request["seed"] = on_settings({name: value for name, value in facts.items() if value is not None})
+            data: dict[str, Any] = {"model": "packaged" if model is None else Path(model).as_posix(), "dtype": dtype}
+            data |= {"quantization": quantization, "tokenizer": tokenizer, "drafter": drafter, "request": changes}
+            request["seed"] = on_settings({name: value for name, value in data.items() if value is not None})
         show.quiet_loading()
         is_parallel = options.num_processes() > 1
         if is_parallel and device is not None:
@@ -282,7 +282,7 @@ def rows_that_fit(model: Any, positions: int, branches: int) -> int:
     facts = model.facts
     num_logits = facts.block_length if facts.topology == "canvas" else positions  # only the open canvas has logits
     row_bytes = branches * (num_logits * LOGIT_BYTES * facts.vocab_size + positions * 4 * numbers_per_position)
-    return max(1, min(MOST_ROWS, _free_bytes(model.device) // row_bytes))
+    return max(1, min(MAX_ROWS, _free_bytes(model.device) // row_bytes))
 
 
 def _free_bytes(device: Any) -> int:

@@ -76,7 +76,7 @@ def test_constraints_on_the_command_line(tmp_path: Path) -> None:
     filled = answer("infill", "kiwi <mask:2> pear", "--prompt", "Reverse: pear fig apple kiwi", "--hole", "1=plum .*")
     assert "kiwi plum" in filled
     both = answer("generate", PROMPT, "--choice", "a", "--regex", "b", code=2)
-    assert "both say what an answer must be" in " ".join(both.split())
+    assert "both constrain the answer" in " ".join(both.split())
     assert "lookahead" in answer("generate", PROMPT, "--regex", "a(?=b)", code=2)
     thought = ("generate", PROMPT, "--after", "fig", "--thinking-budget", "3")
     report = json.loads(answer(*thought, "--choice", " pear", "--choice", " apple", "--json"))

@@ -175,7 +175,7 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
     flags = ("-n", 7, "--temperature", 1, "--top-p", 0.95, "--top-k", 20, "--seed", 3, "--json")
     full = json.loads(ok(*command, *flags))
     assert len(set(full["text"])) > 1
-    monkeypatch.setattr(work, "MOST_ROWS", 3)
+    monkeypatch.setattr(work, "MAX_ROWS", 3)
     parts = json.loads(ok(*command, *flags))
     assert parts.pop("seconds") > 0 and full.pop("seconds") > 0
     assert parts.pop("nfe") >= full.pop("nfe")  # of all batches
@@ -287,7 +287,7 @@ def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.Mon
 def test_invalid_text_gives_one_line() -> None:
     for data, message in (
         (b"Sort: \xe4pfel\n", "standard input is not UTF-8 text: invalid continuation byte at byte 6"),
-        (b"\x7fELF\x02\x01\x01\x00", "standard input is no text: it has a zero byte at position 7"),
+        (b"\x7fELF\x02\x01\x01\x00", "standard input is not text: it has a zero byte at position 7"),
     ):
         result = run("generate", "-", stdin=data)
         assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import paradec
 from paradec import TaylorSeer
 from paradec.cli import app
-from paradec.cli.image_job import seen_size
+from paradec.cli.image_job import enlargement
 from paradec.models.images.mar import MAR
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.models.images.vq import KLDecoder, VQConfig
@@ -156,8 +156,8 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["digits-dit", "--prompt", "a"], "PixelDiTPipeline does not take prompts; give --class"),
         (["digits-dit", "--class", "1", "--cache", "dual"], "--cache is not for diffusers pipelines"),
         (["digits-dit", "--class", "1", "--temperature", "1"], "--temperature is for models of tokens"),
-        (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace draws which step made which token final"),
-        (["digits-dit", "--class", "1", "--height", "32"], "--height is no argument of PixelDiTPipeline"),
+        (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace FILE.png draws the step of each token"),
+        (["digits-dit", "--class", "1", "--height", "32"], "--height is not an argument of PixelDiTPipeline"),
         (["AMUSED", "--class", "1"], "AmusedPipeline does not take class_labels; give --prompt"),
         (["digits-ar"], "either --prompt or --class"),
         (["digits-ar", "--class", "1", "--compare"], "--compare is for diffusion pipelines"),
@@ -169,7 +169,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
         (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),
         (["WAN", "--prompt", "a"], "WanPipeline makes no pictures; give it to paradec.accelerate in Python"),
-        (["ODD", "--prompt", "a"], "model_index.json names 'NoPipeline', which is no pipeline of diffusers"),
+        (["ODD", "--prompt", "a"], "model_index.json names 'NoPipeline', which is not a pipeline of diffusers"),
         (["BROKEN", "--class", "1"], "cannot be loaded as DiTPipeline"),
     ],
 )
@@ -228,4 +228,4 @@ def test_pictures_are_of_a_size_that_can_be_seen(tmp_path: Path) -> None:
         assert done.exit_code == 0 and Image.open(sheet).size == (side, side)
         pixels = np.asarray(Image.open(sheet)).reshape(28, side // 28, 28, side // 28)
         assert (pixels == pixels[:, :1, :, :1]).all()
-    assert [seen_size(size) for size in ((28, 28), (127, 4), (128, 128), (512, 64), (300, 300))] == [9, 2, 1, 1, 1]
+    assert [enlargement(size) for size in ((28, 28), (127, 4), (128, 128), (512, 64), (300, 300))] == [9, 2, 1, 1, 1]

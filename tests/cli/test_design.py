@@ -154,7 +154,7 @@ def test_labels_of_membranes() -> None:
         (("--chains", "Q"), "unknown chain: 'Q'"),
         (("--temperature", "-1"), "--temperature=-1"),
         (("--order", "left"), "unknown --order: 'left'"),
-        (("--bias", "A:1,A:2"), "--bias 'A:2' is no letter with its number, once"),
+        (("--bias", "A:1,A:2"), "--bias 'A:2' must be a letter and its number"),
         (("--bias", "B:1"), "bias: unknown letter: 'B'"),
         (("--tie", "A1-3"), "--tie 'A1-3' must name as many residues on each side of ="),
         (("--tie", "A1=B1"), "--tie 'B1': small has no such residue"),

@@ -119,10 +119,10 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
 
 
 OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
-    (("--temperature", 0.5), ["temperature is 1.0 there and 0.5 here"]),
-    (("--temperature", 1, "--model", "./nowhere/"), ["model is 'packaged' there and 'nowhere' here"]),
-    (("--temperature", 1, "--dtype", "float64"), ["dtype is not set there and 'float64' here"]),
-    (("--sampler", "credit"), ["temperature is 1.0 there and not set here", "sampler is not set there"]),
+    (("--temperature", 0.5), ["temperature is 1.0 in the file and 0.5 here"]),
+    (("--temperature", 1, "--model", "./nowhere/"), ["model is 'packaged' in the file and 'nowhere' here"]),
+    (("--temperature", 1, "--dtype", "float64"), ["dtype is not set in the file and 'float64' here"]),
+    (("--sampler", "credit"), ["temperature is 1.0 in the file and not set here", "sampler is not set in the file"]),
 ]
 
 
@@ -142,7 +142,7 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     assert drawn in before
     out.write_bytes(before.replace(drawn, b""))
     message = refused("generate", "--in", source, "--out", out, "--resume", "--temperature", 1)
-    assert f"draws is not set there and {DRAWS} here" in message
+    assert f"draws is not set in the file and {DRAWS} here" in message
 
 
 def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     flags = ("generate", "--in", source, "--out", out)
     ok(*flags, "--sampler", "credit", "--set", "threshold=0.8", "--cache", "dual")
     repeated = ("--resume", "--sampler", "credit", "--cache", "dual")
-    assert "sampler.threshold is 0.8 there and 0.9 here. Give" in refused(*flags, *repeated)
+    assert "sampler.threshold is 0.8 in the file and 0.9 here. Give" in refused(*flags, *repeated)
     assert " cache is {'cache': 'dual', " in refused(*flags, "--resume", "--sampler", "credit")
     text = out.read_text()
     saved = json.loads(text)["settings"]["request"]
@@ -161,7 +161,7 @@ def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("warning: ") and "has answers of paradec '0.0.1'" in result.stderr
     out.write_text(json.dumps(json.loads(text) | {"settings": {"request": 3}}) + "\n")
-    assert "does not say the settings of line 1" in refused(*flags, *repeated)
+    assert "has no settings for line 1" in refused(*flags, *repeated)
 
 
 def test_files_without_answers_are_not_overwritten(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     assert "'--in'" in missing and "does not exist" in missing
     assert "is a directory" in refused("generate", "--in", tmp_path, "--out", out)
     out.write_text(json.dumps({"line": 2, "prompt": "another", "text": ""}) + "\n")
-    assert "holds something" in refused("generate", "--in", source, "--out", out)
+    assert "is not empty" in refused("generate", "--in", source, "--out", out)
     assert "answers another prompt" in refused("generate", "--in", source, "--out", out, "--resume")
     assert "are one file" in refused("generate", "--in", source, "--out", source, "--resume")
     fresh = tmp_path / "fresh.jsonl"
@@ -213,7 +213,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_plain_lines_and_more_answers_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MOST_ROWS", 2)
+    monkeypatch.setattr(work, "MAX_ROWS", 2)
     source, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("Shuffle: pear fig apple\r\n\nCopy: fig fox cow\n")
     ok("generate", "--in", source, "--out", out, "-n", 3, "--temperature", 1, "--seed", 5)
@@ -252,7 +252,7 @@ def test_interrupted_batches_write_every_answer_once(
     if ended_at == "interrupt":
         answers = [entry["line"] for entry in lines(out)]
         assert result.exit_code == 130 and 0 < len(answers) < 4 and answers == sorted(answers)
-        assert f"interrupted at {len(answers)} of 4: --resume goes on" in result.output
+        assert f"interrupted at {len(answers)} of 4: --resume continues" in result.output
         result = run("generate", *flags, "--resume")
     assert result.exit_code == 0, result.output
     model = paradec.load()
@@ -322,8 +322,8 @@ def test_questions_about_every_line(tmp_path: Path) -> None:
     out.write_bytes(whole[: len(whole) // 2])
     data = json.loads(run(*flags, "--resume", "--json").stdout)
     assert out.read_bytes() == whole and data["there_before"] + data["answered"] == 2 and "tokens" not in data
-    assert "holds something" in refused(*flags)
+    assert "is not empty" in refused(*flags)
     assert "questions.pick is not set there" in refused(*flags, "--pick", "=a|b", "--resume")
-    assert "temperature is 1.0 there and 2.0" in refused(*flags, "--temperature", 2, "--resume")
+    assert "temperature is 1.0 in the file and 2.0" in refused(*flags, "--temperature", 2, "--resume")
     for wrong in ((), ("x", "--in", source, "--out", out), ("--in", source), ("x", "--out", out), ("x", "--resume")):
         assert "give one text, or --in" in refused("decide", *wrong, "--span", "=a|b")

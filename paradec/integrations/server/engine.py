@@ -108,7 +108,7 @@ class Metrics:
             ("prompts_waiting", "Prompts that wait for a row.", engine.batch, "waiting"),
             ("steps", "Steps of the batch since the start.", engine, "steps"),
             ("prefix_rows", "Rows that began with stored keys and values.", prefixes, "hits"),
-            ("prefix_tokens", "Positions that these rows did not evaluate.", prefixes, "saved"),
+            ("prefix_tokens", "Positions that these rows did not evaluate.", prefixes, "saved_positions"),
             ("prefix_bytes", "Bytes of stored prefixes.", prefixes, "nbytes"),
             ("alive", "1 until decoding stops.", engine, "alive"),
         ):

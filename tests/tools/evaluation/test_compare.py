@@ -317,7 +317,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARADEC_DEBUG", raising=False)
     file = tmp_path / "results.json"
     result = run(*FEW, "--out", file)
-    notes = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s are of a busy machine")]
+    notes = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s were measured on a busy")]
     assert result.exit_code == 0 and not notes
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     actual = Comparison.from_json(file)
@@ -332,7 +332,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_comparisons_print_lines_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.cli.show.Bar.line_interval", 0.0)
     result = run(*FEW)
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s are of a busy machine")]
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("tokens/s were measured on a busy")]
     assert result.exit_code == 0 and len(lines) >= 4 and all(": " in line and " prompts (" in line for line in lines)
     assert lines[-1].startswith("factor") and lines[-1].endswith(" of 16 prompts (100%)"), lines
     assert "prompts" not in result.stdout
@@ -371,8 +371,10 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     defaults = run(*flags[:-2], "--samplers", f"klass,{file}:Mine", "--defaults", "--json")
     assert [row["changes"] for row in json.loads(defaults.stdout)["results"]] == [{}] * 3
     measured = []
-    work = show.Bar.work
-    monkeypatch.setattr(show.Bar, "work", lambda bar, name, *more: (measured.append(name), work(bar, name, *more)))
+    work = show.Bar.show_share
+    monkeypatch.setattr(
+        show.Bar, "show_share", lambda bar, name, *more: (measured.append(name), work(bar, name, *more))
+    )
     repeated = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
     assert repeated.exit_code == 0 and measured == []
     file.write_text(OWN + "\n# another rule\n")
