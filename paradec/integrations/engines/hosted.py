@@ -34,13 +34,13 @@ FIELDS = (
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
 )
 """Fields of `paradec.Request` that a hosted row may have. The engine decides the others, or they need the model."""
-MOST_ROWS = 2**20
+MAX_ROWS = 2**20
 """Maximum number of rows that share a state."""
-OWN = ("start", "query", "step")
-"""Methods that a hosted sampler must not override, since the engine calls the model."""
+ENGINE_METHODS = ("start", "query", "step")
+"""Methods that a hosted sampler must not override, because the engine calls the model."""
 
 
-def refusal(sampler: Any) -> str | None:
+def why_unsupported(sampler: Any) -> str | None:
     """The reason why an engine cannot host a sampler, as a clause with "it" for the sampler; None if it can."""
     if not isinstance(sampler, MaskedSampler):
         return f"it is of family {sampler.family!r}, and engines host the family 'masked'"
@@ -54,13 +54,14 @@ def refusal(sampler: Any) -> str | None:
         return "it chooses the blocks itself, and an engine's blocks are fixed"
     if "height" in sampler.settings():
         return "it decodes images"
-    if overridden := [part for part in OWN if getattr(type(sampler), part) is not getattr(MaskedSampler, part)]:
+    overridden = [name for name in ENGINE_METHODS if getattr(type(sampler), name) is not getattr(MaskedSampler, name)]
+    if overridden:
         return f"it overrides `{overridden[0]}`, and the engine calls the model"
     return None
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     """Result of one step of a row."""
 
     tokens: Tensor
@@ -87,14 +88,14 @@ class Hosted:
         device: of the logits.
 
     Raises:
-        ValueError: a sampler that engines cannot host (`refusal`), or a model without a mask token.
+        ValueError: a sampler that engines cannot host (`why_unsupported`), or a model without a mask token.
     """
 
     def __init__(self, sampler: str | Sampler, facts: ModelFacts, device: str | torch.device = "cpu"):
         method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
         if not isinstance(method, Sampler):
             raise TypeError(f"sampler={short_repr(sampler)} must be a name or made by paradec.samplers.create")
-        why = refusal(method)
+        why = why_unsupported(method)
         if why is not None or not isinstance(method, MaskedSampler):
             raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
         if not isinstance(facts, ModelFacts):
@@ -108,22 +109,22 @@ class Hosted:
             raise ValueError(f"{facts.name} has no masks to fill: engines host models with a mask token")
         self.sampler = method
         self.facts, self.device = facts, torch.device(device)
-        self._answering = _Answering(facts, self.device)
+        self._model = _EngineLogits(facts, self.device)
         self._rows: dict[Hashable, _Row] = {}
         self._groups: list[Group] = []
-        self._gone: deque[Hashable] = deque()
+        self._discarded: deque[Hashable] = deque()
 
     def __contains__(self, key: Hashable) -> bool:
-        self._sweep()
+        self._close_discarded()
         return key in self._rows
 
     def __len__(self) -> int:
-        self._sweep()
+        self._close_discarded()
         return len(self._rows)
 
     def keys(self) -> list[Hashable]:
         """The keys of the open rows, in the order of `open`."""
-        self._sweep()
+        self._close_discarded()
         return list(self._rows)
 
     # ---- rows -------------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class Hosted:
             ValueError, TypeError: an argument out of its range, or one that hosted rows do not support; no row is
                 opened.
         """
-        self._sweep()
+        self._close_discarded()
         if key in self._rows:
             raise ValueError(f"key={short_repr(key)} is open already; close it first")
         for name in fields:
@@ -153,8 +154,8 @@ class Hosted:
             raise TypeError(f"prompt_ids={short_repr(prompt_ids)} must be token ids")
         check_int("max_new_tokens", max_new_tokens, low=0)
         request = Request(sampler=self.sampler, max_new_tokens=max_new_tokens, **fields)
-        with _plain():
-            state = self.sampler.start(self._answering, prompt_ids, request)
+        with _no_inference_mode():
+            state = self.sampler.start(self._model, prompt_ids, request)
         if state.batch != 1:
             raise ValueError(f"prompt_ids holds {state.batch} rows; open one at a time")
         if "early_stops" in state.features:
@@ -164,20 +165,21 @@ class Hosted:
             raise ValueError(f"block_length={request.block_length} is longer than the engine's block of {unit}")
         if why := state.why_rows_fixed():
             raise ValueError(f"this row cannot run in an engine: {why}")
-        self._enter(key, request, state)
+        self._add_row(key, request, state)
 
-    def _enter(self, key: Hashable, request: Request, state: MaskedState) -> None:
+    def _add_row(self, key: Hashable, request: Request, state: MaskedState) -> None:
         """Add a row to the group of rows with similar requests, which are stepped together."""
-        kind = {name: value for name, value in request.changes().items() if name not in MASKED_ROW_FIELDS}, state.blocks
-        group = next((group for group in self._groups if group.key == kind), None)
-        row = _Row(group or Group(kind, self.sampler, state, 0, self._answering, self._answering))
+        changes = request.changes().items()
+        group_key = {name: value for name, value in changes if name not in MASKED_ROW_FIELDS}, state.blocks
+        group = next((group for group in self._groups if group.key == group_key), None)
+        row = _Row(group or Group(group_key, self.sampler, state, 0, self._model, self._model))
         if group is None:
             self._groups.append(row.group)
         else:
-            with _plain():
-                group.make_room(MOST_ROWS, 0, max(group.width, state.num_columns(np.zeros(1, np.int64))))
-        with _plain():
-            row.group.insert_rows([row], state, self._answering)  # type: ignore[list-item] # a ticket elsewhere
+            with _no_inference_mode():
+                group.make_room(MAX_ROWS, 0, max(group.width, state.num_columns(np.zeros(1, np.int64))))
+        with _no_inference_mode():
+            row.group.insert_rows([row], state, self._model)  # type: ignore[list-item] # batches insert tickets
         self._rows[key] = row
 
     def close(self, key: Hashable) -> None:
@@ -189,51 +191,51 @@ class Hosted:
         if not group.occupied:
             self._groups.remove(group)
             return
-        with _plain():
+        with _no_inference_mode():
             group.state.stop_rows(np.array([slot]))
             group.compact()
 
     def discard(self, key: Hashable) -> None:
         """Close a row at the next call of another method, if it is still open. May be called from a finalizer."""
-        self._gone.append(key)
+        self._discarded.append(key)
 
-    def _sweep(self) -> None:
+    def _close_discarded(self) -> None:
         """Close the rows that were discarded."""
-        while self._gone:
-            key = self._gone.popleft()
+        while self._discarded:
+            key = self._discarded.popleft()
             if key in self._rows:
                 self.close(key)
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
-        """Return the part of the sampler's memory that lasts over all blocks, by name, each [1, ...], for a row that
-        continues this one (`remember`). Empty for most samplers."""
-        state, slot = self._place(key)
+        """Copy the part of the sampler's memory that lasts over all blocks, by name, each [1, ...]: the initial memory of
+        a row that continues this one (`remember`). Empty for most samplers."""
+        state, slot = self._find_slot(key)
         names = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
         return {name: state.memory[name][slot : slot + 1].clone() for name in names}
 
     def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
         """Initialise a row's memory with another row's `remembered`, before its first step. Raises ValueError: the row
         has been stepped, or the sampler has no memory of such a name or shape."""
-        state, slot = self._place(key)
+        state, slot = self._find_slot(key)
         if state.row_step[slot]:
             raise ValueError(f"key={short_repr(key)} has been stepped; remember works before the first step")
         for name, value in memory.items():
             if name not in state.memory or state.memory[name][:1].shape != value.shape:
                 raise ValueError(f"sampler {self.sampler.name!r} has no memory {name!r} of shape {list(value.shape)}")
-        with _plain():
+        with _no_inference_mode():
             for name, value in memory.items():
                 state.memory.write(name, np.array([slot]), value.clone())
 
     def state(self, key: Hashable) -> MaskedState:
         """The sampler's state of a row, for inspection; a copy if the row shares a state with others."""
-        state, slot = self._place(key)
+        state, slot = self._find_slot(key)
         if state.batch == 1:
             return state
-        with _plain():
-            alone = select_rows(state, np.array([slot]))
+        with _no_inference_mode():
+            copy = select_rows(state, np.array([slot]))
             if not self._rows[key].done:
-                alone.let_run(np.zeros(1, np.int64))
-        return alone
+                copy.let_run(np.zeros(1, np.int64))
+        return copy
 
     def window(self, key: Hashable) -> tuple[int, Tensor]:
         """Return the position of the open block's first token, and its tokens [W] int64 (a copy).
@@ -241,13 +243,13 @@ class Hosted:
         On a block-causal model this is the model's whole block, with prompt tokens in it, and masks at undecided
         positions. Raises ValueError: the row is done.
         """
-        state, slot = self._running(key)
+        state, slot = self._find_running(key)
         start, stop = self._window(state, slot)
         return start, state.canvas[slot, start:stop].clone()
 
     def answer(self, key: Hashable) -> list[int]:
         """The final ids of the answer so far, including its end token."""
-        state, slot = self._place(key)
+        state, slot = self._find_slot(key)
         final = int(state.final_ends(np.array([slot]))[0])
         ids: list[int] = state.canvas[slot, int(state.answer_start[slot]) : final].tolist()
         return ids
@@ -258,7 +260,7 @@ class Hosted:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def step(self, logits: Mapping[Hashable, Tensor]) -> dict[Hashable, Stepped]:
+    def step(self, logits: Mapping[Hashable, Tensor]) -> dict[Hashable, StepResult]:
         """Step some rows; rows with similar requests are stepped together.
 
         Args:
@@ -269,29 +271,29 @@ class Hosted:
             ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape, before any
                 row changes.
         """
-        self._sweep()
+        self._close_discarded()
         for key, slot_logits in logits.items():
             self._check(key, slot_logits)
-        results: dict[Hashable, Stepped] = {}
-        with _plain():
+        results: dict[Hashable, StepResult] = {}
+        with _no_inference_mode():
             for group in self._groups:
                 keys = {self._rows[key].slot: key for key in logits if self._rows[key].group is group}
-                stepped = self._together(group.state, {slot: logits[keys[slot]] for slot in sorted(keys)})
-                results |= {keys[slot]: result for slot, result in stepped.items()}
-                for slot, result in stepped.items():
+                slot_results = self._step_slots(group.state, {slot: logits[keys[slot]] for slot in sorted(keys)})
+                results |= {keys[slot]: result for slot, result in slot_results.items()}
+                for slot, result in slot_results.items():
                     self._rows[keys[slot]].done = result.done
         return {key: results[key] for key in logits}
 
     def _check(self, key: Hashable, logits: Any) -> None:
-        start, stop = self._window(*self._running(key))
+        start, stop = self._window(*self._find_running(key))
         shape = (stop - start, self.facts.vocab_size)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
-            kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-            raise TypeError(f"logits of key={short_repr(key)} are {kind}; give a floating-point tensor {list(shape)}")
+            dtype = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+            raise TypeError(f"logits of key={short_repr(key)} are {dtype}; give a floating-point tensor {list(shape)}")
         if tuple(logits.shape) != shape:
             raise ValueError(f"logits of key={short_repr(key)} have shape {list(logits.shape)}, not {list(shape)}")
 
-    def _together(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, Stepped]:
+    def _step_slots(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, StepResult]:
         """Step the slots that have logits [W, V], in ascending order."""
         if not logits:
             return {}
@@ -310,7 +312,8 @@ class Hosted:
         for index, (slot, (start, stop)) in enumerate(zip(slots, windows.tolist(), strict=True)):
             is_done = slot not in errors and not state.running[slot]
             closed = is_done or int(state.block_start[slot]) >= stop
-            results[slot] = Stepped(new_ids[index, : stop - start], changed[index], closed, is_done, errors.get(slot))
+            tokens, error = new_ids[index, : stop - start], errors.get(slot)
+            results[slot] = StepResult(tokens, changed[index], closed, is_done, error)
         return results
 
     def _commit(
@@ -322,16 +325,16 @@ class Hosted:
             state.let_run(np.array(remaining))
             for slot in remaining:
                 start, stop = int(state.block_start[slot]), int(state.block_end[slot])
-                self._answering.logits[slot] = logits[slot][start - starts[slot] : stop - starts[slot]]
+                self._model.logits[slot] = logits[slot][start - starts[slot] : stop - starts[slot]]
             try:
-                self.sampler.commit(state, self.sampler.step(self._answering, state))
+                self.sampler.commit(state, self.sampler.step(self._model, state))
                 break
             except NotFinite as error:
                 for slot in error.rows.tolist():
                     step = int(state.row_step[slot])
                     errors[slot] = FloatingPointError(f"the model returned NaN or infinite logits at its step {step}")
             finally:
-                self._answering.logits = {}
+                self._model.logits = {}
         return errors
 
     def _row(self, key: Hashable) -> _Row:
@@ -339,15 +342,15 @@ class Hosted:
             raise ValueError(f"key={short_repr(key)} is not open; {len(self._rows)} rows are")
         return self._rows[key]
 
-    def _place(self, key: Hashable) -> tuple[MaskedState, int]:
+    def _find_slot(self, key: Hashable) -> tuple[MaskedState, int]:
         """The state that contains a row, and the row's slot in it."""
         row = self._row(key)
         return row.group.state, row.slot
 
-    def _running(self, key: Hashable) -> tuple[MaskedState, int]:
+    def _find_running(self, key: Hashable) -> tuple[MaskedState, int]:
         if self._row(key).done:
             raise ValueError(f"key={short_repr(key)} is done; its answer is complete")
-        return self._place(key)
+        return self._find_slot(key)
 
     def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
         """The first position of the engine's block, and the position after its last one."""
@@ -368,11 +371,11 @@ class _Row:
     @property
     def slot(self) -> int:
         """The row's slot in the state."""
-        return self.group.tickets.index(self)  # type: ignore[arg-type] # what holds a slot is a ticket elsewhere
+        return self.group.tickets.index(self)  # type: ignore[arg-type] # in batches, slots have tickets
 
 
-class _Answering:
-    """Stand-in for the sampler's model that returns the engine's `logits`, by row [W, V]."""
+class _EngineLogits:
+    """Replacement of the sampler's model: it returns the engine's `logits`, by row [W, V]."""
 
     tokenizer = None
     kind = "hosted"
@@ -396,7 +399,7 @@ class _Answering:
 
 
 @contextmanager
-def _plain() -> Iterator[None]:
-    """Disable gradients and inference mode, so that a row can be stepped inside and outside of inference mode."""
+def _no_inference_mode() -> Iterator[None]:
+    """Disable inference mode, so that a row can be stepped inside and outside of it; and gradients."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -23,7 +23,7 @@ from paradec import samplers
 from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.facts import ModelFacts
 from paradec.core.memory import MemorySpec
-from paradec.integrations.engines.hosted import Hosted, Stepped, refusal
+from paradec.integrations.engines.hosted import Hosted, StepResult, why_unsupported
 from paradec.request import Request
 from paradec.samplers.masked.loop import MaskedSampler
 
@@ -51,8 +51,8 @@ IGNORED = {
     "structural_tag": None,
 }
 """Sampling parameters of a request that are not supported, with their neutral values."""
-MOST_BETWEEN = 65536
-"""Maximum number of requests whose memory is kept between blocks; the oldest is dropped first."""
+MAX_STORED = 65536
+"""Maximum number of requests whose memory is stored between two blocks; the oldest is dropped first."""
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class BlockSteps:
                 f"{type(self).__name__} fills masks; mask_id={self.mask_id} means that this model denoises without them"
             )
         self.sampler = self._sampler(settings)
-        if why := refusal(self.sampler):
+        if why := why_unsupported(self.sampler):
             raise ValueError(f"sampler {self.sampler.name!r} cannot run inside SGLang: {why}; use paradec.generate")
         self.fields = {name: settings[name] for name in REQUEST if name in settings}
         self.fields.setdefault("seed", 0)  # the same in all processes of a tensor-parallel group
@@ -129,18 +129,18 @@ class BlockSteps:
         self._hosted: Hosted | None = None
         self._opened = 0
         specs = self.sampler.memory().values()
-        self._remembers = any(isinstance(spec, MemorySpec) and spec.reset == "sequence" for spec in specs)
-        self._between: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
-        """By request: the begin of its next block, and the sampler's memory of the blocks before."""
+        self._has_memory = any(isinstance(spec, MemorySpec) and spec.reset == "sequence" for spec in specs)
+        self._stored: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
+        """By request: the start of its next block, and the sampler's memory of earlier blocks."""
 
-    def _sampler(self, given: Mapping[str, Any]) -> Any:
+    def _sampler(self, configuration: Mapping[str, Any]) -> Any:
         """Create the sampler, with the settings among the keys of the configuration."""
         name = self.sampler_name
         allowed = {"combination"} if name is None else {"preset", *samplers.get(name).settings()}
-        for key in given:
+        for key in configuration:
             if key not in allowed and key not in (*REQUEST, *FACTS, *ENGINE):
                 raise ValueError(unknown_name(f"key for {type(self).__name__}", key, [*allowed, *REQUEST, *FACTS]))
-        settings = {key: given[key] for key in given if key in allowed}
+        settings = {key: value for key, value in configuration.items() if key in allowed}
         if name is not None:
             return samplers.create(name, **settings)
         if not isinstance(settings.get("combination"), str):
@@ -162,14 +162,16 @@ class BlockSteps:
         if steps % self.parts:
             raise ValueError(f"steps={steps} must be a multiple of the parts of a block ({self.parts})")
 
-    # ---- what SGLang calls ------------------------------------------------------------------------------------------
+    # ---- methods that SGLang calls ----------------------------------------------------------------------------------
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
         """Return the reason why a request cannot be served, or None. Temperature, top_p and top_k of requests are
         ignored: the configuration sets them, as for SGLang's own algorithms."""
         sampling = req.sampling_params
-        ignored = [name for name, idle in IGNORED.items() if (getattr(sampling, name, idle) or idle) != idle]
+        ignored = [
+            name for name, neutral in IGNORED.items() if (getattr(sampling, name, neutral) or neutral) != neutral
+        ]
         ignored += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
         return f"{cls.__name__} does not read {', '.join(ignored)}" if ignored else None
 
@@ -179,13 +181,12 @@ class BlockSteps:
 
     def max_steps(self, block_size: int) -> int:
         """Maximum number of steps of a block, including the last one, which changes nothing."""
-        part = block_size // self.parts
-        most = part
+        part_size = part_steps = block_size // self.parts
         if self.sampler.needs.revises:
-            most = int(self.sampler.max_steps(np.array([part]))[0])
+            part_steps = int(self.sampler.max_steps(np.array([part_size]))[0])
         elif self.sampler.needs.may_wait:
-            most = max(part, (self.fields.get("steps") or 0) // self.parts)
-        return most * self.parts + 1
+            part_steps = max(part_size, (self.fields.get("steps") or 0) // self.parts)
+        return part_steps * self.parts + 1
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
         """Step every block, and write its tokens to `forward_batch.input_ids`. Returns which blocks are final and were
@@ -196,12 +197,12 @@ class BlockSteps:
         logits = full_logits.view(len(states), size, -1)
         hosted = self._host(logits)
         tokens = ids.tolist()
-        is_given = self._given(forward_batch, tokens)
+        is_prompt = self._prompt_flags(forward_batch, tokens)
         for index, block in enumerate(states):
             if block.tokens is not None and block.tokens != tokens[index]:
                 block.forget()  # the engine has restarted the block
             if block.tokens is None:
-                self._open(hosted, block, forward_batch, index, tokens[index], is_given[index])
+                self._open(hosted, block, forward_batch, index, tokens[index], is_prompt[index])
         stepping = {block.key: index for index, block in enumerate(states) if not block.final}
         is_done = [block.final for block in states]
         results = hosted.step({key: logits[index] for key, index in stepping.items()})
@@ -209,7 +210,7 @@ class BlockSteps:
             if result.error is not None:
                 for block in states:
                     block.forget()  # nothing is written: a retry restarts with the current tokens
-                name, start = self._place(forward_batch, stepping[key])
+                name, start = self._find_block(forward_batch, stepping[key])
                 raise FloatingPointError(f"{result.error}: request {name!r}, block at position {start}")
         new_ids = ids
         if results:
@@ -219,7 +220,7 @@ class BlockSteps:
                 new_ids = torch.where(forward_batch.dllm_prompt_mask.view(-1, size), ids, new_ids)
             tokens = new_ids.tolist()
         for key, index in stepping.items():
-            self._after(hosted, states[index], results[key], forward_batch, index)
+            self._close_done(hosted, states[index], results[key], forward_batch, index)
             states[index].tokens = tokens[index]
             is_done[index] = states[index].final and not results[key].changed
         # in place: CUDA graphs hold this tensor
@@ -243,8 +244,8 @@ class BlockSteps:
             self._hosted = Hosted(self.sampler, facts, logits.device)
         return self._hosted
 
-    def _given(self, forward_batch: Any, ids: list[list[int]]) -> list[list[bool]]:
-        """For each block, which positions are prompt tokens, not to be decided."""
+    def _prompt_flags(self, forward_batch: Any, ids: list[list[int]]) -> list[list[bool]]:
+        """For each block, which positions hold prompt tokens; the others are to be decided."""
         mask = forward_batch.dllm_prompt_mask
         if mask is not None:
             flags: list[list[bool]] = mask.view(-1, self.block_size).tolist()
@@ -252,45 +253,45 @@ class BlockSteps:
         return [[token != self.mask_id for token in row] for row in ids]
 
     def _open(
-        self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], is_given: list[bool]
+        self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], is_prompt: list[bool]
     ) -> None:
-        """Open a block of ids [W], of which `is_given` [W] stay; if all stay, the block is final at once."""
+        """Open a block of ids [W], which stay where `is_prompt` [W]; if all stay, the block is final at once."""
         block.tokens = ids
-        if all(is_given):
+        if all(is_prompt):
             block.final = True
             return
-        name, start = self._place(forward_batch, index)
+        name, start = self._find_block(forward_batch, index)
         filler = hosted.facts.fill_token_id  # replaces mask tokens of the prompt
-        prompt = [filler if is_kept and token == self.mask_id else token for token, is_kept in zip(ids, is_given)]
+        prompt = [filler if stays and token == self.mask_id else token for token, stays in zip(ids, is_prompt)]
         text = f"{self.fields['seed']} {start} {name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        previous = self._between.pop(name, None)
+        previous = self._stored.pop(name, None)
         fields = self.fields | {"seed": seed}
         if "steps" in fields:  # the prompt may reach into the block's later parts
-            num_given_parts = sum(is_given) * self.parts // self.block_size
-            fields["steps"] = fields["steps"] // self.parts * (self.parts - num_given_parts)
+            num_prompt_parts = sum(is_prompt) * self.parts // self.block_size
+            fields["steps"] = fields["steps"] // self.parts * (self.parts - num_prompt_parts)
         self._opened += 1
         block.key = self._opened
         hosted.open(block.key, prompt, 0, **fields)
-        # an aborted request is not reported: its block is only garbage-collected
+        # SGLang does not report aborted requests; their blocks are garbage-collected
         block.release = weakref.finalize(block, hosted.discard, block.key)
         block.release.atexit = False
         if previous is not None and previous[0] == start:
             hosted.remember(block.key, previous[1])
 
-    def _after(self, hosted: Hosted, block: _Block, stepped: Stepped, forward_batch: Any, index: int) -> None:
+    def _close_done(self, hosted: Hosted, block: _Block, stepped: StepResult, forward_batch: Any, index: int) -> None:
         """Close a block whose row is done, and store the sampler's memory for the request's next block."""
         if not stepped.done:
             return
         block.final = True
-        if self._remembers:
-            name, start = self._place(forward_batch, index)
-            self._between[name] = start + self.block_size, hosted.remembered(block.key)
-            if len(self._between) > MOST_BETWEEN:
-                self._between.popitem(last=False)
+        if self._has_memory:
+            name, start = self._find_block(forward_batch, index)
+            self._stored[name] = start + self.block_size, hosted.remembered(block.key)
+            if len(self._stored) > MAX_STORED:
+                self._stored.popitem(last=False)
         block.close()
 
-    def _place(self, forward_batch: Any, index: int) -> tuple[str, int]:
+    def _find_block(self, forward_batch: Any, index: int) -> tuple[str, int]:
         """The request's name, and the position of its block; "" and 0 if SGLang does not pass them."""
         names, positions = getattr(forward_batch, "rids", None), getattr(forward_batch, "positions", None)
         name = "" if names is None else str(names[index])

@@ -14,7 +14,7 @@ from small_models import END, MASK, VOCAB, tiny
 import paradec
 from paradec import samplers
 from paradec.core.facts import ModelFacts
-from paradec.integrations.engines.hosted import Hosted, refusal
+from paradec.integrations.engines.hosted import Hosted, why_unsupported
 from paradec.models.adapter import Model
 
 FACTS = ModelFacts(VOCAB, MASK, (END,), topology="block_causal", block_length=4)
@@ -60,7 +60,7 @@ def assert_rows_equal_generate(
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", [name for name in samplers.names() if refusal(samplers.create(name)) is None])
+@pytest.mark.parametrize("name", [name for name in samplers.names() if why_unsupported(samplers.create(name)) is None])
 def test_rows_equal_generate(name: str, causal: Model) -> None:
     draw, sampler = random.Random(name), samplers.create(name)
     alike, other = draw_request(draw, sampler), draw_request(draw, sampler)

@@ -15,7 +15,7 @@ from places import ROOT
 from small_models import END, MASK, VOCAB, tiny
 
 from paradec import samplers
-from paradec.integrations.engines.hosted import refusal
+from paradec.integrations.engines.hosted import why_unsupported
 from paradec.integrations.engines.sglang import ENGINE, FACTS, PREFIX, REQUEST, algorithms
 from paradec.models.adapter import Model
 
@@ -75,7 +75,7 @@ def test_every_masked_sampler_of_text_is_there() -> None:
         assert kind.__name__ == name and issubclass(kind, Base)
         if name == "ParadecCombination":
             continue
-        why = refusal(samplers.create(kind.sampler_name))
+        why = why_unsupported(samplers.create(kind.sampler_name))
         if why is None:
             assert create_algorithm(name).sampler == samplers.create(kind.sampler_name)
         else:
@@ -228,11 +228,11 @@ def test_logits_that_are_not_finite_name_the_request() -> None:
 
 
 def test_memory_is_limited_to_the_latest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paradec.integrations.engines.sglang.MOST_BETWEEN", 2)
+    monkeypatch.setattr("paradec.integrations.engines.sglang.MAX_STORED", 2)
     algorithm = create_algorithm("ParadecSaber")
     for name in ("a", "b", "a", "c"):
         algorithm.run(lambda _: logits_of([9] * 4), forward_batch([[1, MASK, MASK, MASK]], [name], [4]), [None])
-    assert [*algorithm._between] == ["a", "c"]
+    assert [*algorithm._stored] == ["a", "c"]
 
 
 def test_the_entry_point_needs_no_sglang() -> None:

@@ -20,9 +20,9 @@ from torch import nn
 import paradec
 from paradec.integrations.engines import vllm
 from paradec.integrations.engines.vllm.configs import FastDLLMConfig, SDARConfig
-from paradec.integrations.engines.vllm.sampler import BlockSampler, Left
+from paradec.integrations.engines.vllm.sampler import BlockSampler, LeftShift
 from paradec.integrations.engines.vllm.settings import VARIABLE, server_defaults, settings_of
-from paradec.integrations.engines.vllm.slots import Served, Slot, pieces_of
+from paradec.integrations.engines.vllm.slots import ServedModel, Slot, cut_at_blocks
 from paradec.models.adapter import Model
 from paradec.models.checkpoint import CheckpointError
 
@@ -86,7 +86,7 @@ def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPat
         ({"extra_args": {"paradec": {"max_new_tokens": 4}}}, "max_tokens of the request"),
         ({"extra_args": {"paradec": {"cache": "dual"}}}, "unknown name: 'cache'"),
         ({"extra_args": {"paradec": [1]}}, "must be a mapping"),
-        ({"extra_args": {"paradec": "{"}}, "is no JSON"),
+        ({"extra_args": {"paradec": "{"}}, "is not JSON"),
         ({"extra_args": {"paradec": {"template": [-1]}}}, "template=-1"),
         ({"extra_args": {"paradec": {"template": "text"}}}, "must be token ids"),
         ({"extra_args": {"paradec": {"template": [1] * 17}}}, "more than max_tokens=16"),
@@ -123,7 +123,7 @@ def test_prefill_chunks_end_with_blocks() -> None:
         for row, size in enumerate(sizes):
             for index in range(size):
                 expected.setdefault((row, (int(computed[row]) + index) // BLOCK), []).append(int(begins[row]) + index)
-        rows, cuts, ends = pieces_of(begins, computed, BLOCK)
+        rows, cuts, ends = cut_at_blocks(begins, computed, BLOCK)
         pieces = list(expected.items())
         assert rows.tolist() == [row for (row, _), _ in pieces]
         assert cuts.tolist() == [columns[0] for _, columns in pieces] + [sum(sizes)]
@@ -133,20 +133,20 @@ def test_prefill_chunks_end_with_blocks() -> None:
 
 
 def test_left_neighbours_are_kept_between_forwards() -> None:
-    left = Left(requests=3, tokens=8, hidden=2, dtype=torch.float32, device=torch.device("cpu"))
+    left = LeftShift(requests=3, tokens=8, hidden=2, dtype=torch.float32, device=torch.device("cpu"))
     assert isinstance(left, nn.Module) and not left.state_dict()
     first = torch.arange(10.0).view(5, 2)  # slot 2: three columns; slot 0: two
-    left.say(np.array([5 + 2, 0, 1, 5 + 0, 3]), {2: 2}, total=5)
+    left.set_indices(np.array([5 + 2, 0, 1, 5 + 0, 3]), {2: 2}, total=5)
     assert left(first).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
     second = 100 + torch.arange(4.0).view(2, 2)
-    left.say(np.array([2 + 2, 0]), {}, total=2)
+    left.set_indices(np.array([2 + 2, 0]), {}, total=2)
     assert left(second).tolist() == [[4, 5], [100, 101]]  # what slot 2 stored, and nothing of slot 0
-    assert left.kept.tolist() == [[0, 0], [0, 0], [4, 5]]
+    assert left.last_hidden.tolist() == [[0, 0], [0, 0], [4, 5]]
 
 
 class Runner:
     def __init__(self, model: Model, draw: random.Random):
-        self.model, self.draw, self.served = model, draw, Served(model.facts, {})
+        self.model, self.draw, self.served = model, draw, ServedModel(model.facts, {})
         self.slots: dict[int, Slot | None] = {}
         self.tokens: dict[int, list[int]] = {}
         self.prompts: dict[int, int] = {}
@@ -160,7 +160,7 @@ class Runner:
     def add(self, number: int, prompt: list[int], settings: Any) -> None:
         try:
             self.slots[number] = Slot(
-                self.served, self.served.opened(prompt, settings_of(settings, {}, "r")), len(prompt)
+                self.served, self.served.open_row(prompt, settings_of(settings, {}, "r")), len(prompt)
             )
         except (ValueError, TypeError):
             self.slots[number] = None
@@ -245,36 +245,36 @@ def test_a_request_that_cannot_begin_is_a_mask() -> None:
         runner = Runner(model, random.Random(0))
         runner.add(0, prompt, settings)
         assert runner.slots[0] is None
-        assert words in runner.served.refusal(prompt, settings)
+        assert words in runner.served.why_unsupported(prompt, settings)
         if prompt:
             assert runner.step() == {0: [MASK]}
 
 
 def test_logits_that_are_no_numbers_end_one_request() -> None:
     model = tiny(2, "block_causal")
-    served = Served(model.facts, {})
-    slot = Slot(served, served.opened([1, 2, 3, 4, 5], settings_of(params())), 5)
+    served = ServedModel(model.facts, {})
+    slot = Slot(served, served.open_row([1, 2, 3, 4, 5], settings_of(params())), 5)
     logits = torch.full((3, model.facts.vocab_size), torch.nan)
     assert slot.step(logits, again=False) == [MASK] and slot.failed
 
 
 def test_answers_end_where_vllm_ends_them() -> None:
-    served = Served(tiny(2, "block_causal").facts, {})
+    served = ServedModel(tiny(2, "block_causal").facts, {})
     for settings, ends, early in (
         (params(), [END], True),
         (params(stop_token_ids=[7]), [END, 7], True),
         (params(stop_token_ids=[7], ignore_eos=True), [7], True),
         (params(ignore_eos=True), list(served.facts.eos_token_ids), False),
     ):
-        state = served.opened([1, 2], settings_of(settings)).state(0)
+        state = served.open_row([1, 2], settings_of(settings)).state(0)
         assert state.ends.tolist() == ends and state.request.eos_early_stop is early
 
 
 def test_preempted_requests_continue_with_their_template() -> None:
-    served = Served(tiny(2, "block_causal").facts, {})
+    served = ServedModel(tiny(2, "block_causal").facts, {})
     settings = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
-    full = served.opened([1, 2], settings).state(0).canvas[0].tolist()
+    full = served.open_row([1, 2], settings).state(0).canvas[0].tolist()
     assert full[:5] == [1, 2, 5, MASK, 6] and full[5:11] == [MASK] * 6
     for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
-        state = served.opened([1, 2], settings, written).state(0)
+        state = served.open_row([1, 2], settings, written).state(0)
         assert state.canvas[0].tolist() == [1, 2, *written, *full[2 + len(written) :]] and state.requested_end == [11]

@@ -8,17 +8,17 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from paradec.integrations.engines.vllm.settings import server_defaults, settings_of
 
-_served: dict[str, Any] = {}
+_models: dict[str, Any] = {}
 """vLLM's model configurations in this process, by model name."""
 
 
-def serve(model_config: Any) -> None:
+def record_model(model_config: Any) -> None:
     """Record a model for which this process admits requests. Raises ValueError, TypeError for wrong defaults of the
     server."""
     from vllm import SamplingParams
 
     settings_of(SamplingParams(max_tokens=None), server_defaults(model_config.hf_config))
-    _served[str(model_config.model)] = model_config
+    _models[str(model_config.model)] = model_config
 
 
 class Admission(LogitsProcessor):
@@ -29,13 +29,13 @@ class Admission(LogitsProcessor):
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise ValueError for unsupported parameters; the message names the parameter, its value and what is
         allowed."""
-        models = list(_served.values())
-        # the call does not name the model: with several models, only checks that hold for all are made
-        only = models[0] if len(models) == 1 else None
+        models = list(_models.values())
+        # the call does not name the model: with several models, only the checks that need no model are made
+        model = models[0] if len(models) == 1 else None
         try:
-            settings = settings_of(sampling_params, None if only is None else server_defaults(only.hf_config))
-            if only is not None:
-                _check_fit(settings, only)
+            settings = settings_of(sampling_params, None if model is None else server_defaults(model.hf_config))
+            if model is not None:
+                _check_fit(settings, model)
         except TypeError as error:  # vLLM reports the message of a ValueError, but not of a TypeError
             raise ValueError(str(error)) from None
 
@@ -47,10 +47,10 @@ class Admission(LogitsProcessor):
 
 
 def _check_fit(settings: Any, model_config: Any) -> None:
-    """Check the settings against the model, without the prompt. Raises ValueError, TypeError: as `Served.opened`."""
-    from paradec.integrations.engines.vllm.slots import served_by
+    """Check the settings against the model, without the prompt. Raises as `ServedModel.open_row`."""
+    from paradec.integrations.engines.vllm.slots import read_model
 
-    served = served_by(model_config)
+    served = read_model(model_config)
     for token in settings.template:
         if token >= served.facts.vocab_size:
             raise ValueError(f"template={token} is not in the vocabulary (0 to {served.facts.vocab_size - 1})")
@@ -58,4 +58,4 @@ def _check_fit(settings: Any, model_config: Any) -> None:
     fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # depends on the prompt
     room = max(1, (served.facts.max_length or 2) - 1 - len(settings.template))
     new = min(settings.max_new_tokens, room) if settings.template else max(1, min(settings.max_new_tokens, room))
-    served.opened([prompt_token], type(settings)(settings.sampler, settings.template, new, fields, settings.stop_ids))
+    served.open_row([prompt_token], type(settings)(settings.sampler, settings.template, new, fields, settings.stop_ids))

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from paradec.integrations.engines.vllm.sampler import BlockSampler
 from paradec.integrations.engines.vllm.settings import settings_of
-from paradec.integrations.engines.vllm.slots import Slot, pieces_of, served_by
+from paradec.integrations.engines.vllm.slots import Slot, cut_at_blocks, read_model
 
 
 class BlockModelState(DefaultModelState):
@@ -28,14 +28,14 @@ class BlockModelState(DefaultModelState):
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device):
         super().__init__(vllm_config, model, encoder_cache, device)
-        self.served = served_by(self.model_config)
+        self.served = read_model(self.model_config)
         self.slots: dict[int, Slot | None] = {}
         """By vLLM's slot numbers; None: a request that could not be started."""
         self.numbers: dict[str, int] = {}
         """Slot numbers by request."""
         self.shifts = bool(self.served.facts.shift)
         if self.shifts:
-            model.make_left(self.max_num_reqs, self.max_num_tokens, device)
+            model.make_shift(self.max_num_reqs, self.max_num_tokens, device)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Return the replacement of vLLM's sampler, and None: no rejection sampler."""
@@ -52,7 +52,7 @@ class BlockModelState(DefaultModelState):
         self.slots[req_index] = None
         try:
             settings = settings_of(new_req_data.sampling_params, self.served.defaults, name)
-            hosted = self.served.opened(prompt, settings, tokens[len(prompt) :], self.device)
+            hosted = self.served.open_row(prompt, settings, tokens[len(prompt) :], self.device)
         except (ValueError, TypeError):
             return  # the scheduler reports the reason (`BlockScheduler`)
         self.slots[req_index] = Slot(self.served, hosted, len(tokens))
@@ -65,18 +65,18 @@ class BlockModelState(DefaultModelState):
     # ---- a forward --------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """Prepare inputs; for models that predict shifted, also which hidden state is left of each position."""
+        """Prepare inputs; for models that predict shifted, also the index of each position's left neighbour."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.shifts:
-            self._say_left(input_batch)
+            self._set_shift(input_batch)
         return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         if self.shifts:
-            self.model.left.say(np.arange(num_tokens), {}, num_tokens)
+            self.model.shift.set_indices(np.arange(num_tokens), {}, num_tokens)
         return super().prepare_dummy_inputs(num_reqs, num_tokens)
 
-    def _say_left(self, input_batch: Any) -> None:
+    def _set_shift(self, input_batch: Any) -> None:
         count, total = input_batch.num_reqs, input_batch.num_tokens_after_padding
         begins = input_batch.query_start_loc_np[: count + 1]
         source = np.arange(-1, total - 1)
@@ -87,11 +87,11 @@ class BlockModelState(DefaultModelState):
             computed = int(input_batch.num_computed_tokens_np[index])
             end = computed + int(begins[index + 1] - begins[index])
             # a prompt's tail is evaluated again with its canvas
-            if slot is not None and (slot.storing or end <= slot.begin) and end % self.served.block == 0:
+            if slot is not None and (slot.is_storing or end <= slot.begin) and end % self.served.block == 0:
                 columns[row_id] = int(begins[index + 1]) - 1
             elif slot is not None and computed < slot.begin < end:
                 columns[row_id] = int(begins[index]) + slot.begin - computed - 1
-        self.model.left.say(source, columns, total)
+        self.model.shift.set_indices(source, columns, total)
 
     def prepare_attn(
         self,
@@ -116,7 +116,7 @@ class BlockModelState(DefaultModelState):
         # when vLLM measures its memory, rows are not requests
         is_real = len(self.numbers) > 0 and self.slots.keys() >= {*input_batch.idx_mapping_np[: input_batch.num_reqs]}
         if longest > self.served.block and is_real:
-            rows, begins, ends = pieces_of(begins, input_batch.num_computed_tokens_np, self.served.block)
+            rows, begins, ends = cut_at_blocks(begins, input_batch.num_computed_tokens_np, self.served.block)
             count, longest = len(rows), int(np.diff(begins).max())
             index = torch.as_tensor(rows, device=self.device)
             block_tables = [table[index] for table in block_tables]

@@ -1,6 +1,6 @@
 """vLLM's own model classes under the architecture names of the checkpoints, with the model state of this package.
 
-Published names of weights are converted to vLLM's (LLaDA2). Fast-dLLM v2 predicts shifted: `Left` moves its hidden
+Published names of weights are converted to vLLM's (LLaDA2). Fast-dLLM v2 predicts shifted: `LeftShift` moves its hidden
 states to the predicted positions.
 """
 
@@ -16,12 +16,12 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from paradec.integrations.engines.vllm.sampler import Left
+from paradec.integrations.engines.vllm.sampler import LeftShift
 from paradec.models.checkpoint import rename_weight
 from paradec.models.text.llada2 import FUSED, KEY_MAPPING
 
 
-class _InBlocks:
+class _BlockModel:
     """Base of the four classes."""
 
     @staticmethod
@@ -32,27 +32,27 @@ class _InBlocks:
         return BlockModelState
 
 
-class SDAR(_InBlocks, Qwen3ForCausalLM):
+class SDAR(_BlockModel, Qwen3ForCausalLM):
     """SDAR and TraDo."""
 
 
-class SDARMoe(_InBlocks, Qwen3MoeForCausalLM):
+class SDARMoe(_BlockModel, Qwen3MoeForCausalLM):
     """SDAR's mixtures of experts."""
 
 
-class LLaDA2(_InBlocks, Glm4MoeForCausalLM):
+class LLaDA2(_BlockModel, Glm4MoeForCausalLM):
     """LLaDA2.0 and 2.1."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the published files, which have other names, and one matrix for queries, keys and values."""
+        """Load the published files. They have other names, and one matrix for queries, keys and values together."""
         config: Any = self.config
         width = config.head_dim
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        loaded: set[str] = super().load_weights(_of_glm(weights, [count * width for count in heads]))
+        loaded: set[str] = super().load_weights(_rename_to_glm(weights, [count * width for count in heads]))
         return loaded
 
 
-def _of_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
+def _rename_to_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield LLaDA2's weights under Glm4Moe's names. rows: numbers of rows of queries, keys and values."""
     for published, tensor in weights:
         name = rename_weight(published, KEY_MAPPING)
@@ -65,20 +65,20 @@ def _of_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[
             yield name, tensor
 
 
-class FastDLLM(_InBlocks, Qwen2ForCausalLM):
+class FastDLLM(_BlockModel, Qwen2ForCausalLM):
     """Fast-dLLM v2."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.left: Left | None = None
+        self.shift: LeftShift | None = None
 
-    def make_left(self, requests: int, tokens: int, device: torch.device) -> None:
+    def make_shift(self, requests: int, tokens: int, device: torch.device) -> None:
         """Create the buffers, once the model is loaded."""
         config: Any = self.config
         dtype = next(self.parameters()).dtype
-        self.left = Left(requests, tokens, config.hidden_size, dtype, device)
+        self.shift = LeftShift(requests, tokens, config.hidden_size, dtype, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the hidden states [N, D] of the left neighbours."""
         hidden = super().forward(*args, **kwargs)
-        return hidden if self.left is None else self.left(hidden)
+        return hidden if self.shift is None else self.shift(hidden)

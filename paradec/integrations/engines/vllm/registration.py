@@ -48,7 +48,7 @@ class EngineConfig:
         canvas = getattr(model_config.hf_config, "canvas_length", None)
         if isinstance(canvas, bool) or not isinstance(canvas, int) or canvas < 1:
             raise ValueError(
-                f"neither config.json nor the name of {model_config.model!r} has the block length; give that of the "
+                f"neither config.json nor the name of {model_config.model!r} has the block length; give that of "
                 "training: --hf-overrides '{\"canvas_length\": N}'"
             )
         for name, value in NEUTRAL.items():
@@ -108,7 +108,7 @@ class EngineConfig:
         processors = list(model.logits_processors or ())
         if ADMISSION not in processors:
             model.logits_processors = [*processors, ADMISSION]
-        admission.serve(model)
+        admission.record_model(model)
 
 
 assert MODELS.keys() == set(ARCHITECTURES.values())

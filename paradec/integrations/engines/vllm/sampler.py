@@ -22,7 +22,7 @@ class BlockSampler:
 
     base: vLLM's own sampler, whose request buffers are used.
     slots: the requests of the engine by vLLM's slot numbers; None: a request that could not be started.
-    width: W, positions of a canvas. mask: the token that reports a failed request. again: see `Slot.step`.
+    width: W, positions of a canvas. mask: the token that reports a failed request. forwards_twice: see `Slot.step`.
     output: vLLM's `SamplerOutput`."""
 
     compute_nans = False
@@ -35,11 +35,12 @@ class BlockSampler:
         slots: Mapping[int, Slot | None],
         width: int,
         mask: int,
-        again: bool,
+        forwards_twice: bool,
         output: Callable[..., Any],
     ):
         self.sampling_states, self.req_states = base.sampling_states, base.req_states
-        self.slots, self.width, self.mask, self.again, self.output = slots, width, mask, again, output
+        self.slots, self.width, self.mask = slots, width, mask
+        self.forwards_twice, self.output = forwards_twice, output
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """Add a request to vLLM's buffers; the model state has already started it."""
@@ -71,7 +72,7 @@ class BlockSampler:
             elif slot is None:
                 tokens = [self.mask]
             else:
-                tokens = slot.step(logits[first:last], self.again)
+                tokens = slot.step(logits[first:last], self.forwards_twice)
                 rejected[index] = 0 if tokens else evaluated[index]
             sampled[index, : len(tokens)], num_sampled[index] = tokens, len(tokens)
             if slot is not None and not slot.failed:
@@ -87,36 +88,37 @@ class BlockSampler:
         )
 
 
-class Left(nn.Module):
+class LeftShift(nn.Module):
     """Shift of hidden states by one position, so that models that predict shifted have logits at the predicted token.
 
-    The left neighbour of a block's first position was evaluated in an earlier forward, so each request's last stored
-    hidden state is kept. All buffers keep their addresses, as CUDA graphs require.
+    The left neighbour of a block's first position was evaluated in an earlier forward. So `last_hidden` has the hidden
+    state of each request's last stored position. All buffers keep their addresses, as CUDA graphs require.
 
     requests: S, slots of vLLM. tokens: N, the maximum in a batch. hidden: D."""
 
-    kept: Tensor  # [S, D]
+    last_hidden: Tensor  # [S, D]
     source: Tensor
-    keep: Tensor
+    last_columns: Tensor
 
     def __init__(self, requests: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.requests = requests
-        self.register_buffer("kept", torch.zeros((requests, hidden), dtype=dtype, device=device), persistent=False)
+        last_hidden = torch.zeros((requests, hidden), dtype=dtype, device=device)
+        self.register_buffer("last_hidden", last_hidden, persistent=False)
         self.register_buffer("source", torch.zeros(tokens, dtype=torch.int64, device=device), persistent=False)
-        self.register_buffer("keep", torch.zeros(requests, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer("last_columns", torch.zeros(requests, dtype=torch.int64, device=device), persistent=False)
 
-    def say(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
-        """Set the indices for the next forward: source [total] int64 of the left neighbours, in the concatenation of
-        the forward's hidden states and `kept`; and the column that each slot keeps."""
-        keep = total + np.arange(self.requests)
+    def set_indices(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
+        """Set the indices for the next forward, into the concatenation of its hidden states and `last_hidden`: source
+        [total] int64 of the left neighbours, and by slot the column to store."""
+        last_columns = total + np.arange(self.requests)
         for row_id, column in columns.items():
-            keep[row_id] = column
+            last_columns[row_id] = column
         self.source[:total].copy_(torch.from_numpy(np.maximum(source, 0)))
-        self.keep.copy_(torch.from_numpy(keep))
+        self.last_columns.copy_(torch.from_numpy(last_columns))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Shift hidden states [N, D]."""
-        combined = torch.cat((hidden, self.kept))
-        self.kept.copy_(combined.index_select(0, self.keep))
+        combined = torch.cat((hidden, self.last_hidden))
+        self.last_hidden.copy_(combined.index_select(0, self.last_columns))
         return combined.index_select(0, self.source[: len(hidden)])

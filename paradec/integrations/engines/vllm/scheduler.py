@@ -23,7 +23,7 @@ class BlockScheduler(DiffusionScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.served = slots.served_by(self.vllm_config.model_config)
+        self.served = slots.read_model(self.vllm_config.model_config)
         page = self.cache_config.block_size
         if self.cache_config.enable_prefix_caching and page % self.served.block:
             raise ValueError(
@@ -63,7 +63,7 @@ class BlockScheduler(DiffusionScheduler):
         """End requests that have failed with an error; their token is the mask, which no sampler proposes."""
         if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
             request.status = RequestStatus.FINISHED_ERROR
-            request.stop_reason = self.served.refusal(request.prompt_token_ids, request.sampling_params)
+            request.stop_reason = self.served.why_unsupported(request.prompt_token_ids, request.sampling_params)
             logger.error("request %s: %s", request.request_id, request.stop_reason)
             new_token_ids.clear()
             return new_token_ids, True

@@ -23,9 +23,9 @@ from paradec.request import Request
 
 KEY = "paradec"
 VARIABLE = "PARADEC_VLLM"
-ELSEWHERE = {"max_new_tokens": "max_tokens of the request", "stop": "a rule made in Python, with paradec.generate"}
+REPLACEMENTS = {"max_new_tokens": "max_tokens of the request", "stop": "a rule made in Python, with paradec.generate"}
 """Fields of `paradec.Request` that are not accepted here, and their replacements."""
-NAMES = ("sampler", "template", *(name for name in FIELDS if name not in ELSEWHERE))
+NAMES = ("sampler", "template", *(name for name in FIELDS if name not in REPLACEMENTS))
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
@@ -57,25 +57,25 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
     for name in LOGPROBS:
         if getattr(params, name, None) is not None:
             raise ValueError(f"{name}={short_repr(getattr(params, name))} is not supported here: leave it out")
-    plain: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
-    plain |= {"top_k": params.top_k} if params.top_k > 0 else {}
-    settings = dict(defaults or {}) | plain | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
+    sampling: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
+    sampling |= {"top_k": params.top_k} if params.top_k > 0 else {}
+    settings = dict(defaults or {}) | sampling | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
     template = _template(settings.pop("template", ()))
-    longest = params.max_tokens
-    if longest is not None and len(template) > longest:
-        raise ValueError(f"template has {len(template)} tokens, more than max_tokens={longest}")
+    max_tokens = params.max_tokens
+    if max_tokens is not None and len(template) > max_tokens:
+        raise ValueError(f"template has {len(template)} tokens, more than max_tokens={max_tokens}")
     sampler = settings.pop("sampler", "threshold")
     method: Any = samplers.registry.from_dict(sampler) if isinstance(sampler, Mapping) else samplers.create(sampler)
     if params.ignore_eos:
         settings["eos_early_stop"] = bool(params.stop_token_ids)
-    fields = Request(sampler=method, **settings)  # checks them
-    if fields.temperature > 0 and fields.seed is None:
+    request = Request(sampler=method, **settings)  # checks the settings
+    if request.temperature > 0 and request.seed is None:
         settings["seed"] = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7], "big")
     check_int("seed", settings.get("seed"), low=0, high=LARGEST_INT64, none=True)
-    own_end = None if params.ignore_eos else params.eos_token_id
-    ends = {*(params.stop_token_ids or ()), *(() if own_end is None else (own_end,))}
-    new = 0 if longest is None else longest - len(template)
-    return Settings(method, template, new, settings, tuple(sorted(ends)))
+    model_end = None if params.ignore_eos else params.eos_token_id
+    ends = {*(params.stop_token_ids or ()), *(() if model_end is None else (model_end,))}
+    num_masks = 0 if max_tokens is None else max_tokens - len(template)
+    return Settings(method, template, num_masks, settings, tuple(sorted(ends)))
 
 
 def server_defaults(hf_config: Any = None) -> dict[str, Any]:
@@ -85,19 +85,19 @@ def server_defaults(hf_config: Any = None) -> dict[str, Any]:
 
 
 def _mapping(value: Any, place: str) -> dict[str, Any]:
-    """Read settings from a mapping or JSON text; `place` names the source in errors."""
+    """Read settings from a mapping or JSON text. place: name of the source, for errors."""
     if value is None:
         return {}
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place}={short_repr(value)} is no JSON: {error}") from None
+            raise ValueError(f"{place}={short_repr(value)} is not JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise TypeError(f"{place}={short_repr(value)} must be a mapping, or JSON text of one")
     for name in value:
-        if name in ELSEWHERE:
-            raise ValueError(f"{place}: {name} is not accepted here; use {ELSEWHERE[name]}")
+        if name in REPLACEMENTS:
+            raise ValueError(f"{place}: {name} is not accepted here; use {REPLACEMENTS[name]}")
         if name not in NAMES:
             raise TypeError(f"{place}: {unknown_name('name', name, NAMES)}")
     return dict(value)

@@ -20,7 +20,7 @@ ROW = 0
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model of an engine, and the server's defaults for requests."""
 
     facts: ModelFacts
@@ -31,16 +31,16 @@ class Served:
         """Number of positions of a block, which vLLM calls a canvas."""
         return self.facts.block_unit
 
-    def opened(
-        self, prompt: Sequence[int], settings: Settings, written: Sequence[int] = (), device: Any = "cpu"
+    def open_row(
+        self, prompt: Sequence[int], settings: Settings, answer: Sequence[int] = (), device: Any = "cpu"
     ) -> Hosted:
-        """Open the row of a request. written: the answer so far, if vLLM resumes a preempted request. Raises
-        ValueError, TypeError: settings that this model or prompt does not support."""
+        """Open the row of a request. answer: the answer so far, if vLLM resumes a preempted request. Raises ValueError,
+        TypeError: settings that this model or prompt does not support."""
         facts = self.facts
         if facts.mask_id in prompt:
             raise ValueError(
-                f"the prompt contains the mask id {facts.mask_id}, and vLLM never writes to a prompt: use a template, "
-                "with which the answer begins"
+                f"the prompt contains the mask id {facts.mask_id}, and vLLM never writes to a prompt: put the masks "
+                "into the template, the beginning of the answer"
             )
         if not prompt:
             raise ValueError("the prompt is empty")
@@ -48,22 +48,22 @@ class Served:
         fields = dict(settings.fields)
         if not settings.stop_ids:
             fields["eos_early_stop"] = False  # without stop ids, vLLM does not end the request
-        template = settings.template[len(written) :]
-        new = settings.max_new_tokens - max(0, len(written) - len(settings.template))
+        template = settings.template[len(answer) :]
+        max_new_tokens = settings.max_new_tokens - max(0, len(answer) - len(settings.template))
         hosted = Hosted(settings.sampler, dataclasses.replace(facts, eos_token_ids=ends), device)
-        hosted.open(ROW, [*prompt, *written, *template], new, **fields)
+        hosted.open(ROW, [*prompt, *answer, *template], max_new_tokens, **fields)
         return hosted
 
-    def refusal(self, prompt: Sequence[int], params: Any) -> str:
+    def why_unsupported(self, prompt: Sequence[int], params: Any) -> str:
         """The reason why a request could not be started."""
         try:
-            self.opened(prompt, settings_of(params, self.defaults))
+            self.open_row(prompt, settings_of(params, self.defaults))
         except (ValueError, TypeError) as error:
             return str(error)
         return "the model returned NaN or infinite logits"
 
 
-def served_by(model: Any) -> Served:
+def read_model(model: Any) -> ServedModel:
     """Read the model of an engine from its checkpoint's files. model: vLLM's `ModelConfig`. Raises CheckpointError for
     missing data."""
     from paradec.models.checkpoint import read_json
@@ -78,20 +78,19 @@ def served_by(model: Any) -> Served:
     mask = getattr(hf_config, "mask_token_id", None)
     facts = read_facts(source, fields, generation, tokenizer, hf_config, family, mask, hf_config.canvas_length)
     longest = min(model.max_model_len, facts.max_length or model.max_model_len)
-    return Served(dataclasses.replace(facts, max_length=longest), server_defaults(hf_config))
+    return ServedModel(dataclasses.replace(facts, max_length=longest), server_defaults(hf_config))
 
 
 class Slot:
-    """One request of the batch. The block from `begin` on is forwarded next. storing: the block is final, so this
-    forward's keys and values stay. known: number of vLLM's tokens of the request: prompt and emitted answer."""
+    """One request of the batch. The block from `begin` on is forwarded next. is_storing: the block is final, so the
+    keys and values of this forward stay. known: number of tokens that vLLM has: prompt and emitted answer."""
 
-    def __init__(self, served: Served, hosted: Hosted, known: int):
+    def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
         self.begin = known - known % served.block
-        self.storing = False
-        self.prefilling = True
+        self.is_storing = False
         self.failed = False
-        self._arrive()
+        self._update_storing()
 
     @property
     def stop(self) -> int:
@@ -108,11 +107,11 @@ class Slot:
         ids: Tensor = self.state.canvas[0, self.known : self.stop]
         return ids
 
-    def step(self, logits: Tensor, again: bool) -> list[int]:
-        """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. `again`: whether even tokens
-        that a step leaves unchanged must be forwarded once more to be stored."""
-        if self.storing:
-            return self._emitted()
+    def step(self, logits: Tensor, forwards_twice: bool) -> list[int]:
+        """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. forwards_twice: whether a
+        final block is forwarded once more to be stored, even if its last step changed no token."""
+        if self.is_storing:
+            return self._emit()
         tail = self.known - self.begin
         if tail:  # logits of prompt tokens are not read
             logits = torch.cat((logits.new_zeros((tail, logits.shape[1])), logits))
@@ -121,14 +120,14 @@ class Slot:
             self.failed = True
             return [self.served.facts.mask_id]
         if result.done and min(int(self.state.end[0]), int(self.state.requested_end[0])) <= self.stop:
-            return self._emitted()  # vLLM ends the request, so its keys and values need not be stored
+            return self._emit()  # vLLM ends the request, so its keys and values need not be stored
         if result.closed:
-            self.storing = True
-            if not result.changed and not again:
-                return self._emitted()
+            self.is_storing = True
+            if not result.changed and not forwards_twice:
+                return self._emit()
         return []
 
-    def _emitted(self) -> list[int]:
+    def _emit(self) -> list[int]:
         """Emit the canvas, and continue with the next block."""
         state = self.state
         tokens = state.canvas[0, self.known : min(self.stop, int(state.end[0]))].tolist()
@@ -137,21 +136,21 @@ class Slot:
             if not tokens or tokens[-1] not in ends:
                 tokens.append(ends[0])  # tells vLLM that the sampler has ended the answer
         self.known = self.begin = self.stop
-        self._arrive()
+        self._update_storing()
         return tokens
 
-    def _arrive(self) -> None:
-        """Set `storing` if the current block has nothing to decide."""
-        self.storing = self.hosted.done(ROW) or self.hosted.window(ROW)[0] > self.begin
+    def _update_storing(self) -> None:
+        """Set `is_storing` if the current block has nothing to decide."""
+        self.is_storing = self.hosted.done(ROW) or self.hosted.window(ROW)[0] > self.begin
 
 
-def pieces_of(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def cut_at_blocks(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row's query where its blocks end.
 
-    begins: [R + 1] int: where the rows' queries begin in the batch, and where the last one ends.
+    begins: [R + 1] int: start of each row's query in the batch, and the end of the last one.
     computed: [R] int: number of positions left of each row's query.
-    Returns, for P pieces, int32: their rows [P], their begins in the batch [P + 1] (with the end of the last one), and
-    the positions after them in their rows [P]."""
+    Returns, for P pieces, int32: their rows [P], their starts in the batch [P + 1] (with the end of the last one), and
+    their ends (exclusive) in their rows [P]."""
     rows, cuts, ends = [], [int(begins[0])], []
     for row in range(len(begins) - 1):
         first, position = int(begins[row]), int(computed[row])
