@@ -207,8 +207,8 @@ class Hosted:
                 self.close(key)
 
     def remembered(self, key: Hashable) -> dict[str, Tensor]:
-        """Copy the part of the sampler's memory that lasts over all blocks, by name, each [1, ...]: the initial memory of
-        a row that continues this one (`remember`). Empty for most samplers."""
+        """Copy the part of the sampler's memory that lasts over all blocks, by name, each [1, ...], for a row
+        that continues this one (`remember`). Empty for most samplers."""
         state, slot = self._find_slot(key)
         names = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
         return {name: state.memory[name][slot : slot + 1].clone() for name in names}

@@ -34,7 +34,7 @@ from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, tex
 from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody, read_changes, read_constraint
 
 MAX_CHOICES = 1024  # maximum number of answers to one body
-MAX_DRAFTS = 4  # number of waiting events from which drafts are dropped
+MAX_DRAFTS = 4  # drafts are dropped while this many events wait
 
 
 class Service:
@@ -75,7 +75,7 @@ class Answer:
         self._has_begun, self._put_scores = False, None
 
     def put(self, ids: Tensor) -> None:
-        """Receive the prompt [1, P], then ids [1, n] that are final, as all ids to their left are."""
+        """Receive the prompt [1, P], then ids [1, n] that are final, like all ids on their left."""
         if self._has_begun:
             self.reply.send(self, partial(self._feed, ids[0].tolist(), self._put_scores))
         self._has_begun = True
@@ -94,16 +94,16 @@ class Answer:
     def end(self) -> None:
         """Do nothing; the output follows."""
 
-    def _feed(self, ids: list[int], scores: Any, whole: str | None = None) -> Piece:
-        # whole: the text of the whole answer, only with its last tokens
+    def _feed(self, ids: list[int], scores: Any, full_text: str | None = None) -> Piece:
+        # full_text: the text of the whole answer, only with its last tokens
         if self.reply.body.stream and ids and not self.num_tokens:
-            self.reply.service.engine.metrics.first.observe(time.perf_counter() - self.reply.began)
-        self.num_tokens, is_last = self.num_tokens + len(ids), whole is not None
-        if whole is None:
+            self.reply.service.engine.metrics.first.observe(time.perf_counter() - self.reply.start_time)
+        self.num_tokens, is_last = self.num_tokens + len(ids), full_text is not None
+        if full_text is None:
             step = partial(self._decoder.step, self._model.tokenizer._tokenizer)
             text = "".join(step(token) or "" for token in ids if token not in self.reply.hidden)
         else:  # includes characters that the decoder held back
-            text = whole.removeprefix(self._text) if whole.startswith(self._text) else ""
+            text = full_text.removeprefix(self._text) if full_text.startswith(self._text) else ""
         self._text += text
         text = self._cutter.feed(text, is_last)
         piece, self._num_sent = self._parser.feed(text, is_last), self._num_sent + len(text)
@@ -142,7 +142,7 @@ class Reply:
     def __init__(self, service: Service, call: Call, body: ChatBody | TextBody, loop: asyncio.AbstractEventLoop):
         """Check and encode a body; thread-safe. Raises ApiError, ValueError, TypeError."""
         self.service, self.call, self.body, self._loop = service, call, body, loop
-        self.n, self.is_chat, self.began = body.n or 1, isinstance(body, ChatBody), time.perf_counter()
+        self.n, self.is_chat, self.start_time = body.n or 1, isinstance(body, ChatBody), time.perf_counter()
         self.queue: asyncio.Queue[tuple[Answer, Callable[[], Piece]]] = asyncio.Queue()
         model, defaults = service.model, service.engine.batch.request
         self.changes = read_changes(body, service.presets)
@@ -173,8 +173,8 @@ class Reply:
         stops = self.changes.get("stop_strings", defaults.stop_strings) or ()
         self.stops = (stops,) if isinstance(stops, str) else stops
         # special tokens that belong to a format of calls or end the reasoning
-        marks = str(self.template["fields"]["tool_calls"] if self.template else "").replace("\\", "") + (self.end or "")
-        self.markers = {token: text for token, text in service.special.items() if text in marks}
+        syntax = str(self.template["fields"]["tool_calls"] if self.template else "").replace("\\", "")
+        self.markers = {token: text for token, text in service.special.items() if text in syntax + (self.end or "")}
         self.hidden = {*service.special, model.facts.mask_token_id} - {*self.markers}
         self.changes |= {"constraint": constraint, "logprobs": count, "cache_salt": body.cache_salt}
         echoes = [Piece(role="assistant" if self.is_chat else "")] * len(self.rows)
@@ -223,7 +223,7 @@ class Reply:
             raise ApiError(f"max_tokens={new} exceeds --max-answer={service.max_answer}", 400, "max_tokens")
         facts.check_length(size + new, new)
         if new and isinstance(self.texts, TokenAutomaton) and not self.texts.reach(new)[0]:
-            raise ApiError(f"max_tokens={new} is too small: the form needs {self.texts.distance[0]}", 400, "max_tokens")
+            raise ApiError(f"max_tokens={new} is too small: texts need {self.texts.distance[0]}", 400, "max_tokens")
         return int(new)
 
     def _submit(self, answer: Answer, new: int) -> None:
@@ -279,8 +279,8 @@ class Reply:
         if not self.is_chat:
             logprobs = text_logprobs(scores) if scores else None
             return CompletionChoice.model_construct(text=piece.content, logprobs=logprobs, **fields)
-        functions = [{"type": "function", "function": call.model_dump()} for call in piece.calls]
-        calls: Any = [{"id": f"call_{uuid.uuid4().hex}", **function} for function in functions]
+        functions = (call.model_dump() for call in piece.calls)
+        calls: Any = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": f} for f in functions]
         if stream:  # number the calls over all pieces
             calls = [{"index": index, **call} for index, call in enumerate(calls, answer.num_calls - len(calls))]
         parts: Any = {"content": piece.content, "reasoning_content": piece.reasoning, "tool_calls": calls}

@@ -55,8 +55,7 @@ def build_app(
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key is empty; give a key, or None")
     if not hasattr(engine.model.tokenizer, "_tokenizer"):
-        name_of_model = engine.model.facts.name
-        raise ValueError(f"{name_of_model} has no fast tokenizer, which streaming needs; load(..., tokenizer=...)")
+        raise ValueError(f"{engine.model.facts.name} has no fast tokenizer for streaming; load(..., tokenizer=...)")
     service, decisions = Service(engine, name, presets or {}, max_answer), Decisions(engine)
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "paradec"}
     entry[OWN] = describe_settings(engine.batch, max_answer)

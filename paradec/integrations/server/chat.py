@@ -46,7 +46,7 @@ GEMMA = _call_format(
     content="json",
     content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
 )
-# names that `chat_template_kwargs` must not contain: they are parameters of `apply_chat_template`
+# parameters of `apply_chat_template`, which `chat_template_kwargs` must not contain
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
@@ -105,7 +105,7 @@ class AnswerParser:
 
 
 class StopCutter:
-    """Cutter of a text, piece by piece, at the begin of the stop sequence that is complete first."""
+    """Cutter of a text, piece by piece, at the beginning of the stop sequence that is complete first."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.is_over, self.rest = stops, False, ""
@@ -127,11 +127,11 @@ class StopCutter:
 
 def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
     """The format of tool calls: the tokenizer's `response_template`, else a known one in its chat template, or None."""
-    own_template, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
-    if own_template is not None:
-        return own_template if "tool_calls" in own_template["fields"] else None
+    template, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
+    if template is not None:
+        return template if "tool_calls" in template["fields"] else None
     markers = {"<|tool_call>": GEMMA, "<function=": QWEN_XML, "<tool_call>": HERMES}
-    return next((template for marker, template in markers.items() if marker in text), None)
+    return next((known for marker, known in markers.items() if marker in text), None)
 
 
 def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[Any], Any, str | None]:
@@ -157,7 +157,7 @@ def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[
         text = render(messages, tools=tools or None, **variables)
         ids = tokenize(model.tokenizer, text)
     except Exception as error:  # any error of the template's code with the client's data
-        reason = f"the chat template or the tokenizer refuses this: {error}"
+        reason = f"the chat template or the tokenizer does not support this chat: {error}"
         raise ApiError(reason, 400, "tools" if tools else "messages") from error
     fields = (getattr(model.tokenizer, "response_template", None) or {"fields": {}})["fields"]
     block = fields.get("reasoning_content") or fields.get("thinking") or {}

@@ -70,9 +70,9 @@ class Engine:
             try:
                 if self.batch.wait():
                     self.steps += 1  # before clients read answers of this step
-                    ended = self.batch.step()
+                    tickets = self.batch.step()
                     failures = MAX_FAILURES - 1  # a model that fails with another prompt stops the engine at once
-                    for ticket in ended:
+                    for ticket in tickets:
                         error = ticket.output and ticket.output.error
                         if ticket.isolated and error and not isinstance(error, Cancelled):
                             log.error("prompt %s failed", ticket.number, exc_info=error)

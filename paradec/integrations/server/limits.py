@@ -24,7 +24,7 @@ from paradec.core.checks import short_repr
 from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
-MAX_DRAINED = 64 * 2**20  # bytes read beyond `max_body`, so that the client gets to read the response
+MAX_DRAINED = 64 * 2**20  # bytes read beyond `max_body`, so that the client can read the response
 CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Convert any error. ValueError and TypeError are the client's: of the field `param`, else the one they name."""
+    """Convert any error. ValueError and TypeError blame the field `param`, else the field that the message names."""
     message = str(error) or f"{type(error).__name__} in the server"
     match error:
         case ApiError():
@@ -123,7 +123,7 @@ class Limits:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        began, status = time.perf_counter(), 499  # 499: the client left before the response
+        start_time, status = time.perf_counter(), 499  # 499: the client left before the response
 
         async def send_in_time(message: Any) -> None:
             nonlocal status
@@ -158,7 +158,7 @@ class Limits:
                 paths = {route.path for route in getattr(scope.get("app"), "routes", ())}
                 path = scope["path"] if scope["path"] in paths else "other"
                 self.engine.metrics.requests.labels(path, str(status)).inc()
-                self.engine.metrics.seconds.labels(path).observe(time.perf_counter() - began)
+                self.engine.metrics.seconds.labels(path).observe(time.perf_counter() - start_time)
 
     def _check(self, scope: Any) -> None:
         scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")

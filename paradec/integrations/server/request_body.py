@@ -41,7 +41,7 @@ FORMATS = ("response_format", "structured_outputs", "guided_json", "guided_regex
 MAX_ENTRIES, MAX_LENGTH = {"stop": 16, "bad_words": 256, "logit_bias": 1024}, 256
 
 
-def _check_own(name: str, value: Any) -> None:
+def _check_field(name: str, value: Any) -> None:
     """Raise ApiError for an unknown field of `OWN`, or a setting that is not a number, as it could name a file."""
     if name not in (*FIELDS, "drafts"):
         raise ApiError(unknown_name(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
@@ -51,7 +51,7 @@ def _check_own(name: str, value: Any) -> None:
         return
     try:
         parts = [value] if isinstance(value, dict) else [part.settings for part in parse_components(name, str(value))]
-    except ValueError:  # `Request` will raise it
+    except ValueError:  # `Request` raises it later
         return
     for setting, entry in (pair for settings in parts for pair in settings.items()):
         if setting != name and not isinstance(entry, bool | int | float | None):
@@ -164,7 +164,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise ApiError(f"top_logprobs={body.top_logprobs} needs logprobs=true", 422, "top_logprobs")
     for name, value in body.paradec.items():
-        _check_own(name, value)
+        _check_field(name, value)
     if isinstance(body, ChatBody) and "chat" in body.paradec:
         raise ApiError("chat is for /v1/completions; leave it out", 422, OWN)
     if body.paradec.get("drafts") and not body.stream:
@@ -173,27 +173,27 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     if not isinstance(stops, str | list | None) or not all(isinstance(text, str) for text in stops or ()):
         raise ApiError(f"stop={short_repr(stops)} must be a text or a list of texts", 422, "stop")
     arguments = Request.from_dict(changes)
-    for name, most in MAX_ENTRIES.items():
+    for name, limit in MAX_ENTRIES.items():
         entries = arguments.get(SAMPLING[name]) or ()
         entries = [entries] if isinstance(entries, str) else entries
-        if len(entries) > most or any(len(str(entry)) > MAX_LENGTH for entry in entries):
-            raise ApiError(f"{name} must have at most {most} entries of at most {MAX_LENGTH} characters", 400, name)
+        if len(entries) > limit or any(len(str(entry)) > MAX_LENGTH for entry in entries):
+            raise ApiError(f"{name} must have at most {limit} entries of at most {MAX_LENGTH} characters", 400, name)
     return {**(presets[body.preset] if body.preset else {}), **arguments}
 
 
 def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the files NAME.json of a folder, written by `Request.save`, by name. Raises ValueError, OSError."""
     if not (files := sorted(folder.glob("*.json"))):
-        raise ValueError(f"presets={str(folder)!r} is no folder, or holds no .json file; Request.save writes one")
+        raise ValueError(f"presets={str(folder)!r} must be a folder with .json files; Request.save writes one")
     return {file.stem: Request.merge_arguments({}, file) for file in files}
 
 
 def read_constraint(
     body: Body, tools: list[Any], default: Any, model: Any, compiler: Compiler, after: str | None = None
 ) -> tuple[Any, Any]:
-    """Build the constraint of an answer, and its automaton over the model's tokens; or None and None. tools: one must
-    be called. default: the constraint of the preset or the server. after: marker that ends the reasoning opened by the
-    prompt, if the body has no other marker. Raises ApiError."""
+    """Build the constraint of an answer, and its automaton over the model's tokens; or None and None. tools: the answer
+    must call one. default: the constraint of the preset or the server. after: marker that ends the reasoning opened by
+    the prompt, if the body has no other marker. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools or None}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}

@@ -102,7 +102,7 @@ def test_help_names_the_defaults_by_model() -> None:
     [
         (["--port", "70000"], "'--port'"),
         (["--timeout", "0"], "--timeout=0"),
-        (["--presets", "nowhere"], "presets='nowhere' is no folder"),
+        (["--presets", "nowhere"], "presets='nowhere' must be a folder"),
         (["--api-key-file", "nowhere"], "nowhere"),
         # options with which every prompt would fail
         (["--port", "0", "--suffix", "8", "--cache", "dkv_decode"], "cache='dkv_decode' needs whole rows"),

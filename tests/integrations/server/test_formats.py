@@ -192,7 +192,7 @@ def of_schema(schema: Any) -> dict[str, Any]:
         ({"structured_outputs": {"structural_tag": "x"}}, 422, "unknown key of constraint: 'structural_tag'"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "unknown key of constraint: 'choice'"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both set the form of an answer"),
-        ({"guided_regex": "a{50}", "max_tokens": 4}, 400, "=4 is too small: the form needs 50"),
+        ({"guided_regex": "a{50}", "max_tokens": 4}, 400, "=4 is too small: texts need 50"),
         ({"guided_regex": "a+", "stop": ["b"], "stream": True}, 400, "stop may end an answer"),
         ({"guided_regex": "a+", "paradec": {"sampler": "saber"}}, 400, "replaces decided tokens"),
         ({"tool_choice": "required"}, 422, "needs tools"),

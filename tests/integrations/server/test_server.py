@@ -453,7 +453,7 @@ def test_requests_of_clients_that_do_not_read_are_cancelled(model: Any) -> None:
 
 
 def test_presets_of_a_folder_are_checked(tmp_path: Path) -> None:
-    refuses(lambda: read_presets(tmp_path / "none"), "is no folder")
-    refuses(lambda: read_presets(tmp_path), "holds no .json file")
+    refuses(lambda: read_presets(tmp_path / "none"), "must be a folder")
+    refuses(lambda: read_presets(tmp_path), "must be a folder with .json files")
     (tmp_path / "bad.json").write_text('{"colour": 1}')
     refuses(lambda: read_presets(tmp_path), "bad.json")
