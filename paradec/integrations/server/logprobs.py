@@ -76,9 +76,7 @@ class TokenScores:
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """`logprobs` of a choice of /v1/chat/completions."""
-    return {
-        "content": [score.to_dict() | {"top_logprobs": [best.to_dict() for best in score.best]} for score in scores]
-    }
+    return {"content": [score.to_dict() | {"top_logprobs": [s.to_dict() for s in score.best]} for score in scores]}
 
 
 def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:

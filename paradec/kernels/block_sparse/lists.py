@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,8 +92,8 @@ class QueryTiles:
     def to(self, device: torch.device) -> QueryTiles:
         if self.block.device == device:
             return self
-        tensors = (tensor.to(device) for tensor in (self.block, self.first, self.count, self.tile_index))
-        return QueryTiles(*tensors, self.max_columns, self.max_block, self.is_aligned)
+        names = ("block", "first", "count", "tile_index")
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @classmethod
     def from_lengths(

@@ -50,4 +50,4 @@ class PrefixReuse(Feature):
     def kept_prefix(self, state: Any, model: Any) -> KeptPrefix | None:
         if self.num_reusable is None:
             return None
-        return keep_prefix(state, model, None if self.reuse is None else self.reuse.kept)
+        return keep_prefix(state, model, None if self.reuse is None else self.reuse.prefix)

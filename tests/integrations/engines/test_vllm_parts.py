@@ -255,7 +255,7 @@ def test_logits_that_are_no_numbers_end_one_request() -> None:
     served = ServedModel(model.facts, {})
     slot = Slot(served, served.open_row([1, 2, 3, 4, 5], settings_of(params())), 5)
     logits = torch.full((3, model.facts.vocab_size), torch.nan)
-    assert slot.step(logits, again=False) == [MASK] and slot.failed
+    assert slot.step(logits, forwards_twice=False) == [MASK] and slot.failed
 
 
 def test_answers_end_where_vllm_ends_them() -> None:
