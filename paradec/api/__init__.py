@@ -1,1 +1,1 @@
-"""The functions that users call, and what they return."""
+"""The functions that users call, and their results."""

@@ -161,10 +161,10 @@ def _are_copies_equal(tokens: Tensor, copies: int) -> bool:
 def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
     """Build the output of a state; rows become right-aligned."""
     facts, width, counts = state.facts, int(state.requested_end.max()), state.counts
-    ids, given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
+    ids, is_given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
     column, length, end = torch.arange(width), _to_column(state.requested_end), _to_column(state.end)
     undecided = state.undecided.cpu()[:, :width]
-    filled = ~given & (column < length)
+    filled = ~is_given & (column < length)
     # an end token ends the row only after the prompt and without undecided positions before it
     is_end = torch.isin(ids, torch.tensor(facts.eos_token_ids, dtype=torch.int64))
     is_end &= (column >= _to_column(state.answer_start)) & (column < end) & (undecided.int().cumsum(1) == 0)

@@ -80,10 +80,10 @@ class Output:
     draft_nfe: list[int] | None = None
     """Forward calls of the drafter for each row; None without a drafter."""
     log_weight: list[float] | None = None
-    """For masked models with a `constraint` and a temperature: logarithm of each row's weight, the product over all
-    steps of Z before divided by Z after. Z is the probability of the texts that match the constraint. Answers that are
-    resampled by weight approach the model's own distribution of these texts, decoded in the same steps. The mean weight
-    estimates the model's probability of a matching text."""
+    """For masked models with a `constraint` and a temperature: logarithm of each row's weight. The weight is the
+    product over all steps of Z before the step / Z after it, where Z is the probability of the texts that match the
+    constraint. Answers that are resampled by weight approach the model's own distribution of these texts, decoded in
+    the same steps. The mean weight estimates the model's probability of a matching text."""
     logprobs: LogProbs | None = None
     """With `logprobs`: log-probabilities of every filled position of `sequences`, from the step that wrote it."""
     rollout: Rollout | None = None

@@ -31,7 +31,7 @@ class CanvasStore(KeyValueStore):
         return 0 if window is None else max(0, self._bound_call().begin - (window - 1))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write [R, kv_heads, Q, head_dim] at the bound slots; return what the layer reads."""
+        """Write [R, kv_heads, Q, head_dim] at the bound slots; return the keys and values that the layer reads."""
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
         flat = self._bound_call().flat

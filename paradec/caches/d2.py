@@ -24,7 +24,7 @@ class D2Cache(SubsetCache):
     first step evaluates the whole row.
 
     Masks are ranked by confidence times certainty density, the decided share of nearby positions under a Gaussian
-    kernel. Positions before a row count as decided; positions after it count as its last one. Candidates are the masks
+    kernel. Positions before a row count as decided; positions after it like its last one. Candidates are the masks
     from the open block to the end of the block with the `current_k`-th mask; those of the open block come first. Only
     evaluated masks can be decided. On shifted models the position left of each mask is evaluated instead.
 
@@ -103,9 +103,9 @@ class D2Cache(SubsetCache):
         scores += 2.0 * (column < end)  # masks of the open block rank above all others
         scores = np.where(is_candidate, scores, -np.inf)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.current_k]
-        chosen = np.zeros_like(is_candidate)
-        np.put_along_axis(chosen, best, True, axis=1)
-        return chosen & is_candidate
+        is_best = np.zeros_like(is_candidate)
+        np.put_along_axis(is_best, best, True, axis=1)
+        return is_best & is_candidate
 
     def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
         """[N, 1] int64: end of the block with position `last` [N, 1]; all blocks count as long as the open one."""

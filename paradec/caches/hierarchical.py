@@ -30,5 +30,5 @@ class HierarchicalCache(BlockCache):
         start, stop = super().range(state, rows)
         is_opening = state.block_step[rows] == 0
         # the prompt's end may lie in the same model block as the first small block
-        left = is_opening | (state.block_start[rows] == state.prompt_length[rows])
-        return np.where(left, start, state.block_start[rows]), np.where(is_opening, stop, state.block_end[rows])
+        needs_start = is_opening | (state.block_start[rows] == state.prompt_length[rows])
+        return np.where(needs_start, start, state.block_start[rows]), np.where(is_opening, stop, state.block_end[rows])

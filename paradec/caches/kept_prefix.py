@@ -54,9 +54,9 @@ class KeptPrefix:
         return self.__dict__ | {"_module": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptPrefix:
-        other = object.__new__(KeptPrefix)
-        other.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return other
+        clone = object.__new__(KeptPrefix)
+        clone.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return clone
 
     def __repr__(self) -> str:
         state = "released" if self._released else f"{self.nbytes} bytes, {'exact' if self.exact else 'approximate'}"
@@ -80,9 +80,9 @@ class KeptPrefix:
         layers = {
             layer: tuple(part[index : index + 1, :size].clone() for part in pair) for layer, pair in self.layers.items()
         }
-        other = object.__new__(KeptPrefix)
-        other.__dict__ = self.__dict__ | {"tokens": [self.tokens[index]], "_ids": [self._ids[index]], "layers": layers}
-        return other
+        clone = object.__new__(KeptPrefix)
+        clone.__dict__ = self.__dict__ | {"tokens": [self.tokens[index]], "_ids": [self._ids[index]], "layers": layers}
+        return clone
 
     def release(self) -> None:
         """Free the memory. Later requests with this prefix raise ValueError."""

@@ -163,9 +163,9 @@ class Suffix:
         if self.density == "gaussian":
             return is_near & (numbers < self.probabilities(prediction, size)[column])
         lowest = np.argsort(np.where(is_near, numbers, 2.0), axis=1, kind="stable")[:, : self.count]
-        chosen = np.zeros_like(is_near)
-        np.put_along_axis(chosen, lowest, True, axis=1)
-        return is_near & chosen
+        is_lowest = np.zeros_like(is_near)
+        np.put_along_axis(is_lowest, lowest, True, axis=1)
+        return is_near & is_lowest
 
     def _draw_as_published(self, num_later: int, size: int, generator: torch.Generator) -> np.ndarray:
         """[1, size] float64 from DPad's draws: one per position after the block, or a permutation of the window."""

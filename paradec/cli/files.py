@@ -4,7 +4,7 @@ A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text"
 "settings"}, or {"line", "id", "prompt", "error", "settings"}; --logprobs adds "logprobs". With several answers per
 prompt, "text", "tokens", "finished", "nfe" and "logprobs" are lists. "settings" are {"paradec": version, "model",
 "dtype", "quantization", "tokenizer", "drafter", "request": non-default fields of `paradec.Request`, and the seed}. All
-lines of a file have the same settings. A line of `decide` has "answers" in the place of "text" to "nfe".
+lines of a file have the same settings. A line of `decide` has "answers" instead of "text" to "nfe".
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def samplers(name: Annotated[str | None, SAMPLER_NAME] = None, as_json: options.
 
 
 def pipeline_methods() -> dict[str, dict[str, Any]]:
-    """Describe the methods for diffusers pipelines that are no samplers, by `plain_name`."""
+    """Describe the methods for diffusers pipelines that are not samplers, by `plain_name`."""
     from paradec.core.registry import to_data
     from paradec.samplers.forecast.methods import METHODS
 

@@ -86,8 +86,8 @@ class PipelineJob:
         self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
         (condition,) = self.job.conditions
         if {"prompts": "prompt"}.get(condition, condition) not in parameters:
-            other = "--class" if condition == "prompts" else "--prompt"
-            raise ValueError(f"{name} does not take {condition}; give {other}")
+            needed = "--class" if condition == "prompts" else "--prompt"
+            raise ValueError(f"{name} does not take {condition}; give {needed}")
         for option in ("height", "width", "negative_prompt", "guidance_scale"):
             if self.request[option] is not None and option not in parameters:
                 raise ValueError(f"--{option.replace('_', '-')} is not an argument of {name}")

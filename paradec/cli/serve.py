@@ -28,7 +28,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 def serve(
     context: typer.Context,
     host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only this machine."),
-    port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 takes a free one."),
+    port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 selects a free one."),
     name: str | None = typer.Option(None, help="The model's name for clients; by default --model's."),
     batch: int = typer.Option(8, "--batch", min=1, help="Maximum number of rows decoded together."),
     max_memory: Annotated[str | None, MEMORY] = None,
@@ -62,8 +62,8 @@ def serve(
 
     saved_requests = read_presets(presets) if presets else {}
     shared["cache"] = cache or "none"
-    given, has_model = options.explicit_options(context), shared["model"] is not None
-    work = prepare("generate", None, given, use_defaults=has_model, **shared)
+    names, has_model = options.explicit_options(context), shared["model"] is not None
+    work = prepare("generate", None, names, use_defaults=has_model, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app

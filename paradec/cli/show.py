@@ -109,12 +109,12 @@ class Answers:
         logprobs, entries = output.logprobs, []
         assert logprobs is not None
         for column in output.filled[row].nonzero().flatten().tolist():
-            chosen = float(logprobs.chosen[row, column])
-            if chosen == chosen:  # not NaN: written
+            log_p = float(logprobs.chosen[row, column])
+            if log_p == log_p:  # not NaN: a step wrote the token
                 best = zip(logprobs.best_tokens[row, column].tolist(), logprobs.best[row, column].tolist(), strict=True)
                 likely = [[self._token_text(token), round(value, 4)] for token, value in best]
                 token = self._token_text(int(output.sequences[row, column]))
-                entries.append({"token": token, "logprob": round(chosen, 4), "likely": likely})
+                entries.append({"token": token, "logprob": round(log_p, 4), "likely": likely})
         return entries
 
     def _token_text(self, token: int) -> str:

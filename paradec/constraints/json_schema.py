@@ -29,7 +29,7 @@ STATES_PER_CHARACTER = 10
 MAX_REORDERED = 1024
 """Largest size of an object that may also be written with its required keys first."""
 ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
-"""Escapes that stand for one character each, without surrogates."""
+"""Escapes of one character each, without surrogates."""
 UNESCAPED = expressions.subtract_ranges(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
 CHARACTER = to_node(to_dfa(either((Characters(UNESCAPED), ESCAPE))))
 MAX_UNICODE_ESCAPES = 64

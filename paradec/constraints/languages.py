@@ -122,9 +122,9 @@ def _magnitudes(value: Decimal, *orders: int) -> Dfa:
         is_fraction, place, order = state
         if not is_fraction and place:
             yield 46, 46, (True, 0, after_whole(place, order))
-        other, following = int(digits[is_fraction][place : place + 1] or 0), min(place, len(digits[is_fraction])) + 1
+        bound, following = int(digits[is_fraction][place : place + 1] or 0), min(place, len(digits[is_fraction])) + 1
         for digit in range(10):
-            yield 48 + digit, 48 + digit, (is_fraction, following, order or (digit > other) - (digit < other))
+            yield 48 + digit, 48 + digit, (is_fraction, following, order or (digit > bound) - (digit < bound))
 
     def is_end(state: tuple[bool, int, int]) -> bool:
         is_fraction, place, order = state

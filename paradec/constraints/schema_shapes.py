@@ -461,12 +461,12 @@ class Goals:
     def items(self, schema: Any, sign: bool) -> Iterable[Shape]:
         items = schema.get("items", True)
         if isinstance(items, list):
-            front, rest = items, schema.get("additionalItems", True)
+            front, others = items, schema.get("additionalItems", True)
         else:
-            front, rest = schema.get("prefixItems", []), items
+            front, others = schema.get("prefixItems", []), items
         if sign:
             listed = {index: self.goal(part) for index, part in enumerate(front)}
-            return restrict("array", members=(Members(listed, others=self.goal(rest)),))
+            return restrict("array", members=(Members(listed, others=self.goal(others)),))
         return self.leave_out(schema, "items")
 
 

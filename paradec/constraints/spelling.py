@@ -1,4 +1,4 @@
-"""The bytes that each token of a model stands for, depending on the context before it.
+"""The bytes of each token of a model, by the context before it.
 
 SentencePiece drops a text's first space, other tokenizers put spaces between tokens. Several ways of joining tokens are
 tried; the first that agrees with `decode` on random sequences is used.
@@ -103,15 +103,15 @@ def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
     if not len(ids):
         return False
     for sample in range(NUM_SAMPLES):
-        chosen = rng.choice(ids, 1 + sample % MAX_SAMPLE_LENGTH).tolist()
-        if (encoded := spelling.read(chosen)) is None:
+        sample_ids = rng.choice(ids, 1 + sample % MAX_SAMPLE_LENGTH).tolist()
+        if (encoded := spelling.read(sample_ids)) is None:
             num_unreadable += 1
             continue
         try:
             text = encoded.decode()
         except UnicodeDecodeError:
             continue
-        if tokenizer.decode(chosen, skip_special_tokens=True) != text:
+        if tokenizer.decode(sample_ids, skip_special_tokens=True) != text:
             return False
     return num_unreadable <= NUM_SAMPLES // 2
 

@@ -163,7 +163,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
 
 
 def check_names(kind: str, names: Iterable[object], allowed: Collection[str]) -> None:
-    """Raise ValueError for a name that is not in `allowed`. kind: what the names are, for the message."""
+    """Raise ValueError for a name that is not in `allowed`. kind: noun for the names in the message."""
     for name in names:
         if name not in allowed:
             raise ValueError(unknown_name(kind, name, allowed))

@@ -461,7 +461,7 @@ class Given(Order):
     sizes: Sizes = None
 
     name = "given"
-    summary = "as they are listed"
+    summary = "as listed"
 
     def __post_init__(self) -> None:
         try:

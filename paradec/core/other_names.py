@@ -180,7 +180,7 @@ def with_checked_names(make: Make) -> Make:
 
 def check_method(value: Any) -> None:
     """Raise ValueError for a method for pipelines that has another name here, or a config of one; TypeError for a class
-    or a function in the place of its result."""
+    or function that must be called first."""
     if isinstance(value, type) or inspect.isfunction(value):
         raise TypeError(f"sampler={value.__name__} must be called: {value.__name__}(...)")
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):

@@ -35,7 +35,7 @@ class RowLayout:
     fill: Any = 0
     """Value of empty rows and columns, or list entry of an empty row."""
     shared: bool = False
-    """Whether proposals may hold the same tensor. Such a tensor is copied before it is written."""
+    """Whether proposals may hold the field's tensor itself, which is then copied before a write."""
 
 
 Layout: TypeAlias = RowLayout | Callable[[Any, Any], RowLayout | None]

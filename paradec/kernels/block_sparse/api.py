@@ -122,7 +122,7 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
     """Raise ValueError if a kernel would read outside its lists."""
     if tuple(tiles.tile_index.shape) != (len(query), query.shape[2]):
         raise ValueError(
-            f"tiles are for {tuple(tiles.tile_index.shape)} columns; the call has {len(query)} x {query.shape[2]}"
+            f"tiles are for {tuple(tiles.tile_index.shape)}; the call has {len(query)} x {query.shape[2]} columns"
         )
     if index is None:
         return
