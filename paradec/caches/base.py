@@ -65,8 +65,8 @@ class CacheFacts:
     exact_on: tuple[str, ...] = ()
     """Topologies on which every step's logits equal those without a cache, for all settings."""
     evaluates: str = "block"
-    """Positions of the open block that each step evaluates at least: all ("block"), the "undecided" ones, "some" of
-    these, the sampler's preview ("picks"), or a set chosen earlier ("targets")."""
+    """Positions of the open block that every step evaluates: all ("block"), the "undecided" ones, "some" of these, the
+    sampler's preview ("picks"), or a set chosen earlier ("targets"). A step may evaluate more."""
     stateless: bool = True
     """Whether a step depends only on the canvas and the block."""
     reads_final_only: bool = False

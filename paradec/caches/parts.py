@@ -67,7 +67,7 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
     sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
-    limit: otherwise at most this many groups. waste: maximum growth by padding above which groups are added."""
+    limit: otherwise at most this many groups. waste: while padding multiplies the positions by more, add groups."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()

@@ -41,7 +41,7 @@ class AnyOrderQuery(Query):
     """A call of an any-order model (`Model.any_order`) by the causal family."""
 
     decided_at: Tensor
-    """[R, Q] int64: rank of each position in its row's order; -1 where it was given or is not decided yet."""
+    """[R, Q] int64: rank in the row's order of each decided or drafted position; -1 for given and undecided ones."""
     index: np.ndarray
 
 
