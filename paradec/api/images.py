@@ -58,7 +58,7 @@ class ImageOutput:
     codes: Tensor | None
     """[B, h, w] int64: indices into the codebook. None for incomplete pictures, and for continuous tokens."""
     tokens: Tensor
-    """[B, N] int64: the answers as the model writes them; [B, N, C'] float for continuous tokens."""
+    """[B, N] int64: tokens of the answers, as the model writes them; [B, N, C'] float for continuous tokens."""
     grid: Grid
     row_nfe: list[int]
     """Forward calls that evaluated each row."""
@@ -324,7 +324,7 @@ def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any
 
 
 def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, Tensor | None]:
-    """Read the output of a state, without pictures, and the latent to decode them from; None if one is incomplete."""
+    """Read the output of a state, without pictures, and the latent of the pictures (None if one is incomplete)."""
     answers = model.read(state, grid)
     latent = model.latent(answers.tokens, grid) if answers.whole else None
     nfe, row_forwards, forwarded, _ = state.counts

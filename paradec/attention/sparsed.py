@@ -138,7 +138,7 @@ class SparseDState:
         return SparsePlan(self, state, part, rows, modes)
 
     def on_commit(self, state: Any, queries: list[Any]) -> None:
-        """Count calls and record new lists. A commit calls this after it counted steps; `queries` are evaluated."""
+        """Count calls and record new lists. Called by a commit after it counted the step. queries: of this step."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]

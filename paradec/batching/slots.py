@@ -308,7 +308,7 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
 
 
 def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | None:
-    """Reason why a batch cannot be refilled with a request; None if it can. sampler: that of the request, if made."""
+    """Reason why a batch cannot be refilled with a request; None if it can. sampler: made from the request, or None."""
     for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
@@ -344,7 +344,7 @@ def estimate_row_bytes(model: Any, state: RowState, width: int) -> int:
 
 
 def call_on_done(tickets: deque[Any]) -> None:
-    """Call `on_done` of ended tickets and remove them. Raises their exceptions after all calls."""
+    """Call `on_done` of ended tickets and remove them. Exceptions of the callbacks are raised after all calls."""
     errors = []
     while tickets:
         with hold_interrupt():

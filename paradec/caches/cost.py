@@ -1,4 +1,4 @@
-"""Cost of a cache: counts for `Output.cost`, and a warning where it saved nothing."""
+"""Cost of a cache: counts for `Output.cost`, and a warning where the cache saved nothing."""
 
 from __future__ import annotations
 

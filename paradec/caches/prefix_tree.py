@@ -113,7 +113,7 @@ class PrefixTree:
         return path
 
     def _touch(self, path: Sequence[_Node]) -> None:
-        """Mark the nodes of a path as used, the last one first, so that it is dropped before its parents."""
+        """Mark the nodes of a path as used, the last one first, so that a node is dropped before its parents."""
         for node in reversed(path):
             self._leaves.pop(node.last_used, None)
             self._clock += 1

@@ -16,7 +16,7 @@ MAX_MASKS = 1_000_000
 
 
 def check_placeholder(placeholder: Any) -> None:
-    """Raise ValueError unless it is None or a text that can represent a mask."""
+    """Raise ValueError unless `placeholder` is None or a text with a visible character."""
     if placeholder is not None and (not isinstance(placeholder, str) or not placeholder.strip()):
         raise ValueError(
             f"mask={short_repr(placeholder)} must be the text that represents a token to fill, e.g. '<mask>'"

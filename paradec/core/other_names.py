@@ -62,7 +62,7 @@ PIPELINE_SETTINGS = {
     "threshold": ("base_threshold", "residual_diff_threshold"),
     "rel_l1_thresh": ("threshold",),
 }
-"""Settings of these methods."""
+"""Settings of these methods by other name, with the possible names here."""
 METHOD_OF_SETTING = {
     "residual_diff_threshold": "'dbcache', residual_diff_threshold=...",
     "rel_l1_thresh": "'teacache', threshold=...",
@@ -168,7 +168,7 @@ def check_setting_names(
 
 
 def with_checked_names(make: Make) -> Make:
-    """Decorate a function that makes a method: it checks the names of its settings by `check_setting_names`."""
+    """Decorate a function that makes a method, so that the names of settings are checked (`check_setting_names`)."""
 
     @functools.wraps(make)
     def checked(*args: Any, **settings: Any) -> Any:

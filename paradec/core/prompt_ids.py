@@ -42,7 +42,7 @@ def to_tensor(name: str, value: Any) -> Tensor:
 
 
 def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Rows of a tensor without padding, and whether it is one row ([length]) rather than a batch ([batch, length]).
+    """Rows of a tensor without padding, and whether the tensor is one row [length] rather than a batch [batch, length].
     Raises TypeError or ValueError for a tensor of another dtype or shape, or a mask of another shape or with holes."""
     if not _is_integral(ids):
         raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
@@ -63,7 +63,7 @@ def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]],
 
 
 def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Rows of a list (ids, or rows of ids), and whether it is one row. Raises TypeError for other lists."""
+    """Rows of a list (ids, or rows of ids), and whether the list is one row. Raises TypeError for other lists."""
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [[int(i) for i in prompt]], True
     if is_rows_of_ids(prompt):

@@ -33,7 +33,7 @@ FIELDS = (
     *("block_length", "steps", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
 )
-"""Fields of `paradec.Request` that a hosted row may have. The engine decides the others, or they need the model."""
+"""Fields of `paradec.Request` that a hosted row may have. The engine decides other fields, or they need the model."""
 MAX_ROWS = 2**20
 """Maximum number of rows that share a state."""
 ENGINE_METHODS = ("start", "query", "step")
@@ -400,6 +400,6 @@ class _EngineLogits:
 
 @contextmanager
 def _no_inference_mode() -> Iterator[None]:
-    """Disable inference mode, so that a row can be stepped inside and outside of it; and gradients."""
+    """Disable gradients, and inference mode: a row can then be stepped inside and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

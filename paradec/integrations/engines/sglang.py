@@ -86,7 +86,7 @@ def _algorithm(name: str, sampler: str | None, base: type) -> type:
 
 
 class BlockSteps:
-    """Implementation of SGLang's algorithm interface for any sampler; the loops are those of the other base class.
+    """Implementation of SGLang's algorithm interface for any sampler; the loops come from SGLang's `DllmAlgorithm`.
 
     Each block is a row: its prompt tokens stay, the masks after them are filled. SGLang stores the keys and values of
     the forward in which a block is reported as final. This must be a forward of the final tokens: a step that changes

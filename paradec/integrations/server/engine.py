@@ -39,8 +39,8 @@ class Engine:
         return not self.batch.closed
 
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
-        """Add a prompt to the batch, as `Batch.add`; the answer equals that of `paradec.generate` on it alone.
-        `on_done` is called in the engine's thread. Without a seed, one is drawn. `batch.cancel(ticket)` ends it."""
+        """Add a prompt to the batch, as `Batch.add`; the answer is that of `paradec.generate` on this prompt alone.
+        `on_done` is called in the engine's thread. Without a seed, one is drawn. `batch.cancel(ticket)` cancels it."""
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
 

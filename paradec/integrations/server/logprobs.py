@@ -38,7 +38,7 @@ class TokenScore(NamedTuple):
 class TokenScores:
     """Buffer of the scored tokens of one text, from left to right, until they are sent.
 
-    begin: characters before them. markers: special tokens in the text. is_prompt: add other special tokens by name."""
+    begin: number of characters before them. markers: special tokens in the text. is_prompt: add others by name."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
@@ -66,7 +66,7 @@ class TokenScores:
         return TokenScore(token, text, logprob if math.isfinite(logprob) else missing, self._offset)
 
     def _text(self, token: int) -> bytes:
-        """The bytes of a token after the last one; empty for a special token that is not in the text."""
+        """The bytes of a token after the last added one; empty for a special token that is not in the text."""
         if token in self._markers:
             return self._markers[token].encode()
         if (spelling := self._spelling) is None:  # the way of joining tokens is unknown

@@ -7,7 +7,7 @@ from torch import Tensor
 
 MAX_INT8 = 127
 HIGH = 128
-"""Weight of the high one of two rows: v = 128 high + low, |low| <= 64."""
+"""Weight of the high one of the two int8 rows: v = 128 high + low, |low| <= 64."""
 CHUNK = 2**22
 """Weights that are rounded at a time, which bounds the memory in float32."""
 ACTIVATION_BITS = (15, 8)

@@ -22,8 +22,8 @@ def record_model(model_config: Any) -> None:
 
 
 class Admission(LogitsProcessor):
-    """Check of each request's parameters, as a logits processor: vLLM calls `validate_params` of these. It processes no
-    logits, and the sampler never calls it."""
+    """Check of each request's parameters. It is a logits processor only because vLLM calls their `validate_params`; it
+    processes no logits, and the sampler never calls it."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:

@@ -17,7 +17,7 @@ ARCHITECTURES = {
     "Fast_dLLM_Qwen": "Fast_dLLM_QwenForCausalLM",
     "llada2_moe": "LLaDA2MoeModelLM",
 }
-"""The architecture that config.json names, by its `model_type`."""
+"""Name of the architecture in config.json, by `model_type`."""
 
 
 class _BlockConfig(PretrainedConfig):
