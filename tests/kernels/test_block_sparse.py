@@ -258,7 +258,7 @@ def test_kernel_attends_to_everything() -> None:
 def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     from paradec.kernels.block_sparse import triton as kernels
 
-    monkeypatch.setattr(kernels, "_shares", lambda *_: shares)
+    monkeypatch.setattr(kernels, "_num_shares", lambda *_: shares)
     query, key, value = tensors(2, 2, 1, 40, 16, torch.float32)
     index, rows, lengths = random_lists(3, 2, 3, 16, 0.6, seed=2), [2, 0], [40, 33]
     positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
