@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 from paradec.core.checks import check_choice, short_repr, unknown_name
 from paradec.core.other_names import COMPONENTS
 
-PIPELINE_METHOD = "paradec.samplers.forecast.methods:method_called"
+PIPELINE_METHOD = "paradec.samplers.forecast.methods:find_method_name"
 
 
 class Component:

@@ -1,7 +1,7 @@
 """Calibrations from plain runs: MagCache's ratios, and BAC's schedules (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-Follows BAC's public code, where it differs from the paper's text: a segment is scored by its similarity to the features
-at its first step, and the bubbling union may apply to any module.
+Where BAC's public code differs from the paper's text, this file follows the code: a segment is scored by its similarity
+to the features at its first step, and the bubbling union may apply to any module.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def calibrate_magcache(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> M
         with Session(pipe, Forecast(when=measure)) as session:
             run()
             steps = sorted(session.report().full_steps)
-        check_every_step("no transformer was called", steps, len(measured[0]) if measured else 0)
+        check_every_step("the transformer", steps, len(measured[0]) if measured else 0)
         measured.append([sum(measure.ratios[step]) / len(measure.ratios[step]) for step in steps])
     return MagRatios(tuple(sum(values) / runs for values in zip(*measured, strict=True)))
 
@@ -85,7 +85,7 @@ def calibrate_bac(
         bubbling: number of modules with the bubbling union.
         samples: number of compared entries of a feature, evenly spaced (4 bytes each, per module and step).
 
-    Raises ValueError for an invalid setting, no such modules, or runs of other lengths; TypeError for another `pipe`.
+    Raises ValueError for an invalid setting, no such modules, runs of different lengths; TypeError for another `pipe`.
     """
     check_int("updates", updates, low=1)
     check_int("runs", runs, low=1)
@@ -99,14 +99,14 @@ def calibrate_bac(
     for _ in range(runs):
         for name, samples_by_step in _record_features(pipe, run, module, names, samples).items():
             steps = sorted(samples_by_step)
-            check_every_step(f"{name} was not evaluated", steps, len(total.get(name, ())))
-            scores, error = _compare(torch.stack([torch.cat(samples_by_step[step]) for step in steps]), metric)
+            check_every_step(name, steps, len(total.get(name, ())))
+            scores, error = _score_steps(torch.stack([torch.cat(samples_by_step[step]) for step in steps]), metric)
             total[name] = total.get(name, 0) + scores
             errors[name] += error
     schedules = {name: adaptive_schedule(total[name], updates, maximise=metric == "cosine") for name in names}
     feed_forward = [name for name in names if FEED_FORWARD.fullmatch(name.split(".")[-1]) or name.endswith("proj_out")]
-    united = bubbling_union(schedules, errors, feed_forward, bubbling)
-    return BlockSchedule(len(total[names[0]]), tuple((name, tuple(united[name])) for name in names))
+    extended = bubbling_union(schedules, errors, feed_forward, bubbling)
+    return BlockSchedule(len(total[names[0]]), tuple((name, tuple(extended[name])) for name in names))
 
 
 def _record_features(
@@ -135,7 +135,7 @@ def _record_features(
     return features
 
 
-def _compare(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
+def _score_steps(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
     """Return [T, T] float64 scores of features [T, n] against each other, and their mean absolute distance."""
 
     def pairwise(measure: Callable[[Tensor], Tensor]) -> np.ndarray:
@@ -182,10 +182,10 @@ def bubbling_union(
     errors: by module, the mean distance between its features at two steps. feed_forward: names of feed-forward modules.
     num_modules: n: number of extended schedules (3 in the README, 5 in the simulations); below 2, none."""
     names = list(steps)
-    united = {name: sorted(set(steps[name])) for name in names}
+    extended = {name: sorted(set(steps[name])) for name in names}
     if num_modules < 2:
-        return united
+        return extended
     for name in sorted(names, key=lambda name: -errors[name])[:num_modules]:
         later = [module for module in names[names.index(name) :] if module in feed_forward]
-        united[name] = sorted(set(steps[name]).union(*(steps[module] for module in later)))
-    return united
+        extended[name] = sorted(set(steps[name]).union(*(steps[module] for module in later)))
+    return extended

@@ -47,7 +47,7 @@ class StepTuning:
     @property
     def difference(self) -> tuple[float, float, float]:
         """Mean of (best - even) on the reporting seeds, and the two ends of its paired 95 % interval."""
-        return paired(self.errors["best"]["report"], self.errors["even"]["report"])
+        return paired_interval(self.errors["best"]["report"], self.errors["even"]["report"])
 
     @property
     def chosen(self) -> str:
@@ -78,7 +78,7 @@ class StepTuning:
     def __str__(self) -> str:
         lines = [f"{len(self.even.steps)} of {self.even.total} steps, {self.num_sets} sets evaluated"]
         for name, schedule in (("even", self.even), ("best", self.best)):
-            choose, report = (statistics.fmean(self.errors[name][half]) for half in ("choose", "report"))
+            choose, report = (statistics.fmean(self.errors[name][role]) for role in ("choose", "report"))
             steps = ", ".join(map(str, schedule.steps))
             lines.append(f"{name:5}  choosing {choose:.4f}  reporting {report:.4f}  steps {steps}")
         mean, low, high = self.difference
@@ -137,7 +137,7 @@ def tune_steps(
         name: {"choose": runner.errors(steps, choosing), "report": runner.errors(steps, reporting)}
         for name, steps in (("even", even), ("best", best))
     }
-    num_sets = sum(any(seed in row for seed in choosing) for row in runner.measured.values())
+    num_sets = sum(any(seed in row for seed in choosing) for row in runner.error_table.values())
     result = StepTuning(runner.schedule(even), runner.schedule(best), choosing, reporting, errors, num_sets, sampler)
     return replace(result, sampler=replace(sampler, when=result.schedule))
 
@@ -188,7 +188,7 @@ class _Runner:
     total: int = 0
     guidance: float | None = None
     max_errors: int = 1  # maximum number of errors to measure
-    measured: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
+    error_table: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
     full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, distance from noise
 
     def make_full_runs(self, seeds: tuple[int, ...], budget: int) -> None:
@@ -204,8 +204,8 @@ class _Runner:
             raise ValueError(f"budget={budget} is more than the {self.total} steps of a run")
         if self.guidance is None:
             warnings.warn(
-                "run: the guidance scale is unknown, so these steps will be accepted with any; use them only with the "
-                "guidance of this run",
+                "run: the guidance scale is unknown, so these steps will be accepted with any guidance; use "
+                "them only with the guidance of this run",
                 stacklevel=3,
             )
         self.setup: dict[str, Any] = {
@@ -219,7 +219,7 @@ class _Runner:
         if saved is not None:
             if (difference := describe_difference(saved["setup"], self.setup)) is not None:
                 raise ValueError(f"the study in {str(self.study)!r} was made with another {difference}")
-            self.measured = {tuple(steps): dict(row) for steps, row in saved["errors"]}
+            self.error_table = {tuple(steps): dict(row) for steps, row in saved["errors"]}
 
     def schedule(self, steps: Steps) -> StepSchedule:
         return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.where)
@@ -240,7 +240,7 @@ class _Runner:
         return values
 
     def error(self, steps: Steps, seed: int) -> float:
-        row = self.measured.setdefault(steps, {})
+        row = self.error_table.setdefault(steps, {})
         if seed not in row:
             full, distance = self.full_runs[seed]
             row[seed] = float((self._make_run(seed, steps).latent - full).norm()) / max(distance, 1e-12)
@@ -277,16 +277,16 @@ class _Runner:
     def _save(self, steps: Steps) -> None:
         """Write the study and report the progress."""
         if self.study is not None:
-            errors = [[list(steps), sorted(row.items())] for steps, row in self.measured.items()]
+            errors = [[list(steps), sorted(row.items())] for steps, row in self.error_table.items()]
             write_json(self.study, {"schema": SCHEMA, "setup": self.setup, "errors": errors}, indent=None)
         if self.progress is not None:
-            num_done = sum(len(row) for row in self.measured.values())
+            num_done = sum(len(row) for row in self.error_table.values())
             self.progress(f"steps {', '.join(map(str, steps))}", min(1.0, num_done / self.max_errors))
 
 
-def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
+def paired_interval(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean paired difference new - old, and the ends of its 95 % interval (Student's t)."""
     differences = [a - b for a, b in zip(new, old, strict=True)]
     mean, count = statistics.fmean(differences), len(differences)
-    half = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(differences) / math.sqrt(count)
-    return mean, mean - half, mean + half
+    half_width = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(differences) / math.sqrt(count)
+    return mean, mean - half_width, mean + half_width

@@ -172,12 +172,12 @@ class FeatureForecast(Sampler):
         is_inside = isinstance(rule, (Verification, Probe, BlockSchedule)) or rule.from_input
         is_inside |= isinstance(rule, AccumulatedChange) and rule.watch not in (None, "latent")
         where = settings.where or rule.where
-        for setting, value, is_wrong in (
+        for setting, value, is_unsupported in (
             ("max_memory", settings.max_memory, settings.max_memory is not None),
             ("when", rule, is_inside),
             ("where", where, where not in (None, "output")),
         ):
-            if is_wrong:
+            if is_unsupported:
                 raise ValueError(
                     f"{setting}={short_repr(value)} needs a pipeline: attach the sampler with paradec.accelerate; this "
                     "loop forecasts only the whole output"
@@ -257,8 +257,8 @@ def _make_generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) 
     if generator is not None:
         return generator
     if None in seeds:
-        drawn = int(torch.randint(2**63 - 1, (1,)))
-        seeds = [drawn if entry is None else entry for entry in seeds]
+        random_seed = int(torch.randint(2**63 - 1, (1,)))
+        seeds = [random_seed if entry is None else entry for entry in seeds]
     digests = [hashlib.blake2b(row.double().cpu().numpy().tobytes(), digest_size=8).digest() for row in latent]
     keys = row_keys([int(entry) for entry in seeds], [np.frombuffer(d, dtype="<i8").tolist() for d in digests])
     return [torch.Generator(latent.device).manual_seed(low | (high & 0x7FFFFFFF) << 32) for low, high in keys.tolist()]

@@ -36,7 +36,7 @@ class History(NamedTuple):
 class Basis(Checked):
     """Base of the bases.
 
-    order: O: highest order; 0 uses the last feature alone.
+    order: O, the highest order of differences; 0 uses the last feature alone.
     dtype: dtype of the history, such as "bfloat16"; None: that of the feature. Sums use the wider of the two.
     last_warmup_step: set by the sampler: last step that computes no differences (`Rule.last_warmup_step`)."""
 
@@ -49,17 +49,17 @@ class Basis(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dtype is not None:
-            kind = str(self.dtype).removeprefix("torch.")
-            check_choice("dtype", kind, DTYPES)
-            object.__setattr__(self, "dtype", getattr(torch, kind))
+            dtype_name = str(self.dtype).removeprefix("torch.")
+            check_choice("dtype", dtype_name, DTYPES)
+            object.__setattr__(self, "dtype", getattr(torch, dtype_name))
 
     @classmethod
-    def settings(cls) -> list[str]:
+    def setting_names(cls) -> list[str]:
         return [field.name for field in fields(cls) if field.name != "last_warmup_step"]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; `basis_from` is the inverse."""
-        settings = {key: getattr(self, key) for key in self.settings()}
+        settings = {key: getattr(self, key) for key in self.setting_names()}
         return {"how": self.name} | settings | {"dtype": self.dtype and str(self.dtype).removeprefix("torch.")}
 
     @property
@@ -84,8 +84,8 @@ class Basis(Checked):
         tensors, dtype = history.tensors, history.dtype
         if tensors[0].dtype == dtype:
             return self.expand(tensors, history.nodes, step)
-        wide = torch.promote_types(tensors[0].dtype, dtype)
-        return self.expand(tuple(tensor.to(wide) for tensor in tensors), history.nodes, step).to(dtype)
+        sum_dtype = torch.promote_types(tensors[0].dtype, dtype)
+        return self.expand(tuple(tensor.to(sum_dtype) for tensor in tensors), history.nodes, step).to(dtype)
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         """Forecast from a history's tensors; by default their sum weighted by `weights`."""
@@ -162,14 +162,13 @@ class Newton(Basis):
     name = "newton"
 
     def weights(self, nodes: tuple[int, ...], step: float, count: int) -> list[float]:
-        return [prod((step - other) / (node - other) for other in nodes if other != node) for node in nodes]
+        return [prod((step - n) / (node - n) for n in nodes if n != node) for node in nodes]
 
 
 @dataclass(frozen=True)
 class FoCa(Basis):
-    """Corrected forecast from the last two evaluations and the last two features in use, evaluated or forecast
-    (cache-dit's form). Tensors: last evaluation, the one before, last feature in use, the one before.
-    """
+    """Corrected forecast from the last two evaluations and from the features (evaluated or forecast) of the last two
+    steps (cache-dit's form). Tensors: last evaluation, the one before, feature of the last step, of the step before."""
 
     name = "foca"
     slots = 4
@@ -177,24 +176,24 @@ class FoCa(Basis):
     def extend(self, history: History | None, feature: Tensor, step: int) -> tuple[list[Tensor], tuple[int, ...]]:
         if history is None:
             return [feature], (step,)
-        last, used = history.tensors[0], history.tensors[min(2, len(history.tensors) - 1)]
-        return [feature, last, feature, used], (step,)
+        evaluated, last = history.tensors[0], history.tensors[min(2, len(history.tensors) - 1)]
+        return [feature, evaluated, feature, last], (step,)
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         if len(tensors) == 1:
             return tensors[0]
-        full, before, used, used_before = tensors
-        slope, since = (full - before) + (used - used_before), step - nodes[0]
-        if since <= 3:
-            return full + since / 2 * slope
-        share = 3 / since
-        return share * (full + 1.5 * slope) + (1 - share) * full
+        evaluated, evaluated_before, last, last_before = tensors
+        slope, distance = (evaluated - evaluated_before) + (last - last_before), step - nodes[0]
+        if distance <= 3:
+            return evaluated + distance / 2 * slope
+        weight = 3 / distance
+        return weight * (evaluated + 1.5 * slope) + (1 - weight) * evaluated
 
     def roll(self, history: History, forecast: Tensor) -> History:
         if len(history.tensors) == 1:
             return history
-        full, before, used, _ = history.tensors
-        return history._replace(tensors=(full, before, forecast.to(full.dtype), used))
+        evaluated, evaluated_before, last, _ = history.tensors
+        return history._replace(tensors=(evaluated, evaluated_before, forecast.to(evaluated.dtype), last))
 
 
 @dataclass(frozen=True)
@@ -216,16 +215,16 @@ class DMD(Basis):
 
     def expand(self, tensors: tuple[Tensor, ...], nodes: tuple[int, ...], step: float) -> Tensor:
         spacing = nodes[0] - nodes[1] if len(nodes) > 1 else 0
-        num_even = 1
-        while num_even < min(len(nodes), self.window) and nodes[num_even - 1] - nodes[num_even] == spacing:
-            num_even += 1
-        if num_even < 4:
+        count = 1  # evenly spaced evaluations
+        while count < min(len(nodes), self.window) and nodes[count - 1] - nodes[count] == spacing:
+            count += 1
+        if count < 4:
             hermite, history = Hermite(self.order, sigma=self.sigma), None
             for tensor, node in zip(tensors[::-1], nodes[::-1], strict=True):
                 history = hermite.update(history, tensor, node)
             assert history is not None
             return hermite.forecast(history, step)
-        rows = torch.stack(tensors[:num_even][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
+        rows = torch.stack(tensors[:count][::-1], 1).flatten(2).transpose(1, 2).double()  # [B, features, snapshots]
         distance = (step - nodes[0]) / spacing
         return torch.stack([mode_forecast(row, distance) for row in rows]).view_as(tensors[0]).to(tensors[0].dtype)
 
@@ -258,5 +257,5 @@ def basis_from(value: Any) -> Basis | None:
     if not isinstance(name, str) or name not in BASES:
         raise ValueError(f"how={short_repr(value)} must be one of {', '.join(BASES)}, as a name or with its settings")
     for key in settings:
-        check_choice(f"setting of how={name!r}", key, BASES[name].settings())
+        check_choice(f"setting of how={name!r}", key, BASES[name].setting_names())
     return BASES[name](**settings)

@@ -39,11 +39,11 @@ class Forecast(FeatureForecast):
             one of `rules`) or a method (`TeaCache(...)`); also as text: "every(interval=6, first_enhance=3)".
         how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or a basis of
             `bases`. None: the basis published with `when`, or "taylor".
-        where: what is forecast: "module" (attention and feed-forward outputs before their gates), "block" (each block's
-            residual), "stack" (the sum of all residuals), "output" (of the transformer; least memory), or a list of
-            patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
+        where: the forecast features: "module" (attention and feed-forward outputs before their gates), "block" (each
+            block's residual), "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list
+            of patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
         order: replaces the order of `how`; 0 reuses the last feature.
-        max_memory: limit of the histories' bytes in a pipeline, as a number or "2GB". If the histories with all orders
+        max_memory: limit of the histories' bytes in a pipeline, as a number or "2GB". If the histories at full order
             exceed it, the run's first evaluation raises ValueError.
     """
 
@@ -61,8 +61,8 @@ class Forecast(FeatureForecast):
             method = self.when.to_forecast()
             for name in ("when", *(name for name in FORECAST_SETTINGS if getattr(self, name) is None)):
                 object.__setattr__(self, name, getattr(method, name))
-        for name, read in (("when", rule_from), ("how", basis_from), ("where", where_from)):
-            object.__setattr__(self, name, read(getattr(self, name)))
+        for name, parse in (("when", rule_from), ("how", basis_from), ("where", where_from)):
+            object.__setattr__(self, name, parse(getattr(self, name)))
         object.__setattr__(self, "max_memory", check_bytes("max_memory", self.max_memory))
         check_int("order", self.order, low=0, none=True)
         rule, where = self.rule, self.where

@@ -26,7 +26,7 @@ class TaylorSeer(FeatureForecast):
 
     The other steps use F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences. Equal to
     `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The public code spaces steps
-    evenly for Wan and HunyuanVideo; preset "paper" or "flux" is its schedule for FLUX.1-dev. "lite_*" forecast outputs.
+    evenly for Wan and HunyuanVideo; "paper" or "flux" is its schedule for FLUX.1-dev. "lite_*" forecasts outputs.
 
     Args:
         interval: N; None means 5, or 2 in runs of at most 8 steps.
@@ -135,8 +135,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 """Methods by name; case, "_" and "-" are ignored."""
 
 
-def method_called(name: str) -> str | None:
-    """Find the method's name in `METHODS` for a name used here or by other tools, in any case; None if unknown."""
+def find_method_name(name: str) -> str | None:
+    """Return the name in `METHODS` for a method's name here or in other tools, in any case; None if unknown."""
     methods = PIPELINE_METHODS | {plain_name(method): method for method in METHODS}
     return methods.get(plain_name(name))
 
@@ -144,7 +144,7 @@ def method_called(name: str) -> str | None:
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
     """Make a sampler or rule from its name, with or without settings: "taylorseer(interval=3)". Else ValueError."""
     name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
-    method = method_called(name)
+    method = find_method_name(name)
     if method is None:
         raise ValueError(unknown_name("sampler", name, METHODS))
     settings = {**text_settings, **settings}

@@ -23,7 +23,7 @@ WATCH_INPUTS = ("modulated", "hidden", "latent")
 
 @dataclass
 class RunProgress:
-    """State that rules read and update: of a run, or of one of several calls per step."""
+    """State that rules read and update. Each run has one; a `Probe` has one for each call of a step."""
 
     total: int | None = None  # number of steps
     index: int = 0  # current step
@@ -90,7 +90,7 @@ class Rule(Checked):
     measures: ClassVar[bool] = False  # whether `StepRule.observe_change` is implemented
     from_input: ClassVar[bool] = False  # whether the difference of the transformer's output and input is forecast
     filters: ClassVar[bool] = False  # whether `RunProgress.latent` must have rows and columns
-    evaluates_last: ClassVar[bool] = False  # whether the number of steps must be known
+    evaluates_last: ClassVar[bool] = False  # whether the last step is evaluated; the number of steps must be known
 
     @property
     def where(self) -> str | Modules | None:
@@ -148,7 +148,7 @@ class StepRule(Rule):
 class Probe(Rule):
     """Base of the rules that decide in every call, from the output of the first blocks (the probe) or from a table.
 
-    The blocks after the probe (except `tail` last ones) are evaluated, or forecast as one residual.
+    The blocks after the probe (except the last `tail`) are evaluated, or forecast as one residual.
     """
 
     how = "reuse"
@@ -158,7 +158,7 @@ class Probe(Rule):
     replaces_probe: ClassVar[bool] = False  # whether a forecast also replaces the probe's blocks
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
-        """Whether this call evaluates the blocks after the probe; must be true if `forced`.
+        """Whether this call evaluates the blocks after the probe; must be true if `forced` (no forecast is possible).
 
         first, probe: [B, ...] hidden states before the first block, and after the probe.
         """
@@ -179,8 +179,8 @@ class Every(StepRule):
     Args:
         interval: N: one evaluation, then N - 1 forecasts; None means 5, or 2 in runs of at most 8 steps.
         first_enhance: number of evaluated solver steps at the start.
-        style: "reference" is TaylorSeer's public code; "diffusers" is `TaylorSeerCacheConfig`, which counts from the
-            second step after the first ones, and computes differences from the start.
+        style: "reference" is TaylorSeer's public code; "diffusers" is `TaylorSeerCacheConfig`, whose first
+            evaluation after the start is step `first_enhance` + 1, and which computes differences from the start.
         full_after: from this step on all steps are evaluated (`disable_cache_after_step`); None: no such step.
     """
 
@@ -207,7 +207,7 @@ class Every(StepRule):
 class Verification(StepRule):
     """Evaluate after a forecast with a large error: SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628).
 
-    In forecast steps the last block is evaluated with forecast features, to measure the error of its forecast. If the
+    In forecast steps the last block is evaluated on forecast features, to measure the error of its own forecast. If the
     mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next* step is evaluated. The
     step after an evaluation is always forecast. The public code has no defaults.
 
@@ -238,8 +238,8 @@ class Verification(StepRule):
             return True
         if progress.error is None or progress.forecasts < self.min_forecasts:
             return False
-        share = (progress.index - 1) / progress.total if progress.total else 0.0
-        return progress.error > max(self.base_threshold * self.decay_rate**share, 0.1)
+        fraction = (progress.index - 1) / progress.total if progress.total else 0.0
+        return progress.error > max(self.base_threshold * self.decay_rate**fraction, 0.1)
 
 
 @dataclass(frozen=True)
@@ -292,9 +292,9 @@ class AccumulatedChange(StepRule):
         return float(np.polyval(self.coefficients, change))
 
     def is_full(self, progress: RunProgress) -> bool:
-        is_late = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps
-        is_bounded = self.max_forecasts is not None and progress.forecasts >= self.max_forecasts
-        return bool(progress.index < self.first_enhance or is_late or is_bounded or progress.change >= self.threshold)
+        is_at_end = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps
+        is_limit = self.max_forecasts is not None and progress.forecasts >= self.max_forecasts
+        return bool(progress.index < self.first_enhance or is_at_end or is_limit or progress.change >= self.threshold)
 
 
 class SavedAsJson:

@@ -103,18 +103,18 @@ class DBCache(Probe):
 
 @dataclass(frozen=True)
 class DiCache(Probe):
-    """DiCache (Bu et al., arXiv 2508.17356): sum the changes of the first blocks' output (the probe), as its code does.
+    """DiCache (Bu et al., arXiv 2508.17356): sum the changes of the first blocks' output (the probe).
 
-    Changes are relative L1 changes from step to step. While the sum is below `threshold`, all blocks (also the probe)
-    are replaced by the residual r_before + g (r_latest - r_before) of the last two evaluations. Here p is the probe's
-    residual and g = |p - p_before| / |p_latest - p_before|, clipped to [1, 1.5]. This is "taylor" of order 1 at a
-    measured step; other bases use the same step. Raises ValueError for a run of an unknown number of steps.
+    As in the public code, changes are relative L1 changes from step to step. While the sum is below `threshold`, all
+    blocks (also the probe) are replaced by the residual r_before + g (r_latest - r_before) of the last two evaluations.
+    Here p is the probe's residual and g = |p - p_before| / |p_latest - p_before|, clipped to [1, 1.5]. This is "taylor"
+    of order 1 at a fractional step; other bases use that step. Raises ValueError if the number of steps is unknown.
 
     Args:
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
         error: "delta_y" sums the probe's change; "delta_minus" its difference from the input's change.
         probe_depth: number of first blocks, which every step evaluates.
-        retention_ratio: share of evaluated steps at the start (public code for "delta_minus": 0). So is the last step.
+        retention_ratio: share of evaluated steps at the start (public code for "delta_minus": 0), besides the last.
         num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
@@ -289,9 +289,9 @@ class SeaCache(Probe):
 
     def check_model(self, module: nn.Module) -> None:
         config = getattr(module, "config", None) or {}
-        inputs, outputs, cell = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
-        packed = outputs is not None and isinstance(cell, int) and inputs == outputs * cell**2  # as in Qwen-Image
-        if inputs is not None and outputs is not None and inputs > outputs and not packed:
+        inputs, outputs, patch = (config.get(key) for key in ("in_channels", "out_channels", "patch_size"))
+        is_packed = outputs is not None and isinstance(patch, int) and inputs == outputs * patch**2  # as in Qwen-Image
+        if inputs is not None and outputs is not None and inputs > outputs and not is_packed:
             raise ValueError(
                 f"when='seacache' filters the latent, but {type(module).__name__} is given {inputs} channels and "
                 f"returns {outputs}: its input has conditions too; use another rule"
@@ -301,11 +301,13 @@ class SeaCache(Probe):
         sigmas = getattr(scheduler, "sigmas", None)
         config = getattr(scheduler, "config", None) or {}
         if sigmas is None or not (config.get("use_flow_sigmas") or float(torch.as_tensor(sigmas).max()) <= 1):
-            kind = "a transformer by itself has no scheduler" if scheduler is None else type(scheduler).__name__
+            kind = (
+                "a transformer by itself has no scheduler" if scheduler is None else f"not {type(scheduler).__name__}"
+            )
             raise ValueError(
                 f"when='seacache' needs a scheduler for flow matching with sigmas from 1 to 0, such as "
                 f"FlowMatchEulerDiscreteScheduler, or UniPCMultistepScheduler(use_flow_sigmas=True, "
-                f"prediction_type='flow_prediction'); {kind}"
+                f"prediction_type='flow_prediction'), {kind}"
             )
         return torch.as_tensor(sigmas).tolist()[getattr(scheduler, "begin_index", None) or 0 :]
 
@@ -357,7 +359,7 @@ class EasyCache(StepRule):
 
     With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| between evaluations.
     While the sum of K mean|x - x of the step before| / mean|v_latest| is below `threshold`, the output is x + (v_latest
-    - x_latest). The first call of a step decides for all. Raises ValueError for a run of an unknown number of steps.
+    - x_latest). The first call of a step decides for all its calls. ValueError if the number of steps is unknown.
 
     Args:
         threshold: limit of the sum; 0 always evaluates. The public code has 0.05 and 0.06 for Wan.

@@ -19,7 +19,7 @@ SCHEMA = "paradec-steps/1"
 
 @dataclass(frozen=True)
 class StepSchedule(SavedAsJson, StepRule):
-    """Evaluated steps, ascending from step 0, and the runs that they apply to; None: any.
+    """Evaluated steps, ascending from 0, of runs with the given properties (None: of all runs).
 
     Args:
         total: number of solver steps of the run.
@@ -68,10 +68,10 @@ class StepSchedule(SavedAsJson, StepRule):
 
     @classmethod
     def from_dict(cls, data: Any) -> StepSchedule:
-        fields = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
-        if not {"steps", "total"} <= set(fields) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
+        settings = {} if not isinstance(data, Mapping) else {key: data[key] for key in data if key != "schema"}
+        if not {"steps", "total"} <= set(settings) <= set(cls.__dataclass_fields__) or data.get("schema") != SCHEMA:
             raise ValueError(f"when={short_repr(data)} is not a schedule of schema {SCHEMA}")
-        return cls(**fields)
+        return cls(**settings)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Modules:
 
     Args:
         modules: patterns (`re.fullmatch`) of modules whose outputs are forecast.
-        skip: patterns of modules that forecast steps skip; only modules with forecast outputs may use their outputs.
+        skip: patterns of modules that forecast steps skip; their outputs must be used only by modules in `modules`.
     """
 
     modules: tuple[str, ...]

@@ -481,7 +481,7 @@ def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
     with accelerate(flux, Forecast(when=calibrate_bac(flux, lambda: run_flux(flux), 16, metric="l1"), how="reuse")):
         assert torch.equal(run_flux(flux), plain["flux"])
     wrong = BlockSchedule(16, (("transformer_blocks.0.mlp", (0,)), *schedule.modules[1:]))
-    refuses(lambda: accelerate(flux, Forecast(when=wrong)), r"refresh: .*transformer_blocks\.0\.attn")
+    refuses(lambda: accelerate(flux, Forecast(when=wrong)), r"when: .*transformer_blocks\.0\.attn")
     for given in ({"updates": 0}, {"updates": 17}, {"metric": "l3"}, {"samples": 0}, {"runs": 0}):
         refuses(partial(calibrate_bac, flux, lambda: run_flux(flux, 16), **{"updates": 5} | given), next(iter(given)))
 

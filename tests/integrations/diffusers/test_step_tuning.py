@@ -14,7 +14,7 @@ from pipelines import attributes, dit_pipeline, loop_pipeline, run_dit, run_wan,
 
 import paradec
 from paradec import Forecast, TaylorSeer, accelerate, tune_steps
-from paradec.integrations.diffusers.step_tuning import StepTuning, paired
+from paradec.integrations.diffusers.step_tuning import StepTuning, paired_interval
 from paradec.samplers.forecast.step_schedule import StepSchedule
 
 
@@ -139,7 +139,7 @@ def test_even_steps_remain_unless_searched_ones_are_significantly_better() -> No
         errors = {"even": {"choose": [1.0], "report": [0.5, 0.52, 0.5]}, "best": {"choose": [0.5], "report": new}}
         tuned = StepTuning(even, other, (0,), (1, 2, 3), errors, 5, TaylorSeer())
         assert tuned.chosen == chosen and tuned.schedule == (other if chosen == "best" else even)
-    mean, low, high = paired([1.0, 2.0, 4.0], [0.0, 0.0, 0.0])
+    mean, low, high = paired_interval([1.0, 2.0, 4.0], [0.0, 0.0, 0.0])
     assert mean == pytest.approx(7 / 3) and high - mean == mean - low == pytest.approx(
         4.303 * 1.527525 / 3**0.5, rel=1e-4
     )

@@ -1,6 +1,6 @@
 """Block cache for LLaDA2Pipeline: finished blocks are evaluated once (Fast-dLLM v2, arXiv 2509.26328).
 
-The cache is exact for block-causal models; other models are refused.
+The cache is exact for block-causal models; other models raise ValueError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ModuleUtilsMixin
 
 from paradec.core.checks import check_int
-from paradec.integrations.diffusers.hooks.hook import Attached
+from paradec.integrations.diffusers.hooks.hook import PipelineSession
 from paradec.models.base import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
 
@@ -41,13 +41,13 @@ class BlockCacheReport:
         )
 
 
-class BlockCache(Attached, nn.Module):
+class BlockCache(PipelineSession, nn.Module):
     """Block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
 
     It replaces `pipe.model`, forwards its attributes, and evaluates the positions from the open block on (and each
     finished block once) with a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a
-    model without a key/value cache, or (tested with random tokens) a model whose blocks see later ones or whose logits
-    change with a cache.
+    model without a key/value cache, or (tested with random tokens) a model whose blocks see later blocks, or whose
+    logits change with a cache.
     """
 
     def __init__(self, pipe: Any):
@@ -68,12 +68,11 @@ class BlockCache(Attached, nn.Module):
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
         self.pipe, self.inner = pipe, model
-        self.tested: set[int] = set()  # block lengths
+        self.checked_lengths: set[int] = set()  # block lengths
         self.counts = BlockCacheReport()
-        self.prefix: tuple[Any, Tensor] | None = (
-            None  # keys and values before the open block; tokens and mask [2, B, n]
-        )
-        self._probe(int(config["block_length"]))
+        # keys and values before the open block; tokens and mask [2, B, n]
+        self.prefix: tuple[Any, Tensor] | None = None
+        self._check_block_causal(int(config["block_length"]))
         pipe.model = self
 
     def report(self) -> BlockCacheReport:
@@ -91,29 +90,27 @@ class BlockCache(Attached, nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     @torch.no_grad()
-    def _probe(self, block: int) -> None:
+    def _check_block_causal(self, block: int) -> None:
         """Raise ValueError unless the model is block-causal with this block length, with and without a cache."""
         model, device = self.inner, next(self.inner.parameters()).device
         vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
         generator = torch.Generator().manual_seed(0)
-        first, second, other = (torch.randint(vocab, (1, block), generator=generator).to(device) for _ in range(3))
+        first, second, third = (torch.randint(vocab, (1, block), generator=generator).to(device) for _ in range(3))
         positions = torch.arange(2 * block, device=device).unsqueeze(0)
 
         def logits(input_ids: Tensor, cache: Any = None) -> Tensor:
-            over = {} if cache is None else {"use_cache": True, **cache_keyword(model, cache)}
-            ids = positions[:, -input_ids.shape[1] :]
-            output: Tensor = model(
-                input_ids, attention_mask=torch.ones_like(positions), position_ids=ids, **over
-            ).logits
+            options = {} if cache is None else {"use_cache": True, **cache_keyword(model, cache)}
+            mask, ids = torch.ones_like(positions), positions[:, -input_ids.shape[1] :]
+            output: Tensor = model(input_ids, attention_mask=mask, position_ids=ids, **options).logits
             return output
 
         cache = DynamicCache()
         full_logits = logits(torch.cat((first, second), 1))
-        logits(torch.cat((first, other), 1), cache)
+        logits(torch.cat((first, third), 1), cache)
         if not len(cache) or cache.get_seq_length() != 2 * block:
             raise ValueError(f"{type(model).__name__} did not write to the key/value cache that cache='block' passes")
-        first_logits = logits(torch.cat((first, other), 1))[:, :block]
+        first_logits = logits(torch.cat((first, third), 1))[:, :block]
         cache.crop(-block)
         cached_logits = logits(second, cache)
         tolerance = TOLERANCE.get(full_logits.dtype, 0.1) * full_logits.abs().max()
@@ -127,14 +124,14 @@ class BlockCache(Attached, nn.Module):
                 f"{type(model).__name__} has other logits with a key/value cache than without: with a cache it may "
                 "mask inside its block (causally, for example); cache='block' cannot be used"
             )
-        self.tested.add(block)
+        self.checked_lengths.add(block)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
         """Evaluate the positions that are not cached, and return the open block's logits. Raises ValueError for a new
         block length with which the model is not block-causal."""
         block = read_block_length(self.pipe.scheduler)
-        if block not in self.tested:
-            self._probe(block)
+        if block not in self.checked_lengths:
+            self._check_block_causal(block)
         inputs = torch.stack((input_ids, attention_mask))
         prefix, self.prefix = self.prefix, None  # an exception in the call leaves no half-written cache
         if prefix is None or not torch.equal(prefix[1], inputs[..., :-block][..., : prefix[1].shape[-1]]):
@@ -169,9 +166,9 @@ class BlockCausalModule(ModuleUtilsMixin, nn.Module):
         super().__init__()
         facts = model.facts
         if facts.topology != "block_causal" or facts.prediction != "same" or facts.prompt_aligned:
-            where = ", in blocks from the prompt's end" if facts.prompt_aligned else ""
+            alignment = ", in blocks from the prompt's end" if facts.prompt_aligned else ""
             raise ValueError(
-                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}{where}; LLaDA2Pipeline needs "
+                f"{facts.name} is {facts.topology}, predicting {facts.prediction!r}{alignment}; LLaDA2Pipeline needs "
                 "block_causal models that predict in place ('same'), with blocks from position 0"
             )
         self.model, self.config, self.block_length = model.module, model.module.config, facts.block_unit

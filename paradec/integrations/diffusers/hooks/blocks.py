@@ -48,7 +48,7 @@ TEXT_FIRST_BLOCKS = re.compile(
     r"(Flux2?(Single)?|Flux3Single|QwenImage|(AuraFlow)?Joint|Bria(Single|Fibo)?|Chroma|(LongCat|Ovis)Image(Single)?)"
     r"TransformerBlock"
 )
-RETURNS = {
+OUTPUT_STREAMS = {
     "BriaFibo2TransformerBlock": ("x",),
     "Cosmos3VLTextMoTDecoderLayer": ("und_seq", "gen_seq"),
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
@@ -68,17 +68,17 @@ def _parameters(forward: Any) -> list[str]:
     return list(inspect.signature(forward).parameters)[1:]
 
 
-def declared_streams(module: nn.Module) -> tuple[str, ...]:
+def stream_arguments(module: nn.Module) -> tuple[str, ...]:
     """Return the arguments that a block's outputs continue, in the order of the outputs."""
     name = type(module).__name__
-    return STREAMS[::-1] if TEXT_FIRST_BLOCKS.fullmatch(name) else RETURNS.get(name, STREAMS)
+    return STREAMS[::-1] if TEXT_FIRST_BLOCKS.fullmatch(name) else OUTPUT_STREAMS.get(name, STREAMS)
 
 
 def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the inputs of a block that its outputs may continue, by argument."""
     arguments = bind_arguments(module, args, kwargs)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    names = [name for name in declared_streams(module) if name in tensors]
+    names = [name for name in stream_arguments(module) if name in tensors]
     return {name: tensors[name] for name in names or list(tensors)[:1]}
 
 
@@ -86,11 +86,11 @@ def match_outputs(
     module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[str | None]:
     """Return the name of the input that each output of a block continues, or None."""
-    declared = declared_streams(module)
+    declared = stream_arguments(module)
     names: list[str | None] = []
     for i, shape in enumerate(shapes):
-        fits = [name for name in streams if shape is not None and tuple(streams[name].shape) == shape]
-        name = declared[i] if i < len(declared) and declared[i] in fits else fits[0] if len(fits) == 1 else None
+        equal = [name for name in streams if shape is not None and tuple(streams[name].shape) == shape]
+        name = declared[i] if i < len(declared) and declared[i] in equal else equal[0] if len(equal) == 1 else None
         names.append(name)
     return names
 
@@ -116,7 +116,7 @@ def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def order_axes(transformer: nn.Module, latent: Tensor) -> Tensor:
-    """Return an unpacked latent as [B, C, ...], without the conditions that Kandinsky appends to its channels."""
+    """Return a (not packed) latent as [B, C, ...], without the conditions that Kandinsky appends to its channels."""
     name, config = type(transformer).__name__, getattr(transformer, "config", {})
     if name.startswith("Kandinsky"):
         latent = latent[..., : config["in_visual_dim"]]
@@ -162,10 +162,10 @@ def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> 
     if where == "output":
         return [Place("", "output", "")]
     blocks = find_blocks(transformer, main_only or where == "stack")
-    kind = type(transformer).__name__
+    class_name = type(transformer).__name__
     if not blocks:
         raise ValueError(
-            f"where={where!r}: {kind} has no list of blocks with attention or feed-forward modules; it has "
+            f"where={where!r}: {class_name} has no list of blocks with attention or feed-forward modules; it has "
             f"{', '.join(name for name, _ in transformer.named_children())}. Use where='output', or where=[...] for "
             "modules by name"
         )
@@ -176,8 +176,8 @@ def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> 
         roles = find_branches(block, f"{name}.")
         if not roles:
             raise ValueError(
-                f"where='module': block {name} ({type(block).__name__}) of {kind} has no attention or feed-forward "
-                "module with a known name; use where='block', or where=[...] for modules by name"
+                f"where='module': block {name} ({type(block).__name__}) of {class_name} has no attention or feed-"
+                "forward module with a known name; use where='block', or where=[...] for modules by name"
             )
         sink = next((branch for branch, role in roles.items() if role == "fused"), None)
         for branch, role in roles.items():
@@ -196,7 +196,7 @@ def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple
     """
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
     names = [name for name, module in transformer.named_modules() if name and not isinstance(module, containers)]
-    chosen: dict[str, Kind] = {}
+    kinds: dict[str, Kind] = {}
     for setting, pattern in [("modules", pattern) for pattern in modules] + [("skip", pattern) for pattern in skip]:
         kind: Kind = "forecast" if setting == "modules" else "skip"
         matching = [name for name in names if re.fullmatch(pattern, name)]
@@ -211,18 +211,18 @@ def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple
                 f"names look like {', '.join((branch_names or names)[:6])}; TaylorSeer(interval=5) needs no patterns"
             )
         for name in matching:
-            if chosen.setdefault(name, kind) != kind:
+            if kinds.setdefault(name, kind) != kind:
                 raise ValueError(f"modules and skip both match {name!r}; a module is forecast or skipped")
-    matches = [name for name in names if name in chosen]
+    matches = [name for name in names if name in kinds]
     for name in matches:
-        parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in chosen]
+        parents = [name[:i] for i, letter in enumerate(name) if letter == "." and name[:i] in kinds]
         if parents:
             raise ValueError(f"modules or skip match {name!r} and {parents[0]!r}, which contains it; leave one out")
-    last_forecast = max(index for index, name in enumerate(matches) if chosen[name] == "forecast")
+    last_forecast = max(index for index, name in enumerate(matches) if kinds[name] == "forecast")
     unused = matches[last_forecast + 1 :]
     if unused:
         raise ValueError(
             f"skip: no forecast comes after {', '.join(unused)}, so their placeholders would reach the output; "
             f"the last forecast is {matches[last_forecast]!r}. Add one to modules=..., or do not skip them"
         )
-    return [Place(name, chosen[name], ".".join(name.split(".")[:2])) for name in matches]
+    return [Place(name, kinds[name], ".".join(name.split(".")[:2])) for name in matches]

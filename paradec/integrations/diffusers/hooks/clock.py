@@ -1,7 +1,7 @@
 """Track runs and solver steps of a pipeline: one run at a time, in one thread.
 
-The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. If these are not called, a step begins
-when the timestep changes, and a run when timesteps change direction.
+The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. While `step` is not called, a step
+begins when the timestep changes, and a run when timesteps change direction.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Run:
     index: int = 0  # the solver step
     is_open: bool = True
     states: dict[str, Any] = field(default_factory=dict)  # states of the transformers, by name
-    foreign_calls: int = 0  # calls of the transformers that are not part of the run
-    thread: int | None = None  # id of the thread that makes its calls
+    foreign_calls: int = 0  # number of calls of the transformers outside of the run
+    thread: int | None = None  # id of the thread that calls the transformers
     is_stepped: bool = False  # whether the scheduler has made a step
     uses_contexts: bool | None = None  # whether calls are inside a `cache_context`; None before the first call
     timestep: float | None = None
@@ -40,9 +40,9 @@ class Clock:
         self.runs = 0
         self.run = Run(is_open=False)
         self.lock = threading.RLock()  # held during a call of the transformer
-        self.displaced: set[int] = set()  # threads whose run was ended by the start of another one
+        self.interrupted_threads: set[int] = set()  # threads whose run was ended by the start of another one
         self.scheduler: Any = None
-        self.replaced: dict[str, Any] = {}  # by method name: the scheduler's former instance attribute or None
+        self.originals: dict[str, Any] = {}  # by method name: the scheduler's instance attribute before, or None
 
     @property
     def total(self) -> int | None:
@@ -61,8 +61,8 @@ class Clock:
             raise self._thread_error()
         try:
             if self.pipe is not None and self.run.is_open and self.run.thread not in (None, threading.get_ident()):
-                self.displaced.add(self.run.thread)
-            self.displaced.discard(threading.get_ident())
+                self.interrupted_threads.add(self.run.thread)
+            self.interrupted_threads.discard(threading.get_ident())
             self.end()
             self.runs += 1
             self.run = Run()
@@ -91,7 +91,7 @@ class Clock:
             self.begin()
         if self.pipe is None and not self.run.is_open:
             self.begin()
-        self._check_displaced()
+        self._check_interrupted()
         run = self.run
         if not run.is_open or (run.uses_contexts and context is None):
             run.foreign_calls += 1
@@ -108,18 +108,18 @@ class Clock:
         self.pipe, self.scheduler = pipe, pipe.scheduler
         for name, wrapper in (("set_timesteps", _set_timesteps), ("step", _step)):
             if hasattr(self.scheduler, name):
-                method, self.replaced[name] = getattr(self.scheduler, name), vars(self.scheduler).get(name)
+                method, self.originals[name] = getattr(self.scheduler, name), vars(self.scheduler).get(name)
                 wrapped = functools.update_wrapper(functools.partial(wrapper, self, method), method)
                 setattr(self.scheduler, name, wrapped)
 
     def release(self) -> None:
-        for name, original in self.replaced.items():
+        for name, original in self.originals.items():
             wrapped = vars(self.scheduler).get(name)
             if isinstance(wrapped, functools.partial) and wrapped.args[0] is self:
                 delattr(self.scheduler, name)
                 if original is not None:
                     setattr(self.scheduler, name, original)
-        self.scheduler, self.replaced = None, {}
+        self.scheduler, self.originals = None, {}
 
     def _read_timestep(self, run: Run, timestep: Any) -> Run:
         if not isinstance(timestep, (Tensor, int, float)):
@@ -146,10 +146,10 @@ class Clock:
         if run.thread != threading.get_ident():
             raise self._thread_error()
 
-    def _check_displaced(self) -> None:
+    def _check_interrupted(self) -> None:
         """Raise RuntimeError, once, in a thread whose run was ended by the start of another one."""
-        if threading.get_ident() in self.displaced:
-            self.displaced.discard(threading.get_ident())
+        if threading.get_ident() in self.interrupted_threads:
+            self.interrupted_threads.discard(threading.get_ident())
             raise self._thread_error()
 
     def _thread_error(self) -> RuntimeError:
@@ -182,7 +182,7 @@ def _set_timesteps(clock: Clock, method: Callable[..., Any], *args: Any, **kwarg
 def _step(clock: Clock, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     run = clock.run
     if _is_observed(clock, method):
-        clock._check_displaced()
+        clock._check_interrupted()
     if not _is_observed(clock, method) or not run.is_open:
         return method(*args, **kwargs)
     clock.check_thread(run)

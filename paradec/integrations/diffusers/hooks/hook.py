@@ -28,20 +28,20 @@ class Hook(ModelHook):
         self.around: Around = torch.compiler.disable(around)
         self._is_stateful = on_reset is not None
         self.states = StateManager(BaseState)  # only its context is used; states are in `clock.Run`
-        self.slot = "forward" if hasattr(module, "_orig_mod") else None
+        self.attribute = "forward" if hasattr(module, "_orig_mod") else None
         if module._compiled_call_impl is not None:
-            self.slot = "_compiled_call_impl"
+            self.attribute = "_compiled_call_impl"
         self.original_attributes = vars(module).copy()
-        if self.slot is not None:
-            self.compiled = getattr(module, self.slot)
-            self.placed = functools.partial(self.new_forward, module)
-            setattr(module, self.slot, self.placed)
+        if self.attribute is not None:
+            self.compiled = getattr(module, self.attribute)
+            self.wrapper = functools.partial(self.new_forward, module)
+            setattr(module, self.attribute, self.wrapper)
             return
         with beneath_offloading(module):
             HookRegistry.check_if_exists_or_initialize(module).register_hook(self, name)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.compiled if self.slot else self.fn_ref.original_forward, args, kwargs)
+        return self.around(self.compiled if self.attribute else self.fn_ref.original_forward, args, kwargs)
 
     def reset_state(self, module: nn.Module) -> nn.Module:
         self.states.reset()
@@ -56,16 +56,16 @@ class Hook(ModelHook):
         return getattr(context, "name", context)
 
     @property
-    def is_overtaken(self) -> bool:
+    def was_compiled_later(self) -> bool:
         """Whether the module was compiled in place after it was hooked."""
-        return self.slot is None and self.module._compiled_call_impl is not None
+        return self.attribute is None and self.module._compiled_call_impl is not None
 
     def remove(self) -> None:
         """Restore the module. Hooks that were registered later stay."""
         module = self.module
-        if self.slot is not None:
-            if vars(module).get(self.slot) is self.placed:
-                setattr(module, self.slot, self.compiled)
+        if self.attribute is not None:
+            if vars(module).get(self.attribute) is self.wrapper:
+                setattr(module, self.attribute, self.compiled)
             return
         registry = vars(module).get("_diffusers_hook")
         if registry is None or registry.get_hook(self.name) is not self:
@@ -85,7 +85,7 @@ class Hook(ModelHook):
         )
 
 
-class Attached:
+class PipelineSession:
     """Base of sessions on a pipeline: a context manager that detaches at its end."""
 
     def report(self) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from paradec.api.images import ImageOutput, build_output, picture_request
 from paradec.core.checks import short_repr
 from paradec.core.protocol import decode
-from paradec.integrations.diffusers.hooks.hook import Attached
+from paradec.integrations.diffusers.hooks.hook import PipelineSession
 from paradec.integrations.transformers import UNSUPPORTED
 from paradec.models.images.glm_image import GlmImageModel
 
@@ -43,7 +43,7 @@ class PriorReport:
         return self.short if self.forecast is None else f"{self.short}\n{self.forecast}"
 
 
-class PriorSession(Attached):
+class PriorSession(PipelineSession):
     """Sampler on the prior of a GlmImagePipeline, from `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
     prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler", "temperature",
@@ -63,11 +63,11 @@ class PriorSession(Attached):
         self.model, self.runs, self.forecast = GlmImageModel(encoder), 0, None
         self.arguments = dict(prior) if isinstance(prior, Mapping) else {"sampler": prior}
         self.latest: ImageOutput | None = None
-        self._request(True)
+        self._build_request(True)
         self.encoder = encoder
         encoder.generate = self.generate
 
-    def _request(self, do_sample: bool) -> Any:
+    def _build_request(self, do_sample: bool) -> Any:
         config = self.model.module.generation_config
         for name, value in DISABLED_SETTINGS.items():
             if getattr(config, name, None) not in (None, value):
@@ -109,7 +109,7 @@ class PriorSession(Attached):
         grid, sources = model.read_grids(rows, image_grid_thw, images_per_sample)
         if max_new_tokens is not None and max_new_tokens < grid.length:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least {grid.length}, the image's tokens")
-        request = self._request(do_sample)
+        request = self._build_request(do_sample)
         if request.seed is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
         layout = model.lay_out(rows, sources, grid)

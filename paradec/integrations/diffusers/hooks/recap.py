@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from paradec.core.other_names import SESSION_LOST
-from paradec.integrations.diffusers.hooks.hook import Attached, Hook
+from paradec.integrations.diffusers.hooks.hook import Hook, PipelineSession
 from paradec.samplers.masked.rules.recap import Recap
 
 
@@ -27,7 +27,7 @@ class RecapReport:
     short = property(str, doc="One line, as `str`.")
 
     def __str__(self) -> str:
-        num_local = sum(some < everything for some, everything in self.cells)
+        num_local = sum(evaluated < total for evaluated, total in self.cells)
         evaluated, total = (sum(counts) for counts in zip(*self.cells)) if self.cells else (0, 0)
         return (
             f"{len(self.cells)} calls, {num_local} local; the layers evaluated {evaluated} of {total} cells "
@@ -35,7 +35,7 @@ class RecapReport:
         )
 
 
-class RecapSession(Attached):
+class RecapSession(PipelineSession):
     """ReCAP on an AmusedPipeline, from `paradec.accelerate(pipe, paradec.ReCAP(...))`. A context manager.
 
     It replaces the scheduler by a `RecapScheduler`. With `downsample` a cell has 2 x 2 tokens. Raises TypeError for
@@ -75,8 +75,8 @@ class RecapSession(Attached):
         transformer._paradec_session = self
         self.hooks = [
             Hook(transformer, self._call),
-            Hook(layers[0], self._first, "paradec_first"),
-            Hook(layers[-1], self._last, "paradec_last"),  # with a single layer, outside of the first hook
+            Hook(layers[0], self._call_first_layer, "paradec_first"),
+            Hook(layers[-1], self._call_last_layer, "paradec_last"),  # with a single layer, outside of the first hook
         ]
 
     def report(self) -> RecapReport:
@@ -111,25 +111,25 @@ class RecapSession(Attached):
         size = self.cell
         cells = (height // size) * (width // size)
         if targets is not None and self.hidden is not None and len(self.hidden) == len(input_ids):
-            chosen = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
-            chosen = chosen.repeat(len(input_ids) // len(chosen), 1)  # guidance branches
-            # rows with fewer cells evaluate some others too
-            max_cells = int(chosen.sum(1).max())
-            self.local = (~chosen).int().argsort(dim=1, stable=True)[:, :max_cells]
+            is_target = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
+            is_target = is_target.repeat(len(input_ids) // len(is_target), 1)  # guidance branches
+            # rows with fewer targets also evaluate other cells
+            max_cells = int(is_target.sum(1).max())
+            self.local = (~is_target).int().argsort(dim=1, stable=True)[:, :max_cells]
         output = forward(*args, **kwargs)
         self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
         tensors = [self.hidden, *(tensor for entry in self.processors for tensor in (entry.key, entry.value))]
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in tensors if tensor is not None))
         return output
 
-    def _first(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _call_first_layer(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.local is None:
             return forward(*args, **kwargs)
         hidden_states, *others = args
         index = self.local.unsqueeze(-1).expand(-1, -1, hidden_states.shape[-1])
         return forward(hidden_states.gather(1, index), *others, **kwargs)
 
-    def _last(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _call_last_layer(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         output: Tensor = forward(*args, **kwargs)
         if self.local is not None:
             assert self.hidden is not None  # a local step follows a full one
@@ -149,15 +149,15 @@ class _CachingProcessor:
         attention.processor = self
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def heads(x: Tensor) -> Tensor:
+        def split_heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
 
-        query, key, value = (heads(part(hidden_states)) for part in (attn.to_q, attn.to_k, attn.to_v))
+        query, key, value = (split_heads(projection(hidden_states)) for projection in (attn.to_q, attn.to_k, attn.to_v))
         local = self.session.local
         if local is not None:
             assert self.key is not None and self.value is not None
             index = local[:, None, :, None].expand_as(key)
             key, value = self.key.scatter(2, index, key), self.value.scatter(2, index, value)
         self.key, self.value = key.detach(), value.detach()
-        attended = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](attended)) / attn.rescale_output_factor
+        output = scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](output)) / attn.rescale_output_factor

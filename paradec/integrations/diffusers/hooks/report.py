@@ -79,7 +79,7 @@ class Report:
         return sum(median(full[call.transformer]) for call in self.calls) / total if total else None
 
     @property
-    def why_nothing(self) -> str | None:
+    def why_nothing_skipped(self) -> str | None:
         """The reason why nothing was skipped, in one line; None if something was skipped."""
         if any(call.kind != "full" for call in self.calls):
             return None
@@ -95,8 +95,8 @@ class Report:
             name = METHOD_OF_RULE.get(rule.name, rule.name)
             why = f"{name} requested an evaluation at each of {steps} steps; a larger threshold skips"
             if self.changes:
-                least = min(self.changes)
-                why += f": the smallest change was {least:.3g}, so a threshold of {1.01 * least:.3g} would"
+                smallest = min(self.changes)
+                why += f": the smallest change was {smallest:.3g}, so a threshold of {1.01 * smallest:.3g} would"
         return f"nothing was skipped: {why}"
 
     @property
@@ -116,9 +116,9 @@ class Report:
                 f"{len(self.modules[name])} modules hooked, "
                 f"{self.coverage[name]:.0%} of the parameters unused at a forecast step"
             )
-        if self.speedup is not None and self.why_nothing is None:
+        if self.speedup is not None and self.why_nothing_skipped is None:
             lines.append(f"the transformer was {self.speedup:.2f} times as fast as with only full calls (by medians)")
-        return "\n".join([*lines, *self.notes, *filter(None, [self.why_nothing]), self.short])
+        return "\n".join([*lines, *self.notes, *filter(None, [self.why_nothing_skipped]), self.short])
 
     @property
     def short(self) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 from paradec.core.checks import MODELS, check_choice, short_repr, wrong_model_error
 from paradec.integrations.diffusers.hooks.clock import Clock
-from paradec.integrations.diffusers.hooks.hook import Attached
+from paradec.integrations.diffusers.hooks.hook import PipelineSession
 from paradec.integrations.diffusers.hooks.report import CallRecord, Report
 from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import FeatureForecast
@@ -18,8 +18,8 @@ from paradec.samplers.forecast.methods import sampler_from
 TRANSFORMERS = ("transformer", "transformer_2", "unet")  # components of a pipeline that denoise
 
 
-class Session(Attached):
-    """Sampler on a pipeline, from `accelerate`. A context manager that detaches at its end."""
+class Session(PipelineSession):
+    """Sampler attached to a pipeline by `accelerate`. A context manager that detaches at its end."""
 
     def __init__(self, pipe: Any, method: FeatureForecast):
         sampler = method.to_forecast()
@@ -56,7 +56,7 @@ class Session(Attached):
         calls: list[CallRecord] = [record for state in run.states.values() for record in state.records]
         notes = [note for transformer in transformers for note in transformer.notes.values()]
         if run.foreign_calls:
-            notes.append(f"{run.foreign_calls} calls of a transformer did not belong to the run: not changed")
+            notes.append(f"{run.foreign_calls} calls of a transformer did not belong to the run, and were not changed")
         return Report(
             settings={t.name: t.settings for t in transformers},
             modules={t.name: list(t.names) for t in transformers},
@@ -107,8 +107,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
     if cache is not None:
         check_choice("cache", cache, ("block",))
         if has_sampler or prior is not None:
-            other = f"sampler={short_repr(sampler)}" if has_sampler else f"prior={short_repr(prior)}"
-            raise ValueError(f"cache={cache!r} and {other} attach to different pipelines; give one")
+            conflict = f"sampler={short_repr(sampler)}" if has_sampler else f"prior={short_repr(prior)}"
+            raise ValueError(f"cache={cache!r} and {conflict} attach to different pipelines; give one")
         from paradec.integrations.diffusers.hooks.block_cache import BlockCache
 
         return BlockCache(pipe)
@@ -132,7 +132,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
 
 
 def find_transformers(pipe: Any) -> dict[str, nn.Module]:
-    """Return the modules to attach to, by name. Raises TypeError without one."""
+    """Return the modules to attach to, by name. Raises TypeError if there are none."""
     if isinstance(pipe, nn.Module):
         return {type(getattr(pipe, "_orig_mod", pipe)).__name__: pipe}
     components = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
@@ -145,9 +145,9 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
     return modules
 
 
-def check_every_step(problem: str, steps: list[int], num_steps: int) -> None:
-    """Raise ValueError unless a calibration's run has all steps, and as many as the run before (0: no such run)."""
+def check_every_step(module: str, steps: list[int], num_steps: int) -> None:
+    """Raise ValueError unless `steps` are 0, 1, ... and (unless `num_steps` is 0) as many as in the run before."""
     if not steps or steps != list(range(len(steps))):
-        raise ValueError(f"run: {problem} at every step of one run, but at {steps}")
+        raise ValueError(f"run must evaluate {module} at every step of one run; it was evaluated at steps {steps}")
     if num_steps not in (0, len(steps)):
         raise ValueError(f"run: one run has {num_steps} steps, another {len(steps)}")

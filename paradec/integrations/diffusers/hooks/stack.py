@@ -2,8 +2,8 @@
 
 A rule evaluates some first blocks (its probe) and some last blocks at every step. At a forecast step the blocks in
 between return their inputs; the last one adds the residual (output of the last minus input of the first). The stack is
-cut into segments, each with its own residual, where a block's streams have other shapes, or where the next list of
-blocks gets other tensors than the last block returned.
+cut into segments, each with its own residual, where the shapes of the streams change, or where the next list of blocks
+gets other tensors than the last block returned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StackHistory:
 
     rule_progress: RunProgress = field(default_factory=RunProgress)
     blocks: dict[int, tuple[Place, Build]] = field(default_factory=dict)  # of the latest evaluation
-    ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first
+    ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first position
     histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals by segment's end and stream
 
     def count_bytes(self, slots: int = 0) -> int:
@@ -71,21 +71,21 @@ class Stack:
                 f"{owner.name} has {len(places)}, so there is none to skip"
             )
         self.forecasts = places[self.first : self.last]
-        self.walk: StackCall | None = None
+        self.call: StackCall | None = None
         first = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
         blocks = [(modules[place.name], place) for place in reversed(first.values())]
         self.hooks = [Hook(block, partial(self._call, block, place)) for block, place in blocks]
 
     def finish(self) -> None:
-        walk, self.walk = self.walk, None
-        if walk is None:
+        call, self.call = self.call, None
+        if call is None:
             return
-        self._close(walk)
-        if walk.full:
-            history = walk.history
+        self._close_segment(call)
+        if call.full:
+            history = call.history
             history.histories = {end: history.histories[end] for end in history.ends.values()}
-        if walk.residual is not None and self.rule is not None:
-            self.rule.observe_residual(walk.history.rule_progress, walk.residual)
+        if call.residual is not None and self.rule is not None:
+            self.rule.observe_residual(call.history.rule_progress, call.residual)
 
     def _call(
         self, module: nn.Module, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -93,48 +93,48 @@ class Stack:
         if not self.owner.is_inside:  # called outside of the transformer
             return forward(*args, **kwargs)
         streams = find_streams(module, args, kwargs)
-        walk = self.walk
-        if walk is None:
-            entry = _copies(streams) if self.rule is not None else streams
-            walk = self.walk = StackCall(self.owner.histories.setdefault("stack", StackHistory()), entry)
-        walk.position += 1
-        if not self.first <= walk.position < self.last:
-            if walk.full is not None:
-                self._close(walk)
+        call = self.call
+        if call is None:
+            entry = _copy(streams) if self.rule is not None else streams
+            call = self.call = StackCall(self.owner.histories.setdefault("stack", StackHistory()), entry)
+        call.position += 1
+        if not self.first <= call.position < self.last:
+            if call.full is not None:
+                self._close_segment(call)
             output = forward(*args, **kwargs)
-            if walk.position == self.first - 1:
-                walk.probe = self._split(module, streams, output)[1][main_stream_name(streams)]
+            if call.position == self.first - 1:
+                call.probe = self._split(module, streams, output)[1][main_stream_name(streams)]
             return output
-        if walk.full is None:
-            walk.full = self._decide(walk, place, forward, args, kwargs)
-        if not walk.full:
-            return self._forecast(walk, place, streams)
-        if walk.begin >= 0 and not _continues(walk, place, streams):
-            self._close(walk)
-        if walk.begin < 0:
-            walk.begin, walk.start = walk.position, self._start(walk, streams)
+        if call.full is None:
+            call.full = self._decide(call, place, forward, args, kwargs)
+        if not call.full:
+            return self._forecast(call, place, streams)
+        if call.begin >= 0 and not _continues_segment(call, place, streams):
+            self._close_segment(call)
+        if call.begin < 0:
+            call.begin, call.start = call.position, self._segment_input(call, streams)
         output = forward(*args, **kwargs)
-        build, walk.returned = self._split(module, streams, output)
-        walk.history.blocks[walk.position] = place, build
-        walk.place, walk.end = place, walk.position
+        build, call.returned = self._split(module, streams, output)
+        call.history.blocks[call.position] = place, build
+        call.place, call.end = place, call.position
         self.owner.evaluated.append(place.name)
         return output
 
     def _decide(
-        self, walk: StackCall, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+        self, call: StackCall, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> bool:
-        owner, history, rule = self.owner, walk.history, self.rule
+        owner, history, rule = self.owner, call.history, self.rule
         is_fresh = not history.ends
         if rule is None:
-            full, walk.step = owner.decide(place, forward, args, kwargs) or is_fresh, owner.run_progress.index
+            full, call.step = owner.decide(place, forward, args, kwargs) or is_fresh, owner.run_progress.index
         else:
             state, progress = history.rule_progress, owner.run_progress
             state.index, state.total, state.first = progress.index, progress.total, progress.first
             state.latent, state.level = owner.latent, owner.level
-            entry = walk.entry[main_stream_name(walk.entry)]
-            full = rule.is_full(state, entry, entry if walk.probe is None else walk.probe, is_fresh)
+            entry = call.entry[main_stream_name(call.entry)]
+            full = rule.is_full(state, entry, entry if call.probe is None else call.probe, is_fresh)
             owner.state.changes += [state.change] if state.change else []
-            walk.step = progress.index if full else rule.forecast_at(state)
+            call.step = progress.index if full else rule.forecast_at(state)
             state.finish_step(full)
             state.latent = None
             owner.state.decision = full or bool(owner.state.decision)  # over all calls of the step
@@ -142,11 +142,11 @@ class Stack:
             history.blocks, history.ends = {}, {}
         return full
 
-    def _start(self, walk: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _segment_input(self, call: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the input of a segment's first block, or of the probe if a forecast replaces the probe too."""
-        is_whole = self.rule is not None and self.rule.replaces_probe and walk.position == self.first
+        includes_probe = self.rule is not None and self.rule.replaces_probe and call.position == self.first
         # only if the probe keeps the shapes
-        return walk.entry if is_whole and _shapes(walk.entry) == _shapes(streams) else _copies(streams)
+        return call.entry if includes_probe and _shapes(call.entry) == _shapes(streams) else _copy(streams)
 
     def _split(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Build, dict[str, Tensor]]:
         leaves, spec = tree_flatten(output)
@@ -168,30 +168,30 @@ class Stack:
 
         return build, returned
 
-    def _close(self, walk: StackCall) -> None:
+    def _close_segment(self, call: StackCall) -> None:
         """End the open segment, if any, and update its histories."""
-        if walk.begin < 0:
+        if call.begin < 0:
             return
-        owner, history = self.owner, walk.history
-        if not walk.full:
+        owner, history = self.owner, call.history
+        if not call.full:
             raise RuntimeError(
-                f"{owner.name} does not call block {history.blocks[walk.end][0].name}, which it called when it was "
-                "evaluated; call session.reset() where the blocks that are called change"
+                f"{owner.name} does not call block {history.blocks[call.end][0].name}, which it called when it was "
+                "evaluated; call session.reset() when the called blocks change"
             )
-        history.ends[walk.begin] = walk.end
-        before = history.histories.get(walk.end, {})
-        added = {name: leaf.detach() - walk.start[name].detach() for name, leaf in walk.returned.items()}
-        history.histories[walk.end] = {
-            name: owner.basis.update(before.get(name), residual, owner.run_progress.index)
-            for name, residual in added.items()
+        history.ends[call.begin] = call.end
+        previous = history.histories.get(call.end, {})
+        residuals = {name: leaf.detach() - call.start[name].detach() for name, leaf in call.returned.items()}
+        history.histories[call.end] = {
+            name: owner.basis.update(previous.get(name), residual, owner.run_progress.index)
+            for name, residual in residuals.items()
         }
-        if not before:
-            history.histories[walk.end] = owner.check_memory(history.histories[walk.end])
-        walk.residual = added.get(main_stream_name(walk.start))
-        walk.begin, walk.end, walk.returned = -1, -1, {}
+        if not previous:
+            history.histories[call.end] = owner.check_memory(history.histories[call.end])
+        call.residual = residuals.get(main_stream_name(call.start))
+        call.begin, call.end, call.returned = -1, -1, {}
 
-    def _forecast(self, walk: StackCall, place: Place, streams: dict[str, Tensor]) -> Any:
-        owner, history, position = self.owner, walk.history, walk.position
+    def _forecast(self, call: StackCall, place: Place, streams: dict[str, Tensor]) -> Any:
+        owner, history, position = self.owner, call.history, call.position
         evaluated, build = history.blocks.get(position, (None, None))
         if build is None or evaluated is not place:
             raise RuntimeError(
@@ -199,30 +199,30 @@ class Stack:
                 "session.reset() when the called blocks change"
             )
         if position in history.ends:
-            walk.begin, walk.end = position, history.ends[position]
-            walk.start = self._start(walk, streams)
+            call.begin, call.end = position, history.ends[position]
+            call.start = self._segment_input(call, streams)
         owner.forecast.append(place.name)
-        if position != walk.end:
+        if position != call.end:
             return build(streams)
         sums = dict(streams)
-        for name, before in history.histories[position].items():
-            value = owner.basis.forecast(before, walk.step)
-            history.histories[position][name] = owner.basis.roll(before, value)
-            sums[name] = walk.start[name] + value
-        walk.begin, walk.end = -1, -1
+        for name, previous in history.histories[position].items():
+            value = owner.basis.forecast(previous, call.step)
+            history.histories[position][name] = owner.basis.roll(previous, value)
+            sums[name] = call.start[name] + value
+        call.begin, call.end = -1, -1
         return build(sums)
 
 
-def _continues(walk: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
+def _continues_segment(call: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
     """Whether a block continues the segment: shapes are equal, and the first block of a list gets its tensors."""
-    if _shapes(streams) != _shapes(walk.start):
+    if _shapes(streams) != _shapes(call.start):
         return False
-    assert walk.place is not None
-    is_same_list = walk.place.name.rpartition(".")[0] == place.name.rpartition(".")[0]
-    return is_same_list or any(walk.returned.get(name) is tensor for name, tensor in streams.items())
+    assert call.place is not None
+    is_same_list = call.place.name.rpartition(".")[0] == place.name.rpartition(".")[0]
+    return is_same_list or any(call.returned.get(name) is tensor for name, tensor in streams.items())
 
 
-def _copies(streams: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy(streams: dict[str, Tensor]) -> dict[str, Tensor]:
     # blocks, and the transformer between them, may write into the streams
     return {name: tensor.clone() for name, tensor in streams.items()}
 

@@ -30,23 +30,23 @@ class ModuleHistory:
 
 
 class Tap:
-    """Hook on one module of a `Transformer` (owner). verified: evaluate it at forecast steps too, for the error."""
+    """Hook on one module of a `Transformer` (owner). is_verified: measure the error at each forecast step."""
 
-    def __init__(self, owner: Any, place: Place, module: nn.Module, verified: bool = False):
-        self.owner, self.place, self.module, self.verified = owner, place, module, verified
+    def __init__(self, owner: Any, place: Place, module: nn.Module, is_verified: bool = False):
+        self.owner, self.place, self.module, self.is_verified = owner, place, module, is_verified
         self.hook = Hook(module, self.call) if place.name else None
 
     def call(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         owner, place = self.owner, self.place
         if not owner.is_inside:  # called outside of the transformer
             return forward(*args, **kwargs)
-        call_index = owner.call_index(place.name)
-        history = owner.histories.get(place.name + call_index)
+        call_suffix = owner.call_suffix(place.name)
+        history = owner.histories.get(place.name + call_suffix)
         is_full = owner.decide(place, forward, args, kwargs)
-        sink = history if place.sink is None else owner.histories.get(place.sink + call_index)
-        if is_full or history is None or sink is None or (self.verified and place.kind == "skip"):
+        sink = history if place.sink is None else owner.histories.get(place.sink + call_suffix)
+        if is_full or history is None or sink is None or (self.is_verified and place.kind == "skip"):
             output = forward(*args, **kwargs)
-            owner.histories[place.name + call_index] = new = self._update_history(history, output, args, kwargs)
+            owner.histories[place.name + call_suffix] = new = self._update_history(history, output, args, kwargs)
             if history is None:
                 new.histories = owner.check_memory(new.histories)
             owner.evaluated.append(place.name)
@@ -57,7 +57,7 @@ class Tap:
         basis, progress = owner.basis, owner.run_progress
         starts = self._residual_starts(history.histories, args, kwargs)
         values, error = [], None
-        real = tree_flatten(forward(*args, **kwargs))[0] if self.verified else None
+        real = tree_flatten(forward(*args, **kwargs))[0] if self.is_verified else None
         for i, (leaf, before, start) in enumerate(zip(history.leaves, history.histories, starts, strict=True)):
             if before is not None:
                 value = basis.forecast(before, progress.index)

@@ -105,7 +105,7 @@ class Transformer:
             self._unhook_modules()
             raise
         self.root = Hook(module, self.call, on_reset=clock.end)
-        self.detach = self.remove  # of the session, which sets it
+        self.detach = self.remove  # the session replaces it by its own
         self.base._paradec_session = self
 
     def _check(self) -> None:
@@ -142,10 +142,10 @@ class Transformer:
             places = [Place("", "residual", "")]
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
         if schedule is not None:
-            differing = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
-            if differing:
-                side = "does not have" if differing[0] in schedule else "has, but the schedule does not"
-                raise ValueError(f"refresh: {type(self.base).__name__} {side} {', '.join(differing[:6])}")
+            mismatched = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
+            if mismatched:
+                side = "does not have" if mismatched[0] in schedule else "has, but the schedule does not"
+                raise ValueError(f"when: {type(self.base).__name__} {side} {', '.join(mismatched[:6])}")
         is_verified, kind, last = isinstance(rule, Verification), places[0].kind, places[-1].block
         if is_verified and kind in ("output", "stack"):
             raise ValueError(
@@ -153,13 +153,13 @@ class Transformer:
                 "use where='module' or 'block'"
             )
         modules = dict(self.base.named_modules(remove_duplicate=False))
-        first = {id(module): name for name, module in reversed(modules.items())}
+        names = {id(module): name for name, module in reversed(modules.items())}  # shared modules: the first name
         self.basis, self.schedule = settings.forecaster, schedule
         if kind == "stack":
             self.stack = Stack(self, rule, places, modules)
             self.hooks += self.stack.hooks
             places = self.stack.forecasts
-        places = [place for place in places if first[id(modules[place.name])] == place.name]  # shared modules once
+        places = [place for place in places if names[id(modules[place.name])] == place.name]
         self._run_eagerly(places, modules)
         if self.stack is None:
             self.taps = [Tap(self, place, modules[place.name], is_verified and place.block == last) for place in places]
@@ -177,11 +177,11 @@ class Transformer:
         """Add the hook or module needed to watch a tensor other than the input of the first hooked module."""
         if watch == "hidden" and self.settings.where == "module":
             place = find_places(self.base, "block", True)[0]
-            self.hooks.append(Hook(modules[place.name], partial(self._decide_at, place), WATCH))
+            self.hooks.append(Hook(modules[place.name], partial(self._decide_before, place), WATCH))
         elif watch == "modulated" and self.settings.where in ("block", "stack"):
             self.attention = modules[find_places(self.base, "module", True)[0].name]
 
-    def _decide_at(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _decide_before(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.is_inside:
             self.decide(place, forward, args, kwargs)
         return forward(*args, **kwargs)
@@ -189,14 +189,14 @@ class Transformer:
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
         """Run the parents of hooked modules without their compiled graphs, which would contain the hooks."""
         inside = [place for place in places if place.kind not in ("residual", "stack", "output")]
-        holders = {place.name[:i] for place in inside for i, letter in enumerate(place.name) if letter == "."}
-        self.holders = [modules[name] for name in sorted(holders)]
-        for holder in self.holders:
-            if holder._compiled_call_impl is not None:
-                self.compiled.append((holder, holder._compiled_call_impl))
-                holder._compiled_call_impl = None
+        parents = {place.name[:i] for place in inside for i, letter in enumerate(place.name) if letter == "."}
+        self.parents = [modules[name] for name in sorted(parents)]
+        for parent in self.parents:
+            if parent._compiled_call_impl is not None:
+                self.compiled.append((parent, parent._compiled_call_impl))
+                parent._compiled_call_impl = None
         if self.compiled:
-            self._note(
+            self._add_note(
                 "compiled",
                 f"{len(self.compiled)} compiled blocks run eagerly while modules inside them are hooked; "
                 "where='block' or 'output' keeps them compiled",
@@ -231,12 +231,12 @@ class Transformer:
         return forward(*args, **kwargs)
 
     def _call_in_run(self, run: Run, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.root.is_overtaken:
+        if self.root.was_compiled_later:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
         if (  # a hooked module was replaced (by a LoRA) or compiled after it was hooked
-            any(holder._compiled_call_impl is not None for holder in self.holders)
-            or any(hook.is_overtaken for hook in self.hooks)
+            any(parent._compiled_call_impl is not None for parent in self.parents)
+            or any(hook.was_compiled_later for hook in self.hooks)
             or any(parent._modules.get(key) is not child for parent, key, child in self.children)
         ):
             self._hook_modules()
@@ -244,7 +244,7 @@ class Transformer:
         self.state, self.run_progress = state, state.run_progress
         state.advance_to_step(run.index)
         leaves = tree_leaves((args, kwargs))
-        branch = self._branch(leaves)
+        branch = self._find_branch(leaves)
         self.histories = state.branches[branch]
         self.latent = find_latent(args, kwargs)
         if self.settings.rule.filters:
@@ -262,10 +262,9 @@ class Transformer:
             if isinstance(rule, StepRule) and rule.from_input and state.is_deciding and self.evaluated:
                 assert latent is not None  # such a rule measures
                 returned = find_latent((output,), {})
-                is_longer = type(self.base).__name__ in ONE_TENSOR_TRANSFORMERS
-                rule.observe_output(
-                    self.run_progress, latent, returned[:, -latent.shape[1] :] if is_longer else returned
-                )
+                if type(self.base).__name__ in ONE_TENSOR_TRANSFORMERS:  # text rows come first
+                    returned = returned[:, -latent.shape[1] :]
+                rule.observe_output(self.run_progress, latent, returned)
             if self.stack is not None:
                 self.stack.finish()
             if state.exceeds_memory:
@@ -276,11 +275,11 @@ class Transformer:
         finally:
             self.is_inside, self.latent = False, None
             if self.stack is not None:
-                self.stack.walk = None
+                self.stack.call = None
         evaluated, forecast = len(self.evaluated), len(self.forecast)
         if not evaluated and not forecast:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
-        self._probe(output)
+        self._check_placeholders(output)
         kind = "full" if not forecast else "mixed" if evaluated else "forecast"
         call = (self.name, run.index, branch, kind, evaluated, forecast, state.count_bytes())
         state.records.append(CallRecord(*call, start, read_clock(leaves)))
@@ -289,10 +288,10 @@ class Transformer:
     def _begin(self, run: Run) -> RunState:
         rule, clock = self.settings.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
-            self._note("schedule", f"the run's {', '.join(unknown)} is unknown, so the schedule may not fit it")
+            self._add_note("schedule", f"the run's {', '.join(unknown)} is unknown, so the schedule may not fit it")
         self.notes.pop("steps", None)
         if clock.total is not None and clock.total <= FEW_STEPS and rule.name in ("every", "step_mask"):
-            self._note(
+            self._add_note(
                 "steps",
                 f"a run of {clock.total} steps: models distilled to few steps allow few forecasts; compare the images",
             )
@@ -301,7 +300,7 @@ class Transformer:
         state.levels = rule.noise_levels(clock.scheduler)
         return state
 
-    def _branch(self, leaves: list[Any]) -> str:
+    def _find_branch(self, leaves: list[Any]) -> str:
         """Return the name of the branch. Each call of a step is a branch; changed shapes begin new histories."""
         state, context = self.state, self.root.context
         count = state.num_calls[context] = state.num_calls.get(context, -1) + 1
@@ -312,7 +311,7 @@ class Transformer:
         return branch
 
     def check_memory(self, histories: Any) -> Any:
-        """Return new histories; only their shapes if they exceed `max_memory`, for which the end of the call raises."""
+        """Return new histories: meta tensors if they exceed `max_memory`; the call of the transformer then raises."""
         limit = self.settings.max_memory
         if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
             return histories
@@ -331,14 +330,14 @@ class Transformer:
             f"{needed / 1e6:.3g} MB for {len(self.state.branches)} calls of a step so far{hint}"
         )
 
-    def call_index(self, name: str) -> str:
+    def call_suffix(self, name: str) -> str:
         """Count a module's calls in this call of the transformer; return a suffix for its name: "" for the first."""
         count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
         return f"#{count}" if count else ""
 
     def decide(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a module is evaluated in this call. A step's first module decides for all modules and branches; a
-        `BlockSchedule` decides for each module."""
+        """Whether a module is evaluated in this call. The first module called in a step decides for all modules and
+        branches; a `BlockSchedule` decides for each module."""
         state = self.state
         if self.schedule is not None:
             state.decision = True
@@ -346,7 +345,7 @@ class Transformer:
         if state.decision is None:
             rule, progress = self.settings.rule, self.run_progress
             if isinstance(rule, StepRule) and rule.measures:
-                watched = self._watched_input(place, forward, args, kwargs)
+                watched = self._read_watched(place, forward, args, kwargs)
                 if state.watched_input is not None and state.watched_input.shape == watched.shape:
                     rule.observe_change(progress, state.watched_input, watched)
                 else:
@@ -358,7 +357,7 @@ class Transformer:
             state.decision, state.is_deciding = self.settings.evaluates(progress), True
         return state.decision
 
-    def _watched_input(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _read_watched(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if self.attention is not None:
             return read_modulated_input(self.attention, forward, args, kwargs)
         assert self.latent is not None
@@ -366,7 +365,7 @@ class Transformer:
             return self.latent
         return find_main_stream(self.base.get_submodule(place.name), args, kwargs)
 
-    def _probe(self, output: Any) -> None:
+    def _check_placeholders(self, output: Any) -> None:
         """Check once that no placeholder of a skipped module has reached the output."""
         skipped = [tap.place.name for tap in self.taps if tap.place.kind == "skip"]
         if not self.must_check_skipped or not set(skipped).intersection(self.forecast):
@@ -379,7 +378,7 @@ class Transformer:
             )
         self.must_check_skipped = False
 
-    def _note(self, topic: str, text: str) -> None:
+    def _add_note(self, topic: str, text: str) -> None:
         """Record an automatic decision in the report, and once in the log."""
         text = f"{self.name}: {text}"
         if text not in self.logged:
@@ -431,7 +430,7 @@ def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """
     if latent.ndim != 3:
         return latent
-    rows, columns = _grid(kwargs)
+    rows, columns = _find_grid(kwargs)
     unpack_latents, scale = getattr(pipe, "_unpack_latents", None), getattr(pipe, "vae_scale_factor", None)
     if unpack_latents is not None and scale is not None and rows * columns == latent.shape[1]:
         try:
@@ -450,8 +449,8 @@ def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
     )
 
 
-def _grid(kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of rows and columns of the cells, or (0, 0) if unknown."""
+def _find_grid(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of rows and columns of the cells, or (0, 0) if unknown."""
     ids, shapes = kwargs.get("img_ids"), kwargs.get("img_shapes")
     if isinstance(ids, Tensor) and ids.shape[-1] == 3 and not ids[..., 0].any():  # [(B,) cells, (picture, row, column)]
         return int(ids[..., 1].max()) + 1, int(ids[..., 2].max()) + 1
