@@ -3,7 +3,7 @@
 >>> from paradec.schedulers import LocalLeapScheduler
 >>> pipe.scheduler = LocalLeapScheduler.from_config(pipe.scheduler.config)    # doctest: +SKIP
 
-Saved pipelines record this module: import it before `from_pretrained`. `import paradec` does not.
+Saved pipelines record this module: import it before `from_pretrained`. `import paradec` does not import it.
 """
 
 from typing import Any
@@ -13,18 +13,18 @@ from diffusers import ConfigMixin, SchedulerMixin  # noqa: F401 - pipelines look
 from paradec.schedulers.image import *  # noqa: F403
 from paradec.schedulers.text import *  # noqa: F403
 
-NONE = {
-    "FreeDaveScheduler": "FreeDave evaluates drafts of later steps, and a pipeline evaluates the block alone",
-    "WinoScheduler": "WINO evaluates a shadow of the block, and a pipeline evaluates the block alone",
+UNSUPPORTED = {
+    "FreeDaveScheduler": "FreeDave evaluates drafts of later steps, and a pipeline evaluates only the block",
+    "WinoScheduler": "WINO evaluates a shadow of the block, and a pipeline evaluates only the block",
     "AdaBlockScheduler": "AdaBlock decides where blocks end, and a pipeline fixes their length beforehand",
     "LengthTrimScheduler": "trimming changes the length of the canvas, and a pipeline fixes it beforehand",
 }
-"""Methods without a scheduler, and why."""
+"""Methods without a scheduler, with the reasons."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in NONE:
-        raise ValueError(f"there is no {name}: {NONE[name]}; use paradec.generate")
+    if name in UNSUPPORTED:
+        raise ValueError(f"there is no {name}: {UNSUPPORTED[name]}; use paradec.generate")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

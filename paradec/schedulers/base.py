@@ -26,8 +26,8 @@ MODULE = "paradec.schedulers"
 """Module name that pipelines write into `model_index.json`, for every class here."""
 
 
-class Host:
-    """Stands for the model: `logits` [B, L, V] are those that the pipeline computed."""
+class PipelineModel:
+    """Model for the samplers, which returns `logits` [B, L, V] that the pipeline computed."""
 
     tokenizer = None
     kind = "host"
@@ -57,22 +57,22 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
     family_settings: ClassVar[Mapping[str, Any]] = {}
     """Config keys besides the sampler's, with their defaults."""
     renamed_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other schedulers' configs, and ours with the same meaning."""
+    """Keys of other schedulers' configs, with the keys of the same meaning here."""
     pipelines: ClassVar[str] = ""
-    """Supported pipelines, for messages."""
+    """Names of the supported pipelines, for messages."""
     run: object | None = None
     """Identity of the current run."""
     thread: int | None = None
     """Thread of the current run."""
-    _host: Host
-    """The model, while there is a state."""
+    _model: PipelineModel
+    """The samplers' model, while there is a state."""
 
     def __init_subclass__(cls, sampler: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__module__ = MODULE
         if sampler is not None:
             cls.sampler_name = sampler
-            cls.__init__ = _config_init({**cls.family_settings, **cls.sampler_settings()})  # type: ignore
+            cls.__init__ = _make_init({**cls.family_settings, **cls.sampler_settings()})  # type: ignore
 
     def _setup(self) -> None:
         """Initialise after the config is registered."""
@@ -80,13 +80,13 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         self._state: MaskedState | None = None
         self._rows = torch.arange(0)
         """Rows of the pipeline's batch in the state."""
-        self._written: Tensor | None = None
+        self._last_tokens: Tensor | None = None
         """Tokens after the last step."""
-        self._ignored: set[str] = set()
+        self._warned_arguments: set[str] = set()
         self.sampler = self.make_sampler()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles, without the run."""
+        """Return the attributes for copies and pickles: all but the run."""
         return {name: value for name, value in vars(self).items() if name not in ("run", "thread")}
 
     def _start_run(self) -> None:
@@ -97,13 +97,13 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         """Raise RuntimeError in another thread's run."""
         if self.thread not in (None, threading.get_ident()):
             raise RuntimeError(
-                f"{type(self).__name__} is in the middle of a run in another thread; it serves one run at a time. "
-                "Use a pipeline with a scheduler of its own"
+                f"{type(self).__name__} has a run in another thread, and serves one run at a time. "
+                "Use a second pipeline with a second scheduler"
             )
 
     @classmethod
     def sampler_settings(cls) -> dict[str, Any]:
-        """The sampler's config keys with its defaults."""
+        """Return the sampler's config keys, with its defaults."""
         return samplers.get(cls.sampler_name).settings()
 
     def make_sampler(self) -> MaskedSampler:
@@ -117,9 +117,9 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Make the scheduler from another one's config; `kwargs` win. Defaults of the other are not taken over: the
-        paper's hold. Keys of other schedulers are kept for them. Raises ValueError for a key that no scheduler knows.
-        """
+        """Make the scheduler from another one's config; `kwargs` have precedence. Values that are defaults of the other
+        scheduler are not copied: the paper's defaults apply. Keys of other schedulers are kept in the config. Raises
+        ValueError for a key that no scheduler knows."""
         keys = set(inspect.signature(cls.__init__).parameters) - {"self"}
         for name in kwargs:
             check_choice(f"config key of {cls.__name__}", name, keys)
@@ -130,28 +130,28 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             if not name.startswith("_") and name not in known_keys:
                 check_choice(f"config key of {cls.__name__}", name, keys)
         defaults = {**cls.family_settings, **cls.sampler_settings()}
-        unset = config.get("_use_default_values", ())
+        default_names = config.get("_use_default_values", ())
         settings: dict[str, Any] = {}
         for name, value in config.items():
             key = cls.renamed_keys.get(name, name)
-            # None is what others say for "off", or for "as the call has it"
-            if name not in unset and key in keys and not (value is None and defaults[key] is not None):
+            # in other schedulers None means "off", or the value of the call
+            if name not in default_names and key in keys and not (value is None and defaults[key] is not None):
                 settings.setdefault(key, value)
         scheduler = cls(**{**settings, **kwargs})
-        others = {k: v for k, v in config.items() if k not in keys and not k.startswith("_")}
-        scheduler.register_to_config(**others)
-        return (scheduler, others) if return_unused_kwargs else scheduler
+        foreign = {k: v for k, v in config.items() if k not in keys and not k.startswith("_")}
+        scheduler.register_to_config(**foreign)
+        return (scheduler, foreign) if return_unused_kwargs else scheduler
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
-        """Raise, for pipelines of continuous latents."""
+        """Raise TypeError: called by pipelines of continuous latents."""
         raise TypeError(f"{type(self).__name__} decodes tokens, not latents; it works in {self.pipelines}")
 
     def _commit(self, sampler: MaskedSampler, state: MaskedState, logits: Tensor) -> tuple[MaskedProposal, Tensor]:
-        """Take a step on the logits [B, L, V]. Returns the proposal, and its rows' indices [R, 1]."""
-        self._host.logits = logits[self._rows]
-        proposal = sampler.step(self._host, state)
+        """Take a step on the logits [B, L, V]. Returns the proposal, and the batch indices [R, 1] of its rows."""
+        self._model.logits = logits[self._rows]
+        proposal = sampler.step(self._model, state)
         sampler.commit(state, proposal)
-        self._host.logits = torch.empty(0)
+        self._model.logits = torch.empty(0)
         return proposal, self._rows[torch.as_tensor(proposal.rows, device=self._rows.device)].unsqueeze(1)
 
     def _check_tokens(self, model_output: Any, sample: Any, shape: str, ndim: int) -> None:
@@ -171,20 +171,20 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             )
 
     def _warn_ignored(self, defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Warn once per key of call arguments that the config decides."""
+        """Warn once about each call argument whose value the config determines."""
         for name, value in arguments.items():
             config_value = self.config.get(name)
-            if value in (None, defaults[name]) or value == config_value or name in self._ignored:
+            if value in (None, defaults[name]) or value == config_value or name in self._warned_arguments:
                 continue
             config_text = f"its config has {name}={short_repr(config_value)}"
             self._warn_call(name, value, config_text if name in self.config else "its rule has no such setting")
 
-    def _warn_call(self, name: str, value: Any, why: str) -> None:
+    def _warn_call(self, name: str, value: Any, reason: str) -> None:
         """Warn once that a call argument has no effect."""
-        self._ignored.add(name)
+        self._warned_arguments.add(name)
         warnings.warn(
-            f"{name}={short_repr(value)} given to the pipeline has no effect with {type(self).__name__}: {why}; "
-            f"settings are made with {type(self).__name__}.from_config(pipe.scheduler.config, ...)",
+            f"{name}={short_repr(value)} given to the pipeline has no effect with {type(self).__name__}: {reason}; "
+            f"change settings with {type(self).__name__}.from_config(pipe.scheduler.config, ...)",
             stacklevel=4,
         )
 
@@ -203,7 +203,7 @@ class _Config(FrozenDict):
         raise AttributeError(f"the config of {owner.__name__} has no {name!r}: it works in {owner.pipelines}")
 
 
-def _config_init(settings: Mapping[str, Any]) -> Callable[..., None]:
+def _make_init(settings: Mapping[str, Any]) -> Callable[..., None]:
     """Make an `__init__` that registers these settings; diffusers reads its signature."""
 
     def __init__(self: SamplerScheduler, **config: Any) -> None:
@@ -221,7 +221,7 @@ def _config_init(settings: Mapping[str, Any]) -> Callable[..., None]:
 
 
 def _foreign_keys(name: Any) -> set[str]:
-    """Config keys of all schedulers here, of diffusers' discrete ones, and of the one called `name`."""
+    """Return the config keys of all schedulers here, of diffusers' discrete ones, and of the one called `name`."""
     import diffusers
 
     keys = ["BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler", "AmusedScheduler", name]

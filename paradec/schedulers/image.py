@@ -15,7 +15,7 @@ from torch import Tensor
 from paradec.core.checks import check_int, check_temperature
 from paradec.core.facts import ModelFacts
 from paradec.samplers.masked.rules.recap import Recap
-from paradec.schedulers.base import Host, SamplerScheduler
+from paradec.schedulers.base import PipelineModel, SamplerScheduler
 
 CALL_TEMPERATURE = (2, 0)
 """AmusedPipeline's default."""
@@ -35,11 +35,11 @@ class ImageScheduler(SamplerScheduler):
     """A masked sampler with `AmusedScheduler`'s calls.
 
     Config: the sampler's settings, `mask_token_id` (required, from the pipeline's scheduler) and `temperature` of the
-    draws (0 takes the best). The call's `temperature` is noise on the confidence; it has no effect but a warning: set
+    draws (0 takes the best). The call's `temperature` (noise on the confidence) only causes a warning: set
     `choice_temperature` in the config.
 
-    The first step after `set_timesteps` opens an image and keeps its unmasked tokens (image to image, inpainting); the
-    schedule covers the masks and the steps left. `generator` (or a list, one per image) gives a seed per image.
+    The first step after `set_timesteps` starts an image and keeps its unmasked tokens (image to image, inpainting); the
+    schedule covers the masks and the remaining steps. Each image has a seed from `generator` (or a list of them).
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"mask_token_id": None, "temperature": 1.0}
@@ -49,7 +49,7 @@ class ImageScheduler(SamplerScheduler):
         if self.config.mask_token_id is None:
             raise ValueError(
                 f"mask_token_id=None: {type(self).__name__} needs the mask's id; "
-                f"{type(self).__name__}.from_config(pipe.scheduler.config) takes it over"
+                f"{type(self).__name__}.from_config(pipe.scheduler.config) reads it"
             )
         check_int("mask_token_id", self.config.mask_token_id, low=0)
         check_temperature("temperature", self.config.temperature)
@@ -61,14 +61,14 @@ class ImageScheduler(SamplerScheduler):
         temperature: float | Sequence[float] = CALL_TEMPERATURE,
         device: str | torch.device | None = None,
     ) -> None:
-        """Begin a run of `num_inference_steps` steps, at least 1. temperature: no effect; see the class. Raises
+        """Begin a run of `num_inference_steps` steps, at least 1. temperature: only causes a warning. Raises
         ValueError for a value out of its range."""
         self._start_run()
         check_int("num_inference_steps", num_inference_steps, low=1)
         self.timesteps = torch.arange(num_inference_steps, device=device).flip(0)
         self.sampler = self.make_sampler()
-        self._state = self._written = None
-        self._ignored = set()
+        self._state = self._last_tokens = None
+        self._warned_arguments = set()
         value = tuple(temperature) if isinstance(temperature, Sequence) else temperature
         if value != CALL_TEMPERATURE:
             self._warn_call("temperature", value, f"its config has choice_temperature={self.config.choice_temperature}")
@@ -95,23 +95,23 @@ class ImageScheduler(SamplerScheduler):
         during another thread's run.
         """
         self._check_thread()
-        flat = isinstance(sample, Tensor) and sample.ndim == 2
-        shape = "[batch, positions]" if flat else "[batch, height, width]"
-        self._check_tokens(model_output, sample, shape, 2 if flat else 3)
-        logits = model_output if flat else model_output.flatten(2).transpose(1, 2)
+        is_flat = isinstance(sample, Tensor) and sample.ndim == 2
+        shape = "[batch, positions]" if is_flat else "[batch, height, width]"
+        self._check_tokens(model_output, sample, shape, 2 if is_flat else 3)
+        logits = model_output if is_flat else model_output.flatten(2).transpose(1, 2)
         tokens = sample.flatten(1)
-        if self._state is None or self._written is None or not torch.equal(self._written, tokens):
-            self._open(logits, tokens, int(timestep) + 1, generator, None if flat else sample.shape[1:])
+        if self._state is None or self._last_tokens is None or not torch.equal(self._last_tokens, tokens):
+            self._open(logits, tokens, int(timestep) + 1, generator, None if is_flat else sample.shape[1:])
         mask, state = self.config.mask_token_id, self._state
         best_tokens = torch.where(tokens == mask, logits.argmax(-1), tokens)
         tokens_after = tokens.clone()
         if state is not None and not state.done:
-            is_missing = state.facts.vocab_size - logits.shape[-1]
-            padded = torch.nn.functional.pad(logits, (0, is_missing), value=-torch.inf) if is_missing else logits
+            num_missing = state.facts.vocab_size - logits.shape[-1]
+            padded = torch.nn.functional.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
             proposal, rows = self._commit(self.sampler_of_image, state, padded)
             tokens_after[self._rows] = state.canvas
             best_tokens[rows, proposal.positions] = torch.where(proposal.available, proposal.values, proposal.current)
-        self._written = tokens_after
+        self._last_tokens = tokens_after
         values = (tokens_after.view_as(sample), best_tokens.view_as(sample))
         return ImageSchedulerOutput(*values) if return_dict else values
 
@@ -138,9 +138,9 @@ class ImageScheduler(SamplerScheduler):
             draws = [int(torch.randint(2**62, (1,), generator=g, device=g.device)) for g in generator]
             seed, generator = [draws[row] for row in self._rows.tolist()], None
         facts = ModelFacts(max(logits.shape[-1], mask + 1), mask, name="the pipeline's model")
-        self._host = Host(facts, tokens.device)
+        self._model = PipelineModel(facts, tokens.device)
         self._state = self.sampler_of_image.start(
-            self._host,
+            self._model,
             tokens[self._rows],
             blocks="whole",
             steps=steps,
@@ -151,12 +151,12 @@ class ImageScheduler(SamplerScheduler):
         )
 
     def add_noise(self, sample: Tensor, timesteps: int | Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Mask as many random tokens as the cosine schedule has left after this timestep (image to image). sample:
-        int64 tokens of any shape. timesteps: one of `self.timesteps`."""
+        """Mask each token with the share of masks that the cosine schedule leaves after this timestep as probability
+        (image to image). sample: int64 tokens of any shape. timesteps: one of `self.timesteps`."""
         index = int((self.timesteps == int(timesteps)).nonzero())
-        share = math.cos((index + 1) / len(self.timesteps) * math.pi / 2)
+        probability = math.cos((index + 1) / len(self.timesteps) * math.pi / 2)
         device = sample.device if generator is None else generator.device
-        is_masked = torch.rand(sample.shape, generator=generator, device=device).to(sample.device) < share
+        is_masked = torch.rand(sample.shape, generator=generator, device=device).to(sample.device) < probability
         return sample.masked_fill(is_masked, self.config.mask_token_id)
 
 
@@ -176,20 +176,20 @@ class LPDScheduler(ImageScheduler, sampler="lpd"):
 
 
 class RecapScheduler(ImageScheduler, sampler="recap"):
-    """ReCAP: groups of steps with tokens chosen together (arXiv 2505.19089). Alone, it evaluates the whole model in
-    every step; `paradec.accelerate(pipe, paradec.samplers.create("recap"))` also hooks the model, for speed."""
+    """ReCAP: groups of steps with tokens chosen together (arXiv 2505.19089). By itself it does not save computation:
+    every step evaluates the whole model; `paradec.accelerate(pipe, paradec.samplers.create("recap"))` hooks it too."""
 
     def targets(self) -> Tensor | None:
-        """[B, n] bool: positions that the next step reads; None is all."""
+        """[B, n] bool: positions whose logits the next step reads; None: all."""
         state = self._state
-        if state is None or self._written is None or state.done:
+        if state is None or self._last_tokens is None or state.done:
             return None
         method = self.sampler_of_image
         assert isinstance(method, Recap)
         picks = torch.as_tensor(method.targets(state), device=state.canvas.device)
         if not bool((picks >= 0).any(1).all()):
             return None
-        is_target = torch.zeros_like(self._written, dtype=torch.bool)
+        is_target = torch.zeros_like(self._last_tokens, dtype=torch.bool)
         rows = self._rows[torch.as_tensor(state.window.rows, device=self._rows.device)].unsqueeze(1)
         is_target[rows.expand_as(picks)[picks >= 0], picks[picks >= 0]] = True
         return is_target

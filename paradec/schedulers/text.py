@@ -25,7 +25,7 @@ from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.masked.rules.combination import Combination
 from paradec.samplers.renoising.state import anneal_temperature
-from paradec.schedulers.base import Host, SamplerScheduler
+from paradec.schedulers.base import PipelineModel, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}
 """LLaDA2Pipeline's defaults."""
@@ -54,12 +54,12 @@ class BlockScheduler(SamplerScheduler):
     """A masked sampler with `BlockRefinementScheduler`'s calls.
 
     Config: the sampler's settings, `block_length` and `num_inference_steps` (for samplers with a schedule; others take
-    as many steps as they need). Thresholds given to the pipeline's call have no effect but a warning.
+    as many steps as they need). Thresholds given to the pipeline's call only cause a warning.
 
-    The state is the open block's. It restarts at `timestep` 0, the first of each block, and when a callback has changed
-    the block; masks that a callback puts into a full block stay. Rows that the pipeline froze after their end token
-    stay. At a temperature, each block draws a seed from `generator`; the draws differ from `paradec.generate`'s, which
-    knows the prompt.
+    The sampler's state covers the open block. It restarts at `timestep` 0, the first of each block, and when a callback
+    has changed the block; masks that a callback puts into a full block stay. Rows that the pipeline froze after their
+    end token do not change. With a temperature, each block draws a seed from `generator`; the draws differ from those
+    of `paradec.generate`, whose seeds depend on the prompt.
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"block_length": 32, "num_inference_steps": 32}
@@ -67,28 +67,28 @@ class BlockScheduler(SamplerScheduler):
 
     def _setup(self) -> None:
         super()._setup()
-        self._plan(self.config.num_inference_steps, None, None)
+        self._prepare(self.config.num_inference_steps, None, None)
 
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
     ) -> None:
         """Begin a run of `num_inference_steps` steps per block, at least 1, for samplers with a schedule. block_length:
-        None takes the config's. Raises ValueError for a value out of its range."""
+        None: that of the config. Raises ValueError for a value out of its range."""
         self._start_run()
-        self._plan(num_inference_steps, device, block_length)
+        self._prepare(num_inference_steps, device, block_length)
 
-    def _plan(self, num_inference_steps: int, device: str | torch.device | None, block_length: int | None) -> None:
-        """Begin a run."""
+    def _prepare(self, num_inference_steps: int, device: str | torch.device | None, block_length: int | None) -> None:
+        """Set the timesteps of a run, and clear the state."""
         block_length = self.config.block_length if block_length is None else block_length
         check_int("num_inference_steps", num_inference_steps, low=1)
         check_int("block_length", block_length, low=1)
         self.num_inference_steps, self.block_length = num_inference_steps, block_length
         self.timesteps = torch.arange(num_inference_steps - 1, -1, -1, device=device)
         self.sampler = self.make_sampler()
-        self._state = self._written = None
+        self._state = self._last_tokens = None
         self._finished: Tensor | None = None
         self._rows = torch.arange(0)
-        self._ignored = set()
+        self._warned_arguments = set()
 
     @torch.no_grad()
     def step(
@@ -115,12 +115,12 @@ class BlockScheduler(SamplerScheduler):
             model_output: [B, L, V] logits of the block; row i predicts token i.
             timestep: 0 in a block's first step.
             sample: [B, L] int64, the block with its masks.
-            mask_token_id: None for models without a mask, with schedulers that support them.
+            mask_token_id: None for models without a mask token, which only some schedulers support.
             temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
             sampling_method: "greedy" is temperature 0.
-            threshold, editing_threshold, minimal_topk, prompt_mask: no effect: set thresholds in the config; tokens
-                decided before the block stay.
-            generator: source of the block's seed, at a temperature.
+            threshold, editing_threshold, minimal_topk: only cause a warning: set thresholds in the config.
+            prompt_mask: no effect: tokens that are not masks at the start of a block stay.
+            generator: source of the block's seed, with a temperature.
 
         Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
         during another thread's run.
@@ -128,8 +128,8 @@ class BlockScheduler(SamplerScheduler):
         self._check_thread()
         self._check_tokens(model_output, sample, "[batch, block]", 2)
         if mask_token_id is None:
-            is_new_block = self._step_without_mask(model_output, int(timestep), sample, generator)
-            return BlockSchedulerOutput(*is_new_block) if return_dict else is_new_block
+            values = self._step_without_mask(model_output, int(timestep), sample, generator)
+            return BlockSchedulerOutput(*values) if return_dict else values
         check_choice("sampling_method", sampling_method, ("auto", "greedy", "multinomial"))
         thresholds = {"threshold": threshold, "editing_threshold": editing_threshold, "minimal_topk": minimal_topk}
         self._warn_ignored(CALL_DEFAULTS, thresholds)
@@ -139,24 +139,24 @@ class BlockScheduler(SamplerScheduler):
         block, tokens, probabilities = self._advance(model_output, sample)
         filled = (sample == mask_token_id) & (block != mask_token_id)
         changed = (sample != block) & ~filled
-        self._written = block
+        self._last_tokens = block
         values = (block, filled, changed, tokens, probabilities, model_output)
         return BlockSchedulerOutput(*values) if return_dict else values
 
     def _step_without_mask(
         self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        """Take a step with a model without a mask: the fields of a `BlockSchedulerOutput`."""
+        """Take a step for a model without a mask token; return the fields of a `BlockSchedulerOutput`."""
         raise ValueError(
             f"mask_token_id=None: {type(self).__name__} fills masks, and this pipeline's model has none (it starts "
-            "from random tokens); of paradec's schedulers EntropyBoundScheduler works without"
+            "from random tokens); of paradec's schedulers only EntropyBoundScheduler supports this"
         )
 
     def _is_unchanged(self, sample: Tensor) -> bool:
         """Whether the block is the last step's result, except in rows that the pipeline froze."""
-        if self._written is None or self._written.shape != sample.shape:
+        if self._last_tokens is None or self._last_tokens.shape != sample.shape:
             return False
-        is_changed = (self._written != sample).any(1)
+        is_changed = (self._last_tokens != sample).any(1)
         return not bool((is_changed if self._finished is None else is_changed & ~self._finished).any())
 
     def _open(
@@ -176,9 +176,9 @@ class BlockScheduler(SamplerScheduler):
         if not len(self._rows):
             return
         facts = ModelFacts(model_output.shape[-1], mask_token_id, name=self.facts_name())
-        self._host = Host(facts, sample.device)
+        self._model = PipelineModel(facts, sample.device)
         self._state = self.sampler.start(
-            self._host,
+            self._model,
             sample[self._rows],
             blocks=FixedBlocks(sample.shape[1], align="absolute"),
             steps=self.num_inference_steps if self.sampler.uses_steps else None,
@@ -195,11 +195,11 @@ class BlockScheduler(SamplerScheduler):
                     self._state.memory[name][new_index] = state_before.memory[name][old_index]
 
     def facts_name(self) -> str:
-        """The model's name for the sampler."""
+        """Return the model's name for the sampler."""
         return "the pipeline's model"
 
     def _advance(self, model_output: Tensor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Take a step: the block, its candidates and their probabilities, each [B, L]."""
+        """Take a step; return the block, its candidates and their probabilities, each [B, L]."""
         state = self._state
         if state is None or state.done:
             tokens, stats = token_statistics(model_output, ("confidence",))
@@ -233,8 +233,8 @@ class BlockScheduler(SamplerScheduler):
         """Find rows with an end token after the prompt and nothing undecided before it: [B] bool. The pipeline calls it
         after every step.
 
-        Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. Where the
-        sampler takes tokens back, those of this step count as undecided until a step keeps them or the block is done.
+        Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. If
+        the sampler revises tokens, those of this step count as undecided until a step keeps them or the block is done.
 
         cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, the step's writes.
         finished: [B] bool."""
@@ -244,8 +244,8 @@ class BlockScheduler(SamplerScheduler):
             open_rows = self._running(len(cur_x)).to(cur_x.device)
             undecided[:, -final_transfer.shape[1] :] |= final_transfer & open_rows.unsqueeze(1)
         answer, undecided = cur_x[:, prompt_length:], undecided[:, prompt_length:]
-        ended = ((answer == eos_token_id) & (undecided.int().cumsum(1) == 0)).any(1)
-        self._finished = finished | ended
+        has_end = ((answer == eos_token_id) & (undecided.int().cumsum(1) == 0)).any(1)
+        self._finished = finished | has_end
         return self._finished
 
     def check_block_should_continue(
@@ -287,7 +287,7 @@ class FactorScheduler(BlockScheduler, sampler="factor"):
 
 
 class HierarchyScheduler(BlockScheduler, sampler="hierarchy"):
-    """dInfer: the most confident token of every run of masks, and all above a confidence (arXiv 2510.08666)."""
+    """dInfer: the most confident token of every run of masks, and all tokens above a confidence (arXiv 2510.08666)."""
 
 
 class EntropyThresholdScheduler(BlockScheduler, sampler="entropy_threshold"):
@@ -295,11 +295,11 @@ class EntropyThresholdScheduler(BlockScheduler, sampler="entropy_threshold"):
 
 
 class LocalLeapScheduler(BlockScheduler, sampler="localleap"):
-    """LocalLeap: all above a confidence, which is lower near one of them (arXiv 2510.07081)."""
+    """LocalLeap: all tokens above a confidence threshold, which is lower near such tokens (arXiv 2510.07081)."""
 
 
 class CreditDecodingScheduler(BlockScheduler, sampler="credit"):
-    """CreditDecoding: the threshold rule on logits with credit for lasting favourites (arXiv 2510.06133)."""
+    """CreditDecoding: the threshold rule on logits with credit for tokens that stay likely (arXiv 2510.06133)."""
 
 
 class CCDScheduler(BlockScheduler, sampler="ccd"):
@@ -319,11 +319,11 @@ class PersistenceScheduler(BlockScheduler, sampler="persistence"):
 
 
 class SaberScheduler(BlockScheduler, sampler="saber"):
-    """Saber: all above the mean confidence so far; masks again where confidence fell most (arXiv 2510.18165)."""
+    """Saber: all tokens above the mean confidence so far; masks again where it fell most (arXiv 2510.18165)."""
 
 
 class EditingScheduler(BlockScheduler, sampler="editing"):
-    """LLaDA2.1: all above a confidence; exchanges tokens that the model now rejects (arXiv 2602.08676). `threshold`,
+    """LLaDA2.1: all tokens above a confidence; replaces those that the model rejects (arXiv 2602.08676). `threshold`,
     `editing_threshold` and `max_post_steps` come from the config, not the call."""
 
 
@@ -339,7 +339,7 @@ class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
 
 
 class CombinationScheduler(BlockScheduler, sampler="union"):
-    """Joined samplers, as `combination`: a `to_dict`, or text such as "credit(threshold=0.95)+localleap"."""
+    """Combined samplers. Config: `combination`, a `to_dict` or text such as "credit(threshold=0.95)+localleap"."""
 
     family_settings = {**BlockScheduler.family_settings, "combination": "credit+localleap"}
 
@@ -381,7 +381,7 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         pred_logits = divide_logits(model_output, anneal_temperature(remaining, self.config.t_min, self.config.t_max))
         masks = torch.full_like(sample, vocab)  # a token that the model does not have
         logits = torch.nn.functional.pad(pred_logits, (0, 1), value=-torch.inf)
-        self._open(logits, masks, vocab, 0.0, None, None, None)  # what is best is asked alone: draws come below
+        self._open(logits, masks, vocab, 0.0, None, None, None)  # temperature 0: candidates are drawn below
         block, _, _ = self._advance(logits, masks)
         accepted = block != vocab
         device = sample.device if generator is None else generator.device
@@ -394,25 +394,25 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
         return block, accepted, torch.zeros_like(accepted), tokens, probabilities, pred_logits
 
 
-CALL = {"max_new_tokens": "gen_length", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+CALL_ARGUMENTS = {"max_new_tokens": "gen_length", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 """Request fields that are arguments of LLaDA2Pipeline's call."""
-CONFIG = ("sampler", "block_length", "steps")
+CONFIG_FIELDS = ("sampler", "block_length", "steps")
 
 
 def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
-    """Make the scheduler of a preset for LLaDA2Pipeline; `call_arguments` gives its call's arguments.
+    """Make the scheduler of a preset for LLaDA2Pipeline; `call_arguments` returns the arguments of its call.
 
     Args:
         preset: a file of `paradec tune` or `Request.save`, or a `Request`. Its seed becomes the call's `generator`.
-        config: further config keys, which win; the model's `block_length`, if the preset has none.
+        config: more config keys, which have precedence; give the model's `block_length` if the preset has none.
 
-    Raises ValueError for a sampler without a scheduler, or a field that pipelines cannot follow; FileNotFoundError.
+    Raises ValueError for a sampler without a scheduler, or a field that pipelines do not support; FileNotFoundError.
     """
     request = Request.from_arguments({}, preset)
     for name, value in request.changes().items():
-        if name not in (*CONFIG, *CALL, "seed"):
+        if name not in (*CONFIG_FIELDS, *CALL_ARGUMENTS, "seed"):
             raise ValueError(
-                f"{name}={short_repr(value)} of the preset has no place in a pipeline: use paradec.generate"
+                f"{name}={short_repr(value)} of the preset is not supported in a pipeline: use paradec.generate"
             )
     method: Any = samplers.create(request.sampler) if isinstance(request.sampler, str) else request.sampler
     blocks = {} if request.block_length is None else {"block_length": request.block_length}
@@ -428,7 +428,8 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
 def call_arguments(preset: Preset) -> dict[str, Any]:
     """Map a preset to arguments of LLaDA2Pipeline's call. Raises as `from_preset`, and ValueError for several seeds."""
     request = Request.from_arguments({}, preset)
-    arguments: dict[str, Any] = {CALL[name]: value for name, value in request.changes().items() if name in CALL}
+    changes = request.changes()
+    arguments: dict[str, Any] = {CALL_ARGUMENTS[name]: changes[name] for name in changes if name in CALL_ARGUMENTS}
     seed: Any = request.seed
     if seed is not None:
         check_int("seed of the preset", seed, low=0, high=LARGEST_INT64)

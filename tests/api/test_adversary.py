@@ -21,10 +21,10 @@ import paradec
 from paradec import caches, samplers
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.gsd import GSD
-from paradec.samplers.causal.lantern import NodeRule
+from paradec.samplers.causal.lantern import LanternRule
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
-from paradec.samplers.causal.trees import Tree, normalized, walk
+from paradec.samplers.causal.trees import Tree, normalize, walk
 from paradec.samplers.causal.window import DraftDistributions, DraftWindow
 
 Calls = list[tuple[int, list[int]]]
@@ -378,11 +378,11 @@ def test_trees_of_drafts() -> None:
                 break
             node = below[child]
             expected.append(token_ids[child])
-        rule = NodeRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
+        rule = LanternRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
         rows = [torch.tensor(x).unsqueeze(0) for x in (tokens, p, q)]
         actual = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), hits=False)
         accepted = int(actual.accepted)
         assert [int(tokens[0]), *actual.tokens[0, :accepted].tolist()] == expected
-        np.testing.assert_allclose(normalized(actual.weights)[0].numpy(), probs, atol=1e-9)
+        np.testing.assert_allclose(normalize(actual.weights)[0].numpy(), probs, atol=1e-9)
         assert int(actual.tokens[0, accepted]) == inverse(probs, uniform[accepted, -1])
     assert all(ended.values())

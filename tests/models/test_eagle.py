@@ -145,7 +145,7 @@ def test_drafts_follow_the_paper(loaded: Any, settings: dict[str, Any], request_
     sampler = paradec.samplers.create("speculative", drafter=loaded(base, qkv_bias=bool(request_)), **settings)
     weights = eagle_weights(qkv_bias=bool(request_))[1]
     state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=3, **request_)
-    tree = Tree.of(settings.get("tree", (1, 1, 1)))
+    tree = Tree.from_setting(settings.get("tree", (1, 1, 1)))
     checked, moved = 0, set()
 
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
@@ -189,11 +189,8 @@ def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
         for _ in range(3):
             sampler.commit(state, sampler.step(request.model, state))
             assert len(state.rows) == 2
-            weights = eagle_weights(**sizes)[1]
-            assert (
-                check_distributions(state, Tree.of((2, 1, 1)), weights, features_of, model.module.head, turned, False)
-                == 10
-            )
+            weights, tree = eagle_weights(**sizes)[1], Tree.from_setting((2, 1, 1))
+            assert check_distributions(state, tree, weights, features_of, model.module.head, turned, False) == 10
 
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])

@@ -136,7 +136,7 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
 
     def assert_teacher_call(state: Any, query: Any, step: dict[str, Any]) -> None:
         assert query.positions[0].tolist() == step["positions"]
-        assert_checksum(state.teaching.answer(query), step["raw_logits"])
+        assert_checksum(state.teacher.answer(query), step["raw_logits"])
 
     state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
     assert state.nfe.tolist() == [record["calls"] + state.teacher_nfe] * state.batch
@@ -201,7 +201,7 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     sampler, states = Distilled(t_list=(0, 16), teacher=teacher), []
 
     def note(state: Any, commit: Any) -> None:
-        states.append((state, state.teaching.store.nbytes, state.teacher_nfe, state.progress))
+        states.append((state, state.teacher.store.nbytes, state.teacher_nfe, state.progress))
 
     out = paradec.generate_images(
         student, class_labels=[3, 9], sampler=sampler, temperature=0, guidance_scale=2.0, seed=0, output_type="latent",
@@ -218,7 +218,7 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
         2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)
     )  # the class, a picture, and a slot for padding
     assert [entry[1:] for entry in states] == [(num_bytes, step, (2 * step, 32)) for step in range(1, 17)]
-    assert states[0][0].teaching.store.nbytes == 0  # it is given back
+    assert states[0][0].teacher.store.nbytes == 0  # it is given back
 
 
 def test_pictures_and_their_traces() -> None:
@@ -308,7 +308,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert query.positions.shape[1] == step["evaluated"]
         if settings["cfg"]:  # at 0 the reference evaluates an unused half too
             assert query.branches * state.batch == step["rows"]
-        raw = state.teaching.answer(query)
+        raw = state.teacher.answer(query)
         if raw.numel() == step["raw_logits"][0]:  # the reference may include the prefix or an unused half
             assert_checksum(raw, step["raw_logits"])
 
@@ -361,7 +361,7 @@ def test_a_picture_drawn_in_scales_is_the_teacher_s() -> None:
         assert out.row_nfe == [count] * 2 and out.row_forwards == 2 * branches * count
         # every scale is evaluated once, and its keys and values are freed
         assert out.forwarded_tokens == 2 * branches * teacher.module.ends[-1] and len(states) == count
-        assert states[0].teaching.store.data is None
+        assert states[0].teacher.store.data is None
 
 
 @torch.no_grad()

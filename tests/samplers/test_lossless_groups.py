@@ -161,7 +161,7 @@ def test_logits_that_are_not_finite_and_settings() -> None:
     with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
         paradec.generate_images(broken, class_labels=0, sampler=Groups(lossless=True), output_type="latent")
     assert Sampler.from_dict(Groups(lossless=True, window=2).to_dict()) == Groups(lossless=True, window=2)
-    assert replace(Groups(lossless=True), verify="sjd").exact.name == "sjd"
+    assert replace(Groups(lossless=True), verify="sjd").verifier.name == "sjd"
 
 
 def test_the_packaged_model_draws_what_is_asked_for_exactly_and_in_groups() -> None:

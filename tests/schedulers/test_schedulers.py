@@ -329,7 +329,7 @@ def test_a_new_run_ends_the_previous_one(cls: type, pipe: Any, ids: Tensor, filt
     second = lambda: actual.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
     nested = lambda: actual.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
     actual: list[Any] = []
-    with pytest.raises(RuntimeError, match=f"{cls.__name__} is in the middle of a run in another thread"):
+    with pytest.raises(RuntimeError, match=f"{cls.__name__} has a run in another thread"):
         run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, second))
     assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, nested)), plain[0])
     assert torch.equal(actual[0], plain[1]) and torch.equal(actual[1], plain[1])
@@ -717,7 +717,7 @@ def test_a_seed_becomes_a_generator(model: Model) -> None:
 @pytest.mark.parametrize(
     ("preset", "word"),
     [
-        ({"cache": "dual"}, "cache='dual' of the preset has no place"),
+        ({"cache": "dual"}, "cache='dual' of the preset is not supported"),
         ({"guidance_scale": 2.0}, "guidance_scale=2.0"),
         ({"sampler": "wino"}, "'wino' of the preset has no scheduler"),
         ({"sampler": "freedave"}, "'freedave'"),

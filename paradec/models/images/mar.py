@@ -262,7 +262,7 @@ class MARModel(PictureModel, Adapter):
             raise ValueError(f"draft {draft_name} has another VAE than {name}, so its tokens mean other pictures")
 
     def read(self, state: Any, grid: Grid) -> Reading:
-        num_written = -np.diff(state.left[: state.index + 1])  # the same for all rows
+        num_written = -np.diff(state.num_left[: state.index + 1])  # the same for all rows
         accepted = num_written.reshape(-1, 1).repeat(state.batch, 1)
         return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, state.draft_nfe.tolist())
 

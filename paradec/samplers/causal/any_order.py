@@ -53,15 +53,15 @@ def check(sampler: Any, model: Any) -> None:
 
 
 def start(
-    sampler: Any, model: Any, encoded: Prompts, request: Request, *others: Any, kind: type[OrderedState] | None = None
+    sampler: Any, model: Any, encoded: Prompts, request: Request, *arguments: Any, state_type: Any = None
 ) -> OrderedState:
     """Make the state of a request whose prompts hold masks.
 
-    others: arguments that only causal models accept; must be None. kind: class of the state.
+    arguments: arguments that only causal models accept; must be None. state_type: by default `OrderedState`.
     Raises ValueError: an argument without a meaning here, a prompt without masks, an order that does not fit.
     """
     facts = model.facts
-    if request.guidance_scale != 1 or any(value is not None for value in others):
+    if request.guidance_scale != 1 or any(value is not None for value in arguments):
         raise ValueError(
             f"{facts.name}, a model of any order, supports no guidance and no grid: guidance_scale="
             f"{request.guidance_scale} must be 1; leave negative_prompt and grid out"
@@ -72,56 +72,58 @@ def start(
     lengths = np.array([len(row) for row in rows], np.int64)
     starts = np.array([row.index(mask) for row in rows], np.int64)
     shift, width = np.zeros((1, len(rows)), np.int64), int(lengths.max())
-    state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, kind=kind or OrderedState)
+    kind = state_type or OrderedState
+    state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, state_type=kind)
     undecided = [np.array(row) == mask for row in rows]
     state.order = np.tile(np.arange(width), (len(rows), 1))
     for row, positions in enumerate(_row_orders(request.order, state.keys, undecided, model.first_position)):
         state.order[row, : lengths[row]] = positions
-    state.known = np.array([(~row).sum() for row in undecided], np.int64)
-    state.committed, state.new = state.known.copy(), np.full(len(rows), num_new)
+    state.num_known = np.array([(~row).sum() for row in undecided], np.int64)
+    state.committed, state.num_new = state.num_known.copy(), np.full(len(rows), num_new)
     state.answer_start = answer_starts(rows, mask)
-    state.reached = state.answer_start.copy()
+    state.num_searched = state.answer_start.copy()
     state.drafted[:] = 0  # the first drafts are drawn from the first step's predictions
-    state.ahead = ALL_SLOTS if sampler.window is None else sampler.window - 1
+    state.max_drafts = ALL_SLOTS if sampler.window is None else sampler.window - 1
     # the loop looks for end ids by rank; `_end_rows` does so by position
     state.ends = state.ends[:0]
     if state.stop_strings is not None:
         state.stop_strings.first = state.answer_start.copy()
     state.store = model.keep_decided(len(rows), width)
-    filled = [_runs(np.flatnonzero(row)) for row in undecided]
+    filled = [_split_runs(np.flatnonzero(row)) for row in undecided]
     state.trace = make_trace(sampler, request, state.canvas, state.length, score="probability", filled=filled)
     sampler.open(state, model)
     return state
 
 
 def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first_position: int) -> list[np.ndarray]:
-    """Positions [n] of each row by rank: the given ones, then the others in the request's order. Raises ValueError for
-    lists that do not fit the rows.
+    """Return the positions [n] of each row by rank: given positions, then undecided ones in the request's order. Raises
+    ValueError for lists that do not fit the rows.
 
     undecided: [n] bool of each row. first_position: index 0 of an order is this position."""
     sizes = np.array([len(row) - first_position for row in undecided])
     if isinstance(requested, tuple):
-        row_cells = _listed_orders(requested, [row[first_position:] for row in undecided])
+        row_cells = _check_order_lists(requested, [row[first_position:] for row in undecided])
     else:
         order = requested if isinstance(requested, orders.Order) else orders.create(ORDER_NAMES[requested])
         row_cells = [np.empty(0, np.int64)] * len(sizes)
         for size in {*sizes[sizes > 0].tolist()}:
-            of_size = np.flatnonzero(sizes == size)
-            cells = order.groups(1, size, draws_from_keys(keys[torch.as_tensor(of_size, device=keys.device)])).order
-            for row_index, cells_in_order in zip(of_size.tolist(), cells, strict=True):
+            rows_of_size = np.flatnonzero(sizes == size)
+            draws = draws_from_keys(keys[torch.as_tensor(rows_of_size, device=keys.device)])
+            cells = order.groups(1, size, draws).order
+            for row_index, cells_in_order in zip(rows_of_size.tolist(), cells, strict=True):
                 row_cells[row_index] = cells_in_order
-    every_order: list[np.ndarray] = []
+    row_orders: list[np.ndarray] = []
     for row, cells_in_order in zip(undecided, row_cells, strict=True):
         prefix = np.flatnonzero(row[:first_position])
-        every_order.append(
+        row_orders.append(
             np.concatenate(
                 (np.flatnonzero(~row), prefix, cells_in_order[row[first_position:][cells_in_order]] + first_position)
             )
         )
-    return every_order
+    return row_orders
 
 
-def _listed_orders(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
+def _check_order_lists(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
     """Check the listed orders and return one for each row."""
     lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
@@ -135,7 +137,7 @@ def _listed_orders(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> l
     return [np.array(cells, np.int64) for cells in lists]
 
 
-def _runs(positions: np.ndarray) -> list[tuple[int, int]]:
+def _split_runs(positions: np.ndarray) -> list[tuple[int, int]]:
     """Split ascending positions into runs of consecutive ones: (begin, end) of each."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs]
@@ -148,13 +150,13 @@ class OrderedState(CausalState):
 
     order: np.ndarray = field(init=False, metadata=ROWS)
     """[B, W] int64 on the host: the position of each rank; after a row's end, rank and position are equal."""
-    known: np.ndarray = field(init=False, metadata=ROWS)
+    num_known: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: number of given positions."""
-    new: np.ndarray = field(init=False, metadata=ROWS)
+    num_new: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: number of masks appended to the prompt."""
-    reached: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: positions before this one were searched for end ids and stop strings."""
-    ahead: int = field(init=False)
+    num_searched: np.ndarray = field(init=False, metadata=ROWS)
+    """[B] int64 on the host: number of first positions that were searched for end ids and stop strings."""
+    max_drafts: int = field(init=False)
     """Largest number of drafts in a step."""
 
     in_order: ClassVar[bool] = False
@@ -162,19 +164,19 @@ class OrderedState(CausalState):
 
     @property
     def max_new_tokens(self) -> int:
-        return int(self.new.max())
+        return int(self.num_new.max())
 
     @property
     def num_given(self) -> np.ndarray:
-        return self.known
+        return self.num_known
 
     @property
     def given(self) -> Tensor:
-        return self._where(self._ranks(np.arange(self.batch)) < self.known[:, None])
+        return self._pad_flags(self._ranks(np.arange(self.batch)) < self.num_known[:, None])
 
     @property
     def undecided(self) -> Tensor:
-        return self._where(self._undecided(np.arange(self.batch)))
+        return self._pad_flags(self._undecided(np.arange(self.batch)))
 
     def final_ends(self, rows: np.ndarray) -> np.ndarray:
         undecided = self._undecided(rows)
@@ -185,7 +187,7 @@ class OrderedState(CausalState):
         ranks = self._ranks(rows)
         return (ranks >= self.committed[rows, None]) & (np.arange(ranks.shape[1]) < self.end[rows, None])
 
-    def _where(self, flags: np.ndarray) -> Tensor:
+    def _pad_flags(self, flags: np.ndarray) -> Tensor:
         """Pad flags [B, n] to [B, L] on the device."""
         columns = resize_axis(flags, self.context.shape[1], False)
         return torch.as_tensor(columns, device=self.context.device)
@@ -204,20 +206,20 @@ class OrderedState(CausalState):
         """[R, n] int64: the rank of each position."""
         return self.order[rows, : self._period].argsort(1)
 
-    def answered(self, evaluated: np.ndarray) -> np.ndarray:
+    def num_predicted(self, evaluated: np.ndarray) -> np.ndarray:
         return self.slots(self.rows)
 
-    def verified(self, available: Tensor) -> Tensor:
+    def verified_slots(self, available: Tensor) -> Tensor:
         drafted = np.arange(self.width) < self.drafted[self.rows, None]
-        return super().verified(available) & torch.as_tensor(drafted, device=available.device)
+        return super().verified_slots(available) & torch.as_tensor(drafted, device=available.device)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def _groups(self, store: Any, pads: bool, spans: Spans) -> list[np.ndarray]:
+    def _group_spans(self, store: Any, pads: bool, spans: Spans) -> list[np.ndarray]:
         sizes = self.length[spans.rows] - spans.begin
         return [np.arange(len(sizes))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
-    def _call(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
+    def _make_query(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
         """Evaluate the positions of rank `begin` and above (with a store, the undecided ones and that of the last final
         token, which no call has evaluated), with drafts at the ranks below `stop`."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
@@ -227,8 +229,8 @@ class OrderedState(CausalState):
         count = is_evaluated.sum(1)
         column_positions = (~is_evaluated).argsort(1, kind="stable")[:, : count.max()]
         valid = np.arange(column_positions.shape[1]) < count[:, None]
-        # given positions follow the model's own order; each position after the drafts is predicted as the next
-        is_decided = (ranks >= self.known[rows, None]) & (ranks < stop[:, None])
+        # the model orders the given positions itself; each undecided position is predicted as the next one
+        is_decided = (ranks >= self.num_known[rows, None]) & (ranks < stop[:, None])
         decided_at = np.where(is_decided, ranks, -1)
         column = np.clip(is_evaluated.cumsum(1) - 1, 0, None)
         host = (
@@ -240,9 +242,9 @@ class OrderedState(CausalState):
         positions, decided, wanted_columns, slots = (torch.as_tensor(array, device=device) for array in host)
         drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
         tokens = self.context[torch.as_tensor(rows, device=device)]
-        slots, fed = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
+        slots, has_draft = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
         drafts = spans.drafts[torch.as_tensor(index, device=device)][:, : self._period]
-        tokens = tokens.scatter(1, slots, torch.where(fed, drafts, tokens.gather(1, slots)))
+        tokens = tokens.scatter(1, slots, torch.where(has_draft, drafts, tokens.gather(1, slots)))
         query = AnyOrderQuery(
             rows=rows,
             tokens=tokens.gather(1, positions),
@@ -257,9 +259,8 @@ class OrderedState(CausalState):
         if store is None:
             return query
         store_slots = torch.as_tensor(np.where(valid, column_positions, -1), device=device)
-        return query.with_fields(
-            store=StoreCall(torch.as_tensor(rows, device=device), store_slots, rows, step=self.commits)
-        )
+        row_index = torch.as_tensor(rows, device=device)
+        return query.with_fields(store=StoreCall(row_index, store_slots, rows, step=self.commits))
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         end_ids = self.facts.eos_token_ids
@@ -271,13 +272,13 @@ class OrderedState(CausalState):
             logits = logits.masked_fill((positions < answer_start).unsqueeze(-1) & is_end, -torch.inf)
         return super().distribution(logits, rows, positions)
 
-    def drafts_in(self, query: Any) -> np.ndarray:
+    def is_draft(self, query: Any) -> np.ndarray:
         positions = query.positions.cpu().numpy()
         undecided = np.take_along_axis(self._undecided(query.rows), positions, 1)
         return undecided & (query.tokens.cpu().numpy() != self.facts.mask_id)
 
     def close(self, rows: np.ndarray) -> None:
-        self.drafted[rows] = self.ahead
+        self.drafted[rows] = self.max_drafts
         end_ids = self.facts.eos_token_ids if self.request.eos_early_stop else ()
         if end_ids or self.stop_strings is not None:
             self._end_rows(rows, np.array(end_ids, np.int64))
@@ -288,22 +289,20 @@ class OrderedState(CausalState):
 
     def _end_rows(self, rows: np.ndarray, end_ids: np.ndarray) -> None:
         """End the rows whose final text, from left to right, contains one of the ids or a stop string."""
-        canvas, final = (
-            self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy(),
-            self.final_ends(rows),
-        )
+        canvas = self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy()
+        final = self.final_ends(rows)
         for index, row in enumerate(rows.tolist()):
-            text = canvas[index, self.reached[row] : final[index]]
+            text = canvas[index, self.num_searched[row] : final[index]]
             if not len(text):
                 continue
-            is_end, begin, stop = np.isin(text, end_ids), self.reached[row : row + 1].copy(), NEVER
+            is_end, begin, stop = np.isin(text, end_ids), self.num_searched[row : row + 1].copy(), NEVER
             end = begin + (is_end.argmax() + 1 if is_end.any() else len(text))
             if self.stop_strings is not None:
                 stop = self.stop_strings.find_ends(np.array([row]), begin, text[None], end)[0]
-            self.reached[row] = min(end[0], stop)
-            if is_end[: self.reached[row] - begin[0]].any() or stop < NEVER:
-                self.end[row], self.stopped[row] = self.reached[row], stop < NEVER
-                self.context[row, self.reached[row] :] = self.facts.fill_token_id
+            self.num_searched[row] = min(end[0], stop)
+            if is_end[: self.num_searched[row] - begin[0]].any() or stop < NEVER:
+                self.end[row], self.stopped[row] = self.num_searched[row], stop < NEVER
+                self.context[row, self.num_searched[row] :] = self.facts.fill_token_id
 
     def widen(self, width: int) -> None:
         self.width = max(self.width, width)

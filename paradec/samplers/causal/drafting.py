@@ -22,23 +22,23 @@ from paradec.models.images.grid import Grid
 from paradec.samplers.causal.drafts.block import DraftBlock, DraftWalk
 from paradec.samplers.causal.drafts.source import DraftSource, num_drafts_left
 from paradec.samplers.causal.drafts.stepwise import DraftChain, DraftLayers, GrownTree, RecurrentChain, StaticTree
-from paradec.samplers.causal.drafts.stopping import Unconfident, end_windows
+from paradec.samplers.causal.drafts.stopping import Unconfident, shorten_windows
 from paradec.samplers.causal.drafts.text import NamedDrafter, PromptLookup, TokenRecycling
 from paradec.samplers.causal.loop import CausalSampler, check_causal
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Drafting, make_proposal, read_logits
 from paradec.samplers.causal.trees import (
     DynamicTree,
-    Rule,
     Tree,
     TreeLayout,
-    hashable,
-    real_nodes,
+    TreeRule,
+    drop_nodes_past_end,
+    parse_tree,
     step_query,
-    tree_of,
+    to_tuples,
     walk,
 )
-from paradec.samplers.causal.window import Verified, read_window
+from paradec.samplers.causal.window import VerifiedWindow, read_window
 
 DRAFT_SOURCES: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
 """Sources for drafters that fill a whole window at once, by `FeatureDrafter.fills`."""
@@ -70,11 +70,11 @@ class DraftingSampler(CausalSampler):
     window_drafters: ClassVar[bool] = False
     """Whether drafters that fill a whole window of `slots` are accepted."""
     hits: ClassVar[bool] = True
-    """`hits` of `paradec.samplers.causal.trees.walk`."""
+    """Whether the walk continues at a child that equals the final draw (`paradec.samplers.causal.trees.walk`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set("drafter", NamedDrafter.of(self.drafter))
+        self._set("drafter", NamedDrafter.from_setting(self.drafter))
         if isinstance(self.drafter, TokenRecycling):
             self._use_drafter_tree(self.drafter)
         if self.tree is not None and self.drafter is None and not self.needs_drafter:
@@ -82,8 +82,8 @@ class DraftingSampler(CausalSampler):
         if isinstance(self.tree, Mapping):  # a dynamic tree, written by `to_dict`
             self._set("tree", DynamicTree(**self.tree))
         if self.tree is not None and not isinstance(self.tree, DynamicTree):
-            Tree.of(self.tree)
-            self._set("tree", hashable(self.tree))
+            Tree.from_setting(self.tree)
+            self._set("tree", to_tuples(self.tree))
         if isinstance(self.drafter, nn.Module) and not hasattr(self.drafter, "facts"):
             from paradec.models.wrapping import wrap
 
@@ -110,7 +110,8 @@ class DraftingSampler(CausalSampler):
         if not self.window_drafters:
             raise ValueError(f"drafter={drafter.name!r} must be a causal model for {self.name!r}")
         tree = self.tree
-        if tree is not None and (isinstance(tree, (DynamicTree, Mapping)) or Tree.of(tree) != tree_of(drafter.tree)):
+        is_dynamic = isinstance(tree, (DynamicTree, Mapping))
+        if tree is not None and (is_dynamic or Tree.from_setting(tree) != parse_tree(drafter.tree)):
             raise ValueError(f"tree={short_repr(tree)}: drafter={drafter.name!r} has its own tree, leave it out")
         self._set("tree", drafter.tree)
 
@@ -142,7 +143,7 @@ class DraftingSampler(CausalSampler):
         """Whether the drafter reads the model's hidden states."""
         return getattr(self.drafter, "reads_features", False)
 
-    def node_rule(self, state: CausalState) -> Rule:
+    def node_rule(self, state: CausalState) -> TreeRule:
         """Return the rule that draws and verifies the nodes of a tree."""
         raise NotImplementedError
 
@@ -170,7 +171,7 @@ class DraftingSampler(CausalSampler):
     def num_slots(self, model: Any, num_new: int) -> int:
         if self.tree is None:
             return super().num_slots(model, num_new) if self.drafter_slots is None else min(self.drafter_slots, num_new)
-        return self.tree.nodes if isinstance(self.tree, DynamicTree) else tree_of(self.tree).size
+        return self.tree.nodes if isinstance(self.tree, DynamicTree) else parse_tree(self.tree).size
 
     def memory(self) -> dict[str, MemorySpec]:
         specs = super().memory()
@@ -180,15 +181,15 @@ class DraftingSampler(CausalSampler):
             specs["confidence"] = MemorySpec(("slot",), None, reset="sequence")
         if self.tree is None:
             return specs
-        more = self.drafter.memory() if isinstance(self.drafter, TokenRecycling) else {}
-        return {name: specs[name] for name in ("drafts", "draft_distribution")} | more
+        drafter_specs = self.drafter.memory() if isinstance(self.drafter, TokenRecycling) else {}
+        return {name: specs[name] for name in ("drafts", "draft_distribution")} | drafter_specs
 
     def tree_layout(self, state: CausalState) -> TreeLayout:
         """Layout of the running rows' trees."""
         if isinstance(self.tree, DynamicTree):
             widest = min(self.tree.top_k, state.facts.vocab_size)
             return TreeLayout(state.drafting.parents[torch.as_tensor(state.rows)], self.tree.depth, widest)
-        return tree_of(self.tree).layout
+        return parse_tree(self.tree).layout
 
     # ---- drafts ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class DraftingSampler(CausalSampler):
         else:
             self.draft_next(state, state.rows, None)
 
-    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         if self.drafter is None:
             super().draft_window(state, proposal, verified, count)
             return
@@ -241,7 +242,7 @@ class DraftingSampler(CausalSampler):
         source, stop_rule = self.source(state), getattr(self, "stop", None)
         source.fill(state, rows, features)
         if stop_rule is not None and not isinstance(source, DraftChain):
-            end_windows(state, rows, stop_rule)
+            shorten_windows(state, rows, stop_rule)
 
     def source(self, state: CausalState) -> DraftSource:
         """Return the source of the next drafts."""
@@ -252,7 +253,7 @@ class DraftingSampler(CausalSampler):
         if isinstance(self.tree, DynamicTree):
             return GrownTree(self.tree)
         if self.tree is not None:
-            return StaticTree(tree_of(self.tree), self.node_rule(state))
+            return StaticTree(parse_tree(self.tree), self.node_rule(state))
         return RecurrentChain() if self.reads_features else DraftChain(getattr(self, "stop", None))
 
     # ---- step -----------------------------------------------------------------------------------------------------
@@ -269,8 +270,8 @@ class DraftingSampler(CausalSampler):
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """As in the base class. For a tree, `values` are the tokens of the walk, and the quantity "accepted" [R, 1]
-        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has those before
-        the tokens that become final, from the first that the drafter has not read."""
+        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has the hidden
+        states before the tokens that become final, from the first token that the drafter has not read."""
         if self.reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} set no query.hidden, which the drafter reads")
         if self.tree is not None:
@@ -297,7 +298,7 @@ class DraftingSampler(CausalSampler):
             return state.distribution(logits[row_index, node].unsqueeze(1), rows, position).squeeze(1)
 
         remaining = torch.as_tensor(state.end[rows, None] - state.committed[rows, None], device=device)
-        drafts = real_nodes(state, tree, memory["drafts"])
+        drafts = drop_nodes_past_end(state, tree, memory["drafts"])
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
         q = memory["draft_distribution"].expand(len(rows), *logits.shape[1:])
@@ -306,28 +307,28 @@ class DraftingSampler(CausalSampler):
         quantities = {"accepted": result.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
         if self.is_named:
             quantities |= {"node_logits": logits, "nodes": drafts}
-        quantities |= state.recorded(None, logits, guided, rows, node_positions.gather(1, node), node)
+        quantities |= state.recorded_quantities(None, logits, guided, rows, node_positions.gather(1, node), node)
         if self.reads_features and queries[0].hidden is not None:
-            quantities["features"] = self._features_of(state, queries[0].hidden, node)
+            quantities["features"] = self._select_features(state, queries[0].hidden, node)
         available = torch.arange(tree.depth + 1, device=device) < remaining
         return make_proposal(state, queries, result.tokens, positions, result.scores, available, quantities)
 
-    def _features_of(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
+    def _select_features(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """Select hidden states [branches * R, F, D] of a tree's call: in a row's first step those of the prompt, else
         those of the nodes [R, D + 1] (the root and the accepted ones)."""
         is_first = state.drafted[state.rows] == 0
         root = hidden.shape[1] - (1 if is_first.all() else state.width)
         width = max(root + 1, node.shape[1]) if is_first.any() else node.shape[1]
         lengths = (state.committed[state.rows] + state.shift[:, state.rows]).reshape(-1, 1)
-        of_prompts = torch.as_tensor(np.minimum(np.arange(width) + root + 1 - lengths, root), device=hidden.device)
-        of_nodes = torch.nn.functional.pad(node + root, (0, max(width - node.shape[1], 0))).repeat(state.branches, 1)
+        prompt_index = torch.as_tensor(np.minimum(np.arange(width) + root + 1 - lengths, root), device=hidden.device)
+        node_index = torch.nn.functional.pad(node + root, (0, max(width - node.shape[1], 0))).repeat(state.branches, 1)
         is_prompt = torch.as_tensor(np.tile(is_first, state.branches), device=hidden.device).unsqueeze(1)
-        return hidden.take_along_dim(torch.where(is_prompt, of_prompts, of_nodes[:, :width]).unsqueeze(-1), 1)
+        return hidden.take_along_dim(torch.where(is_prompt, prompt_index, node_index[:, :width]).unsqueeze(-1), 1)
 
-    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+    def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         """As in the base class; a tree was already verified in `propose`."""
         if self.tree is not None:
-            return Verified(proposal.values, proposal.quantities["accepted"])
+            return VerifiedWindow(proposal.values, proposal.quantities["accepted"])
         if self.drafter is None:
             return super().verify(state, proposal)
         window, drafted = read_window(state, proposal)
@@ -356,11 +357,11 @@ def check_vocabulary(model: Any, drafter: Any) -> None:
             f"drafter {drafter.facts.name} has {drafter_size} tokens, {model.facts.name} {size}; their vocabularies "
             "must be equal"
         )
-    tokenizer, other_tokenizer = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
-    if tokenizer is None or other_tokenizer is None or tokenizer is other_tokenizer:
+    tokenizer, drafter_tokenizer = getattr(model, "tokenizer", None), getattr(drafter, "tokenizer", None)
+    if tokenizer is None or drafter_tokenizer is None or tokenizer is drafter_tokenizer:
         return
     for probe in range(0, size, max(1, size // NUM_PROBES)):
-        tokens = tokenizer.convert_ids_to_tokens(probe), other_tokenizer.convert_ids_to_tokens(probe)
+        tokens = tokenizer.convert_ids_to_tokens(probe), drafter_tokenizer.convert_ids_to_tokens(probe)
         if tokens[0] != tokens[1]:
             raise ValueError(
                 f"drafter {drafter.facts.name} has another vocabulary than {model.facts.name}: token {probe} is "

@@ -14,7 +14,7 @@ from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.window import DraftWindow
 from paradec.samplers.distributions import sort_ascending
 
-EMBEDDED = 10_000
+MAX_COMPARED_ID = 10_000
 """Highest id whose embedding the public code compares; a group with a higher id is not filtered by distance."""
 
 
@@ -61,7 +61,7 @@ class GSD(SJD):
     arxiv = "2508.07747"
     summary = "SJD that verifies groups of tokens that the model finds alike; more drafts are accepted, not lossless"
     lossless = False
-    compared_by = property(  # type: ignore[assignment]
+    embedding_source = property(  # type: ignore[assignment]
         lambda self: "" if self.d_threshold is None else "token_embeddings"
     )
 
@@ -76,13 +76,13 @@ class GSD(SJD):
         half_width, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
         rank, ranks, group = rank_window(window.p, x, half_width)
         in_range, p = ranks < window.p.shape[-1], window.p.gather(-1, group)
-        member = in_range & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
+        is_member = in_range & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
         if self.d_threshold is not None and embeddings is not None:
             is_near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
-            # as in the public code, ids count that the probability threshold excludes
-            has_large_id = ((group > EMBEDDED) & in_range).any(-1, keepdim=True)
-            member &= is_near | has_large_id
-        member |= ranks == rank
-        p_group = torch.where(member, p, 0).sum(-1)  # p(G)
-        q_group = torch.where(member, window.drafts.probability_of(group), 0).sum(-1)  # q(G)
+            # as in the public code, ids that the probability threshold excludes count too
+            has_large_id = ((group > MAX_COMPARED_ID) & in_range).any(-1, keepdim=True)
+            is_member &= is_near | has_large_id
+        is_member |= ranks == rank
+        p_group = torch.where(is_member, p, 0).sum(-1)  # p(G)
+        q_group = torch.where(is_member, window.drafts.probability_of(group), 0).sum(-1)  # q(G)
         return torch.where(rank.squeeze(-1) < half_width, super().accept(window), (p_group / q_group).clamp(max=1))

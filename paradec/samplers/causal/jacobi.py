@@ -22,7 +22,7 @@ from paradec.core.protocol import Proposal
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState
 from paradec.samplers.causal.trees import TreeLayout
-from paradec.samplers.causal.window import DraftWindow, Path, Verified, check_branches, draw_tokens
+from paradec.samplers.causal.window import DraftWindow, Path, VerifiedWindow, check_branches, draw_tokens
 
 EARLY_EXITS = ("prefix", "published")
 
@@ -54,7 +54,7 @@ class Jacobi(SJD):
             key/value store.
         window, guess_distribution: see `SJD`.
         init: see `SJD`; with `group`, "random" draws from the row's text so far where its tokens may be drawn.
-        pool, ngram, pool_size: see `NGramPool`; needs `refresh="gumbel"`, whose draws all branches share.
+        pool, ngram, pool_size: see `NGramPool`; needs `refresh="gumbel"`, so that all branches share their draws.
     """
 
     refresh: str = "gumbel"
@@ -86,7 +86,7 @@ class Jacobi(SJD):
         if self.pool and self.group is not None:
             raise ValueError(f"pool={self.pool} has no meaning with group={self.group}: leave it out")
         if self.pool and self.refresh != "gumbel":
-            raise ValueError(f"refresh={self.refresh!r}: pool={self.pool} needs 'gumbel', whose draws branches share")
+            raise ValueError(f"refresh={self.refresh!r}: pool={self.pool} needs 'gumbel', so that branches share draws")
         if self.group is None:
             for name in ("max_iterations", "early_exit"):
                 if getattr(self, name) != defaults[name]:
@@ -133,21 +133,21 @@ class Jacobi(SJD):
         if self.group is not None:  # the first block needs the prompt's prediction first
             state.drafted[:] = 0
 
-    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+    def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         """As in the base class; no token of a block becomes final before the block ends."""
         verified = super().verify(state, proposal)
         if self.group is None:
             return verified
         num_correct, size = verified.accepted + 1, proposal.available.sum(1, keepdim=True)
-        closes = num_correct == size
+        is_closing = num_correct == size
         if len(state.ends):
             slot = torch.arange(state.width, device=num_correct.device)
-            closes |= (torch.isin(verified.tokens, state.ends) & (slot < num_correct)).any(1, keepdim=True)
+            is_closing |= (torch.isin(verified.tokens, state.ends) & (slot < num_correct)).any(1, keepdim=True)
         is_last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self.iteration_limit
-        exits = num_correct if self.early_exit == "prefix" else size
-        return verified._replace(accepted=torch.where(closes, num_correct, torch.where(is_last, exits, 0)) - 1)
+        num_final = num_correct if self.early_exit == "prefix" else size
+        return verified._replace(accepted=torch.where(is_closing, num_correct, torch.where(is_last, num_final, 0)) - 1)
 
-    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         if self.group is not None:
             rows, iteration = proposal.rows, state.memory.read(proposal.rows)["iteration"]
             state.memory.write("iteration", rows, torch.where(count.squeeze(1) > 0, 0, iteration + 1))
@@ -196,7 +196,7 @@ class NGramPool:
         root = torch.full_like(last_token, -1).unsqueeze(1)
         return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
 
-    def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+    def select_path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """Select the branch that agrees longest with the model's draws. Quantities: "ngrams" [R, G, n] of the step."""
         rows, width, device = state.rows, state.width, p.device
         tokens = draw_tokens(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])

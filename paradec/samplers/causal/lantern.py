@@ -13,7 +13,7 @@ from paradec.core.checks import check_int, check_number
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalized, without
+from paradec.samplers.causal.trees import DynamicTree, Naive, Sequential, WithoutReplacement, normalize, remove_tokens
 from paradec.samplers.causal.window import DraftWindow
 from paradec.samplers.distributions import probability
 
@@ -52,8 +52,8 @@ class Lantern(DraftingSampler, SJD):
     the public code relaxes untempered distributions there.
 
     Without a drafter it drafts as SJD does. The public code has a trained drafter (`paradec.load_drafter`), which draws
-    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`). `NodeRule` verifies both.
-    Its residual after a rejected node is not p - q. At delta=0 it is not exact if some tokens have probability 0.
+    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`). `LanternRule` verifies
+    both. Its residual after a rejected node is not p - q. At delta=0 it is not exact if some tokens have probability 0.
 
     Args:
         k: number of neighbours considered.
@@ -74,7 +74,7 @@ class Lantern(DraftingSampler, SJD):
     arxiv = "2410.03355"
     summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
     lossless = False
-    compared_by = "codebook"
+    embedding_source = "codebook"
     hits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Lantern(DraftingSampler, SJD):
 
     def accept(self, window: DraftWindow) -> Tensor:
         """min(1, m(x) / q(x))."""
-        assert window.embeddings is not None  # `compared_embeddings` checked it
+        assert window.embeddings is not None  # `read_embeddings` checked it
         x = window.drafts.tokens
         # no neighbours for a one-hot p: delta=1 would accept every neighbour of its token
         neighbour_ids = neighbours(window.embeddings, x, self.k)
@@ -101,11 +101,11 @@ class Lantern(DraftingSampler, SJD):
         mass, _ = relaxed_probability(window.p, x, neighbour_ids, *self.limit)
         return (mass / window.drafts.draft_probability()).clamp(max=1)
 
-    def node_rule(self, state: CausalState) -> NodeRule:
-        assert state.embeddings is not None  # `compared_embeddings` checked it
+    def node_rule(self, state: CausalState) -> LanternRule:
+        assert state.embeddings is not None  # `read_embeddings` checked it
         # no neighbours at temperature 0: a rejected draft must not remove the only token of a one-hot p
         k = self.k if state.request.temperature else 0
-        return NodeRule(state.embeddings, k, *self.limit, not isinstance(self.tree, DynamicTree), state.allowed)
+        return LanternRule(state.embeddings, k, *self.limit, not isinstance(self.tree, DynamicTree), state.allowed)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class LanternPlusPlus(Lantern):
         return False, self.lam
 
 
-class NodeRule(Sequential):
-    """Rule of the public code for a node of a tree (`paradec.samplers.causal.trees.Rule`). Not exact.
+class LanternRule(Sequential):
+    """TreeRule of the public code for a node of a tree (`paradec.samplers.causal.trees.TreeRule`). Not exact.
 
     A draft of a dynamic tree is accepted with probability m(x). Drafts of static trees are drawn without replacement; a
     draft is accepted with probability m(x) / q(x), where q is the draft distribution without the drafts before it, and
@@ -155,8 +155,8 @@ class NodeRule(Sequential):
         self, codes: Tensor, k: int, additive: bool, bound: float, sampled: bool, allowed: Tensor | None = None
     ):
         self.codes, self.k, self.additive, self.bound, self.sampled = codes, k, additive, bound, sampled
-        floor = torch.ones((), device=codes.device) if allowed is None else allowed
-        self.floor = floor.to(codes.dtype)
+        weights = torch.ones((), device=codes.device) if allowed is None else allowed
+        self.uniform_weights = weights.to(codes.dtype)
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         rule = WithoutReplacement() if self.sampled else Naive()
@@ -166,16 +166,16 @@ class NodeRule(Sequential):
         mass, removed = probability(p, x), torch.full_like(x, -1).unsqueeze(1)
         if self.k:
             neighbour_ids = neighbours(self.codes, x, self.k + 1)
-            mass, any_near = relaxed_probability(p, x, neighbour_ids[..., : self.k], self.additive, self.bound)
-            removed = torch.where(any_near.unsqueeze(1), neighbour_ids, -1)
+            mass, has_neighbours = relaxed_probability(p, x, neighbour_ids[..., : self.k], self.additive, self.bound)
+            removed = torch.where(has_neighbours.unsqueeze(1), neighbour_ids, -1)
         if not self.sampled:
-            return mass, self._or_uniform(without(without(p, x.unsqueeze(1)), removed)), q
+            return mass, self._normalize_or_uniform(remove_tokens(remove_tokens(p, x.unsqueeze(1)), removed)), q
         q_x = probability(q, x)
-        possible = (q_x > 0).unsqueeze(1)
-        next_q = self._or_uniform(without(q, x.unsqueeze(1)))  # uniform only where no draft can follow
-        next_p = torch.where(possible, self._or_uniform((p - without(q, removed)).clamp(min=0)), p)
+        is_possible = (q_x > 0).unsqueeze(1)
+        next_q = self._normalize_or_uniform(remove_tokens(q, x.unsqueeze(1)))  # uniform only where no draft can follow
+        next_p = torch.where(is_possible, self._normalize_or_uniform((p - remove_tokens(q, removed)).clamp(min=0)), p)
         return torch.where(q_x > 0, mass / q_x, 0), next_p, next_q
 
-    def _or_uniform(self, weights: Tensor) -> Tensor:
+    def _normalize_or_uniform(self, weights: Tensor) -> Tensor:
         """Normalise weights [R, V]; if all are 0, the allowed tokens are equally likely."""
-        return normalized(torch.where((weights > 0).any(-1, keepdim=True), weights, self.floor))
+        return normalize(torch.where((weights > 0).any(-1, keepdim=True), weights, self.uniform_weights))

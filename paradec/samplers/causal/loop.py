@@ -27,8 +27,8 @@ from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.state import CausalState, Spans, read_logits
-from paradec.samplers.causal.trees import real_nodes, step_query
-from paradec.samplers.causal.window import UNIFORM, Branches, DraftWindow, Verified, propose_path, propose_window
+from paradec.samplers.causal.trees import drop_nodes_past_end, step_query
+from paradec.samplers.causal.window import UNIFORM, Branches, DraftWindow, VerifiedWindow, propose_path, propose_window
 from paradec.samplers.distributions import probability
 from paradec.samplers.features.rollouts import RecordedRollout
 from paradec.samplers.features.stop_strings import StopStrings
@@ -69,7 +69,7 @@ class CausalSampler(Sampler):
     """Whether the method also decodes models of any order (`paradec.samplers.causal.any_order`)."""
     guesses: ClassVar[bool] = False
     """Whether slots that are new to the window are filled with guesses."""
-    compared_by: ClassVar[str] = ""
+    embedding_source: ClassVar[str] = ""
     """Vectors by which `accept` compares tokens: "token_embeddings", "codebook" or "" (none)."""
     state_type: ClassVar[type[CausalState]] = CausalState
 
@@ -82,7 +82,7 @@ class CausalSampler(Sampler):
         """Return the probability [R, W] that each draft is accepted, given that all drafts before it are."""
         raise NotImplementedError
 
-    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+    def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         """Return the window's tokens and the number of accepted drafts."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class CausalSampler(Sampler):
         """Fill the first window."""
         raise NotImplementedError
 
-    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         """Draft the next window of the proposal's rows, which begins `count` [R, 1] tokens later."""
         raise NotImplementedError
 
@@ -163,7 +163,7 @@ class CausalSampler(Sampler):
         num_new = num_new_tokens(model, grid, request.max_new_tokens)
         contexts, shift = prompts, np.zeros((1, len(prompts)), np.int64)
         if request.guidance_scale != 1:
-            negative = negative_rows(model, prompts, negative_prompt)
+            negative = encode_negative_prompt(model, prompts, negative_prompt)
             shift = np.stack((shift[0], np.array([len(row) for row in negative]) - lengths))
             contexts = [*prompts, *negative]
             if not model.pads and shift.any():
@@ -177,7 +177,7 @@ class CausalSampler(Sampler):
         state.store = model.make_store(len(contexts), longest) if model.supports_store else None
         filled = [[(length, length + num_new)] for length in lengths.tolist()]
         state.trace = make_trace(self, request, state.canvas, state.length, score="probability", filled=filled)
-        state.embeddings = compared_embeddings(self, model)
+        state.embeddings = read_embeddings(self, model)
         self.open(state, model)
         return state
 
@@ -192,12 +192,12 @@ class CausalSampler(Sampler):
         ends: np.ndarray,
         width: int,
         grid: Grid | None = None,
-        kind: type[CausalState] | None = None,
+        state_type: type[CausalState] | None = None,
     ) -> CausalState:
         """Make a state without drafts from checked prompts.
 
         contexts: ids of each row of each branch. shift: as `CausalState.shift`.
-        starts, ends: [B] int64: begin and end of the answers. width: of the window. kind: class of the state."""
+        starts, ends: [B] int64: begin and end of the answers. width: of the window. state_type: class of the state."""
         facts, device, prompts = model.facts, model.device, encoded.rows
         keys, _ = make_row_keys(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
@@ -208,7 +208,7 @@ class CausalSampler(Sampler):
         check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
         batch, longest = len(prompts), int((ends + shift).max())
         dtype = torch.promote_types(getattr(model, "dtype", torch.float32), torch.float32)
-        state = (kind or self.state_type)(
+        state = (state_type or self.state_type)(
             batch=batch,
             memory=Memory.allocate(
                 self.memory(), batch, {"vocab": facts.vocab_size, "position": longest, "slot": width}, device, dtype
@@ -247,14 +247,14 @@ class CausalSampler(Sampler):
     def query(self, state: CausalState) -> list[CausalQuery]:
         """Evaluate the last final token and the drafts after it; in the first step and without a store, whole rows."""
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
-            return [step_query(state, tree, real_nodes(state, tree, self.branches.nodes(state, tree)))]
+            return [step_query(state, tree, drop_nodes_past_end(state, tree, self.branches.nodes(state, tree)))]
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
         is_first = state.row_step[rows] == 0
         begin = np.where(is_first, state.reused[rows], committed - 1)
         stop = committed - 1 + state.num_evaluated()
         spans = Spans(rows, drafts, begin, stop, committed - 1, state.width, is_first)
-        return state.calls(state.store, state.pads, spans)
+        return state.make_queries(state.store, state.pads, spans)
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """Compute the target distribution of every slot and draw a token from it. outputs: logits [branches * R, W, V],
@@ -274,7 +274,7 @@ class CausalSampler(Sampler):
         proposal made from an earlier state."""
         state.check_current(proposal)
         rows, verified = proposal.rows, self.verify(state, proposal)
-        count, num_final = final_counts(state, proposal, verified.tokens, verified.accepted + 1)
+        count, num_final = finish_rows(state, proposal, verified.tokens, verified.accepted + 1)
         selected = torch.arange(verified.tokens.shape[1], device=count.device) < count
         state.write(proposal.positions, rows, torch.where(selected, verified.tokens, -1))
         state.committed[rows] += num_final
@@ -305,7 +305,7 @@ class CausalSampler(Sampler):
             notes.blocks[row] = (first, last)
         for query in proposal.cost.queries:
             count = len(query.rows)
-            drafted = state.drafts_in(query)
+            drafted = state.is_draft(query)
             if query.valid is not None:
                 drafted &= query.valid[:count].cpu().numpy()
             index, column = drafted.nonzero()
@@ -343,7 +343,7 @@ def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) ->
     return int(num_new)
 
 
-def negative_rows(model: Any, prompts: list[list[int]], negative_prompt: Any) -> list[list[int]]:
+def encode_negative_prompt(model: Any, prompts: list[list[int]], negative_prompt: Any) -> list[list[int]]:
     """Prompts of the unconditional branch, one per row."""
     if negative_prompt is None:
         return [row[-1:] for row in prompts]
@@ -365,9 +365,9 @@ def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Te
     return allowed
 
 
-def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
-    """Vectors of the tokens [V, d] by `CausalSampler.compared_by`, or None."""
-    if not (source := sampler.compared_by):
+def read_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
+    """Vectors of the tokens [V, d] by `CausalSampler.embedding_source`, or None."""
+    if not (source := sampler.embedding_source):
         return None
     embeddings: Tensor | None = getattr(model, source, lambda: None)()
     if embeddings is None:
@@ -383,8 +383,8 @@ def compared_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
 # ---- parts of the commit ------------------------------------------------------------------------------------------
 
 
-def final_counts(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Count each row's new final tokens, [R, 1] on the device and [R] on the host, and end rows.
+def finish_rows(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
+    """End rows, and return the number of each row's new final tokens, [R, 1] on the device and [R] on the host.
 
     A row ends at the first end token or stop string among the first `count` [R, 1] of tokens [R, W].
 

@@ -12,7 +12,7 @@ from paradec.samplers.causal.sjd import SJD
 @dataclass(frozen=True)
 class SCD(SJD):
     """SJD with coupled drafts. "gumbel" reuses one noise vector per position. "maximal" keeps the draft of every slot
-    with probability min(1, p / q) (`paradec.samplers.causal.sjd.coupled`).
+    with probability min(1, p / q) (`paradec.samplers.causal.sjd.couple_maximally`).
 
     Lossless: a coupling does not change the distribution of a single draft. The q of a kept draft is this step's p; the
     public code of the maximal coupling keeps the old q and is therefore biased.

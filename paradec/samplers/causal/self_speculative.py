@@ -28,7 +28,7 @@ from paradec.samplers.causal.drafts.source import record_broken, write_drafts
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Drafting, read_logits
-from paradec.samplers.causal.window import DraftWindow, Verified, read_window
+from paradec.samplers.causal.window import DraftWindow, VerifiedWindow, read_window
 from paradec.samplers.distributions import probability
 
 RULES = ("ratio", "match")
@@ -46,9 +46,9 @@ class SelfSpeculative(CausalSampler):
         window: slots evaluated at once: the next token and `window - 1` drafts. None means the model's block length.
         rule: "ratio" accepts a draft x with probability min(1, p(x) / q(x)). "match" accepts it if it equals a token
             drawn from p, as in the published code; this accepts less often.
-        threshold: None drafts in one call. A number fills masks over several calls. Each call fills those whose token
-            has at least this probability, and the most probable one. Then drafts depend on each other, which needs
-            rule="match".
+        threshold: None drafts in one call. With a number, masks are filled over several calls: each call fills those
+            whose token has at least this probability, and the most probable one. Then drafts depend on each other,
+            which needs rule="match".
         adapter: whether to draft with the checkpoint's adapter; None: if there is one.
     """
 
@@ -88,21 +88,22 @@ class SelfSpeculative(CausalSampler):
         requested adapter."""
         Sampler.check_model(self, model)
         facts, own_drafts = model.facts, getattr(model, "own_drafts", None)
-        why = None
+        reason = None
         if facts.topology in ("causal", "causal_context"):
-            why = "it has no masked mode or no mask id" if own_drafts is None or facts.mask_token_id is None else None
+            if own_drafts is None or facts.mask_token_id is None:
+                reason = "it has no masked mode or no mask id"
         elif facts.topology != "block_causal":
-            why = f"it is {facts.topology.replace('_', '-')}"
+            reason = f"it is {facts.topology.replace('_', '-')}"
         elif facts.whole_blocks:
-            why = "it chooses experts for whole blocks, and the verified blocks differ from its own"
+            reason = "it chooses experts for whole blocks, and the verified blocks differ from its own"
         elif own_drafts is not None:
-            why = "in this mode it is not causal: load it with topology='causal' or with the default"
-        if why is None and not (model.supports_store and model.supports_visibility and model.pads):
-            why = "it supports no key/value store with attention masks"
-        if why is not None:
+            reason = "in this mode it is not causal: load it with topology='causal' or with the default"
+        if reason is None and not (model.supports_store and model.supports_visibility and model.pads):
+            reason = "it supports no key/value store with attention masks"
+        if reason is not None:
             raise ValueError(
                 f"sampler {self.name!r} needs a model that also decodes blocks of masks (Nemotron-Labs-Diffusion, or a "
-                f"block-causal one); {facts.name} cannot: {why}"
+                f"block-causal one); {facts.name} cannot: {reason}"
             )
         if self.adapter and (own_drafts is None or own_drafts.adapter is None):
             raise ValueError(f"adapter=True: {facts.name} has no adapter for drafts")
@@ -138,24 +139,24 @@ class SelfSpeculative(CausalSampler):
             notes.drafts = {draft for draft in notes.drafts if draft[2] != mask}
         return notes
 
-    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+    def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         window, drafted = read_window(state, proposal)
         uniform = proposal.quantities["uniform"]
         return verify(window, drafted, self.accept(window), uniform, resample=self.rule == "ratio")
 
-    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         rows = proposal.rows[state.end[proposal.rows] - state.committed[proposal.rows] > 1]
         state.drafted[proposal.rows] = 0
         if len(rows) and state.width > 1:
-            self._fill(state, rows)
+            self._draft_block(state, rows)
 
-    def _fill(self, state: CausalState, rows: np.ndarray) -> None:
+    def _draft_block(self, state: CausalState, rows: np.ndarray) -> None:
         """Fill a window of masks after the last final token; the call reads the model's store but does not write to it.
         Each mask's logits give its q: drafts are drawn independently."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         q = None
         if self.threshold is None:
-            positions, logits = state.positions(rows)[:, :-1], self._logits(state, rows, masks)
+            positions, logits = state.positions(rows)[:, :-1], self._compute_logits(state, rows, masks)
             if state.constraint is None:
                 q = record_broken(state.drafting, rows, state.distribution(logits, rows, positions))
                 drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
@@ -174,7 +175,7 @@ class SelfSpeculative(CausalSampler):
         is_masked, tokens = torch.ones_like(tokens, dtype=torch.bool), tokens.clone()
         while len(active := np.flatnonzero(is_masked.any(1).cpu().numpy())):
             index = torch.as_tensor(active, device=tokens.device)
-            logits = self._logits(state, rows[active], tokens[index])
+            logits = self._compute_logits(state, rows[active], tokens[index])
             positions = state.positions(rows[active])[:, :-1]
             q = record_broken(state.drafting, rows[active], state.distribution(logits, rows[active], positions))
             sampled = draw(q, state.uniform(rows[active], positions, 1, DRAFT_STREAM).squeeze(-1))
@@ -185,7 +186,7 @@ class SelfSpeculative(CausalSampler):
             is_masked[index] &= ~selected
         return tokens
 
-    def _logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
+    def _compute_logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
         """Compute guided logits [R, W - 1, V] of the window. tokens: [R, W - 1]: its masks, and drafts drawn so far."""
         drafting = state.drafting
         model: Any = drafting.model
@@ -208,7 +209,7 @@ def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> Causal
     row_index, position = torch.as_tensor(store_rows, device=device), last_position[:, None] + np.arange(state.width)
     last_token = state.context[row_index, torch.as_tensor(last_position, device=device)].unsqueeze(1)
     # with shifted predictions the last final token predicts the first draft
-    first_column = 0 if _shifted_blocks(state) else 1
+    first_column = 0 if _has_shifted_blocks(state) else 1
     wanted_columns = torch.arange(first_column, first_column + state.width - 1, device=device).expand(
         len(store_rows), -1
     )
@@ -225,22 +226,19 @@ def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> Causal
     )
 
 
-def _shifted_blocks(state: CausalState) -> bool:
+def _has_shifted_blocks(state: CausalState) -> bool:
     """Whether a block-causal model has shifted predictions, as those adapted from causal models."""
     return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
 
 
 def _verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
     rows, device = state.rows[index], state.context.device
-    store_rows, shift, count = (
-        state.context_rows(rows),
-        state.shift[:, rows],
-        np.tile(evaluated, state.branches)[:, None],
-    )
+    store_rows, shift = state.context_rows(rows), state.shift[:, rows]
+    count = np.tile(evaluated, state.branches)[:, None]
     last_position = (state.committed[rows] - 1 + shift).reshape(-1, 1)
     begin = np.where(state.row_step[rows] == 0, 0, state.committed[rows] - 1 + shift).reshape(-1, 1)
     column = begin + np.arange(int((last_position + count - begin).max()))
-    masks = 0 if _shifted_blocks(state) else int(count.max())
+    masks = 0 if _has_shifted_blocks(state) else int(count.max())
     slot = np.arange(masks)
     position = np.concatenate((column, last_position + 1 + slot[None]), 1)
     valid = np.concatenate((column < last_position + count, np.broadcast_to(slot < count, (len(store_rows), masks))), 1)

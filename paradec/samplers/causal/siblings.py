@@ -28,7 +28,7 @@ from paradec.core import rng
 from paradec.core.checks import check_choice, check_int
 from paradec.core.memory import MemorySpec
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState
-from paradec.samplers.causal.trees import MAX_NODES, RULES, Tree, TreeLayout, tree_of, walk
+from paradec.samplers.causal.trees import MAX_NODES, RULES, Tree, TreeLayout, parse_tree, walk
 from paradec.samplers.causal.window import Path, check_branches, draw_tokens, draw_uniform, read_drafts
 from paradec.samplers.distributions import safe_log, select_slots
 
@@ -40,25 +40,25 @@ RULE = RULES["without_replacement"]
 class SiblingTree:
     """A window's chain with siblings in its first slots."""
 
-    first: Tree
-    """Tree of depth B: K children below every node."""
+    top: Tree
+    """Tree of depth B with the siblings: K children below every node."""
     node_index: Tensor
-    """[n] int64: index in `layout` of each node of `first`."""
+    """[n] int64: index in `layout` of each node of `top`."""
     layout: TreeLayout
-    """Layout of all nodes: the root, the chain of W - 1 drafts, then the other nodes of `first` in their order."""
+    """Layout of all nodes: the root, the chain of W - 1 drafts, then the other nodes of `top` in their order."""
 
 
 @lru_cache(maxsize=64)
 def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
     """Make the tree for a window of `width` slots; width must exceed `branching`."""
-    first = tree_of((siblings,) * branching)
+    top = parse_tree((siblings,) * branching)
     node_index = [0]
-    for path in first.paths:
+    for path in top.paths:
         next_node = 1 + max(width - 1, *node_index)
         node_index.append(next_node if any(path) else len(path))
-    node_of = dict(zip(((), *first.paths), node_index, strict=True))
-    parents = [*range(-1, width - 1), *(node_of[path[:-1]] for path in first.paths if any(path))]
-    return SiblingTree(first, torch.tensor(node_index), TreeLayout(torch.tensor([parents]), width - 1, siblings))
+    node_of = dict(zip(((), *top.paths), node_index, strict=True))
+    parents = [*range(-1, width - 1), *(node_of[path[:-1]] for path in top.paths if any(path))]
+    return SiblingTree(top, torch.tensor(node_index), TreeLayout(torch.tensor([parents]), width - 1, siblings))
 
 
 @dataclass(frozen=True)
@@ -112,37 +112,37 @@ class Siblings:
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         memory, siblings = state.memory.read(state.rows), self.tree(state)
         assert siblings is not None
-        drafts, depth = memory["drafts"], siblings.first.depth
+        drafts, depth = memory["drafts"], siblings.top.depth
         slot_drafts = torch.cat((drafts[:, :depth, None], memory["siblings"][:, :depth]), 2)
-        sibling_nodes = [(len(path) - 1, path[-1]) for path in siblings.first.paths if any(path)]
+        sibling_nodes = [(len(path) - 1, path[-1]) for path in siblings.top.paths if any(path)]
         slot, child = torch.tensor(sibling_nodes, device=drafts.device).T
         return torch.cat((torch.full_like(drafts[:, :1], -1), drafts[:, :-1], slot_drafts[:, slot, child]), 1)
 
     # ---- verification ---------------------------------------------------------------------------------------------
 
-    def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+    def select_path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """Select the path: the accepted siblings, then first siblings; from slot B on, the chain."""
         siblings = self.tree(state)
         assert siblings is not None
         positions = positions[:, : state.width]
         uniform, guesses = draw_uniform(state, positions, True)
-        find_path = self._verified_path if self.refresh == "maximal" else self._sampled_path
-        path = find_path(state, siblings, nodes, p, positions, uniform)
+        walk_siblings = self._verify_siblings if self.refresh == "maximal" else self._match_siblings
+        path = walk_siblings(state, siblings, nodes, p, positions, uniform)
         path.quantities |= guesses
         return path
 
-    def _verified_path(
+    def _verify_siblings(
         self, state: CausalState, tree: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
-        rows, depth, node_index = state.rows, tree.first.depth, tree.node_index.to(p.device)
+        rows, depth, node_index = state.rows, tree.top.depth, tree.node_index.to(p.device)
         window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
-        slot_of_node = torch.tensor(tree.first.depths, device=p.device).clamp(max=depth - 1)
+        slot_of_node = torch.tensor(tree.top.depths, device=p.device).clamp(max=depth - 1)
         # per slot: u of the first sibling, u of the others, and the number that draws a token if none is accepted
         sibling_uniform = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
         walk_uniform = torch.cat((uniform[:, : depth + 1, 1:2], sibling_uniform, uniform[:, : depth + 1, 2:]), 2)
         result = walk(
-            tree.first,
+            tree.top,
             nodes[:, node_index],
             p[:, node_index],
             window.distributions(slot)[:, slot_of_node],
@@ -161,15 +161,15 @@ class Siblings:
         sampled = torch.where(is_last, tokens, sampled)
         return Path(path, path_p, sampled, drafts, uniform[..., 1:].masked_fill(is_accepted.unsqueeze(-1), 0))
 
-    def _sampled_path(
+    def _match_siblings(
         self, state: CausalState, tree: SiblingTree, nodes: Tensor, p: Tensor, positions: Tensor, uniform: Tensor
     ) -> Path:
-        device, first = p.device, tree.first
-        children, node_index = first.children.to(device), tree.node_index.to(device)
+        device, top = p.device, tree.top
+        children, node_index = top.children.to(device), tree.node_index.to(device)
         row, tree_drafts = torch.arange(len(p), device=device), nodes[:, node_index]
         node, active = torch.zeros_like(row), torch.ones_like(row, dtype=torch.bool)
         reached, hits = [node], []
-        for depth in range(first.depth):
+        for depth in range(top.depth):
             node_p = p[row, node_index[node]].unsqueeze(1)
             token = draw_tokens(state, node_p, positions[:, depth : depth + 1], uniform[:, depth : depth + 1, 0])
             matches = tree_drafts.gather(1, children[node]) == token
@@ -184,8 +184,8 @@ class Siblings:
         sampled = draw_tokens(state, path_p, positions, uniform[..., 0])
         # a draft of the chain is accepted if it equals the draw
         is_correct = state.memory.read(state.rows)["drafts"] == sampled
-        is_correct[:, : first.depth] = torch.stack(hits, 1)
-        is_correct[:, first.depth :] &= reaches_chain.unsqueeze(1)
+        is_correct[:, : top.depth] = torch.stack(hits, 1)
+        is_correct[:, top.depth :] &= reaches_chain.unsqueeze(1)
         drafts = torch.where(is_correct.long().cumprod(1).bool(), sampled, -1)
         return Path(path, path_p, sampled, drafts, torch.zeros_like(uniform[..., 1:]))  # 0 always accepts
 
@@ -194,7 +194,7 @@ class Siblings:
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
         if (siblings := self.tree(state)) is None or not len(rows):
             return
-        window, depth = read_drafts(state, rows), siblings.first.depth
+        window, depth = read_drafts(state, rows), siblings.top.depth
         positions = state.positions(rows)[:, :depth]
         slot = torch.arange(depth, device=positions.device).expand(len(rows), -1)
         remaining = window.distributions(slot).scatter(-1, window.tokens[:, :depth, None], 0)
@@ -213,12 +213,12 @@ class Siblings:
 def follow_path(tree: SiblingTree, nodes: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
     """Continue a walk through the first slots along the chain.
 
-    nodes: [R, B + 1] int64: reached nodes of `tree.first`, -1 after the last. accepted: [R] int64.
+    nodes: [R, B + 1] int64: reached nodes of `tree.top`, -1 after the last. accepted: [R] int64.
     Returns the node in `tree.layout` of each slot, [R, W] int64: the reached nodes, then first siblings, and from slot
     B on the chain. Also returns whether the walk ended at the chain's node of slot B, where the chain continues, [R]
     bool."""
-    depth, device = tree.first.depth, nodes.device
-    children, node_index = tree.first.children.to(device), tree.node_index.to(device)
+    depth, device = tree.top.depth, nodes.device
+    children, node_index = tree.top.children.to(device), tree.node_index.to(device)
     node, path = nodes[:, 0], [nodes[:, 0]]
     for slot in range(1, depth):
         node = torch.where(nodes[:, slot] >= 0, nodes[:, slot], children[node, 0])

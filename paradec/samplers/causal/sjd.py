@@ -34,10 +34,10 @@ from paradec.samplers.causal.window import (
     INITS,
     REFRESHES,
     DraftWindow,
-    Verified,
+    VerifiedWindow,
+    draw_noise,
     guess_drafts,
     move_window,
-    put_noise,
     read_window,
 )
 from paradec.samplers.distributions import residual, select_slots
@@ -50,14 +50,14 @@ def verify(
     uniform: Tensor,
     refresh: str = "resample",
     resample: bool = True,
-) -> Verified:
+) -> VerifiedWindow:
     """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
 
     drafted: [R, W] bool: slots with a draft; the others use the token sampled from p.
     acceptance: [R, W]: probability that a draft is accepted, given that all before it are (`accept`).
     uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
     refresh: new drafts of the slots after the first rejection. "resample" and "gumbel" use the token sampled from p;
-        "maximal" draws it jointly with the old draft (`coupled`); "keep" leaves draft and q unchanged.
+        "maximal" draws it jointly with the old draft (`couple_maximally`); "keep" leaves draft and q unchanged.
     resample: False uses the sampled token instead of resampling (methods that accept only equal tokens)."""
     p, drafts, sampled = window.p, window.drafts, window.sampled
     slot = torch.arange(p.shape[1], device=p.device)
@@ -66,7 +66,7 @@ def verify(
     rejected = drafted & (slot == accepted)
     tokens = resampled = sampled
     if refresh == "maximal":
-        tokens, resampled = coupled(window, drafted, uniform)
+        tokens, resampled = couple_maximally(window, drafted, uniform)
     elif resample:
         # max(0, p - q) at the rejected draft
         weights = residual(select_slots(p, accepted), drafts.distributions(accepted))
@@ -74,7 +74,7 @@ def verify(
     tokens = torch.where(rejected, resampled if resample else sampled, tokens)
     unverified = drafted & (slot > accepted) if refresh == "keep" else None
     unchanged = slot < accepted if unverified is None else (slot < accepted) | unverified
-    return Verified(torch.where(unchanged, drafts.tokens, tokens), accepted, unverified)
+    return VerifiedWindow(torch.where(unchanged, drafts.tokens, tokens), accepted, unverified)
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,15 @@ class SJD(CausalSampler):
     def accept(self, window: DraftWindow) -> Tensor:
         return window.ratio().clamp(max=1)  # min(1, p(x) / q(x))
 
-    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+    def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         window, drafted = read_window(state, proposal)
         uniform = proposal.quantities["uniform"]
         return verify(window, drafted, self.accept(window), uniform, self.refresh, self.resamples)
 
-    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         rows, guesses = proposal.rows, proposal.quantities.get("guesses")
         if state.guesses:
-            put_noise(state, rows, state.last_accepted[rows])
+            draw_noise(state, rows, state.last_accepted[rows])
         is_drafted, tokens, source = move_window(state, proposal, verified, count)  # q is this step's p
         if guesses is not None:
             guesses = guesses.gather(1, count + torch.arange(state.width, device=count.device))
@@ -135,7 +135,7 @@ class SJD(CausalSampler):
             self.branches.draft(state, rows, proposal.quantities)
 
     def open(self, state: CausalState, model: Any) -> None:
-        put_noise(state, state.rows, np.full(state.batch, state.width))
+        draw_noise(state, state.rows, np.full(state.batch, state.width))
         drafts, source = state.memory["drafts"], state.memory["draft_source"]
         self._write_drafts(state, state.rows, torch.zeros_like(drafts, dtype=torch.bool), drafts, source)
         if self.branches is not None:
@@ -194,7 +194,7 @@ class SJD(CausalSampler):
         return specs if self.branches is None else specs | self.branches.memory()
 
 
-def coupled(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def couple_maximally(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """SCD's maximal coupling (arXiv 2510.24211): each slot keeps its draft with probability min(1, p / q), else it is
     resampled from the residual. Returns [R, W] int64: the tokens, and the resampled token of each slot."""
     resampled = draw(residual(window.p, window.drafts.distributions()), uniform[..., 1])

@@ -17,7 +17,7 @@ from paradec.core.checks import check_choice, short_repr
 from paradec.samplers.causal.drafting import DraftingSampler
 from paradec.samplers.causal.drafts.stopping import Unconfident, make_stop_rule
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import RULES, DynamicTree, Rule, tree_of
+from paradec.samplers.causal.trees import RULES, DynamicTree, TreeRule, parse_tree
 from paradec.samplers.causal.window import DraftWindow
 
 
@@ -78,7 +78,7 @@ class Speculative(DraftingSampler):
             source = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
             raise ValueError(f"rule={self.rule!r} must be 'naive' for {source}: its drafts are not sampled")
         if self.tree is not None and self.rule == "greedy":
-            tree = tree_of(self.tree)
+            tree = parse_tree(self.tree)
             counts = {(depth, int((row >= 0).sum())) for depth, row in zip(tree.depths, tree.children, strict=True)}
             if len({depth for depth, _ in counts}) < len(counts):
                 raise ValueError(
@@ -104,5 +104,5 @@ class Speculative(DraftingSampler):
         """Return the acceptance probabilities min(1, p(x) / q(x))."""
         return window.ratio().clamp(max=1)
 
-    def node_rule(self, state: CausalState) -> Rule:
+    def node_rule(self, state: CausalState) -> TreeRule:
         return RULES[self.rule]

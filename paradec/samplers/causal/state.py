@@ -42,7 +42,7 @@ class Spans(NamedTuple):
     """[R, W] int64: tokens from `committed` on."""
     begin: np.ndarray
     stop: np.ndarray
-    """[R] int64 both: the positions to evaluate; a span from 0 is the branch's prompt."""
+    """[R] int64 both: the positions to evaluate; `begin` 0 is the begin of each branch's prompt."""
     first: np.ndarray
     wanted: int
     """Number of positions from `first` [R] on whose logits are read; positions past the span repeat its last one."""
@@ -55,11 +55,11 @@ class Drafting:
     """State of the model that drafts. `B` rows."""
 
     model: Any
-    """The drafter: a model, or a `paradec.models.drafter` bound to the request's model, whose hidden states it
-    reads."""
+    """The drafter: a model, or a `paradec.models.drafter.FeatureDrafter` that reads the hidden states of the request's
+    model."""
     nfe: np.ndarray = field(metadata=ROWS)
     """[B] int64: forwards of the drafter."""
-    fed: np.ndarray = field(metadata=ROWS)
+    num_read: np.ndarray = field(metadata=ROWS)
     """[B] int64: final tokens that the drafter has read."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     features: Tensor | None = field(default=None, metadata=ROWS)
@@ -231,21 +231,21 @@ class CausalState(State):
         """[B] int64: number of final tokens in the store, if the store has final tokens only."""
         return np.where(self.row_step > 0, self.committed - self.last_accepted, self.reused)
 
-    def answered(self, evaluated: np.ndarray) -> np.ndarray:
+    def num_predicted(self, evaluated: np.ndarray) -> np.ndarray:
         """[R] int64: number of the running rows' slots with logits, if a step evaluates `evaluated` [R] slots."""
         return evaluated
 
-    def verified(self, available: Tensor) -> Tensor:
+    def verified_slots(self, available: Tensor) -> Tensor:
         """[R, W] bool: slots whose drafts are verified. available: [R, W] bool: slots with logits."""
         # the last slot with logits is the token after all drafts; it has no draft
         return torch.nn.functional.pad(available[:, 1:], (0, 1))
 
-    def drafts_in(self, query: CausalQuery) -> np.ndarray:
+    def is_draft(self, query: CausalQuery) -> np.ndarray:
         """[N, Q] bool on the host: columns of a query's first branch with drafts (or padding)."""
         return query.positions[: len(query.rows)].cpu().numpy() >= self.committed[query.rows, None]
 
     def close(self, rows: np.ndarray) -> None:
-        """Release the store's slots after the final tokens of `rows` [R], and finish rows at their end."""
+        """Clear the store after the final tokens of `rows` [R], and update the running rows."""
         if self.store is not None:
             context_rows = self.context_rows(rows)
             # the last final token has not been evaluated
@@ -256,7 +256,7 @@ class CausalState(State):
         self.rows = np.flatnonzero(self.committed < self.end)
 
     @cached_property
-    def prescribes(self) -> bool:
+    def has_prescribed_tokens(self) -> bool:
         """Whether the grid prescribes tokens."""
         return self.grid is not None and self.grid.length > self.grid.height * self.grid.width
 
@@ -273,7 +273,7 @@ class CausalState(State):
         steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
-    def forced(self, rows: np.ndarray, positions: Tensor) -> Tensor:
+    def prescribed_tokens(self, rows: np.ndarray, positions: Tensor) -> Tensor:
         """[R, W] int64: tokens that the grid prescribes at positions, -1: none."""
         layout = self.layout
         assert layout is not None  # called only with a grid
@@ -284,13 +284,13 @@ class CausalState(State):
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
         """Distribution [R, W, V] of logits [R, W, V] at positions [R, W], with filters and prescribed tokens."""
         p = token_distribution(logits, self.request, self.allowed)
-        if self.prescribes:
-            forced = self.forced(rows, positions).unsqueeze(-1)
+        if self.has_prescribed_tokens:
+            forced = self.prescribed_tokens(rows, positions).unsqueeze(-1)
             p = p.masked_fill(forced >= 0, 0)
             p.scatter_add_(-1, forced.clamp(min=0), (forced >= 0).to(p.dtype))
         return p
 
-    def recorded(
+    def recorded_quantities(
         self,
         p: Tensor | None,
         logits: Tensor,
@@ -329,16 +329,16 @@ class CausalState(State):
         index, context = (positions + shift) % columns + row_offset, self.context.view(-1)
         context[index] = torch.where(tokens >= 0, tokens, context.take(index))
 
-    def calls(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
+    def make_queries(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
         """Make the queries that evaluate spans of rows: one, or for models without padding one per length.
 
         store: store that has the tokens before the spans and stores the spans; None evaluates rows from 0.
         pads: whether the model supports padding."""
         if store is None:
             spans = spans._replace(begin=np.zeros_like(spans.begin))
-        return [self._call(store, spans, index) for index in self._groups(store, pads, spans)]
+        return [self._make_query(store, spans, index) for index in self._group_spans(store, pads, spans)]
 
-    def _groups(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
+    def _group_spans(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
         """Indices of the spans of each call."""
         if not pads:
             bounds = np.stack((spans.begin, spans.stop), 1)
@@ -348,7 +348,7 @@ class CausalState(State):
             return [np.flatnonzero(is_first), np.flatnonzero(~is_first)]
         return [np.arange(len(spans.rows))]
 
-    def _call(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
+    def _make_query(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
         rows, begin, stop, first = (array[index] for array in (spans.rows, spans.begin, spans.stop, spans.first))
         device, shift = self.context.device, self.shift[:, rows]
         # [branches * N], branch after branch, here and below
@@ -385,7 +385,7 @@ class CausalState(State):
             query.store = StoreCall(row_index, slots, store_rows, int(stop.max()), step=self.commits)
         return query
 
-    # ---- rows that come and go ------------------------------------------------------------------------------------
+    # ---- rows that join and leave ------------------------------------------------------------------------------------
 
     def why_rows_fixed(self) -> str | None:
         if self.trace is not None:

@@ -40,7 +40,7 @@ BISECTIONS = 40
 MAX_NODES = 256
 
 
-class Rule(Protocol):
+class TreeRule(Protocol):
     """Rule that draws and verifies the children of one node."""
 
     distinct: ClassVar[bool]
@@ -55,12 +55,12 @@ class Rule(Protocol):
         p, q: [R, V], with sum 1. drafts: [R, K] int64, -1: no draft. uniform: [R, K]."""
 
 
-def normalized(weights: Tensor) -> Tensor:
+def normalize(weights: Tensor) -> Tensor:
     """Scale weights [..., V] to sum 1."""
     return weights / weights.sum(-1, keepdim=True)
 
 
-def without(distribution: Tensor, tokens: Tensor) -> Tensor:
+def remove_tokens(distribution: Tensor, tokens: Tensor) -> Tensor:
     """Set the probability of tokens [R, N] to 0 in a distribution [R, V], without normalising; -1 sets none."""
     size = distribution.shape[-1]
     mask = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
@@ -95,7 +95,7 @@ class Recursive(Sequential):
         return draw(q.unsqueeze(1).expand(-1, count, -1), uniform)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return probability(p, x) / probability(q, x), normalized(residual(p, q)), q
+        return probability(p, x) / probability(q, x), normalize(residual(p, q)), q
 
 
 class WithoutReplacement(Sequential):
@@ -106,13 +106,13 @@ class WithoutReplacement(Sequential):
         for i in range(count):
             x = draw(q, uniform[:, i])
             nodes.append(torch.where((q > 0).any(-1), x, -1))
-            q = without(q, x.unsqueeze(1))
+            q = remove_tokens(q, x.unsqueeze(1))
         return torch.stack(nodes, 1)
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        next_q = without(q, x.unsqueeze(1))
-        next_q = torch.where((next_q > 0).any(-1, keepdim=True), normalized(next_q), q)
-        return probability(p, x) / probability(q, x), normalized(residual(p, q)), next_q
+        next_q = remove_tokens(q, x.unsqueeze(1))
+        next_q = torch.where((next_q > 0).any(-1, keepdim=True), normalize(next_q), q)
+        return probability(p, x) / probability(q, x), normalize(residual(p, q)), next_q
 
 
 class Naive(Sequential):
@@ -124,8 +124,8 @@ class Naive(Sequential):
         return q.topk(count, -1).indices
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        next_p = without(p, x.unsqueeze(1))
-        return probability(p, x), torch.where((next_p > 0).any(-1, keepdim=True), normalized(next_p), p), q
+        next_p = remove_tokens(p, x.unsqueeze(1))
+        return probability(p, x), torch.where((next_p > 0).any(-1, keepdim=True), normalize(next_p), p), q
 
 
 class KSeq:
@@ -135,32 +135,32 @@ class KSeq:
     children = Recursive.children
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        real = drafts >= 0
-        count = real.sum(1, keepdim=True).to(p.dtype)
+        is_draft = drafts >= 0
+        count = is_draft.sum(1, keepdim=True).to(p.dtype)
         low, high = torch.ones_like(count), count.clamp(min=1)
         for _ in range(BISECTIONS):  # the smallest rho with 1 - (1 - beta)^K <= rho beta, which holds for rho = K
             middle = (low + high) / 2
             beta = q.minimum(p / middle).sum(-1, keepdim=True)
-            fits = 1 - (1 - beta).clamp(min=0) ** count <= middle * beta
-            low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+            is_feasible = 1 - (1 - beta).clamp(min=0) ** count <= middle * beta
+            low, high = torch.where(is_feasible, low, middle), torch.where(is_feasible, middle, high)
         x = drafts.clamp(min=0)
-        accept = real & (uniform < p.gather(1, x) / (high * q.gather(1, x)))
+        accept = is_draft & (uniform < p.gather(1, x) / (high * q.gather(1, x)))
         child = torch.where(accept.any(1), accept.int().argmax(1), -1)
         overlap = q.minimum(p / high)
         beta = overlap.sum(-1, keepdim=True)
         scale = torch.where(beta > 0, (1 - (1 - beta).clamp(min=0) ** count) / beta, 0)
-        return child, normalized(residual(p, overlap * scale))
+        return child, normalize(residual(p, overlap * scale))
 
 
 class Greedy:
-    """The likeliest tokens and one drawn from the remaining ones. Only the drawn one is verified; a draw may hit the
-    others."""
+    """The likeliest tokens and one drawn from the remaining ones. Only the drawn one is verified; the draw
+    after a rejection may be one of the others (`hits` of `walk`)."""
 
     distinct: ClassVar[bool] = False
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
         top_tokens = q.topk(count - 1, -1).indices
-        remaining = without(q, top_tokens)
+        remaining = remove_tokens(q, top_tokens)
         sampled = torch.where((remaining > 0).any(-1), draw(remaining, uniform[:, -1]), -1)
         return torch.cat((top_tokens, sampled.unsqueeze(1)), 1)
 
@@ -168,17 +168,18 @@ class Greedy:
         # the drawn child is the last one that is not -1
         last_column = (drafts >= 0).sum(1, keepdim=True) - 1
         column = torch.arange(drafts.shape[1], device=drafts.device)
-        remaining = without(q, drafts.masked_fill(column >= last_column, -1))
+        remaining = remove_tokens(q, drafts.masked_fill(column >= last_column, -1))
         total = remaining.sum(-1, keepdim=True)
-        real, index = (last_column >= 0) & (total > 0), last_column.clamp(min=0)
-        remaining = torch.where(real, remaining / total, 0)
+        is_drawn, index = (last_column >= 0) & (total > 0), last_column.clamp(min=0)
+        remaining = torch.where(is_drawn, remaining / total, 0)
         token = drafts.gather(1, index).clamp(min=0)
         chance = p.gather(1, token) / remaining.gather(1, token)
-        accept = real & (uniform.gather(1, index) < chance)
-        return torch.where(accept, last_column, -1).squeeze(1), torch.where(real, normalized(residual(p, remaining)), p)
+        accept = is_drawn & (uniform.gather(1, index) < chance)
+        weights = torch.where(is_drawn, normalize(residual(p, remaining)), p)
+        return torch.where(accept, last_column, -1).squeeze(1), weights
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, TreeRule] = {
     "recursive": Recursive(),
     "without_replacement": WithoutReplacement(),
     "k_seq": KSeq(),
@@ -225,15 +226,15 @@ class Tree:
         for path in paths:
             for entry in path:
                 check_int("tree", entry, low=0)
-            elder = (*path[:-1], path[-1] - 1)
-            if (len(path) > 1 and path[:-1] not in paths) or (path[-1] > 0 and elder not in paths):
+            sibling = (*path[:-1], path[-1] - 1)
+            if (len(path) > 1 and path[:-1] not in paths) or (path[-1] > 0 and sibling not in paths):
                 raise ValueError(
                     f"tree={short_repr(self.paths)} has the path {path} without its parent or previous sibling"
                 )
         object.__setattr__(self, "paths", tuple(paths))
 
     @classmethod
-    def of(cls, tree: Any) -> Tree:
+    def from_setting(cls, tree: Any) -> Tree:
         """Make a tree from paths, the number of children per depth (e.g. (2, 2, 1)), or a name of `TREES`. Raises
         ValueError for anything else."""
         if isinstance(tree, str):
@@ -315,10 +316,10 @@ class TreeLayout:
     def children(self) -> Tensor:
         """[R, N, K] int64: every node's children, padded with -1."""
         rows, size = self.parents.shape
-        elder = (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
+        sibling_index = (self.parents.unsqueeze(-1) == self.parents.unsqueeze(-2)).tril(-1).sum(-1)
         nodes = torch.full((rows, size * self.widest), -1, dtype=torch.int64, device=self.parents.device)
         node = torch.arange(1, size, device=nodes.device).expand(rows, -1)
-        return nodes.scatter_(1, (self.parents * self.widest + elder)[:, 1:], node).unflatten(1, (size, -1))
+        return nodes.scatter_(1, (self.parents * self.widest + sibling_index)[:, 1:], node).unflatten(1, (size, -1))
 
 
 @dataclass(frozen=True)
@@ -351,15 +352,15 @@ class DynamicTree:
         return {"nodes": self.nodes, "depth": self.depth, "top_k": self.top_k}
 
 
-def hashable(tree: Any) -> Any:
+def to_tuples(tree: Any) -> Any:
     """Convert the lists of a static tree (from JSON) to tuples."""
     return tree if isinstance(tree, str) else tuple(n if isinstance(n, int) else tuple(n) for n in tree)
 
 
 @lru_cache(maxsize=64)
-def tree_of(tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tree:
-    """`Tree.of`, cached."""
-    return Tree.of(tree)
+def parse_tree(tree: str | tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tree:
+    """`Tree.from_setting`, cached."""
+    return Tree.from_setting(tree)
 
 
 @dataclass
@@ -383,7 +384,7 @@ def walk(
     drafts: Tensor,
     p: Tensor | Callable[[Tensor], Tensor],
     q: Tensor,
-    rule: Rule,
+    rule: TreeRule,
     uniform: Tensor,
     hits: bool = True,
 ) -> Walk:
@@ -438,7 +439,7 @@ def walk(
     return Walk(torch.stack(nodes[:-1], 1), torch.stack(tokens, 1), accepted, weights, torch.stack(scores, 1))
 
 
-def real_nodes(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Tensor:
+def drop_nodes_past_end(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Tensor:
     """Set nodes [R, N] of the running rows to -1 if no position remains after them before the row's end."""
     remaining = torch.as_tensor((state.end - state.committed)[state.rows, None], device=nodes.device)
     return nodes.masked_fill(tree.depths.to(nodes.device) >= remaining, -1)
@@ -472,20 +473,19 @@ def tree_query(
     num_new = committed - begin.reshape(-1)
     width, count = int(num_new.max()), len(committed)
     # final tokens are right-aligned before column `width`
-    final = committed[:, None] - width + np.arange(width)
+    final_positions = committed[:, None] - width + np.arange(width)
     draft_positions = torch.as_tensor(committed[:, None] - 1, device=device)
     draft_positions = draft_positions + tree.depths[:, 1 : num_drafts + 1].to(device).repeat(
         branches if len(tree.parents) > 1 else 1, 1
     )
     store_rows = state.context_rows(rows)
     row_index = torch.as_tensor(store_rows, device=device)
-    positions = torch.cat((torch.as_tensor(final, device=device), draft_positions), 1).clamp(
-        0, state.context.shape[1] - 1
-    )
+    positions = torch.cat((torch.as_tensor(final_positions, device=device), draft_positions), 1)
+    positions = positions.clamp(0, state.context.shape[1] - 1)
     nodes = drafts[:, 1 : num_drafts + 1].repeat(branches, 1)
-    real_final = final >= begin.reshape(-1, 1)
+    is_unstored = final_positions >= begin.reshape(-1, 1)
     end = torch.as_tensor((state.length[rows] + state.shift[:, rows]).reshape(-1, 1), device=device)
-    real = torch.cat((torch.as_tensor(real_final, device=device), (draft_positions < end) & (nodes >= 0)), 1)
+    valid = torch.cat((torch.as_tensor(is_unstored, device=device), (draft_positions < end) & (nodes >= 0)), 1)
     tokens = torch.cat((state.context[row_index.unsqueeze(1), positions[:, :width]], nodes.clamp(min=0)), 1)
     trees = tree.ancestors[:, 1 : num_drafts + 1, 1 : num_drafts + 1].to(device)
     visible = (
@@ -494,13 +494,13 @@ def tree_query(
         .repeat(len(trees), 1, 1)
     )
     visible[:, width:, width:] = trees
-    slots = np.concatenate((np.where(real_final, final, -1), np.full((count, num_drafts), -1)), 1)
+    slots = np.concatenate((np.where(is_unstored, final_positions, -1), np.full((count, num_drafts), -1)), 1)
     return CausalQuery(
         rows=rows,
         tokens=tokens,
         positions=positions,
         wanted=torch.as_tensor(wanted_nodes + width - 1, device=device).expand(count, -1),
-        valid=real,
+        valid=valid,
         visible=visible.repeat(branches, 1, 1) if len(trees) > 1 else visible.expand(count, -1, -1),
         store=StoreCall(
             row_index, torch.as_tensor(slots, device=device), store_rows, int(committed.max()), step=state.commits

@@ -1,7 +1,7 @@
 """The window of drafts: its proposal in a step, its move, and guesses for its new slots.
 
 Slots of a window that were not committed become drafts of the next window: tokens of this step, whose q is this step's
-p. Slots new to the window get a guess, whose q is uniform or one-hot (copied neighbours, `guess_distribution`).
+p. Slots new to the window get a guess. Its q is uniform, or one-hot (copied neighbours, or by `guess_distribution`).
 
 With branches (`Branches`) the drafts are a tree: node 0 is the last final token, nodes 1 to W - 1 are the window's
 drafts, and the other nodes are the branches. One path is selected and verified as a window.
@@ -24,7 +24,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
 from paradec.kernels.token_stats import argmax, draw
 from paradec.samplers.causal.state import DRAFT_STREAM, NOISE_STREAM, CausalState, make_proposal
-from paradec.samplers.causal.trees import TreeLayout, real_nodes
+from paradec.samplers.causal.trees import TreeLayout, drop_nodes_past_end
 from paradec.samplers.distributions import probability, safe_log, select_slots
 
 UNIFORM, ONE_HOT = -1, -2
@@ -48,7 +48,7 @@ class DraftDistributions:
     source: Tensor
     """[R, W] int64: index in `dense` of each slot's distribution, or UNIFORM, or ONE_HOT."""
     guess: Tensor
-    """[V] float: the distribution that UNIFORM means."""
+    """[V] float: the distribution of slots with source UNIFORM."""
 
     def probability_of(self, tokens: Tensor) -> Tensor:
         """q(token) of tokens [R, W, G]: [R, W, G]."""
@@ -86,25 +86,25 @@ class DraftWindow:
     sampled: Tensor
     """[R, W] int64: tokens drawn from p."""
     embeddings: Tensor | None = None
-    """[V, d]: vectors of the tokens (`CausalSampler.compared_by`)."""
+    """[V, d]: vectors of the tokens (`CausalSampler.embedding_source`)."""
 
     def ratio(self) -> Tensor:
         """p(x) / q(x) of the drafts x, [R, W]."""
         return probability(self.p, self.drafts.tokens) / self.drafts.draft_probability()
 
 
-class Verified(NamedTuple):
+class VerifiedWindow(NamedTuple):
     """Result of verification."""
 
     tokens: Tensor
     """[R, W] int64: the window after the step. Tokens up to and including slot `accepted` are final."""
     accepted: Tensor
     """[R, 1] int64: number of drafts before the first rejection; one more token becomes final. -1: none is final."""
-    kept: Tensor | None = None
+    keeps_draft: Tensor | None = None
     """[R, W] bool: slots that keep their old draft and q; None: no slot."""
 
 
-# ---- what a step proposes -----------------------------------------------------------------------------------------
+# ---- the proposal of a step -----------------------------------------------------------------------------------------
 
 
 def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery], guesses: bool) -> Proposal:
@@ -120,19 +120,19 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
     p = state.distribution(logits, rows, positions)
     uniform, quantities = draw_uniform(state, positions, guesses)
     sampled = draw_tokens(state, p, positions, uniform[..., 0])
-    answered = state.answered(state.num_evaluated())
-    available = torch.as_tensor(np.arange(state.width) < answered[:, None], device=p.device)
+    num_predicted = state.num_predicted(state.num_evaluated())
+    available = torch.as_tensor(np.arange(state.width) < num_predicted[:, None], device=p.device)
     # greedy: the sampled token has the top logit
     needs_max = (
         state.allowed is not None
         or state.constraint is not None
         or state.controls is not None
-        or state.prescribes
+        or state.has_prescribed_tokens
         or state.request.temperature
     )
     top_logit = logits.amax(-1) if needs_max else probability(logits, sampled)
     quantities |= {"p": p, "uniform": uniform[..., 1:], "top_logit": top_logit}
-    quantities |= state.recorded(p, logits, guided, rows, positions)
+    quantities |= state.recorded_quantities(p, logits, guided, rows, positions)
     return make_proposal(state, queries, sampled, positions, probability(p, sampled), available, quantities)
 
 
@@ -151,8 +151,7 @@ def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[
 
 
 def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [R, W] from p [R, W, V] with the noise of their positions, or without noise with `uniform`
-    [R, W]."""
+    """Draw tokens [R, W] from p [R, W, V]: with the stored noise of their positions, else with `uniform` [R, W]."""
     if state.request.temperature == 0:
         return argmax(p)
     if "noise" not in state.memory:
@@ -169,7 +168,7 @@ def read_drafts(state: CausalState, rows: np.ndarray) -> DraftDistributions:
 
 def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Tensor]:
     """Return the window that a step verifies, and the slots with drafts, [R, W] bool."""
-    drafts, drafted = read_drafts(state, proposal.rows), state.verified(proposal.available)
+    drafts, drafted = read_drafts(state, proposal.rows), state.verified_slots(proposal.available)
     if "drafts" in proposal.quantities:  # drafts of the path that branches selected
         drafts.tokens = proposal.quantities["drafts"].clamp(min=0)
         drafted = drafted & (proposal.quantities["drafts"] >= 0)
@@ -180,17 +179,18 @@ def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Te
 
 
 def move_window(
-    state: CausalState, proposal: Proposal, verified: Verified, count: Tensor
+    state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move the window by `count` [R, 1] tokens. For tokens that were not committed, this step's p becomes q. Returns
     the slots with drafts, [R, W] bool (a prefix); the drafts and their `DraftDistributions.source`, [R, W] int64."""
     rows, p = proposal.rows, proposal.quantities["p"]
     slot = torch.arange(state.width, device=p.device)
     dense, source = p, slot.expand(len(rows), -1)
-    if verified.kept is not None:
+    if verified.keeps_draft is not None:
         drafts = read_drafts(state, rows)
-        dense = torch.where((verified.kept & (drafts.source >= 0)).unsqueeze(-1), drafts.distributions(source), p)
-        source = torch.where(verified.kept & (drafts.source < 0), drafts.source, source)
+        keeps_dense = verified.keeps_draft & (drafts.source >= 0)
+        dense = torch.where(keeps_dense.unsqueeze(-1), drafts.distributions(source), p)
+        source = torch.where(verified.keeps_draft & (drafts.source < 0), drafts.source, source)
     state.memory.write("draft_distribution", rows, dense)
     if "best" in state.memory:
         best_tokens, index = state.memory["best"], torch.as_tensor(rows, device=p.device).unsqueeze(1)
@@ -224,15 +224,15 @@ def guess_drafts(
     if from_text:
         guess = torch.where((text := random_text(state, rows, uniform)) >= 0, text, guess)
     source = torch.full_like(guess, UNIFORM if distribution == "uniform" else ONE_HOT)
-    copies = init not in (None, "random", "model")
-    if not copies and not state.prescribes:
+    copies_neighbours = init not in (None, "random", "model")
+    if not copies_neighbours and not state.has_prescribed_tokens:
         return guess, source
     positions = state.positions(rows)
-    if copies:
+    if copies_neighbours:
         copied = copy_neighbours(state, rows, str(init), positions, num_known, drafts)
         guess, source = torch.where(copied >= 0, copied, guess), torch.where(copied >= 0, ONE_HOT, source)
-    if state.prescribes:
-        forced = state.forced(rows, positions)
+    if state.has_prescribed_tokens:
+        forced = state.prescribed_tokens(rows, positions)
         guess, source = torch.where(forced >= 0, forced, guess), torch.where(forced >= 0, ONE_HOT, source)
     return guess, source
 
@@ -244,8 +244,8 @@ def random_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor
     column = (uniform * length).long().minimum(length - 1)
     text = state.canvas[torch.as_tensor(rows, device=device)].gather(1, column)
     # prompts may contain ids beyond the logits
-    fits = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
-    return torch.where(fits, text, -1)
+    is_allowed = (text < size) & (state.guess[text.clamp(max=size - 1)] > 0)
+    return torch.where(is_allowed, text, -1)
 
 
 def copy_neighbours(
@@ -273,15 +273,15 @@ def copy_neighbours(
         return copied
     # copy only image tokens of the same raster, and nothing from the left of the first column
     stride, first_column = state.grid.line(positions - prompt_length)
-    usable = (source >= prompt_length + first_column) & (
-        state.forced(rows, source.clamp(min=0).maximum(prompt_length)) < 0
+    is_usable = (source >= prompt_length + first_column) & (
+        state.prescribed_tokens(rows, source.clamp(min=0).maximum(prompt_length)) < 0
     )
     if init.endswith("horizontal"):
-        usable &= (positions - prompt_length - first_column) % stride > 0
-    return torch.where(usable, copied, -1)
+        is_usable &= (positions - prompt_length - first_column) % stride > 0
+    return torch.where(is_usable, copied, -1)
 
 
-def put_noise(state: CausalState, rows: np.ndarray, num_new: np.ndarray) -> None:
+def draw_noise(state: CausalState, rows: np.ndarray, num_new: np.ndarray) -> None:
     """Draw and store Gumbel noise for the last `num_new` [R] positions of the windows; none at temperature 0."""
     if "noise" not in state.memory or state.request.temperature == 0:
         return
@@ -330,11 +330,11 @@ class Branches(Protocol):
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         """[R, N] int64: the running rows' drafts; -1 at the root and at nodes without a draft."""
 
-    def path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
+    def select_path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
         """Select the path through nodes [R, N] with p [R, N, V] at positions [R, N]."""
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
-        """Draft the branches of rows, whose windows are drafted. quantities: those of the proposal; empty at start."""
+        """Draft the branches of rows, after their windows. quantities: those of the proposal; empty at start."""
 
 
 def check_branches(name: str, value: int, model: Any) -> None:
@@ -348,16 +348,16 @@ def propose_path(
 ) -> Proposal:
     """As `propose_window`, for the selected path. logits: [R, N, V], guided."""
     rows, guided = state.rows, logits
-    nodes = real_nodes(state, tree, branches.nodes(state, tree))
+    nodes = drop_nodes_past_end(state, tree, branches.nodes(state, tree))
     positions = torch.as_tensor(state.committed[rows, None], device=nodes.device) + tree.depths.to(nodes.device)
     if state.controls is not None:
         logits = state.controls.adjust_nodes(state, logits, rows, tree.parents, nodes)
     if state.constraint is not None:
         logits = state.constraint.mask_nodes(state, logits, rows, tree.parents, nodes)
     p = state.distribution(logits, rows, positions)
-    path, positions = branches.path(state, tree, nodes, p, positions), positions[:, : state.width]
+    path, positions = branches.select_path(state, tree, nodes, p, positions), positions[:, : state.width]
     quantities = {"p": path.p, "uniform": path.uniform, "top_logit": logits.amax(-1), "drafts": path.drafts}
-    quantities |= state.recorded(path.p, logits, guided, rows, positions, path.node) | path.quantities
+    quantities |= state.recorded_quantities(path.p, logits, guided, rows, positions, path.node) | path.quantities
     slots = torch.as_tensor(state.num_evaluated()[:, None], device=p.device)
     available = torch.arange(state.width, device=p.device) < slots
     scores = probability(path.p, path.sampled)

@@ -22,7 +22,7 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.state import CausalState, make_proposal, read_logits
-from paradec.samplers.causal.window import Verified
+from paradec.samplers.causal.window import VerifiedWindow
 from paradec.samplers.distributions import probability
 
 
@@ -30,13 +30,13 @@ from paradec.samplers.distributions import probability
 class Step:
     """One model call. Offsets count from the end of the prompt; -1 is its last token."""
 
-    fed: list[int]
+    positions: list[int]
     """Offsets of the evaluated positions."""
-    token_of: list[int]
+    tokens: list[int]
     """Offsets of the tokens that are evaluated at these positions."""
-    read: list[int]
-    """Columns of `fed` whose logits are read."""
-    chosen: list[int]
+    columns: list[int]
+    """Indices of `positions` whose logits are read."""
+    targets: list[int]
     """Offsets of the tokens that these logits predict."""
 
 
@@ -49,7 +49,7 @@ def schedule(grid: Grid, window: int) -> list[Step]:
         stride = width + grid.stride - grid.width
         row_starts = [begin + row * stride for row in range(height)]
         for (cells,) in orders.ZipAR(window).groups(height, width):
-            fed: dict[int, int] = {offset: offset for offset in deferred}
+            token_at: dict[int, int] = {offset: offset for offset in deferred}
             targets: dict[int, int] = {}
             num_decided = dict(divmod(cell, width) for cell in cells.tolist())  # decided cells of each open row
             deferred = []
@@ -59,14 +59,14 @@ def schedule(grid: Grid, window: int) -> list[Step]:
                 num_above = num_decided.get(row - 1, width)
                 is_known = column > 0 or row == 0 or forced[offset - 1] >= 0 or num_above == width
                 # if the end of the row above is not decided, its last decided token is evaluated instead
-                fed.setdefault(offset - 1, offset - 1 if is_known else row_starts[row - 1] + num_above - 1)
+                token_at.setdefault(offset - 1, offset - 1 if is_known else row_starts[row - 1] + num_above - 1)
                 if column == width - 1:
                     deferred += range(offset, row_starts[row] + stride)
             if not steps:  # all positions before the first image token
-                fed = {offset: offset for offset in range(-1, begin)} | fed
-            order = sorted(fed)
+                token_at = {offset: offset for offset in range(-1, begin)} | token_at
+            order = sorted(token_at)
             columns = [order.index(offset) for offset in targets]
-            steps.append(Step(order, [fed[offset] for offset in order], columns, list(targets.values())))
+            steps.append(Step(order, [token_at[offset] for offset in order], columns, list(targets.values())))
     return steps
 
 
@@ -79,7 +79,7 @@ class ZipARState(CausalState):
 
     def close(self, rows: np.ndarray) -> None:
         # tokens before the first one that a later step predicts are final
-        targets = [offset for step in self.schedule[self.commits :] for offset in step.chosen]
+        targets = [offset for step in self.schedule[self.commits :] for offset in step.targets]
         self.committed = self.prompt_length + min(targets, default=self.max_new_tokens)
         self._find_rows()
 
@@ -138,12 +138,12 @@ class ZipAR(CausalSampler):
         assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
         prompt_end = (state.prompt_length + state.shift).reshape(-1)[:, None]
-        columns, token_at = prompt_end + np.array(step.fed), prompt_end + np.array(step.token_of)
+        columns, token_columns = prompt_end + np.array(step.positions), prompt_end + np.array(step.tokens)
         if not state.commits:  # the whole prompt of every row, right-aligned
-            columns = token_at = prompt_end + np.arange(-int(prompt_end.max()), step.fed[-1] + 1)
+            columns = token_columns = prompt_end + np.arange(-int(prompt_end.max()), step.positions[-1] + 1)
         valid = columns >= 0
-        logit_columns = np.array(step.read) + columns.shape[1] - len(step.fed)
-        positions, tokens = (torch.as_tensor(np.maximum(array, 0), device=device) for array in (columns, token_at))
+        logit_columns = np.array(step.columns) + columns.shape[1] - len(step.positions)
+        positions, tokens = (torch.as_tensor(np.maximum(array, 0), device=device) for array in (columns, token_columns))
         store_rows = np.arange(len(prompt_end))
         rows = torch.as_tensor(store_rows, device=device)
         slots = torch.as_tensor(np.where(valid, columns, -1), device=device)
@@ -165,21 +165,21 @@ class ZipAR(CausalSampler):
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """Draw a token for every open row. Quantities: "top_logit" [R, W]."""
         assert isinstance(state, ZipARState)
-        positions = _columns(state, state.schedule[state.commits].chosen)
+        positions = _columns(state, state.schedule[state.commits].targets)
         logits = read_logits(state, outputs, queries)
         p = state.distribution(logits, state.rows, positions)
         tokens = draw(p, state.uniform(state.rows, positions, 1, rng.TOKEN_STREAM).squeeze(-1))
         available = torch.ones_like(tokens, dtype=torch.bool)
         quantities = {"top_logit": logits.amax(-1)}
-        quantities |= state.recorded(p, logits, logits, state.rows, positions)
+        quantities |= state.recorded_quantities(p, logits, logits, state.rows, positions)
         return make_proposal(state, queries, tokens, positions, probability(p, tokens), available, quantities)
 
-    def verify(self, state: CausalState, proposal: Proposal) -> Verified:
+    def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         """Make all tokens final."""
         tokens = proposal.values
-        return Verified(tokens, torch.full_like(tokens[:, :1], tokens.shape[1] - 1))
+        return VerifiedWindow(tokens, torch.full_like(tokens[:, :1], tokens.shape[1] - 1))
 
-    def draft_window(self, state: CausalState, proposal: Proposal, verified: Verified, count: Tensor) -> None:
+    def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         """Draft nothing."""
 
 

@@ -1,5 +1,5 @@
-"""MAR's sampler (Li et al., arXiv 2406.11838, and its public code): continuous tokens in random order, many at a time;
-with ReCAP's groups of full and local steps (arXiv 2505.19089, and its public code for MAR)."""
+"""Sampler of MAR (Li et al., arXiv 2406.11838, and its public code): it decides several continuous tokens per step, in
+random order. Also ReCAP's groups of full and local steps (arXiv 2505.19089, and its public code for MAR)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paradec.core.protocol import Commit, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.models.images.continuous import ContinuousAnswer, ContinuousQuery, ReusedKeys
 from paradec.request import Request, request_for
-from paradec.samplers.pictures.start import guidance_at, labels_of, trace_of_labels, unsupported_for_pictures
+from paradec.samplers.pictures.start import check_labels, make_label_trace, scheduled_guidance, unsupported_for_pictures
 from paradec.samplers.start import row_keys
 
 DEFAULT_STEPS = 64
@@ -29,52 +29,52 @@ DEFAULT_STEPS = 64
 
 @dataclass
 class ContinuousState(State):
-    """What changes while images are decoded. `B` rows, `S` positions of `channels` numbers each, row by row."""
+    """State of a request. `B` rows of `S` positions (row by row), with `channels` numbers each."""
 
     tokens: Tensor
-    """[B, S, channels]: zeros where nothing is decided."""
+    """[B, S, channels]: 0 at undecided positions."""
     order: Tensor
-    """[B, S] int64: the positions, from the last one that is decided to the first."""
+    """[B, S] int64: positions, from the last to be decided to the first."""
     labels: Tensor
     """[B] int64."""
     keys: Tensor
     """[B, 2] int64 random keys."""
-    left: np.ndarray
-    """[commits + 1] int64 on the host: undecided positions of each row before every commit, and 0 after the last."""
+    num_left: np.ndarray
+    """[commits + 1] int64 on the host: number of undecided positions of a row before every commit; 0 after the last."""
     guidance_scale: float
     index: int = 0
-    """Which commit is next."""
+    """Index of the next commit."""
 
     @property
     def done(self) -> bool:
-        return self.index == len(self.left) - 1
+        return self.index == len(self.num_left) - 1
 
     @property
     def progress(self) -> tuple[int, int]:
-        return int(self.left[0] - self.left[self.index]) * self.batch, int(self.left[0]) * self.batch
+        return int(self.num_left[0] - self.num_left[self.index]) * self.batch, int(self.num_left[0]) * self.batch
 
     @property
     def draft_nfe(self) -> np.ndarray:
-        """[B] int64 on the host: forward calls of a draft model for each row."""
+        """[B] int64 on the host: forwards of a draft model."""
         return np.zeros(self.batch, np.int64)
 
 
 @dataclass(frozen=True)
 class ContinuousSampler(Sampler):
-    """Base of the samplers of continuous tokens: a subclass says how a request's fields become its state (`_state`)."""
+    """Base of the samplers of continuous tokens. A subclass implements `_state`."""
 
     family = "continuous"
     models = ("continuous image",)
     uses_steps = True
-    unsupported = unsupported_for_pictures("steps")  # `temperature` is a setting
+    unsupported = unsupported_for_pictures("steps")  # `temperature` is a setting of the sampler
 
     def _state(self, num_left: np.ndarray, fields: dict[str, Any]) -> Any:
         """Make the state of a request.
 
-        num_left: [T + 1] int64, of `remaining_counts`. fields: of `ContinuousState`, all but `left`."""
+        num_left: [T + 1] int64, from `remaining_counts`. fields: those of `ContinuousState` except `num_left`."""
         raise NotImplementedError
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.inference_mode(False)  # else the state could be used in inference mode only
     @torch.no_grad()
     def start(
         self,
@@ -87,16 +87,16 @@ class ContinuousSampler(Sampler):
     ) -> Any:
         """As `Sampler.start`.
 
-        prompt: the class labels, one per image.
-        request: `steps` is T, 1 to S, 64 by default (the paper's fast setting; 256 is its best); `guidance_scale` of
-            the published models is 2.9, 3.0 and 3.2. In a trace a token is its numbers.
-        order: [B, S] int64, the random order to use, last position first; None draws it."""
+        prompt: class labels, one per image.
+        request: `steps` is T, from 1 to S, by default 64 (the paper's fast setting; 256 is its best). The published
+            models use a `guidance_scale` of 2.9, 3.0 and 3.2. A trace shows a token as its numbers.
+        order: [B, S] int64: the order to use, last position first; None draws a random one."""
         self.check_model(model)
         if "temperature" in arguments:
             raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")
         request = request_for(self, request, arguments)
         module = model.module
-        size, labels = module.positions, labels_of(prompt, module.classes - 1)
+        size, labels = module.positions, check_labels(prompt, module.classes - 1)
         steps = DEFAULT_STEPS if request.steps is None else request.steps
         check_int("steps", steps, low=1, high=size)
         seed, generator = request.seed, request.generator
@@ -105,8 +105,8 @@ class ContinuousSampler(Sampler):
             raise ValueError(f"seed has {len(seeds)} entries for {len(labels)} images; give one int, or one per image")
         base_seed = 0
         if None in seeds:
-            owner = None if generator is None else generator.device
-            base_seed = int(torch.randint(2**62, (1,), generator=generator, device=owner))
+            generator_device = None if generator is None else generator.device
+            base_seed = int(torch.randint(2**62, (1,), generator=generator, device=generator_device))
         seeds = [base_seed if entry is None else int(entry) for entry in seeds]
         device, dtype = model.device, torch.promote_types(module.mask_token.dtype, torch.float32)
         keys = torch.as_tensor(row_keys(seeds, [[label] for label in labels]), device=device)
@@ -127,57 +127,57 @@ class ContinuousSampler(Sampler):
         }
         state = self._state(remaining_counts(size, steps), fields)
         trace_settings = {"steps": steps, "guidance_scale": request.guidance_scale, "seed": seeds}
-        state.trace = trace_of_labels(self, request, labels, size, **trace_settings)
+        state.trace = make_label_trace(self, request, labels, size, **trace_settings)
         return state
 
 
-def normal(uniform: Tensor) -> Tensor:
-    """Standard normal numbers from uniform draws in (0, 1)."""
+def to_normal(uniform: Tensor) -> Tensor:
+    """Transform uniform numbers in (0, 1) to standard normal ones."""
     return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
 
 
 @dataclass
 class MARState(ContinuousState):
-    """What changes while images are decoded, a step a commit."""
+    """State of a request; each step is a commit."""
 
-    kept: ReusedKeys | None = None
-    """What the open group's full step kept."""
+    reused_keys: ReusedKeys | None = None
+    """Keys and values from the full step of the open group."""
 
 
 @dataclass(kw_only=True)
 class MARProposal(LatentProposal):
-    """A proposal, and what its evaluation kept."""
+    """Proposal, with keys and values for the group's local steps."""
 
     positions: Tensor
-    """[R, W] int64: where the values would be written."""
-    kept: ReusedKeys | None = None
+    """[R, W] int64: positions of the values."""
+    reused_keys: ReusedKeys | None = None
     conditions: Tensor | None = None
-    """[R, W, width]: what the head drew from."""
+    """[R, W, width]: conditions from which the diffusion head drew."""
 
 
 @dataclass(frozen=True)
 class MAR(ContinuousSampler):
-    """Per step, decide the next positions of a random order that is drawn per image. After step t of T, floor(S cos(pi
-    / 2 * (t + 1) / T)) of S positions are left, at least one fewer than before.
+    """Each step decides the next positions of a random order, which is drawn per image. After step t of T, floor(S
+    cos(pi / 2 * (t + 1) / T)) of S positions are undecided, at least one fewer than before.
 
-    With `local_steps` > 0 steps come in groups, as in ReCAP: the first of a group evaluates everything, keeps keys and
-    values of encoder and decoder, and decides the first of the group's positions; the others evaluate only the group's
-    positions, with fewer steps of the diffusion head.
+    With `local_steps` > 0 the steps form groups, as in ReCAP. The first step of a group evaluates everything, stores
+    keys and values of encoder and decoder, and decides the first of the group's positions. The others evaluate only the
+    group's positions, with fewer steps of the diffusion head.
 
-    Random numbers are counter-based: an image depends on its seed and class, not on its neighbours.
+    Random numbers are counter-based: an image depends on its seed and class, not on the other rows.
 
     Args:
-        local_steps: l; 0 is MAR, 1 ReCAP's scripts.
-        full_groups: groups at the start without local steps; None is half the steps, as in the scripts.
+        local_steps: l: local steps per group; 0 is MAR; ReCAP's scripts have 1.
+        full_groups: number of groups at the start without local steps; None: half of the steps, as in the scripts.
         head_steps: steps of the diffusion head, 1 to 1000.
-        fast_ratio: share of them that local steps take, in (0, 1], rounded down (at least 1).
-        temperature: scales the noise that the head's steps add.
-        guidance_schedule: "linear" grows from 1 to the request's scale with the decided positions (the paper); or
+        fast_ratio: share of `head_steps` that local steps make, in (0, 1]; rounded down to at least 1 step.
+        temperature: factor of the noise that the head's steps add.
+        guidance_schedule: "linear": the scale grows from 1 to the request's with the decided positions (the paper); or
             "constant".
-        chunk_order: which of a group's positions each step decides: "raster" goes row by row, a quirk of ReCAP's code;
-            "order" goes on in the random order.
-        keep_buffer: whether local steps read the class tokens' keys and values; else they evaluate these again (the
-            scripts).
+        chunk_order: order in which steps decide a group's positions: "raster", row by row, a quirk of ReCAP's code; or
+            "order", the random order.
+        keep_buffer: whether local steps read the stored keys and values of the class tokens; else they evaluate the
+            class tokens again (the scripts).
 
     Raises:
         ValueError: a setting out of its range.
@@ -195,7 +195,7 @@ class MAR(ContinuousSampler):
     name = "mar"
     paper = "MAR"
     arxiv = "2406.11838"
-    summary = "continuous tokens in random order, in numbers that grow from step to step"
+    summary = "continuous tokens in random order; the number per step grows from step to step"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"recap": {"local_steps": 1}}
 
     def __post_init__(self) -> None:
@@ -209,25 +209,25 @@ class MAR(ContinuousSampler):
         check_bool("keep_buffer", self.keep_buffer)
 
     def _state(self, num_left: np.ndarray, fields: dict[str, Any]) -> MARState:
-        return MARState(left=num_left, **fields)
+        return MARState(num_left=num_left, **fields)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
 
     def group(self, state: MARState) -> range:
-        """The steps of the open group."""
-        steps = len(state.left) - 1
+        """Return the steps of the open group."""
+        steps = len(state.num_left) - 1
         full = steps // 2 if self.full_groups is None else self.full_groups
         size = self.local_steps + 1
         first = state.index if state.index < full else full + (state.index - full) // size * size
         return range(first, first + 1 if first < full else min(first + size, steps))
 
     def chunks(self, state: MARState) -> list[Tensor]:
-        """Per step of the open group, the positions [B, n] that it decides, ascending."""
-        group, num_left = self.group(state), state.left
+        """Return the positions [B, n] that each step of the open group decides, ascending."""
+        group, num_left = self.group(state), state.num_left
         if self.chunk_order == "order" or len(group) == 1:
             return [state.order[:, num_left[step + 1] : num_left[step]].sort(-1).values for step in group]
-        everything = state.order[:, num_left[group[-1] + 1] : num_left[group[0]]].sort(-1).values
-        return list(everything.split([int(num_left[step] - num_left[step + 1]) for step in group], 1))
+        group_positions = state.order[:, num_left[group[-1] + 1] : num_left[group[0]]].sort(-1).values
+        return list(group_positions.split([int(num_left[step] - num_left[step + 1]) for step in group], 1))
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -236,9 +236,9 @@ class MAR(ContinuousSampler):
         step_in_group = state.index - group[0]
         targets = torch.cat(chunks, 1).sort(-1).values
         if step_in_group == 0:
-            known_positions = state.order[:, state.left[state.index] :].sort(-1).values
-            everything = torch.arange(state.order.shape[1], device=known_positions.device).expand_as(state.order)
-            drop, targets = (targets if len(group) > 1 else None), everything
+            known_positions = state.order[:, state.num_left[state.index] :].sort(-1).values
+            all_positions = torch.arange(state.order.shape[1], device=known_positions.device).expand_as(state.order)
+            drop, targets = (targets if len(group) > 1 else None), all_positions
             columns, wanted = known_positions, chunks[0]
         else:
             known_positions = torch.cat(chunks[:step_in_group], 1).sort(-1).values
@@ -260,7 +260,7 @@ class MAR(ContinuousSampler):
                 noise=self._noise(state, chunks[step_in_group], step_in_group > 0),
                 temperature=self.temperature,
                 guidance=self.guidance(state) if guided else None,
-                kept=state.kept if step_in_group else None,
+                kept=state.reused_keys if step_in_group else None,
                 drop=drop,
                 keep_buffer=self.keep_buffer,
                 branches=2 if guided else 1,
@@ -270,18 +270,18 @@ class MAR(ContinuousSampler):
         ]
 
     def guidance(self, state: MARState) -> float:
-        """The guidance scale of this step."""
-        size = int(state.left[0])
-        num_decided = size - int(state.left[state.index + 1])
-        return float(guidance_at(self.guidance_schedule, state.guidance_scale, num_decided, size))
+        """Return the guidance scale of this step."""
+        size = int(state.num_left[0])
+        num_decided = size - int(state.num_left[state.index + 1])
+        return float(scheduled_guidance(self.guidance_schedule, state.guidance_scale, num_decided, size))
 
-    def _noise(self, state: MARState, positions: Tensor, local: bool) -> Tensor:
-        """[B, W, steps + 1, channels] standard normal numbers for the head at `positions` [B, W]."""
-        steps = max(int(self.head_steps * self.fast_ratio), 1) if local else self.head_steps
+    def _noise(self, state: MARState, positions: Tensor, is_local: bool) -> Tensor:
+        """Draw standard normal numbers [B, W, steps + 1, channels] for the head at `positions` [B, W]."""
+        steps = max(int(self.head_steps * self.fast_ratio), 1) if is_local else self.head_steps
         count = (steps + 1) * state.tokens.shape[-1]
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, count, rng.TOKEN_STREAM)
-        return normal(uniform).unflatten(-1, (steps + 1, -1))
+        return to_normal(uniform).unflatten(-1, (steps + 1, -1))
 
     def propose(self, state: MARState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]) -> MARProposal:
         (answer,), (query,) = outputs, queries
@@ -292,23 +292,24 @@ class MAR(ContinuousSampler):
             positions=query.targets.gather(1, query.wanted),
             made_at=state.commits,
             kind=query.kind,
-            kept=answer.kept,
+            reused_keys=answer.kept,
             conditions=answer.conditions,
         )
 
     def commit(self, state: MARState, proposal: MARProposal) -> Commit:
-        """Write the chunk. Raises FloatingPointError for NaN or infinite numbers; nothing is written then."""
+        """Write the tokens. Raises FloatingPointError for NaN or infinite numbers (then nothing is written)."""
         state.check_current(proposal)
-        sound = proposal.values.flatten(1).isfinite().all(1)
+        is_finite = proposal.values.flatten(1).isfinite().all(1)
         message = f"the model returned NaN or infinite tokens at step {state.index} for row {{row}}"
-        check_finite(sound, proposal.rows, message)
+        check_finite(is_finite, proposal.rows, message)
         index = proposal.positions.unsqueeze(-1).expand_as(proposal.values)
         state.tokens = state.tokens.scatter(1, index, proposal.values.to(state.tokens.dtype))
-        state.kept = proposal.kept if proposal.kind == "full" else state.kept
+        if proposal.kind == "full":
+            state.reused_keys = proposal.reused_keys
         state.count(proposal.cost)
         state.commits += 1
         state.index += 1
         if state.done or state.index == self.group(state)[0]:
-            state.kept = None  # the next step evaluates everything
+            state.reused_keys = None  # the next step evaluates everything
         selected = torch.ones_like(proposal.positions, dtype=torch.bool)
         return Commit(proposal.rows, proposal.values, proposal.positions, selected, kind=proposal.kind)

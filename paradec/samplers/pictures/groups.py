@@ -1,13 +1,13 @@
-"""LPD's decoding: each call reads the last group's tokens, and asks for the next group by masks at its positions.
+"""LPD's decoding by groups: each call evaluates the last group's tokens, and masks that predict the next group.
 
 Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957, and
-its public code. A step commits one group of an order (`paradec.core.orders`), each token drawn on its own. Keys and
-values are stored by rank, so that a column sees what was decided up to some group.
+its public code. A step commits one group of an order (`paradec.core.orders`); its tokens are drawn independently. Keys
+and values are stored by rank, so that a column sees all ranks below the end of a group.
 
-`Groups(lossless=True)` asks for each of several positions given the tokens before it in a row's order: a query sees the
-tokens of lower rank and itself. So the model is one of any order, with the loop of `paradec.samplers.causal.any_order`.
-The result is that of groups of one position; in LPD's larger groups queries see each other. A call writes keys and
-values of the last final token and of the drafts at their ranks, again until they are final, and none of queries.
+With `Groups(lossless=True)` a mask sees only the tokens of lower rank and itself, so that one call predicts several
+positions, each from the tokens before it in the row's order. The model is then a model of any order, decoded by
+`paradec.samplers.causal.any_order`. The result is that of groups of one position; in LPD's larger groups masks see each
+other. A call stores the last final token, and drafts (again until they are final) at their ranks, but never masks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class WrittenState(State):
-    """What changes with every sampler of the family. `B` rows of `L` positions: a prompt, then the cells."""
+class PictureState(State):
+    """State of a request, for all samplers of the family. `B` rows of `L` positions: a prompt, then the cells."""
 
     request: Request
     context: Tensor
@@ -60,9 +60,9 @@ class WrittenState(State):
     """[B, 2] int64 random keys."""
     store: KeyValueStore
     index: int = field(init=False, default=0)
-    """The group that the next step commits."""
+    """Index of the group that the next step commits."""
     accepted: list[np.ndarray] = field(init=False, default_factory=list)
-    """[B] int64 per step: how many tokens each row made final."""
+    """[B] int64 per step: number of tokens that each row made final."""
 
     @property
     def canvas(self) -> Tensor:
@@ -71,7 +71,7 @@ class WrittenState(State):
 
     @property
     def draft_nfe(self) -> np.ndarray:
-        """[B] int64: nothing drafts."""
+        """[B] int64: 0, since there is no draft model."""
         return np.zeros(self.batch, np.int64)
 
     def stores(self) -> tuple[Any, ...]:
@@ -79,24 +79,24 @@ class WrittenState(State):
 
 
 @dataclass
-class GroupState(WrittenState):
-    """What changes while pictures are decoded group by group. All prompts have `T` tokens, and `S` cells after them; in
-    `context` undecided cells are `blank`, and the slots of `store` are ranks."""
+class GroupState(PictureState):
+    """State of pictures that are decoded group by group. All prompts have `T` tokens, followed by `S` cells. Undecided
+    cells of `context` are `blank`. The slots of `store` are ranks."""
 
     facts: ModelFacts
     groups: orders.Groups
-    """Of the cells."""
+    """Groups of cells."""
     cells: Tensor
-    """[B, S] int64: the order, as positions in the sequence."""
+    """[B, S] int64: positions in the sequence, in the order of decoding."""
     dtype: torch.dtype
-    """Of the model's parameters."""
+    """Dtype of the model's parameters."""
     blank: int
-    """The token at undecided cells: the id that asks the model for a token."""
+    """Id of undecided cells: the mask at which the model predicts a token."""
     branches: int
 
     @property
-    def prompt(self) -> int:
-        """T."""
+    def prompt_size(self) -> int:
+        """T: number of tokens of the prompt."""
         return int(self.prompt_length[0])
 
     @property
@@ -109,31 +109,30 @@ class GroupState(WrittenState):
         return int(num_left[0] - num_left[self.index]) * self.batch, int(num_left[0]) * self.batch
 
     def end(self, group: int) -> int:
-        """The rank after a group's last cell; after the prompt for group -1."""
-        return self.prompt + (0 if group < 0 else int(self.groups.ends[group]))
+        """Return the rank after a group's last cell; group -1 is the prompt."""
+        return self.prompt_size + (0 if group < 0 else int(self.groups.ends[group]))
 
     def positions(self, group: int) -> Tensor:
-        """[B, n] int64: a group's positions in the sequence; the prompt's for group -1."""
+        """[B, n] int64: positions of a group in the sequence; group -1 is the prompt."""
         if group < 0:
-            return torch.arange(self.prompt, device=self.cells.device).expand(self.batch, -1)
-        return self.cells[:, self.end(group - 1) - self.prompt : self.end(group) - self.prompt]
+            return torch.arange(self.prompt_size, device=self.cells.device).expand(self.batch, -1)
+        return self.cells[:, self.end(group - 1) - self.prompt_size : self.end(group) - self.prompt_size]
 
     def ranks(self, group: int) -> Tensor:
-        """[n] int64: a group's slots; the prompt's for group -1."""
+        """[n] int64: ranks of a group, which are its slots; group -1 is the prompt."""
         first = 0 if group < 0 else self.end(group - 1)
         return torch.arange(first, self.end(group), device=self.cells.device)
 
 
 @dataclass(frozen=True)
-class GroupWriter(Sampler):
-    """What all samplers of the family share: what tokens are drawn from, and how a group is written."""
+class GroupSampler(Sampler):
+    """Base of the samplers of the family: start, token distribution and commit. A subclass implements `_state`."""
 
     family: ClassVar[str] = "groups"
     request_defaults = {"temperature": 1.0}
 
-    def distribution(self, state: WrittenState, logits: Tensor) -> Tensor:
-        """What tokens are drawn from: logits [B, n, V], guided -> [B, n, V]. After the temperature the `top_k` best are
-        kept, then the nucleus of these."""
+    def distribution(self, state: PictureState, logits: Tensor) -> Tensor:
+        """Compute the token distribution [B, n, V] of guided logits [B, n, V]: temperature, then top-k, then top-p."""
         request = state.request
         return filtered_distribution(logits, request.temperature, request.top_k, request.top_p)
 
@@ -141,7 +140,7 @@ class GroupWriter(Sampler):
         """Make the state of a request; arguments as for `start`."""
         raise NotImplementedError
 
-    @torch.inference_mode(False)  # else only inference mode could go on with the state
+    @torch.inference_mode(False)  # else the state could be used in inference mode only
     @torch.no_grad()
     def start(
         self,
@@ -155,21 +154,21 @@ class GroupWriter(Sampler):
     ) -> Any:
         """As `Sampler.start`.
 
-        model: for captions of `nar` the copy that the model's `request` gives.
-        prompt: rows of ids as `model.request` lays them out; for `groups` all of one length.
-        request: `steps` is the number of groups, for orders that say none; temperature is 1 by default.
-        grid: the raster; the model's own by default.
-        negative_prompt: rows of the unconditional branch, as long as the prompt's; needed for guidance."""
+        model: for captions of `nar`, the copy of the model that its method `request` returns.
+        prompt: rows of ids as `model.request` makes them; for `groups` all of the same length.
+        request: `steps` is the number of groups, for orders without group sizes; temperature is 1 by default.
+        grid: the raster; by default that of the model.
+        negative_prompt: rows of the unconditional branch, as long as the prompt's; required for guidance."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         return self._state(model, prompt, request, model.grid() if grid is None else grid, negative_prompt)
 
-    def commit(self, state: WrittenState, proposal: Proposal) -> Commit:
-        """Write the group. Raises FloatingPointError for NaN or infinite logits; nothing is written then."""
+    def commit(self, state: PictureState, proposal: Proposal) -> Commit:
+        """Write the group. Raises FloatingPointError for NaN or infinite logits (then nothing is written)."""
         state.check_current(proposal)
-        sound = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
-        message = f"the model returned NaN or infinite logits for row {{row}} at its step {state.index}"
-        check_finite(sound, proposal.rows, message)
+        is_finite = (proposal.quantities["top_logit"].isfinite() & proposal.scores.isfinite()).all(1)
+        message = f"the model returned NaN or infinite logits for row {{row}} at step {state.index}"
+        check_finite(is_finite, proposal.rows, message)
         branches = len(state.context) // state.batch
         positions, tokens = proposal.positions.repeat(branches, 1), proposal.values.repeat(branches, 1)
         state.context = state.context.scatter(1, positions, tokens)
@@ -181,12 +180,12 @@ class GroupWriter(Sampler):
         return Commit(proposal.rows, proposal.values, proposal.positions, selected, proposal.scores, proposal.kind)
 
 
-def checked_rows(
+def check_rows(
     model: Any, prompt: Any, request: Request, negative_prompt: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Check the rows of a request, and those of its unconditional branch (none without guidance). Raises ValueError for
-    rows that do not fit the model, each other or the guidance."""
-    rows = _rows("prompt", prompt)
+    """Return the rows of a request and those of its unconditional branch (none without guidance). Raises ValueError for
+    rows that do not match the model, each other or the guidance."""
+    rows = _read_rows("prompt", prompt)
     model.check_prompts("prompt", rows)
     if request.guidance_scale == 1:
         if negative_prompt is not None:
@@ -194,45 +193,46 @@ def checked_rows(
         return rows, []
     if negative_prompt is None:
         raise ValueError(f"guidance_scale={request.guidance_scale} needs negative_prompt, for the unconditional branch")
-    negative = _rows("negative_prompt", negative_prompt)
+    negative = _read_rows("negative_prompt", negative_prompt)
     model.check_prompts("negative_prompt", negative)
     if len(negative) != len(rows) or len(negative[0]) != len(rows[0]):
-        raise ValueError(f"negative_prompt has {len(negative)} rows of {len(negative[0])} ids; prompt others")
+        sizes = [f"{len(part)} rows of {len(part[0])} ids" for part in (negative, rows)]
+        raise ValueError(f"negative_prompt has {sizes[0]}, prompt {sizes[1]}")
     return rows, negative
 
 
-def _rows(name: str, prompt: Any) -> list[list[int]]:
-    """Rows of ids, at least one, all as long."""
+def _read_rows(name: str, prompt: Any) -> list[list[int]]:
+    """Read rows of ids: at least one, all of the same length and not empty."""
     rows = prompt.rows if isinstance(prompt, Prompts) else [list(row) for row in prompt]
     if not rows or len({len(row) for row in rows}) != 1 or not rows[0]:
-        raise ValueError(f"{name} must be rows of ids, all of one length; it has {[len(row) for row in rows][:8]} ids")
+        raise ValueError(f"{name} must be rows of ids of one length; it has {[len(row) for row in rows][:8]} ids")
     return rows
 
 
 METHODS: dict[str, type[SJD]] = {"jacobi": Jacobi, "sjd": SJD, "scd": SCD}
-"""What verifies drafts: by fixed noise, with which tokens are those of one position a step, or by a quotient."""
+"""Samplers that verify drafts: Jacobi, with fixed noise for each position, or by the ratio p / q."""
 
 
 @dataclass
 class RankedState(OrderedState):
-    """An `OrderedState` of pictures: guided by rank, over a store whose slots are ranks."""
+    """`OrderedState` of pictures: the guidance scale may depend on the rank, and the store's slots are ranks."""
 
     guidance: float = 1.0
-    grows: bool = False
+    guidance_grows: bool = False
     """Whether guidance grows from 1 with the rank, as published."""
 
-    def _call(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
-        query = super()._call(store, spans, index)
+    def _make_query(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
+        query = super()._make_query(store, spans, index)
         rows, device = query.rows, query.tokens.device
         ranks = torch.as_tensor(self._ranks(rows), device=device).gather(1, query.positions)
         slot, num_left = np.arange(self.width), self.slots(rows)
         wanted_slots = np.minimum(slot, num_left[:, None] - 1)[:, : num_left.max()]
-        cells = self.length[rows, None] - self.known[rows, None]
-        num_decided = (self.committed - self.known)[rows, None] + wanted_slots
-        scale = (
-            1 + (self.guidance - 1) * num_decided / cells if self.grows else np.full(num_decided.shape, self.guidance)
-        )
-        final = int(spans.begin[index].max())
+        cells = self.length[rows, None] - self.num_known[rows, None]
+        num_decided = (self.committed - self.num_known)[rows, None] + wanted_slots
+        scale = np.full(num_decided.shape, self.guidance)
+        if self.guidance_grows:
+            scale = 1 + (self.guidance - 1) * num_decided / cells
+        num_final = int(spans.begin[index].max())
         return RankedQuery(
             **{
                 **vars(query),
@@ -240,7 +240,7 @@ class RankedState(OrderedState):
                 "ranks": ranks,
                 "scale": torch.as_tensor(scale, device=device),
                 "is_wanted": torch.as_tensor(slot[: num_left.max()] < num_left[:, None], device=device),
-                "store": StoreCall(query.store.rows, None, rows, final, step=self.commits),
+                "store": StoreCall(query.store.rows, None, rows, num_final, step=self.commits),
             }
         )
 
@@ -252,29 +252,29 @@ class RankedState(OrderedState):
 
 
 @dataclass(frozen=True)
-class Groups(GroupWriter):
-    """Per call, evaluate the tokens of the last group (at first the class) and a mask at every position of the next
-    one; draw that group's tokens independently.
+class Groups(GroupSampler):
+    """Each call evaluates the tokens of the last group (at first the class) and a mask at every position of the next
+    group, whose tokens are then drawn independently.
 
-    Keys and values are written at ranks of the order; the next call overwrites those of masks by those of the tokens
-    there. Tokens see all ranks up to their own group's end; masks also see each other.
+    Keys and values are stored by rank; the next call overwrites those of a mask with those of its token. Tokens and
+    masks see all ranks up to the end of their own group.
 
     Args:
-        order: which positions are decided together: a name of `paradec.core.orders.names()`, one made by
+        order: positions that are decided together: a name of `paradec.core.orders.names()`, an order from
             `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). Without
-            sizes, the request's `steps` is the number of groups; without `steps` too, LPD's order has its published
-            sizes, and others groups of one position.
-        guidance_schedule: "linear" grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published; or
-            "constant".
-        lossless: decide what groups of one position decide in this order, in fewer calls: each asks for all undecided
-            positions, given drafts for them; the drafts that the order confirms become final (see the module). The
-            order's sizes shape the order alone.
-        verify: how. "jacobi": the noise of a position is kept; the tokens are those of one position a call with this
-            noise. "sjd", "scd": drafts are accepted by their probabilities; the same distribution.
-        window: with `lossless`, how many positions a call may decide; None is all, 1 one a call.
+            sizes, the request's `steps` is the number of groups. If `steps` is missing too, LPD's order has its
+            published sizes, and other orders have groups of one position.
+        guidance_schedule: "linear": the scale grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published;
+            or "constant".
+        lossless: decode as with groups of one position in this order, in fewer calls: each call predicts all undecided
+            positions, given drafts for them, and verified drafts become final (see the module). Group sizes then
+            affect only the order of the positions.
+        verify: method of verification, for `lossless`. "jacobi" draws a position with the same noise in every call; the
+            tokens equal those of one position per call. "sjd", "scd": only the distribution is equal.
+        window: with `lossless`, the largest number of positions that a call decides; None: all.
 
     Raises:
-        ValueError: a setting out of its range. TypeError: no order.
+        ValueError: a setting out of its range. TypeError: `order` is not an order.
     """
 
     order: str | Order | Mapping[str, Any] = "lpd"
@@ -286,7 +286,7 @@ class Groups(GroupWriter):
     name = "groups"
     paper = "LPD"
     arxiv = "2507.01957"
-    summary = "groups of positions in any order, each asked for by masks at its positions"
+    summary = "groups of positions in any order; a call predicts a group by masks at its positions"
     models = ("grouped image",)
     uses_steps = True
     unsupported = unsupported_for_pictures("steps", "temperature", "top_p", "top_k")
@@ -303,14 +303,14 @@ class Groups(GroupWriter):
             raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without lossless=True: leave it out")
 
     @property
-    def exact(self) -> SJD:
-        """The method that verifies drafts."""
+    def verifier(self) -> SJD:
+        """The sampler that verifies drafts, with `lossless`."""
         return METHODS[self.verify](window=self.window)
 
     def _state(self, model: Any, prompt: Any, request: Request, grid: Grid, negative_prompt: Any) -> Any:
-        """A `GroupState`; with `lossless` a `RankedState`."""
+        """Make a `GroupState`, or with `lossless` a `RankedState`."""
         facts, device = model.facts, model.device
-        rows, negative = checked_rows(model, prompt, request, negative_prompt)
+        rows, negative = check_rows(model, prompt, request, negative_prompt)
         branches, contexts = 1 + bool(negative), [*rows, *negative]
         keys, _ = make_row_keys(request, rows, torch.device("cpu"))
         assert isinstance(self.order, Order)
@@ -320,9 +320,10 @@ class Groups(GroupWriter):
             order = groups.order.tolist()
             ranked_request = replace(request, sampler=DEFAULTS["sampler"], guidance_scale=1.0, steps=None, order=order)
             view, encoded = model.in_any_order(branches), Prompts(masked, single=False, starts=[0] * len(rows))
-            ranked_state = any_order.start(self.exact, view, encoded, ranked_request, kind=RankedState)
+            ranked_state = any_order.start(self.verifier, view, encoded, ranked_request, state_type=RankedState)
             assert isinstance(ranked_state, RankedState)
-            ranked_state.guidance, ranked_state.grows = request.guidance_scale, self.guidance_schedule == "linear"
+            ranked_state.guidance = request.guidance_scale
+            ranked_state.guidance_grows = self.guidance_schedule == "linear"
             return ranked_state
         length = len(rows[0])
         cells = length + grid.cell_offsets[torch.as_tensor(groups.order.copy())]
@@ -349,11 +350,11 @@ class Groups(GroupWriter):
 
     def query(self, state: Any) -> list[Any]:
         if isinstance(state, RankedState):
-            return self.exact.query(state)
+            return self.verifier.query(state)
         previous, group = state.index - 1, state.index
         previous_positions, group_positions = state.positions(previous), state.positions(group)
         positions = torch.cat((previous_positions, group_positions), 1).repeat(state.branches, 1)
-        tokens = state.context.gather(1, positions)  # blank where nothing is decided
+        tokens = state.context.gather(1, positions)  # `blank` at undecided cells
         ranks = torch.cat((state.ranks(previous), state.ranks(group)))
         ends = torch.tensor([state.end(previous), state.end(group)], device=ranks.device)
         visible_end = ends.repeat_interleave(
@@ -376,9 +377,9 @@ class Groups(GroupWriter):
         ]
 
     def propose(self, state: Any, outputs: list[Tensor], queries: list[Any]) -> Proposal:
-        """A token for every position of the group. Quantities: "top_logit" [B, n]."""
+        """Draw a token for every position of the group. Quantities: "top_logit" [B, n]."""
         if isinstance(state, RankedState):
-            return self.exact.propose(state, outputs, queries)
+            return self.verifier.propose(state, outputs, queries)
         (logits,), (query,) = outputs, queries
         if state.branches == 2:
             logits = apply_guidance(logits, self.guidance(state))
@@ -398,23 +399,25 @@ class Groups(GroupWriter):
         )
 
     def draw(self, state: GroupState, p: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [B, n] of positions [B, n]: the lowest id whose cumulated probability is above a uniform number."""
+        """Draw tokens [B, n] at positions [B, n]: the lowest id with a cumulated probability above a uniform number."""
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
         return draw(p, uniform.squeeze(-1))
 
     def commit(self, state: Any, proposal: Proposal) -> Commit:
-        return self.exact.commit(state, proposal) if isinstance(state, RankedState) else super().commit(state, proposal)
+        if isinstance(state, RankedState):
+            return self.verifier.commit(state, proposal)
+        return super().commit(state, proposal)
 
     def observe(self, state: Any, proposal: Any) -> Notes:
         if isinstance(state, RankedState):
-            return self.exact.observe(state, proposal)
+            return self.verifier.observe(state, proposal)
         return super().observe(state, proposal)
 
     def guidance(self, state: GroupState) -> float | Tensor:
-        """The guidance scale of this step's group, for requests with guidance: a number, or [1, n, 1]."""
+        """Return the guidance scale of this step's group (for requests with guidance): a number, or [1, n, 1]."""
         scale = state.request.guidance_scale
         if self.guidance_schedule == "constant":
             return scale
-        rank = (state.ranks(state.index) - state.prompt).to(torch.promote_types(state.dtype, torch.float32))
+        rank = (state.ranks(state.index) - state.prompt_size).to(torch.promote_types(state.dtype, torch.float32))
         return 1 + (scale - 1) * rank.view(1, -1, 1) / state.groups.order.shape[1]

@@ -1,5 +1,5 @@
-"""NAR's sampler (He et al., arXiv 2503.10696, and its code): picture diagonals, each token from the mean of two
-heads."""
+"""Sampler of NAR (He et al., arXiv 2503.10696, and its code): it decodes the diagonals of a picture, each token from
+the mean of two heads."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paradec.kernels.token_stats import draw
 from paradec.models.images.grid import Grid
 from paradec.request import Request
 from paradec.samplers.distributions import apply_guidance, probability
-from paradec.samplers.pictures.groups import GroupWriter, WrittenState
+from paradec.samplers.pictures.groups import GroupSampler, PictureState
 from paradec.samplers.pictures.start import unsupported_for_pictures
 from paradec.samplers.start import make_row_keys, make_trace, pad_rows
 
 
 @dataclass
-class NARState(WrittenState):
-    """What changes while pictures are decoded; a group is a diagonal, and the cells lie row by row."""
+class NARState(PictureState):
+    """State of a request. A group is a diagonal; cells are numbered row by row."""
 
     grid: Grid
 
     @property
     def decided(self) -> int:
-        """Cells of every row that are final."""
+        """Number of final cells in each row of the batch."""
         return sum(len(diagonal(self.grid, index)) for index in range(self.index))
 
     @property
@@ -45,18 +45,18 @@ class NARState(WrittenState):
         return self.decided * self.batch, self.grid.length * self.batch
 
     def positions(self, cells: Tensor) -> Tensor:
-        """[B, W] int64: where cells [W] are in the rows."""
+        """[B, W] int64: positions of cells [W] in the rows."""
         return torch.as_tensor(self.prompt_length[:, None], device=cells.device) + cells
 
     def uniform(self, cells: Tensor) -> Tensor:
-        """[B, W] float64 in (0, 1): the numbers that tokens of cells [W] are drawn with at this step."""
+        """[B, W] float64 in (0, 1): random numbers that draw the tokens of cells [W] in this step."""
         step = torch.full((self.batch,), self.index, device=cells.device)
         return rng.uniform(self.keys, step, cells.expand(self.batch, -1), 1, rng.TOKEN_STREAM).squeeze(-1)
 
 
 @dataclass(frozen=True)
-class NAR(GroupWriter):
-    """Per step, decide a diagonal of the picture; g x g cells take 2g - 1 forwards. A cell's logits are the mean of
+class NAR(GroupSampler):
+    """Each step decides a diagonal of the picture; g x g cells take 2g - 1 forwards. A cell's logits are the mean of
     those from the right head of its left neighbour and the lower head of its upper neighbour. Cells of the first row
     and column have one of these; the first cell takes both heads of the condition. Tokens of a diagonal are drawn
     independently.
@@ -65,8 +65,8 @@ class NAR(GroupWriter):
     applied in the order temperature, top-k, top-p.
 
     Args:
-        cfg_interval: guidance ends with the first diagonal before which more than this many tokens are decided; -1
-            guides all. After that the unconditional branch is not evaluated.
+        cfg_interval: diagonals before which more than this number of tokens are decided have no guidance, and their
+            unconditional branch is not evaluated; -1: all diagonals have guidance.
 
     Raises:
         ValueError: a setting out of its range.
@@ -90,7 +90,7 @@ class NAR(GroupWriter):
         contexts, lengths = prompts, np.array([len(row) for row in prompts], np.int64)
         if request.guidance_scale > 1:
             if negative_prompt is None:
-                raise ValueError(f"guidance_scale={request.guidance_scale} needs negative_prompt, the rows without it")
+                raise ValueError(f"guidance_scale={request.guidance_scale} needs negative_prompt")
             negative = encode(model, negative_prompt, None, request.chat).rows
             if [len(row) for row in negative] != lengths.tolist():
                 raise ValueError("negative_prompt must have a row as long as each row of the prompt")
@@ -114,7 +114,7 @@ class NAR(GroupWriter):
         return state
 
     def query(self, state: NARState) -> list[Query]:
-        """The condition first, then the diagonal that was decided last."""
+        """Evaluate the condition in the first step, then the diagonal that was decided last."""
         is_guided = len(state.context) > state.batch and not 0 <= self.cfg_interval < state.decided
         branches, device = 2 if is_guided else 1, state.context.device
         index, valid, wanted = np.arange(branches * state.batch), None, None
@@ -122,10 +122,10 @@ class NAR(GroupWriter):
         if state.index == 0:
             lengths = np.tile(state.prompt_length, branches)
             column = np.arange(lengths.max())
-            real = column < lengths[:, None]
+            is_valid = column < lengths[:, None]
             positions = torch.as_tensor(np.minimum(column, lengths[:, None] - 1), device=device)
-            valid = None if real.all() else torch.as_tensor(real, device=device)
-            slots = torch.as_tensor(np.where(real, column, -1), device=device)
+            valid = None if is_valid.all() else torch.as_tensor(is_valid, device=device)
+            slots = torch.as_tensor(np.where(is_valid, column, -1), device=device)
             wanted = torch.as_tensor(lengths[:, None] - 1, device=device)
             forwarded, visible = state.prompt_length, int(lengths.max())
         else:
@@ -148,10 +148,10 @@ class NAR(GroupWriter):
         ]
 
     def propose(self, state: NARState, outputs: list[Tensor], queries: list[Query]) -> Proposal:
-        """Draw the diagonal from logits [R, W, 2, V] of the condition's last column, or of the diagonal before."""
+        """Draw the diagonal from logits [R, W, 2, V] of the condition's last column, or of the previous diagonal."""
         (heads,), (query,) = outputs, queries
         cells = torch.as_tensor(diagonal(state.grid, state.index), device=heads.device)
-        averaged = neighbours(heads, state.grid, state.index)  # [R, W, V]
+        averaged = average_heads(heads, state.grid, state.index)  # [R, W, V]
         logits = apply_guidance(averaged, state.request.guidance_scale) if query.branches == 2 else averaged
         p = self.distribution(state, logits)
         tokens = draw(p, state.uniform(cells))
@@ -169,22 +169,24 @@ class NAR(GroupWriter):
 
 
 def diagonal(grid: Grid, index: int) -> np.ndarray:
-    """[W] int64: the cells (i, j) with i + j = index, counted row by row, the upper ones first."""
+    """[W] int64: the cells (i, j) with i + j = index, numbered row by row, the upper ones first."""
     rows = np.arange(max(0, index - grid.width + 1), min(grid.height, index + 1))
     return rows * grid.width + index - rows
 
 
-def neighbours(heads: Tensor, grid: Grid, index: int) -> Tensor:
-    """Logits [R, W, V] of a diagonal's cells, from those [R, W', 2, V] that the cells of the diagonal before give for
-    their right and lower neighbours (of the first cell: that the condition gives)."""
+def average_heads(heads: Tensor, grid: Grid, index: int) -> Tensor:
+    """Compute logits [R, W, V] of a diagonal's cells.
+
+    heads: [R, W', 2, V]: logits of the previous diagonal's cells (for the first cell: of the condition) for their right
+        and lower neighbours."""
     if index == 0:
         return heads.mean(2)
     (row, column), first = np.divmod(diagonal(grid, index), grid.width), int(diagonal(grid, index - 1)[0]) // grid.width
 
-    def said(rows: np.ndarray, exists: np.ndarray, head: int) -> tuple[Tensor, Tensor]:
-        """What the neighbours in `rows` say [R, W, V], and where there is one [W, 1]."""
+    def head_logits(rows: np.ndarray, exists: np.ndarray, head: int) -> tuple[Tensor, Tensor]:
+        """Return logits [R, W, V] from the neighbours in `rows`, and whether they exist, [W, 1]."""
         column_index = torch.as_tensor(np.where(exists, rows - first, 0), device=heads.device)
         return heads[:, column_index, head], torch.as_tensor(exists[:, None], device=heads.device)
 
-    (left, has_left), (upper, has_upper) = said(row, column > 0, 0), said(row - 1, row > 0, 1)
+    (left, has_left), (upper, has_upper) = head_logits(row, column > 0, 0), head_logits(row - 1, row > 0, 1)
     return torch.where(has_left & has_upper, (left + upper) / 2, torch.where(has_left, left, upper))

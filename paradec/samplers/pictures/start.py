@@ -1,4 +1,4 @@
-"""The start of a request for pictures: what its families share besides the start of all families."""
+"""Functions for the start of a request for pictures, shared by the families of picture samplers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from paradec.request import FIELDS, Request
 
 
 def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
-    """List the fields of a request that a family of samplers for pictures does not support; it does a few, and those
-    `supported`."""
+    """Return the request fields that a picture sampler does not support: all but a few common ones and `supported`."""
     common = ("sampler", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
     return tuple(name for name in FIELDS if name not in (*common, *supported))
 
 
-def labels_of(prompt: Sequence[int] | int, last: int) -> list[int]:
-    """Labels from 0 to `last`, one per picture. Raises ValueError: none, or one out of its range."""
+def check_labels(prompt: Sequence[int] | int, last: int) -> list[int]:
+    """Return the labels as a list. Raises ValueError if there is none, or one that is not from 0 to `last`."""
     labels = [prompt] if isinstance(prompt, int) else list(prompt)
     if not labels:
-        raise ValueError("prompt is empty; give one class label at least")
+        raise ValueError("prompt is empty; give at least one class label")
     for label in labels:
         check_int("label", label, low=0, high=last)
     return labels
 
 
-def trace_of_labels(sampler: Sampler, request: Request, labels: list[int], size: int, **settings: Any) -> Trace | None:
-    """Make the trace of a request for pictures of `size` tokens; None where it asks for none."""
+def make_label_trace(sampler: Sampler, request: Request, labels: list[int], size: int, **settings: Any) -> Trace | None:
+    """Make the trace of a request for pictures of `size` tokens; None if the request has no trace."""
     if not request.trace:
         return None
     recorded = sampler.to_dict() | {"labels": labels} | settings
     return Trace([[None] * size for _ in labels], recorded, family=sampler.family)
 
 
-def guidance_at(schedule: str, scale: float, count: Any, total: int) -> Any:
-    """The guidance scale after `count`, a number or a tensor, of `total`: "linear" grows from 1 to `scale`; or
-    "constant"."""
+def scheduled_guidance(schedule: str, scale: float, count: Any, total: int) -> Any:
+    """Return the guidance scale after `count` (a number or a tensor) of `total`: "linear" grows from 1 to `scale`;
+    "constant" is `scale`."""
     return scale if schedule == "constant" else 1 + (scale - 1) * count / total

@@ -41,11 +41,11 @@ PIECE = 2**22
 
 @dataclass(kw_only=True)
 class CanvasProposal(Proposal):
-    """A proposal of this family. `values` are the best tokens, which closing writes; at prompt positions, which are not
-    `available`, the prompt's. `R` rows with a denoised canvas, `C` positions, `V` tokens."""
+    """A proposal of this family. `values` are the best tokens, which closing makes final; at prompt positions (not
+    `available`) they are the prompt's. `R` rows with a denoised canvas, `C` positions, `V` tokens."""
 
     logits: Tensor
-    """[R, C, V]: the model's logits, before the temperature. The commit draws from them and softens them."""
+    """[R, C, V]: the model's logits, before the temperature. The commit draws from them, and computes embeddings."""
     soften: Callable[[Tensor], Tensor]
     """The model's function from logits [..., V] to embeddings [..., D] for the next step."""
     encoded: np.ndarray
@@ -107,7 +107,7 @@ class CanvasSampler(Sampler):
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # else the state would only work in inference mode
+    @torch.inference_mode(False)  # else the state could be used in inference mode only
     @torch.no_grad()
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
@@ -208,7 +208,7 @@ class CanvasSampler(Sampler):
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: DenoisingState, proposal: CanvasProposal) -> Commit:
-        """Keep tokens or replace them by noise, soften; close canvases that are stable or at their last step. Raises
+        """Keep tokens or replace them by noise, and close canvases that are stable or at their last step. Raises
         FloatingPointError for NaN or infinite logits; then nothing is written."""
         state.check_current(proposal)
         rows, undecided = proposal.rows, proposal.available
@@ -233,29 +233,29 @@ class CanvasSampler(Sampler):
         is_stable = np.zeros(len(rows), bool)
         if state.stability_rule is not None:
             is_stable = state.stability_rule.is_stable(unchanged, entropy)
-        waits = state.converged[rows]  # lock step: it converged earlier
+        is_waiting = state.converged[rows]  # lock step: it converged earlier
         is_last_step = state.canvas_step[rows] + 1 >= state.steps
-        closes = is_stable | waits
-        closes = is_last_step | (closes.all() if state.lock_step else closes)
-        stays = ~closes & ~waits
-        soft = self._soften_rows(state, proposal, stays)  # the state is unchanged so far
+        is_closing = is_stable | is_waiting
+        is_closing = is_last_step | (is_closing.all() if state.lock_step else is_closing)
+        stays_open = ~is_closing & ~is_waiting
+        soft = self._soften_rows(state, proposal, stays_open)  # the state is unchanged so far
 
         if generator is not None and state.generator is not None:
             state.generator.set_state(generator.get_state())
-        is_active = torch.as_tensor(~waits, device=undecided.device).unsqueeze(1)
+        is_active = torch.as_tensor(~is_waiting, device=undecided.device).unsqueeze(1)
         values = torch.where(is_active, proposal.values, previous)
-        tokens = np.where(waits[:, None], previous.cpu().numpy(), tokens) if waits.any() else tokens
+        tokens = np.where(is_waiting[:, None], previous.cpu().numpy(), tokens) if is_waiting.any() else tokens
         state.canvas[state.index(rows).unsqueeze(1), proposal.positions] = values
         state.memory.write("noisy", rows, torch.where(is_active, noisy, state.noisy(rows)))
         state.memory.write("unchanged", rows, torch.as_tensor(unchanged, device=undecided.device))
         if soft is not None:
-            state.memory.write("soft", rows[stays], soft)
-        final = torch.as_tensor(closes, device=undecided.device).unsqueeze(1) & undecided
+            state.memory.write("soft", rows[stays_open], soft)
+        final = torch.as_tensor(is_closing, device=undecided.device).unsqueeze(1) & undecided
         if state.logprobs is not None and proposal.logprobs is not None:
             state.logprobs.write(rows, proposal.positions, final, proposal.logprobs, state.row_step[rows])
         self._count(state, proposal)
-        state.converged[rows] = is_stable | waits
-        state.close(rows[closes], tokens[closes])
+        state.converged[rows] = is_stable | is_waiting
+        state.close(rows[is_closing], tokens[is_closing])
         scores = proposal.quantities["confidence"]
         return Commit(rows, values, proposal.positions, final, scores, proposal.kind, proposal.logprobs)
 
@@ -304,16 +304,16 @@ class CanvasSampler(Sampler):
             sampled[index] = draw(p, uniform[index])
         return sampled if state.constraint is None else state.constraint.draw(state, proposal.positions, sampled)
 
-    def _soften_rows(self, state: DenoisingState, proposal: CanvasProposal, stays: np.ndarray) -> Tensor | None:
-        """Compute embeddings [N, C, D] for the next step of rows whose canvas `stays` open [R] bool."""
-        if not stays.any():
+    def _soften_rows(self, state: DenoisingState, proposal: CanvasProposal, stays_open: np.ndarray) -> Tensor | None:
+        """Compute embeddings [N, C, D] for the next step of rows whose canvas `stays_open` [R] bool."""
+        if not stays_open.any():
             return None
-        rows, index = proposal.rows[stays], torch.as_tensor(stays, device=proposal.logits.device)
-        logits = proposal.logits if stays.all() else proposal.logits[index]
-        # row by row: a product reads all embeddings
+        rows, index = proposal.rows[stays_open], torch.as_tensor(stays_open, device=proposal.logits.device)
+        logits = proposal.logits if stays_open.all() else proposal.logits[index]
+        # one product per row: each product reads all embeddings
         embeddings = [proposal.soften(piece) for piece in self._tempered_pieces(state, rows, logits, logits.shape[1])]
         soft = torch.stack(embeddings).to(state.canvas.device)
-        if state.pinned:  # otherwise the model's guess leaks into prompt positions
+        if state.has_given_tokens:  # otherwise the model's guess leaks into prompt positions
             soft = soft.masked_fill(~proposal.available[index.to(soft.device)].unsqueeze(-1), 0)
         return soft
 
@@ -323,8 +323,8 @@ class CanvasSampler(Sampler):
         state.commits += 1
         state.encoded[encoded_rows] = state.block_start[encoded_rows]
         state.encoder_calls[encoded_rows] += 1
-        state.waited[np.setdiff1d(state.rows, rows)] += 1
-        state.waited[rows] = 0
+        state.num_waits[np.setdiff1d(state.rows, rows)] += 1
+        state.num_waits[rows] = 0
         state.denoising_calls[rows] += state.running[rows] & ~state.converged[rows]
         state.canvas_step[rows] += 1
         state.row_step[rows] += 1

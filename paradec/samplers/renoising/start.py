@@ -1,4 +1,4 @@
-"""Start of a request on canvases."""
+"""Start of a request on canvases: checks, and the state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paradec.samplers.renoising.state import DenoisingState, StabilityRule
 from paradec.samplers.start import answer_starts, make_seeds, make_trace, new_tokens, pad_rows, row_keys, suppressed_ids
 
 _CANVAS = "a canvas has the length that the model was trained with"
-REFUSED = {
+UNSUPPORTED = {
     "cache": "keys and values of final tokens are always stored, and those of an open canvas change at every step",
     "share_prefix": "every row encodes its own prompt; prefix=... reuses the keys and values of an earlier request",
     "attention": "sparse attention makes its lists of keys for one block of masks",
@@ -39,7 +39,7 @@ REFUSED = {
     "compile": "the host decides when canvases have converged, and then opens and encodes others",
     "rollout": "a canvas closes with its likeliest tokens, which no step has drawn",
 }
-"""Fields of a request that are not supported on canvases, and why."""
+"""Fields of a request that are not supported on canvases, with the reasons."""
 MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold")
 """Settings of a sampler for which None is the model's value."""
 
@@ -47,7 +47,7 @@ MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold"
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
     """Check a request, and make its state: prompts, and canvases after or over them. Raises ValueError, TypeError."""
     sampler.check_model(model)
-    for name, why in REFUSED.items():
+    for name, why in UNSUPPORTED.items():
         value = getattr(request, name)
         is_set = value != DEFAULTS[name] and value not in ("none" if name == "cache" else "dense", None)
         if is_set and getattr(value, "name", None) != "none":
@@ -55,7 +55,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows = prompts.rows
-    holes = any(HOLE in row for row in rows)
+    has_holes = any(HOLE in row for row in rows)
     num_new = new_tokens(model, rows, request.max_new_tokens, HOLE, "hole")
     for index, row in enumerate(rows):
         if row[0] == HOLE:
@@ -68,25 +68,25 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     suppressed = suppressed_ids(request, facts, facts.eos_token_ids if request.holes_eos_inf else ())
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     is_reference = request.rng == "reference"
-    if is_reference and holes:
+    if is_reference and has_holes:
         raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
-    # first tokens: `randomness` rejects rows of unequal lengths, transformers does not
+    # only first tokens: `make_seeds` rejects rows of unequal lengths, transformers does not
     generator, seeds = make_seeds(request, [row[:1] for row in rows] if is_reference else rows)
-    token_rules, early = split_stop_rules(request.stop)
-    if early:
+    token_rules, early_stops = split_stop_rules(request.stop)
+    if early_stops:
         raise ValueError(f"stop={short_repr(request.stop)} ends a row within a block; a canvas closes as a whole")
     stop_rules = [*token_rules]
     answers = answer_starts(rows, HOLE)
     if request.stop_strings:
         stop_rules.append(StopStrings.from_request(request, model, answers, HOLE))
     images = prompts.images or []
-    reuse = _reuse(request, model, rows, images)
+    reuse = _match_prefix(request, model, rows, images)
 
     width = facts.block_length
     assert width is not None  # models with canvases set it
     lengths = np.array([len(row) for row in rows], np.int64)
     requested_length = lengths + num_new
-    starts = [_starts(row, int(end), width) for row, end in zip(rows, requested_length, strict=True)]
+    starts = [_find_canvas_starts(row, int(end), width) for row, end in zip(rows, requested_length, strict=True)]
     lengths_with_canvases = np.array([row[-1] + width for row in starts], np.int64)
     longest = int(np.maximum(lengths_with_canvases, requested_length).max())
     canvas = pad_rows(rows, longest, HOLE)
@@ -101,7 +101,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         check_steps(request.steps, counts, "canvases")
         steps = -(-request.steps // int(counts.max()))
     if request.eos_early_stop and facts.eos_token_ids:
-        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if holes else np.zeros_like(answers)))
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if has_holes else np.zeros_like(answers)))
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
@@ -139,14 +139,14 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         source, counts = reuse
         state.store.load(request.prefix, source, counts)
         state.encoded, state.reused = counts.copy(), counts
-    filled = [to_spans(state.to_fill(row)) for row in range(len(rows))] if request.trace else None
+    filled = [to_spans(state.positions_to_fill(row)) for row in range(len(rows))] if request.trace else None
     state.trace = make_trace(sampler, request, state.canvas, lengths_with_canvases, score="probability", filled=filled)
     if request.logprobs is not None:
         state.logprobs = LogProbs.empty(len(rows), longest, request.logprobs, device)
     return state
 
 
-def _starts(row: list[int], end: int, width: int) -> np.ndarray:
+def _find_canvas_starts(row: list[int], end: int, width: int) -> np.ndarray:
     """Find the starts of canvases in a row of length `end`: each at the first position to fill after the one before."""
     holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
     starts: list[int] = []
@@ -156,19 +156,19 @@ def _starts(row: list[int], end: int, width: int) -> np.ndarray:
     return np.array(starts, np.int64)
 
 
-def _reuse(
+def _match_prefix(
     request: Request, model: Any, rows: list[list[int]], images: list[Any]
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Find the row of the request's prefix that each row reuses, and the number of reused tokens, both [B] int64. Any
     number is exact: the encoder is causal. Raises ValueError for a prefix of another model, or with images."""
-    prefix, pictured = request.prefix, any(image is not None for image in images)
-    if request.keep_prefix and pictured:
+    prefix, has_images = request.prefix, any(image is not None for image in images)
+    if request.keep_prefix and has_images:
         raise ValueError("keep_prefix=True keeps only tokens, and the prompt has images: leave it out")
     if prefix is None:
         return None
     if not isinstance(prefix, KeptPrefix):
         raise ValueError(f"prefix={short_repr(prefix)} must be the `prefix` of an output made with keep_prefix=True")
-    if pictured:
+    if has_images:
         raise ValueError("prefix=... is matched by tokens, and the prompt has images: leave it out")
     prefix.check(model, SimpleNamespace(name="canvas", store_dtype=None))  # type: ignore[arg-type]
     source, counts = prefix.match_rows(rows)

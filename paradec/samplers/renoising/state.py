@@ -40,7 +40,7 @@ class DenoisingState(State):
     stability_rule: StabilityRule | None
     encode_wait: int
     canvas: Tensor
-    """[B, L] int64 ids: final tokens; in open canvases the draft, which a canvas that closes now would write."""
+    """[B, L] int64 ids: final tokens; in open canvases the best tokens of the last step, which closing makes final."""
     given: Tensor
     """[B, L] bool: prompt tokens."""
     starts: list[np.ndarray]
@@ -77,12 +77,12 @@ class DenoisingState(State):
         batch = self.batch
         self.block_start = np.array([row[0] for row in self.starts], np.int64)
         """[B] int64: start of each row's open canvas."""
-        self.opened = np.zeros(batch, np.int64)
-        """[B] int64: the index of the open canvas."""
+        self.canvas_index = np.zeros(batch, np.int64)
+        """[B] int64: index of the open canvas."""
         self.encoded = np.zeros(batch, np.int64)
-        """[B] int64: leading positions whose keys and values are in the store."""
-        self.waited = np.zeros(batch, np.int64)
-        """[B] int64: steps that a row has waited to be encoded together with other rows."""
+        """[B] int64: number of first positions whose keys and values are in the store."""
+        self.num_waits = np.zeros(batch, np.int64)
+        """[B] int64: number of steps that a row has waited to be encoded together with other rows."""
         self.canvas_step = np.zeros(batch, np.int64)
         """[B] int64: completed steps of the open canvas."""
         self.row_step = np.zeros(batch, np.int64)
@@ -95,19 +95,19 @@ class DenoisingState(State):
         """[B] int64: the position after each row's last token; before `requested_end` where a stop rule ended it."""
         self.stopped = np.zeros(batch, bool)
         self.reused = np.zeros(batch, np.int64)
-        """[B] int64: leading positions whose keys and values came from a prefix."""
+        """[B] int64: number of first positions whose keys and values came from a prefix."""
         self.encoder_calls = np.zeros(batch, np.int64)
         self.denoising_calls = np.zeros(batch, np.int64)
-        """[B] int64 each: encodings and denoising steps of a row, except steps in which it only waited in lock step."""
+        """[B] int64 each: encodings and denoising steps of a row, except steps in which it only waits in lock step."""
         column = np.arange(self.canvas.shape[1])
-        covered = np.zeros(self.canvas.shape, bool)
+        in_canvas = np.zeros(self.canvas.shape, bool)
         for row, starts in enumerate(self.starts):
             for start in starts:
-                covered[row, start : start + self.width] = True
+                in_canvas[row, start : start + self.width] = True
         is_given = self.given.cpu().numpy()
-        self._final = ~covered | (column >= self.length[:, None]) | is_given
+        self._final = ~in_canvas | (column >= self.length[:, None]) | is_given
         self.total = (~self._final).sum(1)
-        self.pinned = bool((covered & is_given).any())
+        self.has_given_tokens = bool((in_canvas & is_given).any())
         """Whether a canvas has prompt tokens."""
         self._open_noise(np.arange(batch))
 
@@ -115,14 +115,14 @@ class DenoisingState(State):
 
     @property
     def width(self) -> int:
-        """C: positions of a canvas."""
+        """C: number of positions of a canvas."""
         width = self.facts.block_length
         assert width is not None  # models with canvases set it
         return width
 
     @property
     def lock_step(self) -> bool:
-        """Whether canvases close together, as in transformers' generate."""
+        """Whether the canvases of all rows close together, as in transformers' generate."""
         return self.generator is not None
 
     @property
@@ -156,17 +156,17 @@ class DenoisingState(State):
         draft_end = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.requested_end), self.block_start)
         return np.where(self.running, draft_end, self.end)
 
-    def to_fill(self, row: int) -> list[int]:
+    def positions_to_fill(self, row: int) -> list[int]:
         """List the positions of a row that decoding makes final."""
-        covered = [position for start in self.starts[row] for position in range(int(start), int(start) + self.width)]
+        in_canvas = [position for start in self.starts[row] for position in range(int(start), int(start) + self.width)]
         is_given = self.given[row].cpu().numpy()
-        return [position for position in covered if not is_given[position]]
+        return [position for position in in_canvas if not is_given[position]]
 
     def choose_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows to encode at this step, and the rows whose canvas it denoises, which include the former."""
         rows = self.rows
         needs_encoding = self.encoded[rows] < self.block_start[rows]
-        ready = needs_encoding & (needs_encoding.all() or self.waited[rows].max(initial=0) >= self.encode_wait)
+        ready = needs_encoding & (needs_encoding.all() or self.num_waits[rows].max(initial=0) >= self.encode_wait)
         return rows[ready], rows[~needs_encoding | ready]
 
     def positions(self, rows: np.ndarray) -> Tensor:
@@ -186,13 +186,11 @@ class DenoisingState(State):
 
     def temperature(self, rows: np.ndarray) -> Tensor:
         """[R] float32: the temperatures of the rows' steps."""
-        fraction_left = torch.as_tensor(
-            self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device
-        )
-        return anneal_temperature(fraction_left / self.steps, *self.temperatures)
+        steps_left = torch.as_tensor(self.steps - self.canvas_step[rows], dtype=torch.int32, device=self.canvas.device)
+        return anneal_temperature(steps_left / self.steps, *self.temperatures)
 
     def kept_prefix(self, model: Any) -> KeptPrefix | None:
-        """The `KeptPrefix` for the next request, if requested; call it before the store is freed."""
+        """Return the `KeptPrefix` for the next request, if requested; call this before the store is freed."""
         if not self.request.keep_prefix:
             return None
         counts = np.minimum(self.encoded, self.end)
@@ -233,14 +231,14 @@ class DenoisingState(State):
         self._stop(rows[is_running], positions[is_running], tokens[is_running])
         if self.facts.pad_token_id is not None:  # without a padding id, transformers does not pad
             self._fill_after_end(rows[~is_running])
-        has_next = self.opened[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
+        has_next = self.canvas_index[rows] + 1 < np.array([len(self.starts[row]) for row in rows])
         self.running[rows[~has_next]] = False
         opens_next = has_next & np.isin(rows, self.rows)
         self._fill_after_end(rows[~opens_next])
         rows = rows[opens_next]
-        self.opened[rows] += 1
-        self.block_start[rows] = [self.starts[row][self.opened[row]] for row in rows]
-        self.canvas_step[rows] = self.waited[rows] = 0
+        self.canvas_index[rows] += 1
+        self.block_start[rows] = [self.starts[row][self.canvas_index[row]] for row in rows]
+        self.canvas_step[rows] = self.num_waits[rows] = 0
         self.converged[rows] = False
         self.memory.reset(rows, "block")
         self._open_noise(rows)
@@ -279,10 +277,10 @@ class DenoisingState(State):
             self._final[rows] = True
 
 
-Share = TypeVar("Share", float, Tensor)
+Fraction = TypeVar("Fraction", float, Tensor)
 
 
-def anneal_temperature(fraction_left: Share, t_min: float, t_max: float) -> Share:
+def anneal_temperature(fraction_left: Fraction, t_min: float, t_max: float) -> Fraction:
     """Compute the temperature when `fraction_left` of the steps remain, including this one: t_max at the first step."""
     return t_min + (t_max - t_min) * fraction_left
 

@@ -453,7 +453,7 @@ def test_settings_are_checked() -> None:
     with accelerate(module, DiCache()), pytest.raises(ValueError, match="num_inference_steps=None"):
         denoise(module, inputs, 2)
     refuses(lambda: calibrate_magcache(module, lambda: None, runs=0), "runs")
-    refuses(lambda: calibrate_magcache(module, lambda: None), "no transformer was called at every step")
+    refuses(lambda: calibrate_magcache(module, lambda: None), "run must evaluate the transformer at every step")
     lengths = iter((3, 4))
     with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
         calibrate_magcache(module, lambda: denoise(module, inputs, next(lengths)), runs=2)

@@ -163,12 +163,12 @@ GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_zipar_knows_both_rasters(window: int) -> None:
     steps = schedule(GRID, window)
-    assert sorted([at for step in steps for at in step.chosen]) == list(range(GRID.length))
-    assert max(step for step, each in enumerate(steps) if min(each.chosen) < 4) < min(
-        step for step, each in enumerate(steps) if max(each.chosen) >= 4
+    assert sorted([at for step in steps for at in step.targets]) == list(range(GRID.length))
+    assert max(step for step, each in enumerate(steps) if min(each.targets) < 4) < min(
+        step for step, each in enumerate(steps) if max(each.targets) >= 4
     )
     assert len(steps) == (2 + min(window, 2)) + (4 + 2 * min(window, 4))
-    assert set(range(-1, 3)) <= {at for step in steps[:-1] for at in step.fed}  # the small raster whole
+    assert set(range(-1, 3)) <= {at for step in steps[:-1] for at in step.positions}  # the small raster whole
     method = paradec.samplers.create("zipar", window=window)
     laid = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
     state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))

@@ -20,7 +20,7 @@ from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling, lo
 from paradec.samplers.causal.jacobi import Jacobi, longest_path, pool_layout
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.speculative import Speculative
-from paradec.samplers.causal.trees import tree_of
+from paradec.samplers.causal.trees import parse_tree
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
 """Of different lengths; some contain repetitions for prompt lookup."""
@@ -173,7 +173,7 @@ def recycling(tree: Any = (4, 2, 1), k: int = 8) -> Speculative:
 
 
 def test_the_paper_s_tree() -> None:
-    tree = tree_of("2.2.2")
+    tree = parse_tree("2.2.2")
     assert [tree.depths.count(depth) for depth in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
     assert {(0,) * 6, (0, 0, 0, 0, 0, 1), (0, 0, 0, 1, 0, 0), (7, 0), (5, 0, 0), (1, 1, 0)} < set(tree.paths)
     assert TokenRecycling().tree == "2.2.2" and Speculative(drafter="token_recycling", rule="naive").tree == "2.2.2"
@@ -182,7 +182,7 @@ def test_the_paper_s_tree() -> None:
 @pytest.mark.parametrize("tree", ["2.2.2", (3, 2, 2)])
 def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> None:
     model, method, known = TableModel.random(9, seed=3), recycling(tree), [{}, {}, {}]
-    shape = tree_of(tree)
+    shape = parse_tree(tree)
     state = method.start(model, [[2, 0], [4, 1, 3], [8]], max_new_tokens=14, seed=5)
     assert (state.memory["drafts"] == -1).all() and (state.memory["recycled"] == -1).all()
     while not state.done:

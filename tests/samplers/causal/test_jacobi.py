@@ -17,11 +17,11 @@ import paradec
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.gsd import GSD
-from paradec.samplers.causal.lantern import NodeRule, relaxed_probability
+from paradec.samplers.causal.lantern import LanternRule, relaxed_probability
 from paradec.samplers.causal.scd import SCD
 from paradec.samplers.causal.sjd import SJD, verify
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import RULES, Rule, Tree, WithoutReplacement, normalized, walk
+from paradec.samplers.causal.trees import RULES, Tree, TreeRule, WithoutReplacement, normalize, walk
 from paradec.samplers.causal.window import INITS, ONE_HOT, REFRESHES, DraftDistributions, DraftWindow, read_drafts
 
 
@@ -95,7 +95,7 @@ def test_reference_tree_verification(path: Path) -> None:
     embed = torch.tensor(case["embed"], dtype=torch.float64)
     additive = settings["delta"] <= 1  # in the public code a delta above 1 means lambda
     near = settings["k"] if settings["lantern"] else 0
-    rule = NodeRule(embed, near, additive, settings["delta"], settings["mode"] == "static")
+    rule = LanternRule(embed, near, additive, settings["delta"], settings["mode"] == "static")
     numbers, used, node = case["u_accept"], 0, 0
     uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
     for depth in range(tree.depth + 1):  # the path so far determines which draft a number belongs to
@@ -126,7 +126,7 @@ def test_reference_tree_verification(path: Path) -> None:
             if first is None:
                 assert case["draft_cond_prob"][1 + at] == pytest.approx(drawn[at], rel=1e-5)
     distribution = torch.tensor(expected["final_law"], dtype=torch.float64)
-    torch.testing.assert_close(normalized(result.weights)[0], distribution, rtol=0, atol=1e-7)
+    torch.testing.assert_close(normalize(result.weights)[0], distribution, rtol=0, atol=1e-7)
     assert int(result.tokens[0, accepted]) == expected["final_token"]
 
 
@@ -225,7 +225,7 @@ class NewDistribution(SJD):
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paradec.samplers.causal.sjd.verify", lambda *a: verify(*a)._replace(kept=None))
+            patch.setattr("paradec.samplers.causal.sjd.verify", lambda *a: verify(*a)._replace(keeps_draft=None))
             return super().commit(state, proposal)
 
 
@@ -259,13 +259,13 @@ def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) ->
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
 def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
-    rule: Rule = AllOfQ() if name == "wrong" else RULES[name]
+    rule: TreeRule = AllOfQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
-    tree, rows, p_values = Tree.of((3,)), 20_000, []
+    tree, rows, p_values = Tree.from_setting((3,)), 20_000, []
     for size, support in ((4, 4), (7, 7), (5, 2)):
         p, q = (torch.randn(size, generator=generator, dtype=torch.float64).exp() for _ in range(2))
         q[q.topk(size - support, largest=False).indices] = 0
-        p, q = (normalized(distribution).expand(rows, -1) for distribution in (p, q))
+        p, q = (normalize(distribution).expand(rows, -1) for distribution in (p, q))
         noise = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
         drafts = torch.cat((torch.zeros(rows, 1, dtype=torch.int64), rule.children(q, 3, noise[:, 0, :3])), 1)
         uniform = torch.rand(rows, 2, 4, generator=generator, dtype=torch.float64)
@@ -372,7 +372,7 @@ def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window
     while not state.done:
         drafts, source = state.memory["drafts"], state.memory["draft_source"]
         positions = state.positions(np.arange(3))
-        forced = state.forced(np.arange(3), positions)
+        forced = state.prescribed_tokens(np.arange(3), positions)
         inside = positions - start < GRID.length
         # structure tokens are fixed; guesses are image tokens
         assert torch.equal(drafts[(forced >= 0) & inside], forced[(forced >= 0) & inside])

@@ -76,7 +76,7 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     if count > 1:
         others = torch.tensor([slot[1:] for slot in case["drafts"][:depth]])
         state.memory["siblings"][0, :depth] = others
-        paths += [path for path in sibling_tree(width, count, depth).first.paths if any(path)]
+        paths += [path for path in sibling_tree(width, count, depth).top.paths if any(path)]
     laws = [case["laws"].get(",".join(map(str, path)), [1 / vocab] * vocab) for path in paths]
     queries = sampler.query(state)
     proposal = sampler.propose(state, [torch.tensor([laws], dtype=torch.float64).log()], queries)

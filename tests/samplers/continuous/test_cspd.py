@@ -19,7 +19,7 @@ import paradec
 from paradec.core.protocol import Sampler, decode
 from paradec.models.images.continuous import ContinuousQuery, TokenDistribution, solver
 from paradec.models.images.mar import MAR, MARModel
-from paradec.samplers.pictures.cspd import CSpD, sections_of, verified
+from paradec.samplers.pictures.cspd import CSpD, parse_head_steps, verify_drafts
 
 ABSOLUTE, RELATIVE = 2e-4, 1e-3
 
@@ -104,7 +104,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         atol = RELATIVE * max(1.0, expected[2]) if wild else ABSOLUTE
         assert checksum(found) == pytest.approx(expected, abs=atol)
 
-    assert solver(sections_of(settings["num_sampling_steps"]))[0] == case["timestep_map"]
+    assert solver(parse_head_steps(settings["num_sampling_steps"]))[0] == case["timestep_map"]
     drafted: list[tuple[ContinuousQuery, Tensor]] = []
     real = MARModel.__call__
 
@@ -181,16 +181,16 @@ def test_replays_the_rule(name: str) -> None:
     temperature, settings = case["settings"]["inner_temperature"], case["settings"]
     assert list(draft.mean.shape) == [settings["tokens"], settings["dim"]]
     rest = (arrays["uniform.accept"], redraw, temperature, 100)
-    result = verified(draft.mean, draft, target, *rest, mended=False)
+    result = verify_drafts(draft.mean, draft, target, *rest, mended=False)
     assert result.ratio.tolist() == pytest.approx(case["ratio"], rel=1e-4, abs=1e-6)
     assert result.accepted.tolist() == [bool(entry) for entry in case["accepted"]] and result.rounds == case["rounds"]
-    assert [not settled for settled in result.settled.tolist()] == [bool(entry) for entry in case["zero"]]
+    assert [not resolved for resolved in result.resolved.tolist()] == [bool(entry) for entry in case["zero"]]
     torch.testing.assert_close(result.values.float(), arrays["result"], atol=ABSOLUTE, rtol=0)
-    # mended=True: accepted tokens keep the draft's value, unsettled ones take the target's
-    mended = verified(draft.mean, draft, target, *rest, mended=True)
-    assert torch.equal(mended.accepted, result.accepted) and torch.equal(mended.settled, result.settled)
+    # mended=True: accepted tokens keep the draft's value, unresolved ones take the target's
+    mended = verify_drafts(draft.mean, draft, target, *rest, mended=True)
+    assert torch.equal(mended.accepted, result.accepted) and torch.equal(mended.resolved, result.resolved)
     assert torch.equal(mended.values[mended.accepted], draft.mean[mended.accepted].double())
-    assert torch.equal(mended.values[~mended.settled], target.mean[~mended.settled].double())
+    assert torch.equal(mended.values[~mended.resolved], target.mean[~mended.resolved].double())
 
 
 @pytest.mark.parametrize(("inner", "spread"), [(42.0, 1.0), (4.0, 0.3), (1.0, 0.3)])
@@ -215,14 +215,14 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
         asked.append(len(tokens))
         return noise[number][tokens], again[number][tokens]
 
-    result = verified(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
+    result = verify_drafts(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
     assert asked == sorted(asked, reverse=True) and asked[0] == (~result.accepted).sum()
     kinds = set()
     for token in range(count):
         values, accepted = cspd_token(token, draft, target, float(uniform[token]), redraw, inner, rounds)
         assert result.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
         assert bool(result.accepted[token]) == accepted
-        kinds.add("accepted" if accepted else "drawn" if result.settled[token] else "target's")
+        kinds.add("accepted" if accepted else "drawn" if result.resolved[token] else "target's")
     assert kinds >= {"drawn", "target's"} and result.values.isfinite().all()
 
 
@@ -252,7 +252,7 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
         return noise, torch.rand(len(tokens), generator=draw, dtype=torch.float64)
 
     uniform = torch.rand(count, generator=draw, dtype=torch.float64)
-    return verified(x, draft, target, uniform, redraw, 1.0, 200, mended)
+    return verify_drafts(x, draft, target, uniform, redraw, 1.0, 200, mended)
 
 
 def test_one_dimension_has_the_target_s_distribution() -> None:
@@ -261,7 +261,7 @@ def test_one_dimension_has_the_target_s_distribution() -> None:
     result = one_dimension(x, 1.0)
     values = result.values[:, 0].sort().values
     assert distance(values, cdf(values, MP, SP)) < 1.63 / math.sqrt(count)
-    assert result.settled.all() and 0.3 < result.accepted.double().mean() < 0.7
+    assert result.resolved.all() and 0.3 < result.accepted.double().mean() < 0.7
     for part in (result.accepted, ~result.accepted):
         values = result.values[part, 0].sort().values
         assert distance(values, cdf(values, MP, SP)) > 0.05
@@ -280,7 +280,7 @@ def test_one_dimension_of_equal_drafts(sigma: float) -> None:
     p = torch.exp(-(((grid - MP) / SP) ** 2) / 2) / SP
     q = torch.exp(-(((grid - MQ) / SQ) ** 2) / 2) / SQ
     cumulated = (p - q / sigma).clamp(min=0).cumsum(0)
-    drawn = result.values[~result.accepted & result.settled, 0].sort().values
+    drawn = result.values[~result.accepted & result.resolved, 0].sort().values
     expected = (cumulated / cumulated[-1])[torch.searchsorted(grid, drawn).clamp(max=len(grid) - 1)]
     assert len(drawn) > 3000 and distance(drawn, expected) < 1.63 / math.sqrt(len(drawn))
 
@@ -399,5 +399,5 @@ def test_sections_of_the_head_s_steps(sections: tuple[int, ...]) -> None:
     for low, high, count in zip(edges, edges[1:], sections, strict=False):
         inside = [time for time in times if low <= time < high]
         assert len(inside) == count and inside[0] == low and (count == 1 or inside[-1] == high - 1)
-    assert sections_of(",".join(map(str, sections))) == sections_of(sections) == sections
+    assert parse_head_steps(",".join(map(str, sections))) == parse_head_steps(sections) == sections
     assert CSpD(head_steps=list(sections)) == CSpD(head_steps=sections)

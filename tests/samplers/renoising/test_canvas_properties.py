@@ -437,9 +437,9 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             drawn = sampler._draw_tokens(state, proposal, kept, None)
             places = kept[0].nonzero()[:, 0].tolist()
             assert [[place, int(drawn[0, place])] for place in places] == wanted["kept"]
-            before = int(state.opened[0])
+            before = int(state.canvas_index[0])
             sampler.commit(state, proposal)
-            closed = state.done or int(state.opened[0]) > before
+            closed = state.done or int(state.canvas_index[0]) > before
             assert closed == (step == len(expected["steps"]) - 1)
         text = state.canvas[0, start : start + width].tolist()
         text = text[: text.index(end) + 1] if end in text else text

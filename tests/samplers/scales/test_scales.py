@@ -102,10 +102,10 @@ def test_every_split_equals_a_plain_loop(split: int) -> None:
             tokens = torch.cat((tokens, best), 1)
     code = samplers.create("code", drafter=large, split=split)
     state = code.start(model, [2], temperature=0)
-    assert state.after is not None and state.after.data is None
+    assert state.next_store is not None and state.next_store.data is None
     assert torch.equal(decode(code, model, state).tokens, tokens)
     assert (state.nfe[0], state.draft_nfe[0]) == (len(SCALES) - split, split)
-    assert state.store is None and state.after is None
+    assert state.store is None and state.next_store is None
     # the first call of the small model reads everything before; nothing else is evaluated twice
     ends = model.module.ends
     assert state.forwarded_tokens[0] == ends[-1] and state.draft_counts[2, 0] == ends[split - 1]
@@ -293,14 +293,14 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             before, state_before = state.index, copy.copy(state)
             branches = state.branches
             (query,) = sampler.query(state)
-            drafting = isinstance(sampler, CoDe) and sampler.drafts(state)
+            drafting = isinstance(sampler, CoDe) and sampler.is_drafting(state)
             source = sampler.drafter if drafting else network
             if "model" in step and step["model"]:
                 assert drafting == (step["model"] == "draft")
             assert step["scale"] == state.index
             assert query.forwarded.tolist() == [step["evaluated"]] * state.batch
             answer = source(query)
-            guided = sampler.guided(state, answer.logits)
+            guided = sampler.apply_guidance(state, answer.logits)
             assert_checksum(guided, step["guided_logits"], 2e-5)
             if f"guided_logits.{index}" in arrays:
                 torch.testing.assert_close(guided.float(), arrays[f"guided_logits.{index}"], atol=1e-4, rtol=0)
@@ -320,12 +320,12 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             assert state.index == before + 1
             if not smooth:
                 assert_checksum(state.feature_map, step["f_hat"])
-            if proposal.following is not None and not smooth:
+            if proposal.next_inputs is not None and not smooth:
                 side = state.scales[state.index]
-                assert_checksum(proposal.following.mT.unflatten(-1, (side, side)), step["next_input"])
+                assert_checksum(proposal.next_inputs.mT.unflatten(-1, (side, side)), step["next_input"])
             if "soft_codes" in step:
-                filtered = sampler.filtered(state_before, guided)
-                distribution = sampler.blended(state_before, filtered, torch.eye(filtered.shape[-1]))
+                filtered = sampler.apply_filters(state_before, guided)
+                distribution = sampler.blend_codes(state_before, filtered, torch.eye(filtered.shape[-1]))
                 assert_checksum(distribution, step["soft_codes"], 1e-3)
     assert state.done and state.store is None
     torch.testing.assert_close(state.feature_map.float(), arrays["f_hat"], atol=atol, rtol=0)

@@ -143,7 +143,7 @@ def test_rejected_drafts_were_drafted_and_not_written(name: str) -> None:
         for row in state.rows.tolist():
             first, end = int(state.committed[row]), int(state.length[row])
             if name == "tree":
-                depths = Tree.of(sampler.tree).depths
+                depths = Tree.from_setting(sampler.tree).depths
                 places = [(first - 1 + depths[node], drafts[row][node]) for node in range(1, len(depths))]
                 places = [place for place in places if place[0] < end]
             else:  # the draft of the last slot is not evaluated

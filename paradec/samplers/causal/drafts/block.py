@@ -30,13 +30,13 @@ class DraftBlock:
         drafting = state.drafting
         drafter: Any = drafting.model
         assert features is not None  # drafters of blocks read hidden states
-        query, num_new = block_query(state, drafting.fed[rows], rows, drafter.block_size, drafter.mask_token_id)
+        query, num_new = block_query(state, drafting.num_read[rows], rows, drafter.block_size, drafter.mask_token_id)
         width = query.tokens.shape[1] - drafter.block_size
         context = right_align(features, num_new, width)
         with torch.no_grad():
             output = drafter(query, context, drafting.store)
         drafting.nfe += Cost([query], state.batch).nfe
-        drafting.fed[rows] = state.committed[rows] - 1
+        drafting.num_read[rows] = state.committed[rows] - 1
         positions = state.positions(rows)[:, :-1]
         drafts, q = self._draw(state, rows, positions, output[:, : state.width - 1], query)
         write_drafts(state, rows, drafts, q)
@@ -68,13 +68,13 @@ def draft_in_order(
     last_position = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
     token = state.context[torch.as_tensor(rows, device=device), last_position]
     uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
-    drafts, every_q = positions[:, :0], []
+    drafts, all_q = positions[:, :0], []
     for slot in range(positions.shape[1]):
         slot_logits = logits(slot, token).unsqueeze(1)
         previous, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, slot).unsqueeze(0)
         slot_logits = exclude_tokens(state, slot_logits, rows, parents, previous, [slot])
         q = state.distribution(slot_logits, rows, positions[:, slot : slot + 1])
-        use_vocabulary = candidates is None or state.prescribes or state.constraint is not None
+        use_vocabulary = candidates is None or state.has_prescribed_tokens or state.constraint is not None
         ids = None if use_vocabulary or candidates is None else candidates(slot)
         if ids is None:
             token = draw(q, uniform[:, slot]).squeeze(1)
@@ -82,19 +82,19 @@ def draft_in_order(
             column = draw(q.squeeze(1).gather(1, ids).unsqueeze(1), uniform[:, slot])
             token = ids.gather(1, column).squeeze(1)
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
-        every_q.append(q)
-    return drafts, record_broken(drafting, rows, torch.cat(every_q, 1))
+        all_q.append(q)
+    return drafts, record_broken(drafting, rows, torch.cat(all_q, 1))
 
 
 def block_query(
-    state: CausalState, fed: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
+    state: CausalState, num_read: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
     """Query of the final tokens that the drafter has not read, right-aligned, then the last final token and masks.
 
-    fed: [R] int64: number of final tokens that the drafter has read. size: columns of the block.
+    num_read: [R] int64: number of final tokens that the drafter has read. size: columns of the block.
     Returns the query, and [branches * R] int64: number of unread tokens in each row of the call."""
     device, shift = state.context.device, state.shift[:, rows]
-    begin = np.where(fed > 0, fed + shift, 0).reshape(-1)
+    begin = np.where(num_read > 0, num_read + shift, 0).reshape(-1)
     last_position = (state.committed[rows] - 1 + shift).reshape(-1)  # of the last final token
     num_new = last_position - begin
     width = int(num_new.max())

@@ -53,16 +53,16 @@ def exclude_tokens(
     if constraint is None and (allowed is None or getattr(state.drafting.model, "tokens", None) is None):
         return logits
 
-    def fit(logits: Tensor) -> Tensor:
+    def restrict(logits: Tensor) -> Tensor:
         if constraint is not None:
             logits = constraint.mask_nodes(state, logits, rows, parents, tokens, nodes)
         return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
-    fitted = fit(logits)
-    is_empty = (fitted == -torch.inf).all(-1, keepdim=True)
+    restricted = restrict(logits)
+    is_empty = (restricted == -torch.inf).all(-1, keepdim=True)
     if constraint is not None and not is_empty.any():  # constraints synchronise with the host in any case
-        return fitted
-    return torch.where(is_empty, fit(torch.zeros_like(logits)), fitted)
+        return restricted
+    return torch.where(is_empty, restrict(torch.zeros_like(logits)), restricted)
 
 
 def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor | None) -> None:
@@ -109,8 +109,8 @@ def run_drafter(state: CausalState, queries: list[CausalQuery]) -> Tensor:
 def unread_span(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the first final token that the drafter has not read and of the end of the final tokens,
     [branches, R] int64 each. Drafters that read `features` skip token 0, before which there is no hidden state."""
-    fed, shift = state.drafting.fed[rows], state.shift[:, rows]
-    return np.where(fed > 0, fed + shift, int(features)), state.committed[rows] + shift
+    num_read, shift = state.drafting.num_read[rows], state.shift[:, rows]
+    return np.where(num_read > 0, num_read + shift, int(features)), state.committed[rows] + shift
 
 
 def run_drafter_on_tree(

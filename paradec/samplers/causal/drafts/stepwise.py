@@ -24,9 +24,9 @@ from paradec.samplers.causal.drafts.source import (
 )
 from paradec.samplers.causal.drafts.stopping import StopRule, apply_rule
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Spans, read_logits
-from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Rule, Tree, TreeLayout, tree_of, tree_query
+from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Tree, TreeLayout, TreeRule, parse_tree, tree_query
 
-ROOT = tree_of((1,)).layout
+ROOT = parse_tree((1,)).layout
 
 
 @dataclass(frozen=True)
@@ -38,36 +38,36 @@ class DraftChain:
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         drafting = state.drafting
         # clear rejected drafts from the store: it keeps the final tokens except the last
-        fed = drafting.fed[rows] = np.minimum(drafting.fed[rows], state.committed[rows] - 1)
+        num_read = drafting.num_read[rows] = np.minimum(drafting.num_read[rows], state.committed[rows] - 1)
         if drafting.store is not None:
             for branch in range(state.branches):
-                shift = np.where(fed > 0, state.shift[branch, rows], 0)
-                drafting.store.clear_from(rows + branch * state.batch, fed + shift)
-        drafts, every_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
-        rule_q = every_q.clone() if self.stop is not None else every_q  # the rule reads temperature 1 instead of 0
+                shift = np.where(num_read > 0, state.shift[branch, rows], 0)
+                drafting.store.clear_from(rows + branch * state.batch, num_read + shift)
+        drafts, all_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
+        rule_q = all_q.clone() if self.stop is not None else all_q  # the rule reads temperature 1 instead of 0
         for slot in range(state.width - 1):
             rows = rows[state.slots(rows) - 1 > slot]
             if not len(rows):
                 break
             index = torch.as_tensor(rows, device=drafts.device)
             stop = state.committed[rows] + slot
-            spans = Spans(rows, drafts[index], drafting.fed[rows], stop, stop - 1, 1)
-            queries = state.calls(drafting.store, drafting.model.pads, spans)
+            spans = Spans(rows, drafts[index], drafting.num_read[rows], stop, stop - 1, 1)
+            queries = state.make_queries(drafting.store, drafting.model.pads, spans)
             positions = torch.as_tensor(stop, device=drafts.device).unsqueeze(1)
             logits = run_drafter(state, queries)
             previous = torch.nn.functional.pad(drafts[index, :slot], (1, 0))
             logits = exclude_tokens(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), previous, [slot])
             q = record_broken(drafting, rows, state.distribution(logits, rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
-            every_q[index, slot] = q.squeeze(1).to(every_q.dtype)
-            drafting.fed[rows] = stop
+            all_q[index, slot] = q.squeeze(1).to(all_q.dtype)
+            drafting.num_read[rows] = stop
             if self.stop is not None:
                 rule_q[index, slot] = (
                     soften_state(state).distribution(logits, rows, positions).squeeze(1).to(rule_q.dtype)
                 )
                 state.drafted[rows] = slot + 1
                 rows = rows[~apply_rule(self.stop, rule_q[index, : slot + 1], drafts[index, : slot + 1])]
-        state.memory["drafts"], state.memory["draft_distribution"] = drafts, every_q
+        state.memory["drafts"], state.memory["draft_distribution"] = drafts, all_q
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
 
 
@@ -84,7 +84,7 @@ class DraftLayers:
         num_reread = drafter.num_reread
         first_unread, _ = unread_span(state, rows, True)
         positions = state.positions(rows)[:, :-1]
-        drafts, every_q = positions[:, :0], []
+        drafts, all_q = positions[:, :0], []
         begin = np.maximum(first_unread - num_reread, 1)
         query = tree_query(state, drafting.store, rows, ROOT, positions, begin, 0, np.zeros(1, int))
         states = self._align_states(state, query, torch.as_tensor(first_unread.reshape(-1, 1), device=device), features)
@@ -95,15 +95,13 @@ class DraftLayers:
             logits = read_logits(state, [logits], [query])
             previous = torch.nn.functional.pad(drafts, (1, 0))
             logits = exclude_tokens(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), previous, [slot])
-            every_q.append(
-                record_broken(drafting, rows, state.distribution(logits, rows, positions[:, slot : slot + 1]))
-            )
-            token = draw(every_q[-1], uniform[:, slot])
+            all_q.append(record_broken(drafting, rows, state.distribution(logits, rows, positions[:, slot : slot + 1])))
+            token = draw(all_q[-1], uniform[:, slot])
             drafts = torch.cat((drafts, token), 1)
             query = query.with_fields(tokens=torch.cat((query.tokens[:, 1:], token.repeat(state.branches, 1)), 1))
         drafting.nfe += Cost([query], state.batch).nfe  # all layers once
-        drafting.fed[rows] = state.committed[rows]
-        write_drafts(state, rows, drafts, torch.cat(every_q, 1))
+        drafting.num_read[rows] = state.committed[rows]
+        write_drafts(state, rows, drafts, torch.cat(all_q, 1))
 
     def _align_states(self, state: CausalState, query: Any, first_unread: Tensor, features: Tensor) -> Tensor:
         """Return the hidden states at the positions before the query's columns, [branches * R, Q, D], and save those of
@@ -126,7 +124,7 @@ class StaticTree:
     """Source: a static tree; `rule` draws the children of all nodes, one depth after the other."""
 
     tree: Tree
-    rule: Rule
+    rule: TreeRule
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         tree, rule = self.tree, self.rule
@@ -135,7 +133,7 @@ class StaticTree:
         depths, children = np.array(tree.depths), tree.children
         draft_state = soften_state(state) if isinstance(rule, Naive) else state
         drafts = torch.full((len(rows), tree.size), -1, dtype=torch.int64, device=device)
-        every_q = state.memory["draft_distribution"][index]
+        all_q = state.memory["draft_distribution"][index]
         begin, end = unread_span(state, rows, features is not None)
         hidden = None if features is None else features.new_zeros(len(features), tree.size, features.shape[-1])
         committed = torch.as_tensor(state.committed[rows, None], device=device)
@@ -147,7 +145,7 @@ class StaticTree:
             logits = exclude_tokens(state, logits, rows, tree.layout.parents, drafts, nodes)
             q = draft_state.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
             q = record_broken(drafting, rows, q)
-            every_q[:, nodes] = q.to(every_q.dtype)
+            all_q[:, nodes] = q.to(all_q.dtype)
             counts = (children[nodes] >= 0).sum(1)
             max_children = int(counts.max())
             noise = state.uniform(rows, committed + depth, len(nodes) * max_children, DRAFT_STREAM).reshape(
@@ -159,9 +157,9 @@ class StaticTree:
                 drafts[:, child_nodes] = sampled[:, column, : counts[column]]
                 if hidden is not None and output is not None:
                     hidden[:, child_nodes] = output[:, column : column + 1]
-            drafting.fed[rows], begin = state.committed[rows], end
+            drafting.num_read[rows], begin = state.committed[rows], end
         state.memory.write("drafts", rows, drafts)
-        state.memory.write("draft_distribution", rows, every_q)
+        state.memory.write("draft_distribution", rows, all_q)
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ class RecurrentChain:
     2401.15077)."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        StaticTree(tree_of((1,) * (state.width - 1)), RULES["recursive"]).fill(state, rows, features)
+        StaticTree(parse_tree((1,) * (state.width - 1)), RULES["recursive"]).fill(state, rows, features)
         drafts = state.memory["drafts"]
         state.memory["drafts"] = drafts.roll(-1, 1).clamp(min=0)  # the last slot has no draft
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)
@@ -220,7 +218,7 @@ class GrownTree:
                 source = (column // top).repeat(state.branches, 1).unsqueeze(-1)
                 hidden = torch.cat((hidden, output.take_along_dim(source, 1)), 1)
             wanted_nodes = np.arange(num_drafts + 1, num_drafts + 1 + top)
-            drafting.fed[rows], begin = state.committed[rows], end
+            drafting.num_read[rows], begin = state.committed[rows], end
         tokens, score, candidate = (torch.cat(level_values, 1) for level_values in zip(*candidates, strict=True))
         # a parent is at least as likely as its child and precedes it, so it is selected too
         selected = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - 1].sort(1).values

@@ -95,7 +95,7 @@ def apply_rule(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
     return result.cpu().numpy()
 
 
-def end_windows(state: CausalState, rows: np.ndarray, rule: Any) -> None:
+def shorten_windows(state: CausalState, rows: np.ndarray, rule: Any) -> None:
     """Shorten the full windows of rows by a rule."""
     max_drafts = state.width - 1
     if isinstance(rule, Unconfident):

@@ -15,7 +15,7 @@ from paradec.core.memory import MemorySpec
 from paradec.core.protocol import Proposal
 from paradec.samplers.causal.drafts.source import write_drafts
 from paradec.samplers.causal.state import CausalState
-from paradec.samplers.causal.trees import hashable, tree_of
+from paradec.samplers.causal.trees import parse_tree, to_tuples
 
 
 class NamedDrafter:
@@ -29,11 +29,11 @@ class NamedDrafter:
         NamedDrafter.kinds[cls.name] = cls
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the drafter as plain data; `of` is the inverse."""
+        """Return the drafter as plain data; `from_setting` is the inverse."""
         return {"drafter": self.name} | asdict(self)  # type: ignore[call-overload]
 
     @classmethod
-    def of(cls, setting: Any) -> Any:
+    def from_setting(cls, setting: Any) -> Any:
         """Make a drafter from a name or the data of `to_dict`; return other values unchanged. Raises ValueError for an
         unknown name or setting."""
         if isinstance(setting, str):
@@ -159,8 +159,8 @@ class TokenRecycling(NamedDrafter):
 
     def __post_init__(self) -> None:
         check_int("k", self.k, low=1)
-        object.__setattr__(self, "tree", hashable(self.tree))
-        if (widest := tree_of(self.tree).children.shape[1]) > self.k:
+        object.__setattr__(self, "tree", to_tuples(self.tree))
+        if (widest := parse_tree(self.tree).children.shape[1]) > self.k:
             raise ValueError(f"k={self.k} must be at least {widest}, the most children of a node of tree={self.tree!r}")
 
     def memory(self) -> dict[str, MemorySpec]:
@@ -168,7 +168,7 @@ class TokenRecycling(NamedDrafter):
         return {"recycled": MemorySpec(("vocab", self.k), torch.int32, -1, reset="sequence")}
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None = None) -> None:
-        matrix, tree = state.memory["recycled"], tree_of(self.tree)
+        matrix, tree = state.memory["recycled"], parse_tree(self.tree)
         index = torch.as_tensor(rows, device=matrix.device)
         last_token = state.canvas[index, torch.as_tensor(state.committed[rows] - 1, device=matrix.device)]
         parents, depths = tree.layout.parents[0], np.array(tree.depths)
