@@ -72,7 +72,7 @@ def test_two_runs_in_step(runs: list[Path], tmp_path: Path) -> None:
         (["ONE", "--out", "ONE"], "one of the files to read"),
         (["ONE", "ONE", "--out", "DIR/both.json"], "holds one run"),
         (["ONE", "--name", "a", "--name", "b"], "--name is given 2 times for 1 files"),
-        (["BAD"], "no trace that paradec wrote"),
+        (["BAD"], "not a trace that paradec wrote"),
         (["ONE"] * 5, "5 traces: from 1 to 4"),
     ],
 )

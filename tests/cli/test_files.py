@@ -323,7 +323,7 @@ def test_questions_about_every_line(tmp_path: Path) -> None:
     data = json.loads(run(*flags, "--resume", "--json").stdout)
     assert out.read_bytes() == whole and data["there_before"] + data["answered"] == 2 and "tokens" not in data
     assert "is not empty" in refused(*flags)
-    assert "questions.pick is not set there" in refused(*flags, "--pick", "=a|b", "--resume")
+    assert "questions.pick is not set in the file" in refused(*flags, "--pick", "=a|b", "--resume")
     assert "temperature is 1.0 in the file and 2.0" in refused(*flags, "--temperature", 2, "--resume")
     for wrong in ((), ("x", "--in", source, "--out", out), ("--in", source), ("x", "--out", out), ("x", "--resume")):
         assert "give one text, or --in" in refused("decide", *wrong, "--span", "=a|b")
