@@ -358,7 +358,7 @@ class Steps:
             device = DeviceEngine(layout)
             device.load(self.model, state, table)
             device._run_step("full", batch, device.columns)
-            width = device.max_block + device.facts.shift  # what the cache `dual` reads again
+            width = device.max_block_length + device.facts.shift  # what the cache `dual` reads again
             device._run_step("window", batch, width)  # captured here
             times = []
             while device.running.any():

@@ -161,7 +161,7 @@ def _are_copies_equal(tokens: Tensor, copies: int) -> bool:
 def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Output:
     """Build the output of a state; rows become right-aligned."""
     facts, width, counts = state.facts, int(state.requested_end.max()), state.counts
-    ids, is_given = state.canvas.cpu()[:, :width], state.given.cpu()[:, :width]
+    ids, is_given = state.canvas.cpu()[:, :width], state.is_prompt.cpu()[:, :width]
     column, length, end = torch.arange(width), _to_column(state.requested_end), _to_column(state.end)
     undecided = state.undecided.cpu()[:, :width]
     filled = ~is_given & (column < length)

@@ -130,6 +130,6 @@ class Cache(Component):
 
 def level_parts(state: Any, index: np.ndarray) -> list[Part] | None:
     """Put the running rows `index` into one "full" part; None if lengths differ or positions are left out."""
-    if not state.level or state.reuses or state.present is not None:
+    if not state.has_equal_lengths or state.reuses or state.present is not None:
         return None
     return [Part(index, state.columns[: len(index)], None, "full")]

@@ -99,7 +99,7 @@ class LiveView:
         """Return the rows as styled text, and the numbers of final and of all tokens. End tokens count once per row."""
         from rich.text import Text
 
-        ids, is_given, undecided = state.canvas.tolist(), state.given.tolist(), state.undecided.tolist()
+        ids, is_given, undecided = state.canvas.tolist(), state.is_prompt.tolist(), state.undecided.tolist()
         was_decided: Any = (
             [[not flag for flag in row] for row in is_given] if self.undecided is None else self.undecided
         )

@@ -75,7 +75,7 @@ class WindowLogits(CopyWithFields):
     """[N, W] bool: False where a window position has no logits in this call; None: all have."""
     columns: Tensor | None = None
     """[N, K] int64, distinct within a row: window positions of the `K` columns of `wanted`; None: all, in order."""
-    copies: np.ndarray | None = None
+    num_drafts: np.ndarray | None = None
     """[N] int64, on the host: drafts of each row in the call; None is one."""
 
 
@@ -115,22 +115,22 @@ class Cost:
     def calls(self) -> list[CallCost]:
         calls = []
         for query in self.queries:
-            copies = query.window.copies if isinstance(query, WindowQuery) else None
-            calls.append(CallCost(query.rows, query.branches, copies, query.forwarded, query.kind == "full"))
+            num_drafts = query.window.num_drafts if isinstance(query, WindowQuery) else None
+            calls.append(CallCost(query.rows, query.branches, num_drafts, query.forwarded, query.kind == "full"))
         return calls
 
 
 class CallCost(NamedTuple):
     rows: np.ndarray
     branches: int
-    copies: np.ndarray | None
+    num_drafts: np.ndarray | None
     forwarded: np.ndarray | None
     is_full: bool
 
     def add_to(self, counts: np.ndarray) -> None:
         """Add this call to `counts` [4, B] in place."""
         counts[0, self.rows] += 1
-        counts[1, self.rows] += self.branches if self.copies is None else self.branches * self.copies
+        counts[1, self.rows] += self.branches if self.num_drafts is None else self.branches * self.num_drafts
         counts[2, self.rows] += 0 if self.forwarded is None else self.branches * self.forwarded
         counts[3, self.rows] += self.is_full
 

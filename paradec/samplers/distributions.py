@@ -1,4 +1,4 @@
-"""Distributions that tokens are drawn from: functions of logits or distributions [..., V]."""
+"""Token distributions: guidance, temperature, filters and draws, on logits or distributions [..., V]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNLIKELY = -80.0
 HEAD = 2**12
 """Number of best tokens that are searched first for the end of a nucleus."""
 FEW = 2**8
-"""Number of shares that are sorted instead of bisected."""
+"""At most this many shares are sorted; more are bisected first."""
 
 
 # ---- guidance, temperature, logarithms -------------------------------------------------------------------------------
@@ -31,51 +31,52 @@ FEW = 2**8
 def apply_guidance(logits: Tensor, scale: float | Tensor) -> Tensor:
     """Compute uncond + s (cond - uncond) of logits [2N, W, V], conditional half first: [N, W, V], at least float32.
 
-    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Tokens that a branch excludes (-inf) get its
-    limit. Excluded by both branches: excluded. By the conditional branch only: excluded at s > 0. By the unconditional
-    branch only: excluded at s < 1; the conditional logit at s = 1; at s > 1 such tokens share all the mass, in
-    proportion to p_cond^s. NaN and +inf of either branch stay NaN or +inf. scale: s, a number or [N, 1, 1].
+    The guided distribution is proportional to p_cond^s p_uncond^(1 - s). Where a branch excludes a token (-inf), the
+    result is the limit of this product. A token that both branches exclude is excluded. A token that only the
+    conditional branch excludes is excluded at s > 0. A token that only the unconditional branch excludes is excluded at
+    s < 1, and keeps its conditional logit at s = 1; at s > 1 such tokens share all the mass, in proportion to p_cond^s.
+    NaN and +inf of either branch stay NaN or +inf. scale: s, a number or [N, 1, 1].
     """
     conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
-    mixed = conditional - unconditional
-    # in place: another large tensor would cost as much as the sum; a scale per row may have a wider dtype
-    mixed = scale * mixed + unconditional if isinstance(scale, Tensor) else mixed.mul_(scale).add_(unconditional)
-    if mixed.is_cpu and not mixed.sum().isnan():  # on an accelerator this check would wait
-        return mixed
+    guided = conditional - unconditional
+    # in place, since a new tensor costs as much as the sum; but a scale per row may have a wider dtype
+    guided = scale * guided + unconditional if isinstance(scale, Tensor) else guided.mul_(scale).add_(unconditional)
+    if guided.is_cpu and not guided.sum().isnan():  # an accelerator would have to wait for this check
+        return guided
     no_conditional, no_unconditional = conditional == -torch.inf, unconditional == -torch.inf
     takes_mass = no_unconditional & ~no_conditional & (scale > 1)
-    mixed = torch.where(no_unconditional, scale * conditional, mixed)
-    excluded = takes_mass.any(-1, keepdim=True) & ~no_unconditional & (mixed < torch.inf)  # NaN stays NaN
+    guided = torch.where(no_unconditional, scale * conditional, guided)
+    excluded = takes_mass.any(-1, keepdim=True) & ~no_unconditional & (guided < torch.inf)  # NaN stays NaN
     excluded |= no_conditional & (unconditional < torch.inf) & (scale > 0)
     excluded |= no_unconditional & (conditional < torch.inf) & (scale < 1)
-    mixed = mixed.masked_fill(excluded, -torch.inf)
+    guided = guided.masked_fill(excluded, -torch.inf)
     # at scale 0 the conditional branch does not count
     if isinstance(scale, Tensor) or not scale:
-        mixed = torch.where(no_conditional & (scale == 0), unconditional, mixed)
-    return mixed
+        guided = torch.where(no_conditional & (scale == 0), unconditional, guided)
+    return guided
 
 
 def apply_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Divide logits [..., V], less their row's largest, by the temperature (a number, or broadcastable): finite rows
-    never overflow. The softmax is that of logits / temperature. Rows with +inf or NaN, or only -inf, become NaN."""
+    """Subtract each row's largest logit, then divide by the temperature (a number, or broadcastable). logits: [..., V].
+    Finite rows never overflow. Rows with +inf or NaN, or only -inf, become NaN."""
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
 def safe_log(p: Tensor) -> Tensor:
-    """Compute ln of distributions [..., V]; -inf for 0 and for subnormal probabilities, which are ten times as slow."""
-    least = torch.finfo(p.dtype).tiny
-    return torch.threshold_(p.clamp(min=least).log_(), math.log(2 * least), -torch.inf)
+    """Compute ln of distributions [..., V]; -inf for 0 and for subnormal numbers, which are ten times as slow."""
+    tiny = torch.finfo(p.dtype).tiny
+    return torch.threshold_(p.clamp(min=tiny).log_(), math.log(2 * tiny), -torch.inf)
 
 
 def divide_logits(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits [..., V] by the temperature, as public codes do; `apply_temperature` for rows that overflow."""
+    """Divide logits [..., V] by the temperature as public codes do; rows that overflow as in `apply_temperature`."""
     top = logits.amax(-1, keepdim=True)
     overflows = (top / temperature).isinf() & top.isfinite()
     return (logits - top.where(overflows, 0)).div_(temperature)
 
 
-def chunks(logits: Tensor) -> tuple[Tensor, ...]:
-    """Split [..., V] into chunks [n, V] of a bounded size."""
+def split_chunks(logits: Tensor) -> tuple[Tensor, ...]:
+    """Split logits [..., V] into chunks [n, V] of at most `CHUNK` or `CPU_CHUNK` logits, but at least one row."""
     rows = max(1, (CPU_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
     return logits.reshape(-1, logits.shape[-1]).split(rows)
 
@@ -86,9 +87,9 @@ def sort_ascending(values: Tensor) -> Tensor:
 
 
 def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with logs of p + 1e-12."""
+    """Compute p = softmax(logits) [..., V] in float32, and KL(p || previous) [...] in nats, with ln(p + 1e-12)."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
-    pairs = zip(chunks(p), chunks(previous), strict=True)
+    pairs = zip(split_chunks(p), split_chunks(previous), strict=True)
     kl = [torch.linalg.vecdot(current, (current + 1e-12).div_(earlier + 1e-12).log_()) for current, earlier in pairs]
     return p, torch.cat(kl).view(p.shape[:-1])
 
@@ -102,9 +103,9 @@ def filter_logits(
     """Exclude (-inf) tokens less likely than `min_p` times the best, then all but the nucleus of mass `top_p`, then all
     but the `top_k` best. logits: [..., V].
 
-    This is Dream's order. The token that crosses `top_p` stays, and so do tokens with the logit of the `top_k`-th. If
-    the nucleus ends among equal tokens, `torch.sort` decides. With `sorted_ties=False`, large vocabularies on the CPU
-    keep the first of these tokens, without a sort.
+    Top-p precedes top-k, as in Dream. The token that crosses `top_p` stays, and so do all tokens with the same logit as
+    the `top_k`-th. If the nucleus ends among equal tokens, `torch.sort` decides which of them stay. With
+    `sorted_ties=False`, large vocabularies on the CPU keep the first of these tokens, without a sort.
     """
     if min_p:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
@@ -136,16 +137,16 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 
 
 def _find_min_logit(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """Find the lowest logit [...] that `filter_logits` keeps, and whether it defines the result [...]: False where only
-    some of several equal tokens stay. For small vocabularies on the CPU."""
-    if len(parts := chunks(logits)) > 1:
+    """Find the lowest logit [...] that `filter_logits` keeps, and whether all tokens with this logit stay [...] bool.
+    For small vocabularies on the CPU."""
+    if len(parts := split_chunks(logits)) > 1:
         results = zip(*(_find_min_logit(rows, top_p, top_k) for rows in parts), strict=True)
         min_logit, is_exact = (torch.cat(values).view(logits.shape[:-1]) for values in results)
         return min_logit, is_exact
     size = logits.shape[-1]
     top_k = size if top_k is None else min(top_k, size)
     if top_p is None:
-        # numpy's partition is ten times as slow on rows that are mostly -inf, but not on the negated rows
+        # on rows that are mostly -inf, numpy's partition is ten times as slow as on the negated rows
         negated = -(logits.amax(-1, keepdim=True) if top_k == 1 else logits).numpy()
         negated.partition(top_k - 1)
         kth = torch.from_numpy(negated)[..., top_k - 1].neg()
@@ -153,12 +154,12 @@ def _find_min_logit(logits: Tensor, top_p: float | None, top_k: int | None) -> t
     ordered = sort_ascending(logits).flip(-1)
     p = ordered.softmax(-1)[..., :top_k]
     # all tokens after the first excluded one are excluded: sums grow, shares fall, and rounding keeps the order
-    part = p[..., :HEAD]
-    excluded = part.cumsum(-1) - part > top_p
+    head = p[..., :HEAD]
+    excluded = head.cumsum(-1) - head > top_p
     if top_k > HEAD and not excluded[..., -1].all():
-        part = p
-        excluded = part.cumsum(-1) - part > top_p
-    num_kept = part.shape[-1] - excluded.sum(-1, keepdim=True)
+        head = p
+        excluded = head.cumsum(-1) - head > top_p
+    num_kept = head.shape[-1] - excluded.sum(-1, keepdim=True)
     min_logit, following = ordered.gather(-1, num_kept - 1), ordered.gather(-1, num_kept.clamp(max=size - 1))
     is_exact = (min_logit > following) | (num_kept == size) | (min_logit == -torch.inf)
     return min_logit.squeeze(-1), is_exact.squeeze(-1)
@@ -192,8 +193,9 @@ def draw_filtered(
     min_p: float | None = None,
 ) -> Tensor | None:
     """Draw tokens [...] from `filter_logits(logits / temperature, sorted_ties=False)`, without storing these logits.
-    Returns None where that saves nothing or is unsupported: small vocabularies, accelerators, other dtypes, `min_p`.
-    logits: [..., V]. uniform: random numbers [...]."""
+
+    logits: [..., V], float32 or float64 on the CPU. uniform: random numbers [...] in (0, 1). Returns None if this saves
+    nothing or is unsupported: small vocabularies, accelerators, other dtypes, `min_p`."""
     size = logits.shape[-1]
     if min_p or not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64) or size <= SMALL_VOCABULARY:
         return None
@@ -220,12 +222,12 @@ def draw_filtered(
 
 
 def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute softmax(row / temperature) [V]. Shares below exp(FLOOR) of the largest are slow and become exp(FLOOR)."""
+    """Compute softmax(row / temperature) [V]. Shares below exp(FLOOR) times the largest are slow: raised to this."""
     return apply_temperature(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
 def find_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
-    """Find the lowest logit of `row` [V] that stays, and the last token with that logit that stays (V - 1: all do).
+    """Find the lowest logit of `row` [V] that stays, and the last token with that logit that stays (V - 1 if all do).
 
     All tokens stay if a logit is NaN or +inf, or if none is finite. A token is in the nucleus if the shares [V] of all
     better tokens add up to at most `top_p`, in float64. `top_k` keeps the best tokens of the nucleus, and all tokens
@@ -245,8 +247,8 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
     limit, size = top_p * total, len(values)
     if not limit < total:  # NaN, or `top_p` rounds to the whole mass
         return -math.inf, size - 1
-    # the first excluded token has a share from `low` to `high`; `sum_above` is the sum of all shares above `high`
-    # all shares up to `low` together are less than total - limit
+    # bisect: the first excluded token's share is from `low` to `high`; `sum_above` sums all shares above `high`
+    # at first, all shares up to `low` together are less than total - limit
     low, high, sum_above = (total - limit) / size * 0.999, float(shares.max()), 0.0
     inside = shares[shares > low]
     while len(inside) > FEW and high > low * (1 + 1e-7):
@@ -281,7 +283,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
         return one_hot_on_best(logits)
     if request.temperature != 1:
         logits = apply_temperature(logits, request.temperature)
-        # softmax is twice as slow with logits too low to be drawn
+        # softmax is twice as slow if it includes logits that are too low to be drawn
         if logits.dtype == torch.float32:
             logits = torch.threshold_(logits, UNLIKELY, -torch.inf)
     if request.filters != NO_FILTERS:
@@ -290,7 +292,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Compute the distribution of a token as LlamaGen's public code: temperature, top-k, then top-p of these tokens."""
+    """Compute the distribution of a token as LlamaGen's public code: temperature, top-k, then top-p of the rest."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)
@@ -299,11 +301,11 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
 
 
 def one_hot_on_best(logits: Tensor) -> Tensor:
-    """Compute distributions [..., V] that are 1 at the best of logits [..., V]; NaN where that is not finite."""
+    """Compute distributions [..., V] that are 1 at the best of logits [..., V]; NaN where the best is not finite."""
     best = argmax(logits).unsqueeze(-1)
     finite = logits.gather(-1, best).isfinite()
     one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)
-    if logits.is_cpu and finite.all():  # saves a pass; on an accelerator it would wait
+    if logits.is_cpu and finite.all():  # saves a pass; an accelerator would have to wait for this check
         return one_hot
     return one_hot.masked_fill_(~finite, torch.nan)
 
@@ -319,8 +321,8 @@ def select_slots(distributions: Tensor, slot: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Compute weights max(0, p - q) [..., V], not normalised; p itself in rows where rounding makes all of them 0."""
+    """Compute weights max(0, p - q) [..., V], not normalised; p itself in rows where rounding makes all weights 0."""
     weights = (p - q).clamp_(min=0)
-    nothing = weights.amax(-1, keepdim=True) <= 0
-    # p times 0 or 1 is added; torch.where would copy
-    return weights.addcmul_(p, nothing.to(p.dtype))
+    is_zero = weights.amax(-1, keepdim=True) <= 0
+    # add p times 0 or 1; torch.where would copy
+    return weights.addcmul_(p, is_zero.to(p.dtype))

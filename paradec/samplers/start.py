@@ -1,4 +1,4 @@
-"""Start of a request, shared by all families of samplers."""
+"""Shared steps of all families at the start of a request: lengths, suppressed ids, seeds, random keys and trace."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from paradec.core.trace import Trace
 from paradec.request import Request
 
 
-def new_tokens(model: Any, rows: list[list[int]], max_new_tokens: int | None, hole: int, name: str) -> int:
-    """Count the positions to append to every row: `max_new_tokens`, or the default. hole: id of positions to fill;
-    messages call it `name`. Raises ValueError for a number out of its range, nothing to fill, or too long a row."""
-    holes = any(hole in row for row in rows)
-    new = max_new_tokens if max_new_tokens is not None else 0 if holes else model.default_max_new_tokens
-    check_int("max_new_tokens", new, low=0 if holes else 1)
+def count_new(model: Any, rows: list[list[int]], max_new_tokens: int | None, hole: int, name: str) -> int:
+    """Count the positions to append to every row: `max_new_tokens`, or the default. hole: id of positions to fill.
+    name: word for such a position in messages. Raises ValueError for a number out of its range, a row without
+    positions to fill, or a row that is too long for the model."""
+    has_holes = any(hole in row for row in rows)
+    num_new = max_new_tokens if max_new_tokens is not None else 0 if has_holes else model.default_max_new_tokens
+    check_int("max_new_tokens", num_new, low=0 if has_holes else 1)
     for index, row in enumerate(rows):
-        if not new and hole not in row:
+        if not num_new and hole not in row:
             raise ValueError(f"the prompt of row {index} has no {name} to fill; give it one, or max_new_tokens above 0")
-    model.facts.check_length(max(map(len, rows)) + new, new)
-    return new
+    model.facts.check_length(max(map(len, rows)) + num_new, num_new)
+    return num_new
 
 
 def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
-    """[B] int64: the position after the last prompt token of each row."""
+    """Find the position after the last prompt token of each row: [B] int64."""
     return np.array([next((i + 1 for i in range(len(r) - 1, -1, -1) if r[i] != hole), 0) for r in rows], np.int64)
 
 
@@ -43,7 +44,8 @@ def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] 
     ids = {*suppressed, *(facts.eos_token_ids if request.logits_eos_inf else ())}
     if len(ids.union(unused)) >= facts.vocab_size:
         raise ValueError(
-            f"suppress_tokens excludes all {facts.vocab_size} tokens; holes_eos_inf=True also excludes end tokens"
+            f"suppress_tokens excludes all {facts.vocab_size} tokens; allow one (logits_eos_inf=True and "
+            "holes_eos_inf=True also exclude end tokens)"
         )
     return sorted(ids)
 
@@ -73,8 +75,8 @@ def make_seeds(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
 def row_keys(
     seeds: Sequence[int], prompts: Sequence[Sequence[int]], copy_indices: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Make a 64-bit key per row, [B, 2] int64, from its seed, its prompt and the number of equal rows before it
-    (`copy_indices`; None counts them). A row keeps its random numbers in any batch, and copies of a prompt differ."""
+    """Hash a row's seed, prompt and number of equal rows before it (`copy_indices`; None counts them) to a 64-bit key:
+    [B, 2] int64. So a row has the same random numbers in any batch, but copies of a prompt have different ones."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
@@ -82,8 +84,8 @@ def row_keys(
         copy = copies[identity] = copies.get(identity, -1) + 1
         if copy_indices is not None:
             copy = copy_indices[row]
-        text = np.asarray([seed, copy, *prompt], dtype=np.int64).tobytes()
-        keys.append(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), dtype="<u4").astype(np.int64))
+        data = np.asarray([seed, copy, *prompt], dtype=np.int64).tobytes()
+        keys.append(np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), dtype="<u4").astype(np.int64))
     return np.stack(keys)
 
 
@@ -96,7 +98,7 @@ def make_row_keys(
 
 
 def pad_rows(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
-    """[B, columns] int64: the rows, each followed by `fill`."""
+    """Pad rows with `fill` at their end: [B, columns] int64."""
     array = np.full((len(rows), columns), fill, np.int64)
     for row, ids in zip(array, rows, strict=True):
         row[: len(ids)] = ids
@@ -104,7 +106,7 @@ def pad_rows(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make a request's trace, or None. canvas: [B, L] int64 at the start. ends: [B]. details: fields of `Trace`."""
+    """Make a requested trace, else None. canvas: [B, L] int64 at the start. ends: [B]. details: fields of `Trace`."""
     if not request.trace:
         return None
     rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]

@@ -14,7 +14,7 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
     if path_for(logits) != "float64":
         stats = read_stats(logits, frozenset())
         return stats.token, stats.prob
-    # for a small vocabulary float32 takes half the time of float64
+    # for small vocabularies, float32 takes half the time of float64
     best = logits.argmax(-1, keepdim=True)
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return best.squeeze(-1), p.gather(-1, best).squeeze(-1)
@@ -28,5 +28,5 @@ def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
             return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, scores.gather(-1, best) > -torch.inf)
         count = torch.as_tensor(count, device=scores.device)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    within = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)
-    return torch.zeros_like(within).scatter(-1, order, within) & (scores > -torch.inf)
+    is_in_top = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)  # by rank
+    return torch.zeros_like(is_in_top).scatter(-1, order, is_in_top) & (scores > -torch.inf)

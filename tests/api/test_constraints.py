@@ -182,7 +182,7 @@ def test_free_text_around_given_tokens() -> None:
     assert out.fills is not None and value.accepts(out.fills[0][0])
     ids = [[1, MASK, 10, 10, 10, *[MASK] * 5]]
     late = paradec.Regex("[0-9]{2}", after="x", thinking_budget=3)
-    with pytest.raises(ValueError, match="given token"):
+    with pytest.raises(ValueError, match="the prompt.s token"):
         paradec.generate(model, input_ids=ids, constraint=late, max_new_tokens=0)
     with pytest.raises(ValueError, match="its thinking_budget is too small for a text of 5 tokens"):
         paradec.infill(model, input_ids=[[1, *[MASK] * 5, 3]], constraint=replace(late, thinking_budget=1))

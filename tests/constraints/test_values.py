@@ -31,7 +31,7 @@ from paradec.constraints.dfa import ByteAutomaton, byte_automaton
 from paradec.constraints.spelling import spelling_of
 from paradec.constraints.values import Constraint, JsonSchema, Regex, constraint_of, token_automaton
 from paradec.request import Request
-from paradec.samplers.features.spans import Span
+from paradec.samplers.features.spans import TextSpan
 
 
 def matches(automaton: ByteAutomaton, text: str) -> bool:
@@ -495,7 +495,7 @@ def test_a_long_answer_takes_no_table_of_states_times_tokens() -> None:
     for ends in ((), (TOKENIZER.eos_token_id,)):
         automaton = token_automaton(paradec.Choice(texts), TOKENIZER, 126_000, ends, ())
         assert automaton.states > 5000
-    span = Span(automaton, 0, 4096, None)
+    span = TextSpan(automaton, 0, 4096, None)
     assert span.after(0)[0] and not span.after(4090)[0] and span.after(4096)[automaton.end]
     automaton.by_state, automaton.by_class, automaton.by_next  # noqa: B018 - they are made on first use
     arrays = [*automaton.members, *(a for a in vars(automaton).values() if isinstance(a, np.ndarray))]

@@ -234,7 +234,7 @@ class Hosted:
         with _no_inference_mode():
             copy = select_rows(state, np.array([slot]))
             if not self._rows[key].done:
-                copy.let_run(np.zeros(1, np.int64))
+                copy.set_running_rows(np.zeros(1, np.int64))
         return copy
 
     def window(self, key: Hashable) -> tuple[int, Tensor]:
@@ -322,7 +322,7 @@ class Hosted:
         """Step and commit these slots. Slots without finite logits stay unchanged; their errors are returned."""
         errors: dict[int, FloatingPointError] = {}
         while remaining := [slot for slot in logits if slot not in errors]:
-            state.let_run(np.array(remaining))
+            state.set_running_rows(np.array(remaining))
             for slot in remaining:
                 start, stop = int(state.block_start[slot]), int(state.block_end[slot])
                 self._model.logits[slot] = logits[slot][start - starts[slot] : stop - starts[slot]]

@@ -290,6 +290,6 @@ def check_alike(role: str, peer: Any, model: Any, peer_config: Any, config: Any,
 def request_rows(query: Query, batch: int) -> Tensor:
     """[R] int64: the request's row of each row of a call; rows of the guidance branch have `batch` added."""
     rows = torch.as_tensor(query.rows, device=query.tokens.device)
-    if isinstance(query, WindowQuery) and query.window.copies is not None:
-        rows = rows.repeat_interleave(torch.as_tensor(query.window.copies, device=rows.device))
+    if isinstance(query, WindowQuery) and query.window.num_drafts is not None:
+        rows = rows.repeat_interleave(torch.as_tensor(query.window.num_drafts, device=rows.device))
     return torch.cat([rows + branch * batch for branch in range(query.branches)])

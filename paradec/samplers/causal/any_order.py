@@ -32,7 +32,7 @@ from paradec.core.rows import ROWS, resize_axis
 from paradec.request import Request
 from paradec.samplers.causal.state import ALL_SLOTS, CausalState, Spans
 from paradec.samplers.masked.blocks import NEVER
-from paradec.samplers.start import answer_starts, make_trace, new_tokens
+from paradec.samplers.start import answer_starts, count_new, make_trace
 
 ORDER_NAMES = {None: "random", "random": "random", "chain": "raster"}
 """Orders (`paradec.core.orders`) by their names in a request."""
@@ -67,7 +67,7 @@ def start(
             f"{request.guidance_scale} must be 1; leave negative_prompt and grid out"
         )
     mask = facts.mask_id
-    num_new = new_tokens(model, encoded.rows, request.max_new_tokens, mask, "mask")
+    num_new = count_new(model, encoded.rows, request.max_new_tokens, mask, "mask")
     rows = [[*row, *[mask] * num_new] for row in encoded.rows]
     lengths = np.array([len(row) for row in rows], np.int64)
     starts = np.array([row.index(mask) for row in rows], np.int64)
@@ -171,7 +171,7 @@ class OrderedState(CausalState):
         return self.num_known
 
     @property
-    def given(self) -> Tensor:
+    def is_prompt(self) -> Tensor:
         return self._pad_flags(self._ranks(np.arange(self.batch)) < self.num_known[:, None])
 
     @property

@@ -116,7 +116,7 @@ class SelfSpeculative(CausalSampler):
     def open(self, state: CausalState, model: Any) -> None:
         """Start without drafts: the first step evaluates the prompt. Raises ValueError for a prompt with masks."""
         mask = model.facts.mask_id
-        if bool(((state.canvas == mask) & state.given).any()):
+        if bool(((state.canvas == mask) & state.is_prompt).any()):
             raise ValueError(f"the prompt contains the mask id {mask}; sampler {self.name!r} only continues prompts")
         state.drafting = Drafting(model, *np.zeros((2, state.batch), np.int64))
         state.drafted[:] = 0

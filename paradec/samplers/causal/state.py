@@ -187,7 +187,7 @@ class CausalState(State):
         return self.committed - self.num_given
 
     @property
-    def given(self) -> Tensor:
+    def is_prompt(self) -> Tensor:
         """[B, L] bool: prompts."""
         return self._column < torch.as_tensor(self.prompt_length, device=self.context.device).unsqueeze(1)
 

@@ -1,1 +1,1 @@
-"""Optional features of a request, one file each, as callbacks of the decode loops (`Feature`)."""
+"""Optional features of a request as callbacks of the decode loops (`Feature`), one file each."""

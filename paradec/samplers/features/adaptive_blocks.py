@@ -21,7 +21,7 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, FixedBlocks
 
 @dataclass
 class Opening:
-    """`R` rows that open a block, and `W` positions from its start, for a policy with `reads_logits`."""
+    """Input of a policy with `reads_logits`: `R` rows that open a block, `W` positions from its start."""
 
     tokens: Tensor
     """[R, W] int64: candidate tokens."""
@@ -32,30 +32,31 @@ class Opening:
     start: np.ndarray
     prompt_length: np.ndarray
     length: np.ndarray
-    """[R] int64 on the host: where the block starts, the prompt ends and the row ends."""
+    """[R] int64 each, on the host: start of the block, end of the prompt, end of the row."""
 
 
 @dataclass(frozen=True)
 class AdaptiveBlocks(BlockPolicy):
-    """Blocks that end with a semantic step, where the model predicts a delimiter.
+    """Blocks that end with a semantic step, at a position where the model predicts a delimiter.
 
-    Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, its candidates are read within a window. If
-    the most confident delimiter among them (the leftmost on ties) has at least probability `delimiter_threshold`, it
-    ends the block. Otherwise the block has the default length. Prompt tokens in the window are not delimiters.
+    Lu et al., "AdaBlock-dLLM", arXiv 2509.26432. When a row opens a block, the policy reads the candidates within a
+    window. If the most confident delimiter among them (the leftmost on ties) has at least probability
+    `delimiter_threshold`, it ends the block. Otherwise the block has the default length. Prompt tokens in the window
+    are not delimiters.
 
     Args:
         length: B_0, the default block length (16, 32 or 64 in the paper).
         delimiter_threshold: tau_D, in [0, 1]; 0.3 for LLaDA and 0.5 for Dream in the paper.
         delimiters: token ids, or texts of tokens. Texts without a token are ignored; if no delimiter remains, blocks
-            stay fixed, with a warning.
+            have the fixed length, with a warning.
         delimiter_match: "exact" accepts tokens whose text is one of the texts (LLaDA: its newline), "ends" all tokens
-            whose text ends with one (";\\n" too: the public code for Dream lists 24 such tokens, this finds all).
-        window: share of the answer's length that is read ahead, truncated to whole positions. A block may be as long as
-            the window, also beyond `length`.
-        min_length: shortest block, at least 1 (the paper's value). Caches evaluate a full forward for every new block.
+            whose text ends with one, such as ";\\n" (the public code for Dream lists 24 of these tokens).
+        window: share of the answer's length that is read ahead, rounded down. A block may be as long as the window,
+            even if this is longer than `length`.
+        min_length: shortest block, at least 1 (the paper's value). With a cache, every new block costs a full forward.
 
     A request with these blocks cannot have `steps`, since the number of blocks is unknown. A method with a time grid
-    (Dream's) plans the first step of a block for all positions that are read, later steps for the block.
+    (Dream's) plans the first step of a block for all positions that are read, and later steps for the block.
     """
 
     length: int = 32
@@ -66,7 +67,7 @@ class AdaptiveBlocks(BlockPolicy):
     min_length: int = 1
     model_block: int | None = field(default=None, repr=False)
     model_align: str = field(default="absolute", repr=False)
-    """Set by `for_model`: blocks do not cross those of a block-causal model."""
+    """Set by `for_model`: blocks do not cross the bounds of a block-causal model's blocks."""
 
     reads_logits: ClassVar[bool] = True
 
@@ -109,7 +110,7 @@ class AdaptiveBlocks(BlockPolicy):
         return (self.window * (length - prompt_length)).astype(np.int64)
 
     def for_model(self, model: Any) -> AdaptiveBlocks | FixedBlocks:
-        """Return the policy with token ids; fixed blocks if no text is a token. Raises ValueError for an unknown id."""
+        """Return the policy with token ids; fixed blocks if no text is a token. Raises ValueError for unknown ids."""
         facts = model.facts
         texts = tuple(d for d in self.delimiters if isinstance(d, str))
         ids = {d for d in self.delimiters if isinstance(d, int)}
@@ -126,8 +127,8 @@ class AdaptiveBlocks(BlockPolicy):
         fixed = FixedBlocks(self.length) if model_block is None else FixedBlocks(model_block, align=facts.block_align)
         why = "has no tokenizer" if model.tokenizer is None else "has no such token"
         warnings.warn(
-            f"delimiters={self.delimiters} name no token, {facts.name} {why}: blocks stay {fixed.length} long; "
-            "give token ids",
+            f"delimiters={self.delimiters} match no token, since {facts.name} {why}; blocks have the fixed length "
+            f"{fixed.length}: give token ids",
             stacklevel=2,
         )
         return fixed
@@ -150,7 +151,7 @@ _TOKEN_TEXTS: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDiction
 
 
 def _decode_vocabulary(tokenizer: Any) -> list[str]:
-    """Decode each id of a vocabulary. This takes seconds: the texts are cached per tokenizer."""
+    """Decode each id of a vocabulary. As this takes seconds, the texts are cached per tokenizer."""
     if tokenizer not in _TOKEN_TEXTS:
         _TOKEN_TEXTS[tokenizer] = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     return _TOKEN_TEXTS[tokenizer]
@@ -158,10 +159,10 @@ def _decode_vocabulary(tokenizer: Any) -> list[str]:
 
 @dataclass
 class AdaptiveBlockEnds(Feature):
-    """Rows that have opened a block whose end is still unknown."""
+    """Ends of adaptive blocks, which are unknown until a block's first step."""
 
     opening: np.ndarray = field(metadata=ROWS)
-    """[B] bool. Until its end is known, a block covers all positions that its policy reads."""
+    """[B] bool: rows with an unknown end. Until it is known, the block has all positions that the policy reads."""
 
     why_host_only = "the host reads the ends of blocks={state.blocks} from the logits"
 
@@ -172,21 +173,21 @@ class AdaptiveBlockEnds(Feature):
         self.opening[rows] = True
 
     def on_propose(self, state: Any, proposal: Any) -> None:
-        """Restrict the proposal to the block ends that its candidates imply, in blocks that have just opened."""
+        """Set the ends of blocks that have just opened, and restrict the proposal to them."""
         rows = state.window.rows
         index = self.opening[rows].nonzero()[0]
         if not len(index):
             return
-        opened_rows, device = rows[index], proposal.values.device
+        opening_rows, device = rows[index], proposal.values.device
         start, end = torch.as_tensor(np.stack((state.block_start[rows], state.block_end[rows])), device=device)
         device_index = torch.as_tensor(index, device=device)
         opening = Opening(
             tokens=proposal.values[device_index],
             confidence=proposal.quantities["confidence"][device_index],
             available=proposal.available[device_index],
-            start=state.block_start[opened_rows],
-            prompt_length=state.prompt_length[opened_rows],
-            length=state.length[opened_rows],
+            start=state.block_start[opening_rows],
+            prompt_length=state.prompt_length[opening_rows],
+            length=state.length[opening_rows],
         )
         # a block that begins with prompt tokens includes the first position that can be committed
         size = state.blocks.cut(opening).maximum(opening.available.int().argmax(1) + 1)
@@ -201,11 +202,11 @@ class AdaptiveBlockEnds(Feature):
 
 
 def cut_blocks(state: Any, rows: np.ndarray, end: np.ndarray) -> None:
-    """End the newly opened blocks of `rows` [R] at `end` [R]. Raises RuntimeError for an end after the block's."""
+    """End the newly opened blocks of `rows` [R] at `end` [R]. Raises RuntimeError for an end that is too late."""
     if (end > state.block_end[rows]).any():
-        raise RuntimeError(f"blocks={state.blocks} cut a block that is longer than the range that it read")
-    shorter = end < state.block_end[rows]
-    rows, end = rows[shorter], end[shorter]
+        raise RuntimeError(f"blocks={state.blocks}: cut returned more positions than it read")
+    is_shorter = end < state.block_end[rows]
+    rows, end = rows[is_shorter], end[is_shorter]
     state.block_end[rows] = end
     masks = state.masks_before[rows, end] - state.masks_before[rows, state.block_start[rows]]
     state.masks_at_open[rows] = state.remaining[rows] = masks

@@ -1,12 +1,13 @@
-"""Constraints (`constraint`): every answer, or hole, is a text of a language.
+"""Constraints (`constraint`): every answer, or every hole, is a text of a formal language.
 
 Masked models and canvases of noise: a step conditions the product of its marginals on the language
 (`paradec.constraints.passes`). The candidates form one text, the likeliest or a joint draw, so that any selection of
-them fits. Scores are those of the conditioned marginals.
+them fits the language. Scores are those of the conditioned marginals.
 
-Causal models: a slot's distribution is the model's, limited to tokens that keep a text possible, given the final
-tokens, the drafts before the slot and the number of remaining tokens. Drafts are drawn from these distributions and
-verified against them: lossless samplers have the distribution of token-by-token decoding with the constraint.
+Causal models: a slot's distribution is the model's, restricted to tokens after which a text is still possible, given
+the final tokens, the drafts before the slot and the number of remaining tokens. Drafts are drawn from these
+distributions and verified against them, so that answers of lossless samplers have the distribution of token-by-token
+decoding with the constraint.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from paradec.samplers.causal.window import ONE_HOT
 from paradec.samplers.distributions import apply_temperature, filter_logits
 from paradec.samplers.features.feature import Ends, Feature, overrides
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
-from paradec.samplers.features.spans import Part, Span, find_parts, find_spans
+from paradec.samplers.features.spans import SpanPart, TextSpan, find_parts, find_spans
 from paradec.samplers.features.stop_strings import StopStrings
 from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError for the first true reason, of these and the common ones."""
+    """Raise ValueError with the first reason that holds: a common one, or one of `reasons`."""
     name, request = model.facts.name, state.request
     common = {
         f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
-        "rng='reference' draws every token by itself": request.rng == "reference",
+        "rng='reference' draws tokens independently": request.rng == "reference",
         "stop_strings may end a row before its text is complete": request.stop_strings is not None,
         f"stop={short_repr(request.stop)} may end a row before its text is complete": (
             any(not isinstance(rule, (EndOfText, StopStrings)) for rule in getattr(state, "stop_rules", ()))
@@ -56,23 +57,23 @@ def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
 
 @dataclass
 class SpanConstraint(Feature):
-    """The spans of each row, whose undecided tokens are drawn jointly."""
+    """Spans of each row. The undecided tokens of a span are drawn jointly."""
 
-    spans: list[tuple[Span, ...]] = field(metadata=row_layout(fill=()))
+    spans: list[tuple[TextSpan, ...]] = field(metadata=row_layout(fill=()))
 
     why_host_only = "constraints run on the host"
     stream: ClassVar[int]
     """Random stream of the draws."""
 
-    def uniform(self, state: Any, part: Part) -> np.ndarray:
-        """Return random numbers [m] in (0, 1) to draw a text; they depend only on row, step and position."""
+    def uniform(self, state: Any, part: SpanPart) -> np.ndarray:
+        """Draw uniform numbers [m] in (0, 1) for a text; they depend only on row, step and position."""
         step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
         key = state.keys[part.row : part.row + 1]
         draws = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
         return draws[0, :, 0].cpu().numpy()
 
-    def _marginals(self, state: Any, part: Part, logits: Tensor) -> Marginals | None:
-        """Compute the marginals of a part; None for NaN or infinite logits, which `commit` reports."""
+    def _marginals(self, state: Any, part: SpanPart, logits: Tensor) -> Marginals | None:
+        """Compute the marginals of a part; None for NaN or infinite logits, for which `commit` raises an error."""
         marginals = Marginals(part.span.automaton, logits, part.tokens, part.state, part.last)
         if marginals.has_invalid_logits:
             return None
@@ -84,8 +85,8 @@ class SpanConstraint(Feature):
             )
         return marginals
 
-    def _filter(self, state: Any, part: Part, marginals: Marginals) -> Marginals:
-        """Apply the request's filters to marginals; the likeliest text stays possible."""
+    def _filter(self, state: Any, part: SpanPart, marginals: Marginals) -> Marginals:
+        """Apply the request's filters to marginals, but keep the likeliest text possible."""
         if state.request.filters == NO_FILTERS:
             return marginals
         allowed = filter_logits(marginals.conditioned_logits(), *state.request.filters) > -torch.inf
@@ -100,10 +101,10 @@ class SpanConstraint(Feature):
 
 @dataclass
 class MaskedConstraint(SpanConstraint):
-    """Spans, and the weight of each row's draws.
+    """Constraint of masked models: spans, and the importance weight of each row's draws.
 
-    Every commit also writes positions of the open block that only one token fits. At temperature 0 they are also
-    written when the block opens, without a forward. Above 0 the block's first step counts them in the weight.
+    Every commit also writes the certain positions of the open block, which only one token fits. At temperature 0 they
+    are written as soon as the block opens, without a forward. Above 0 the block's first step counts them in the weight.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)
@@ -122,7 +123,7 @@ class MaskedConstraint(SpanConstraint):
         return cls(spans, None if state.request.temperature == 0 else np.zeros(state.batch))
 
     def __post_init__(self) -> None:
-        self._draws: dict[tuple[int, int], tuple[int, Part, Marginals]] = {}
+        self._draws: dict[tuple[int, int], tuple[int, SpanPart, Marginals]] = {}
 
     def after_row_change(self) -> None:
         self._draws = {}
@@ -130,7 +131,7 @@ class MaskedConstraint(SpanConstraint):
     def read_candidates(
         self, sampler: Any, state: Any, logits: Tensor, query: Any, generator: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute candidate tokens and quantities, instead of the sampler."""
+        """Compute candidate tokens [N, K] and quantities [N, K] of a query, as `MaskedSampler.read_candidates`."""
         positions = state.window.query_positions(query)
         current = state.canvas[torch.as_tensor(query.rows, device=logits.device)].gather(1, positions)
         undecided = current == state.mask_id
@@ -163,43 +164,43 @@ class MaskedConstraint(SpanConstraint):
         sampled = torch.cat([tokens for tokens, _ in texts])
         return tokens.flatten().index_copy(0, flat, sampled).view_as(current), quantities
 
-    def _open_parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[Part]:
-        """List the undecided parts of the row's window, up to `stop`."""
+    def _open_parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[SpanPart]:
+        """List the undecided parts of spans in the row's window, up to position `stop`."""
         if stop is None:
             stop = int((state.length if "early_stops" in state.features else state.block_end)[row])
         return find_parts(self.spans[row], row, canvas, canvas == state.mask_id, int(state.block_start[row]), stop)
 
     def _draw_text(
-        self, sampler: Any, state: Any, raw: Tensor, part: Part, part_index: int
+        self, sampler: Any, state: Any, raw: Tensor, part: SpanPart, part_index: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Choose candidates [m] for a part's undecided positions from raw logits [m, V]; also return quantities [m]."""
         needs, temperature = sampler.needs, state.request.temperature
-        marginals = self._marginals(state, part, raw)
-        if marginals is None:
+        raw_marginals = self._marginals(state, part, raw)
+        if raw_marginals is None:
             invalid = raw.new_full((len(raw),), torch.nan, dtype=torch.float64)
             return torch.zeros_like(invalid, dtype=torch.int64), dict.fromkeys(needs.reads, invalid)
         scaled = raw if temperature in (0, 1) else apply_temperature(raw, temperature)
-        sampling = marginals if scaled is raw else self._marginals(state, part, scaled)
-        assert sampling is not None
+        marginals = raw_marginals if scaled is raw else self._marginals(state, part, scaled)
+        assert marginals is not None
         if temperature > 0 or needs.score_from == "sampled":
-            sampling = self._filter(state, part, sampling)
+            marginals = self._filter(state, part, marginals)
         if temperature == 0:
-            tokens = sampling.best()
+            tokens = marginals.best()
         else:
-            tokens = sampling.sample(self.uniform(state, part))
-            self._draws[part.row, part_index] = int(state.row_step[part.row]), part, sampling
-        scoring = marginals if needs.score_from == "raw" else sampling
+            tokens = marginals.sample(self.uniform(state, part))
+            self._draws[part.row, part_index] = int(state.row_step[part.row]), part, marginals
+        scored = raw_marginals if needs.score_from == "raw" else marginals
         if needs.reads == ("confidence",):
-            return tokens, {"confidence": scoring.probabilities(tokens)}
-        return token_statistics(scoring.conditioned_logits(), needs.reads, tokens)
+            return tokens, {"confidence": scored.probabilities(tokens)}
+        return token_statistics(scored.conditioned_logits(), needs.reads, tokens)
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """Write certain tokens of newly opened blocks, at temperature 0."""
+        """At temperature 0, write the certain positions of newly opened blocks."""
         if self.log_weight is None:
             self.write_certain(state, rows)
 
     def write_certain(self, state: Any, rows: np.ndarray) -> None:
-        """Write positions that only one token fits, in the open blocks of `rows` [R]; full blocks close."""
+        """Write the certain positions in the open blocks of `rows` [R]. Blocks that are full then close."""
         canvas, full_rows = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
             certain = self._certain(state, row, canvas[row])
@@ -209,7 +210,7 @@ class MaskedConstraint(SpanConstraint):
             state.canvas[row, positions] = tokens
             if "rollout" in state.features:
                 state.features["rollout"].record_forced(state, row, positions, tokens)
-            if state.trace is not None:  # its canvas is the one before the first step
+            if state.trace is not None:  # the trace's canvas is that before the first step
                 for position, token in certain.items():
                     state.trace.canvas[row][position] = token
             state.masks_at_open[row] -= len(certain)
@@ -221,7 +222,7 @@ class MaskedConstraint(SpanConstraint):
             open_blocks(state, np.array(full_rows))
 
     def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
-        """Find the undecided positions of the open block that only one token fits, with this token."""
+        """Map the certain positions of the open block (undecided, and only one token fits) to their tokens."""
         certain = {}
         for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
             automaton = part.span.automaton
@@ -233,7 +234,7 @@ class MaskedConstraint(SpanConstraint):
         return certain
 
     def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
-        """Add positions that are certain after the method's selection."""
+        """Add the positions that are certain after the method's selection."""
         canvas, window = state.canvas.cpu().numpy().copy(), state.window
         tokens = torch.where(decision.selected, decision.values, proposal.current).cpu().numpy()
         selected, values = decision.selected.clone(), decision.values.clone()
@@ -273,13 +274,13 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
     trims = state.request.eos_early_stop and any(overrides(method, "trim") for method in methods)
     is_partial = state.cache.facts.evaluates not in ("block", "undecided")
     return {
-        f"sampler {name!r} drafts steps ahead of the text": needs.multi_step,
+        f"sampler {name!r} drafts steps ahead": needs.multi_step,
         f"sampler {name!r} replaces decided tokens": needs.revises or needs.mask_probes,
         f"sampler {name!r} chooses the positions of several steps ahead": hasattr(sampler, "targets"),
-        f"sampler {name!r} draws every token a second time, by itself": redraws,
+        f"sampler {name!r} draws every token a second time, independently": redraws,
         f"sampler {name!r} cuts rows off before their end; give eos_early_stop=False": trims,
-        f"cache={state.cache.name!r} leaves undecided positions of the block unevaluated": is_partial,
-        f"blocks={short_repr(blocks)} have several blocks of a row open at once": isinstance(blocks, PipelinedBlocks),
+        f"cache={state.cache.name!r} does not evaluate all undecided positions of the block": is_partial,
+        f"blocks={short_repr(blocks)} open several blocks of a row at once": isinstance(blocks, PipelinedBlocks),
         f"blocks={short_repr(blocks)} end at single candidates": getattr(blocks, "reads_logits", False),
     }
 
@@ -289,26 +290,26 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
 
 @dataclass
 class CanvasConstraint(SpanConstraint):
-    """Spans, and the parts of this step.
+    """Constraint of canvases of noise: spans, and their parts in this step.
 
     A canvas closes with the likeliest text, not with the best token of each position. Its text begins in the state
-    after the previous canvas and must leave the rest of the span fillable. Entropies are of the conditioned marginals.
+    after the previous canvas; after it, a text for the rest of the span must be possible. Entropies are those of the
+    conditioned marginals.
     """
 
     stream = rng.TOKEN_STREAM
 
     @classmethod
     def from_request(cls, model: Any, state: Any, canvas: np.ndarray) -> CanvasConstraint:
-        """Make a request's constraint. canvas: [B, L] int64, `HOLE` at positions to fill. Raises as
-        `MaskedConstraint`."""
+        """Make a request's constraint, or raise as `MaskedConstraint`. canvas: [B, L] int64, `HOLE` to be filled."""
         raise_unsupported(model, state, {})
         return cls(find_spans(model, state, canvas, HOLE, state.width))
 
     def __post_init__(self) -> None:
-        self._parts: list[tuple[int, Part, list[int], Marginals]] = []
+        self._parts: list[tuple[int, SpanPart, list[int], Marginals]] = []
 
     def condition(self, state: Any, rows: np.ndarray, positions: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Condition tempered distributions on the texts: logits [R, C, V], and the likeliest texts [R, C]."""
+        """Condition logits [R, C, V] at their temperature on the texts; also return the likeliest texts [R, C]."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         temperature, canvas = state.temperature(rows).tolist(), state.canvas.cpu().numpy()
         undecided = state.undecided.cpu().numpy()
@@ -332,7 +333,7 @@ class CanvasConstraint(SpanConstraint):
         return logits, best_tokens
 
     def draw(self, state: Any, positions: Tensor, tokens: Tensor) -> Tensor:
-        """Draw tokens [R, C] for the last step: texts where constrained, `tokens` elsewhere."""
+        """Draw tokens [R, C] from the last conditioned step: texts in spans, and `tokens` elsewhere."""
         samples = tokens.clone()
         for index, part, columns, marginals in self._parts:
             samples[index, columns] = marginals.sample(self.uniform(state, part))
@@ -344,9 +345,9 @@ class CanvasConstraint(SpanConstraint):
 
 @dataclass(frozen=True)
 class SpanTexts:
-    """Texts of an automaton that fit the remaining positions, token by token. `begin` is the first state, an int."""
+    """Texts of an automaton that fit the span's positions, read token by token from the state `begin`."""
 
-    span: Span
+    span: TextSpan
     begin: int = 0
 
     def after(self, state: int, token: int) -> int | None:
@@ -355,12 +356,12 @@ class SpanTexts:
         return None if next_state < 0 else next_state
 
     def _fitting(self, state: int, num_read: int) -> np.ndarray:
-        """[k] int64: classes of the tokens that a text can have next."""
+        """List the classes of tokens with which a text can continue: [k] int64."""
         classes, next_states = self.span.automaton.transitions(state)
         return np.asarray(classes[self.span.after(num_read + 1)[next_states]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
-        """[V] bool: tokens that no text can have next, after `num_read` tokens; None if no token is possible."""
+        """Find the tokens with which no text can continue after `num_read` tokens: [V] bool; None if no text fits."""
         span = self.span
         if span.stop - span.first <= num_read or not span.after(num_read)[state]:
             return None
@@ -370,7 +371,7 @@ class SpanTexts:
         return torch.as_tensor(is_excluded, device=device)[class_of.long()]
 
     def certain(self, state: int, num_read: int) -> int | None:
-        """Return the only token that a text can have next, else None."""
+        """Return the token with which a text must continue; None if several or no tokens are possible."""
         fits = self._fitting(state, num_read)
         is_certain = len(fits) == 1 and self.span.automaton.sizes[fits[0]] == 1
         return int(self.span.automaton.members[fits[0]][0]) if is_certain else None
@@ -378,14 +379,14 @@ class SpanTexts:
 
 @dataclass
 class CausalConstraint:
-    """Constraint of causal models, `B` rows. Slots after a draft that fits no text keep the model's distribution."""
+    """Constraint of causal models, `B` rows. Slots after a draft that fits no text have the model's distribution."""
 
     texts: list[Any] = field(metadata=ROWS)
     """[B] `SpanTexts` or `GrammarTexts`."""
     answer_start: np.ndarray = field(metadata=ROWS)
     """[B] int64: start of each answer."""
     num_read: np.ndarray = field(metadata=ROWS)
-    """[B] int64: final tokens of each answer that `text_states` has read."""
+    """[B] int64: number of final tokens of each answer that led to `text_states`."""
     text_states: list[Any] = field(metadata=ROWS)
 
     @classmethod
@@ -412,7 +413,7 @@ class CausalConstraint:
         return cls(texts, state.prompt_length.copy(), np.zeros(state.batch, np.int64), begin)
 
     def mask_slots(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
-        """Mask logits [R, W, V] of slots, each after the drafts [R, W] before it."""
+        """Exclude tokens that fit no text from logits [R, W, V] of slots, each after the drafts [R, W] before it."""
         parents = torch.arange(-1, logits.shape[1] - 1).unsqueeze(0)
         tokens = torch.nn.functional.pad(drafts, (1, 0))[:, : len(parents[0])]
         return self.mask_nodes(state, logits, rows, parents, tokens)
@@ -426,12 +427,12 @@ class CausalConstraint:
         tokens: Tensor,
         nodes: Sequence[int] | np.ndarray | None = None,
     ) -> Tensor:
-        """Mask tokens that fit no text in logits [R, K, V] after nodes of the rows' trees.
+        """Exclude tokens that fit no text from logits [R, K, V] after nodes of the rows' trees of drafts.
 
         parents: [R or 1, N] int64, parents before children; -1 for the root, node 0, which is the last final token.
-        tokens: [R, N] int64, -1 for nodes without a token. nodes: [K], by default all N."""
+        tokens: [R, N] int64, -1 for nodes without a token. nodes: [K], the nodes of the logits; None for all N."""
         parent_lists, token_lists = parents.tolist(), tokens.tolist()
-        wanted_nodes = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
+        node_list = range(logits.shape[1]) if nodes is None else [int(node) for node in nodes]
         masked = logits.clone()
         for index, row in enumerate(rows.tolist()):
             texts, num_read = self.texts[row], [int(state.committed[row] - self.answer_start[row])]
@@ -439,7 +440,7 @@ class CausalConstraint:
             for parent, token in zip(parent_lists[index if len(parent_lists) > 1 else 0][1:], token_lists[index][1:]):
                 num_read.append(num_read[parent] + 1)
                 states.append(None if states[parent] is None else texts.after(states[parent], token))
-            for column, node in enumerate(wanted_nodes):
+            for column, node in enumerate(node_list):
                 excluded = None if states[node] is None else texts.excluded(states[node], num_read[node], logits.device)
                 if excluded is not None:
                     masked[index, column].masked_fill_(excluded, -torch.inf)
@@ -453,7 +454,7 @@ class CausalConstraint:
         return self.text_states[row]
 
     def draft_certain(self, state: Any, rows: np.ndarray) -> None:
-        """Draft the token of each position that only one token fits; such drafts are always accepted."""
+        """Draft the tokens of certain positions, which only one token fits. Such drafts are always accepted."""
         drafts, source = (state.memory.read(rows)[name] for name in ("drafts", "draft_source"))
         draft_lists, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):

@@ -1,4 +1,4 @@
-"""Step at which each position was decided, for models that read this order (`Model.reads_order`)."""
+"""Record of the step that decided each position, for models that read this order (`Model.reads_order`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class DecisionOrder(Feature):
-    """The row's step that wrote each position's token."""
+    """Order in which the positions of each row were decided."""
 
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64; -1 at prompt tokens and undecided positions."""
+    """[B, L] int64: the row's step that wrote each token; -1 at prompt tokens and undecided positions."""
 
     def on_query(self, state: Any, part: Any, query: Any) -> None:
         rows = self.decided_at.index_select(0, torch.as_tensor(query.rows, device=self.decided_at.device))

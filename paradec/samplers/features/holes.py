@@ -12,14 +12,14 @@ from paradec.samplers.features.feature import Feature
 
 
 class Holes(Feature):
-    """Excludes end tokens from holes: masks before a prompt token."""
+    """Exclusion of end tokens from holes, which are masks before a prompt token."""
 
     def reads_window(self, state: Any) -> bool:
         return True
 
     def exclude_ends(self, state: Any, logits: Tensor, index: np.ndarray | None) -> None:
-        """Exclude end tokens of logits [N, W, V] in the holes of the running rows `index` [N] (None: all), in place."""
-        # includes prompt tokens between holes, which have no candidates
+        """Exclude end tokens from logits [N, W, V] in holes, in place. index: [N], running rows; None for all."""
+        # also true at prompt tokens between holes, which have no candidates
         is_hole = state.window.host_positions < state.answer_start[state.window.rows, None]
         if index is not None:
             is_hole = is_hole[index]
@@ -28,7 +28,7 @@ class Holes(Feature):
 
 
 def exclude_ends(state: Any, logits: Tensor, holes: Tensor) -> None:
-    """Exclude end tokens of logits [R, W, V] in `holes` [R, W], in place. Logits [R, n * W, V] are n windows."""
+    """Exclude end tokens from logits [R, W, V] in `holes` [R, W] bool, in place. Logits [R, n * W, V] are n windows."""
     if holes.shape[1] < logits.shape[1]:
         holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
     end_logits = logits.index_select(-1, state.ends)

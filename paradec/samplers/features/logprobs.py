@@ -1,4 +1,4 @@
-"""Log-probabilities of written tokens (`logprobs`), by step and by request."""
+"""Log-probabilities of written tokens (`logprobs`), of a step and of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class RecordedLogProbs(Feature):
-    """Log-probabilities of the written tokens."""
+    """Record of the log-probabilities of all written tokens."""
 
     logprobs: LogProbs = field(metadata=ROWS)
 
@@ -37,7 +37,7 @@ class RecordedLogProbs(Feature):
 def step_logprobs(
     request: Any, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None = None
 ) -> StepLogProbs:
-    """Compute log-probabilities of tokens [N, W] under softmax(logits [N, W, V]), and of the `count` likeliest; for
+    """Compute log-probabilities of tokens [N, W] and of the `count` likeliest ones under softmax(logits [N, W, V]); for
     rollouts also at the request's temperature. known: from `known_probabilities`."""
     values = StepLogProbs.from_logits(logits, tokens, count, known)
     if request.rollout and request.temperature > 0:
@@ -50,7 +50,7 @@ def step_logprobs(
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
     """Return a masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W,
-    V]), else None. Also None for small vocabularies, where computing them again is cheap."""
+    V]). Otherwise, and for small vocabularies, for which a second computation is cheap, return None."""
     is_changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
     if is_changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None

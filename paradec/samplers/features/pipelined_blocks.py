@@ -1,4 +1,4 @@
-"""Several open blocks in one window (`paradec.PipelinedBlocks`): which must make progress, and how the window moves.
+"""Several open blocks in one window (`paradec.PipelinedBlocks`): their progress, and the moves of the window.
 
 A row's window extends from the start of its first block with undecided positions to the end of the last added block.
 """
@@ -19,29 +19,31 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, NEVER, EndOfText, Fixe
 
 @dataclass(frozen=True)
 class PipelinedBlocks(FixedBlocks):
-    """Fixed blocks, several of them open at once: the next block is added before the last one is full.
+    """Fixed blocks, of which several are open at once: the next block is added before the last one is full.
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
-    positions of all open blocks. Before a step the next block is added if at least a share `add` of the last block's
-    positions is decided: at most one block per step, none after an end token. The sampler's rule sees all open blocks
-    together; the token that it always commits is the best one of the first block that is not full.
+    positions of all open blocks. After a step the next block is added if at least a share `add` of the last block's
+    positions is decided: at most one block per step, and none after an end token. The sampler's rule sees all open
+    blocks together; the token that it always commits is the best one of the first block that is not full.
 
-    Works with samplers that need no schedule over steps and take no tokens back, on all models, with the usual block
-    caches and with `delayed`, the cache made for these blocks. `PipelinedBlocks(n, add=1, full=1)` is `FixedBlocks(n)`.
+    These blocks work with samplers that need no schedule over steps and take no tokens back, on all models, with the
+    usual block caches and with `delayed`, the cache made for them. `PipelinedBlocks(n, add=1, full=1)` is
+    `FixedBlocks(n)`.
 
     Args:
         length: positions per block, as for `FixedBlocks`.
         align: "model" counts blocks as the model does: from position 0 for block-causal models, else from the end of
-            the prompt. "prompt" and "absolute" as for `FixedBlocks`.
+            the prompt. "prompt" and "absolute" are as for `FixedBlocks`.
         add: share of the last open block's positions that must be decided for the next block, in [0, 1]. The published
             scripts have 0.1 (d3LLM) and 0.1 to 0.7 (D2F); their code's default is 0.5.
         full: share of a block's positions that must be decided for the next block to be fully active, in [0, 1]; the
-            first open block always is. 0.95 in the published scripts. No effect with `forced="first"`.
-        forced: blocks that commit at least one token in every step: "first" only the first open block (d3LLM), "active"
-            every fully active block that is not full (D2F). Other blocks commit only tokens that the rule selects.
+            first open block is always fully active. 0.95 in the published scripts. No effect with `forced="first"`.
+        forced: blocks that commit at least one token in every step: with "first" only the first block that is not full
+            (d3LLM), with "active" every fully active block that is not full (D2F). Other blocks commit only tokens that
+            the rule selects.
 
     Prompt tokens within a block (around holes) count neither as decided nor as undecided. d3LLM's code for LLaDA also
-    commits the most confident position of all open blocks at any score; here no rule does that across blocks.
+    commits the most confident position of all open blocks at any score; this is not implemented.
     """
 
     align: str = "model"
@@ -57,20 +59,20 @@ class PipelinedBlocks(FixedBlocks):
         check_choice("forced", self.forced, ("first", "active"))
 
     def for_model(self, model: Any) -> PipelinedBlocks:
-        """Return the policy with the model's alignment of blocks."""
+        """Return the policy, with `align="model"` replaced by the model's alignment of blocks."""
         align = model.facts.block_align if model.facts.topology == "block_causal" else "prompt"
         return replace(self, align=align) if self.align == "model" else self
 
 
 @dataclass
 class OpenBlocks(Feature):
-    """Callbacks of `PipelinedBlocks`."""
+    """Moves of the window of `PipelinedBlocks`."""
 
-    why_host_only = "blocks={state.blocks} have several blocks of a row open at once"
+    why_host_only = "blocks={state.blocks} open several blocks of a row at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Move the windows [R, W]: remove full blocks at the front, and add the next block where enough of the last one
-        is decided. Windows of ended rows stay."""
+        """Move the windows [R, W]: remove full blocks at the front, and add the next block if enough of the last one is
+        decided. Windows of rows that end do not move."""
         if proposal.early is not None:
             return False
         window = state.window
@@ -80,7 +82,7 @@ class OpenBlocks(Feature):
         undecided = (tokens == state.facts.mask_id) & (positions < end[:, None])
         if window.host_valid is not None:
             undecided &= window.host_valid
-        is_fixed = ~undecided.any(1)  # after a full window `close_blocks` opens the next block
+        is_fixed = ~undecided.any(1)  # `close_blocks` opens the next block after a full window
         if ends is not None:
             is_fixed |= ends < NEVER
         start, prompt = state.block_start[rows], state.prompt_length[rows]
@@ -88,7 +90,7 @@ class OpenBlocks(Feature):
         origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
         new_start = np.maximum((first_undecided - origin) // policy.length * policy.length + origin, start)
         offset = np.where(is_fixed, 0, new_start - start)
-        # the last block: start, initial and remaining masks
+        # the last open block: start, initial masks, remaining masks
         last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
         total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
         num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
@@ -100,13 +102,13 @@ class OpenBlocks(Feature):
         state.memory.shift("window", rows[offset > 0], offset[offset > 0])
         state.block_start[rows] += offset
         state.block_step[rows[offset > 0]] = 0
-        pending = rows[adds_block]
-        while len(pending):  # skip blocks without masks
-            old_end = state.block_end[pending]
-            state.block_end[pending] = policy.open(old_end, state.prompt_length[pending], state.length[pending])
-            masks = state.masks_before[pending, state.block_end[pending]] - state.masks_before[pending, old_end]
-            state.remaining[pending] += masks
-            pending = pending[(masks == 0) & (state.block_end[pending] < state.length[pending])]
+        index = rows[adds_block]
+        while len(index):  # skip blocks without masks
+            old_end = state.block_end[index]
+            state.block_end[index] = policy.open(old_end, state.prompt_length[index], state.length[index])
+            masks = state.masks_before[index, state.block_end[index]] - state.masks_before[index, old_end]
+            state.remaining[index] += masks
+            index = index[(masks == 0) & (state.block_end[index] < state.length[index])]
         num_masks = state.masks_before[rows, state.block_end[rows]] - state.masks_before[rows, state.block_start[rows]]
         state.masks_at_open[rows] = np.where(is_moved, num_masks, state.masks_at_open[rows])
         for feature in state.features.values():
@@ -115,10 +117,10 @@ class OpenBlocks(Feature):
 
 
 def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = None) -> None:
-    """Raise ValueError if a sampler, or a request with these `steps`, does not work with several open blocks."""
+    """Raise ValueError if a sampler, or the `steps` of a request, do not work with several open blocks."""
     why = None
     if sampler.needs.revises:
-        why = "it takes tokens of a single open block back"
+        why = "it takes tokens back, which needs a single open block"
     elif sampler.needs.extra_quantities or sampler.needs.mask_probes:
         why = "it evaluates one block at a time"
     elif sampler.uses_steps and not sampler.needs.least_by_steps:
@@ -133,7 +135,7 @@ def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = N
 
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
-    """[R, W] int64: number of each position's block; the block that begins at `block_start` [R, 1] is number 0."""
+    """Number the blocks of positions: [R, W] int64, from 0 for the block that begins at `block_start` [R, 1]."""
     first = 0 if policy.align == "absolute" else prompt_length
     return (positions - first) // policy.length - (block_start - first) // policy.length
 
@@ -146,7 +148,7 @@ def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """[R, W] int64: numbers of the blocks that must make progress; else -1. current: [R, W], the window's tokens."""
+    """Number each position's block if it must make progress: [R, W] int64, else -1. current: [R, W], the tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
@@ -162,7 +164,7 @@ def leading_blocks(state: Any, current: Tensor) -> Tensor:
 
 
 def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
-    """Return each position's block [R, W] int64 (-1 outside open blocks), and each block's initial masks [R, K]."""
+    """Return each position's block [R, W] int64 (-1 outside of open blocks), and each block's initial masks [R, K]."""
     window, policy = state.window, state.blocks
     rows, positions = window.rows, window.host_positions
     start, end = state.block_start[rows, None], state.block_end[rows, None]
@@ -181,7 +183,7 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
 
 
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
-    """Select the best candidate of each block in `leading` [R, W] (-1: no block), the lowest on ties: [R, W] bool."""
+    """Select the best candidate of each block, the lowest on ties: [R, W] bool. leading: [R, W], blocks or -1."""
     is_candidate = candidates & (leading >= 0)
     width = scores.shape[1]
     block = leading.clamp(min=0)
@@ -194,7 +196,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def ensure_progress(selected: Tensor, view: Any) -> Tensor:
-    """Add to a selection [R, W] bool the best candidate of each block that must progress and has no selection."""
+    """Add to a selection [R, W] bool the best candidate of each block that must make progress but has no selection."""
     leading = view.leading
     block = leading.clamp(min=0)
     is_selected = (selected & (leading >= 0)).long()
@@ -203,7 +205,7 @@ def ensure_progress(selected: Tensor, view: Any) -> Tensor:
 
 
 def _has_ended(state: Any, tokens: np.ndarray) -> np.ndarray:
-    """[R] bool: rows whose window [R, W] has an end token."""
+    """Find the rows whose window has an end token: [R] bool. tokens: [R, W]."""
     window = state.window
     rule = next((rule for rule in state.stop_rules if isinstance(rule, EndOfText)), None)
     if rule is None:

@@ -1,4 +1,4 @@
-"""Keys and values of a prefix: reused from an earlier request, or kept for the next one."""
+"""Reuse of a prefix's keys and values from an earlier request, or for the next one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class PrefixReuse(Feature):
-    """The prefix that a request reuses, and the positions that the next one can reuse; one of the two may be None."""
+    """Prefix that a request reuses, and number of positions that the next one can reuse. One of them may be None."""
 
     reuse: Reuse | None
     num_reusable: np.ndarray | None
@@ -32,7 +32,7 @@ class PrefixReuse(Feature):
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:
-        """Copy or evaluate the prefix into the store; an evaluation counts as a forward of the first row's prefix."""
+        """Copy the prefix into the store, or evaluate it, which counts as a forward of the first row's prefix."""
         reuse = self.reuse
         if reuse is None:
             return

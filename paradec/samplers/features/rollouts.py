@@ -1,4 +1,4 @@
-"""Rollouts (`rollout`): every write of a request, with its step and log-probabilities (`paradec.core.rollouts`)."""
+"""Rollouts (`rollout`): all writes of a request with their steps and log-probabilities (`paradec.core.rollouts`)."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from paradec.samplers.features.logprobs import step_logprobs
 
 @dataclass
 class RecordedRollout(Feature):
-    """All writes of a request with their log-probabilities, also after a row's end."""
+    """Record of all writes of a request with their log-probabilities, including those after a row's end."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1))
     steps: Tensor = field(metadata=row_layout(columns=1, fill=GIVEN))
     logp: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     writes: list[list[Tensor]] | None = field(metadata=row_layout(fill=[]))
-    """[n, 5] float64, each row's writes: step, position, token, two log-probabilities; None unless tokens are taken
-    back."""
+    """Each row's writes, [n, 5] float64: step, position, token, two log-probabilities. None if the method takes no
+    tokens back."""
     settings: dict[str, Any]
     version: int
     """Version of the weights at the start."""
     approximation: str | None
-    """The argument that makes logits differ from those of whole rows, or None."""
+    """The argument because of which logits differ from those of whole rows, or None."""
 
     why_host_only = "rollouts are recorded step by step"
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, state: Any) -> Self:
-        """Make a request's empty record. Raises ValueError if a replay could not compute the log-probabilities."""
+        """Make a request's empty record. Raises ValueError if a replay cannot compute the log-probabilities."""
         masked = sampler.family == "masked"
         reasons = _masked_reasons(sampler, model, state) if masked else _causal_reasons(sampler, model, state)
         if (why := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
             raise ValueError(f"rollout=True does not work with {why}")
         canvas = state.canvas
         column = torch.arange(canvas.shape[1], device=canvas.device)
-        outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
+        is_outside = column >= torch.as_tensor(state.length, device=canvas.device).unsqueeze(1)
         logp = torch.full_like(canvas, torch.nan, dtype=torch.float64)
         exact = not masked or verdict(sampler, state.cache, state.facts).status == EXACT
         return cls(
-            tokens=canvas.masked_fill(outside, 0),
-            steps=torch.full_like(canvas, NEVER).masked_fill(state.given | outside, GIVEN),
+            tokens=canvas.masked_fill(is_outside, 0),
+            steps=torch.full_like(canvas, NEVER).masked_fill(state.is_prompt | is_outside, GIVEN),
             logp=logp,
             drawn=logp.clone(),
             writes=[[] for _ in range(state.batch)] if masked and sampler.needs.revises else None,
@@ -63,13 +63,13 @@ class RecordedRollout(Feature):
         )
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        # moved tokens and tokens that were taken back have no probability
+        # tokens that were moved or taken back have no probability
         logprobs = proposal.logprobs.fill(decision.values != proposal.values)
         self._write(state, proposal, decision.values, decision.selected, logprobs, state.row_step[proposal.rows] - 1)
         return False
 
     def record_causal(self, state: Any, proposal: Any, tokens: Tensor, selected: Tensor) -> None:
-        """Record tokens [R, W] that a step of a causal model writes where `selected` [R, W]."""
+        """Record the tokens [R, W] that a step of a causal model writes at positions `selected` [R, W] bool."""
         logits = proposal.quantities["logits"]
         if state.allowed is not None:
             logits = logits.masked_fill(~state.allowed, -torch.inf)
@@ -92,7 +92,7 @@ class RecordedRollout(Feature):
                 self.writes[row].append(columns_of_row[is_selected])
 
     def record_forced(self, state: Any, row: int, positions: Tensor, tokens: Tensor) -> None:
-        """Record tokens [n] that are written at positions [n] of a row before its next step, without a forward."""
+        """Record tokens [n] that are written at positions [n] of a row without a forward, before its next step."""
         self.tokens[row, positions] = tokens
         self.steps[row, positions] = FORCED - int(state.row_step[row])
 
@@ -137,7 +137,7 @@ def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
         f"sampler {name!r}, which overrides the step": overrides(sampler, "commit") or overrides(sampler, "propose"),
         f"sampler {name!r}, whose guidance changes from step to step": any(overrides(r, "guidance") for r in rules),
         f"sampler {name!r}, whose distributions include the mask": any(overrides(r, "weighs_mask") for r in rules),
-        f"sampler {name!r}, which cuts rows off while decoding; give eos_early_stop=False": trims,
+        f"sampler {name!r}, which shortens rows during decoding; give eos_early_stop=False": trims,
         "rng='reference', whose distributions include the mask": request.rng == "reference",
         f"{model.facts.name}, whose logits also depend on the order of decisions": reads_order,
         "holes without end tokens; give holes_eos_inf=False": has_holes and bool(model.facts.eos_token_ids),
@@ -145,29 +145,25 @@ def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
 
 
 def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
-    """List reasons why tokens are not drawn from the model's distribution given earlier tokens; True if they hold."""
-    name, topology, other_prompt = model.facts.name, model.facts.topology, False
+    """Map reasons why tokens are not drawn from the model's distribution given earlier tokens to whether they hold."""
+    name, topology, has_negative_prompt = model.facts.name, model.facts.topology, False
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
         last = state.context[: state.batch].gather(1, last)
-        other_length = (state.shift[1] != 1 - state.prompt_length).any()
-        other_prompt = bool(other_length or (last != state.context[state.batch :, :1]).any())
+        is_longer = (state.shift[1] != 1 - state.prompt_length).any()
+        has_negative_prompt = bool(is_longer or (last != state.context[state.batch :, :1]).any())
     kind = topology.replace("_", "-")
     return {
         f"pictures ({name}), whose layouts prescribe tokens": state.grid is not None,
         f"{name}, a model of any order": getattr(model, "any_order", False),
-        f"sampler {sampler.name!r} on {name}, which is {kind}: a replay has another distribution": (
-            topology != "causal"
-        ),
-        f"sampler {sampler.name!r}, which is not lossless: it draws from another distribution than the model's": (
-            not sampler.lossless
-        ),
-        "negative_prompt, which a rollout does not store": other_prompt,
+        f"sampler {sampler.name!r} on {name}, which is {kind}: a replay has another distribution": topology != "causal",
+        f"sampler {sampler.name!r}, which is not lossless and draws from another distribution": not sampler.lossless,
+        "negative_prompt, which a rollout does not store": has_negative_prompt,
     }
 
 
 def _suppressed(state: Any) -> Tensor:
-    """[B, S] int64: ids that were never proposed."""
+    """List the ids that were never proposed: [B, S] int64."""
     if hasattr(state, "allowed"):  # causal models
         excluded = torch.empty(0, dtype=torch.int64) if state.allowed is None else (~state.allowed).nonzero().squeeze(1)
         return excluded.cpu().expand(state.batch, -1).clone()
@@ -178,7 +174,7 @@ def _suppressed(state: Any) -> Tensor:
 
 
 def _approximation(state: Any) -> str | None:
-    """Name the feature, other than the cache, that makes logits differ from those of whole rows, or None."""
+    """Name the feature, besides the cache, because of which logits differ from those of whole rows; or return None."""
     if "suffix_window" in state.features:
         return f"suffix={short_repr(state.request.suffix)}"
     if "sparse_attention" in state.features:

@@ -1,4 +1,4 @@
-"""Spans: positions of a row that form one text of a constraint."""
+"""Spans: positions of a row that together form one text of a constraint."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from paradec.core.checks import short_repr
 from paradec.core.packaged import vocabulary_hint
 
 LENGTHS = 4096
-"""Longest text length searched for an error message."""
+"""Maximum text length, in tokens, that is searched for an error message."""
 
 
-class Span(NamedTuple):
-    """Positions of a row that form one text."""
+class TextSpan(NamedTuple):
+    """Positions of a row, from `first` to before `stop`, that together form one text."""
 
     automaton: TokenAutomaton
     first: int
     stop: int
     table: np.ndarray | None
-    """[stop - first + 1, S] bool: states from which the rest can be filled; None if only the rest's length matters."""
+    """[stop - first + 1, S] bool: states from which the remaining positions can be filled. None if this depends only on
+    their number."""
     budget: int | None = None
     """Maximum number of tokens of free text (`thinking_budget`)."""
 
     def after(self, slot: int) -> np.ndarray:
-        """[S] bool: states from which `slot` and all later slots can be filled."""
+        """Return the states from which `slot` and all later slots can be filled: [S] bool."""
         if self.table is not None:
             return self.table[slot]
         states = self.automaton.reach(self.stop - self.first - slot)
         return states if self.budget is None else states & self.automaton.within_budget(self.budget - slot)
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """Part of a span inside a row's window or canvas."""
 
     row: int
-    span: Span
+    span: TextSpan
     first: int
     tokens: list[int | None]
     """The tokens, None where undecided."""
     state: int
     """State of the automaton before the first position."""
     last: np.ndarray
-    """[S] bool: allowed final states; or [n + 1, S]: allowed states before each of n tokens, and at the end."""
+    """[S] bool: allowed final states; or [n + 1, S]: allowed states before each of the n tokens and at the end."""
 
     @property
     def open(self) -> list[int]:
@@ -55,10 +56,10 @@ class Part(NamedTuple):
 
 
 def find_parts(
-    spans: Sequence[Span], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
-) -> list[Part]:
-    """List the undecided parts of a row's spans from `begin` to `stop`; positions before `begin` are decided. tokens,
-    undecided: [L]."""
+    spans: Sequence[TextSpan], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
+) -> list[SpanPart]:
+    """List the parts of a row's spans from position `begin` to before `stop` with undecided positions. All positions
+    before `begin` must be decided. tokens, undecided: [L]."""
     parts = []
     for span in spans:
         first, end = max(span.first, begin), min(span.stop, stop)
@@ -74,22 +75,22 @@ def find_parts(
         last = span.after(end - span.first)
         if span.budget is not None and span.automaton.free[state]:
             last = np.stack([*map(span.after, range(first - span.first, end - span.first)), last])
-        parts.append(Part(row, span, first, tokens_or_none, state, last))
+        parts.append(SpanPart(row, span, first, tokens_or_none, state, last))
     return parts
 
 
-def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[Span, ...]]:
-    """List the spans of each row of a request with a constraint: one from its first hole to the end of the answer; or
-    one for each hole with its own constraint.
+def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[TextSpan, ...]]:
+    """List the spans of each row of a request with a constraint: one span from the first hole to the end of the answer,
+    or, for a list of constraints, one span per hole.
 
     state: has `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
         `hole` at positions to fill. width: maximum number of positions of a step.
-    Raises ValueError: no text fits a row, the number of holes differs, or a step's tables are too large."""
+    Raises ValueError if no text fits a row, the number of holes differs, or a step's tables are too large."""
     value: Any = state.request.constraint
-    suppressed, spans, rows = suppressed_ids(state), dict[Any, Span](), list[tuple[Span, ...]]()
+    suppressed, spans, rows = excluded_ids(state), dict[Any, TextSpan](), list[tuple[TextSpan, ...]]()
     for row, tokens in enumerate(canvas):
-        ends = (state.prompt_length, state.answer_start, state.requested_end)
-        begin, answer, stop = (int(array[row]) for array in ends)
+        bounds = (state.prompt_length, state.answer_start, state.requested_end)
+        begin, answer, stop = (int(array[row]) for array in bounds)
         edges, entries = [(begin, stop)], [value]
         if not isinstance(value, Constraint):
             masked = np.concatenate(([False], tokens[:stop] == hole, [False]))
@@ -110,7 +111,7 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
     return rows
 
 
-def suppressed_ids(state: Any) -> tuple[int, ...]:
+def excluded_ids(state: Any) -> tuple[int, ...]:
     """List the ids that a request never proposes."""
     if (allowed := getattr(state, "allowed", None)) is not None:  # causal models
         return tuple(np.flatnonzero(~allowed.cpu().numpy()).tolist())
@@ -126,9 +127,9 @@ def _make_span(
     fixed: list[int | None],
     first: int,
     may_end: bool,
-) -> Span:
-    """Make a constraint's span from position `first` on. fixed: tokens, None at positions to fill. Raises ValueError if
-    no text fits."""
+) -> TextSpan:
+    """Make the span of a constraint that begins at position `first`. fixed: its tokens, None at positions to fill.
+    may_end: whether an end token may follow the text. Raises ValueError if no text fits."""
     end_ids = tuple(sorted({*model.facts.eos_token_ids} - {*suppressed})) if may_end else ()
     reserved = reserved_tokens(model.facts, may_end or state.request.holes_eos_inf)
     automaton, table = automaton_of(model, value, end_ids, suppressed, reserved), None
@@ -138,7 +139,7 @@ def _make_span(
         if budget is not None:
             last = np.stack([automaton.within_budget(budget - slot) for slot in range(len(fixed))] + [last])
         table = passes.completions(automaton, fixed, last)
-    span = Span(automaton, first, first + len(fixed), table, budget)
+    span = TextSpan(automaton, first, first + len(fixed), table, budget)
     if not span.after(0)[0]:
         why = _explain_misfit(model.tokenizer, automaton, fixed, last, first, may_end, state.max_new_tokens)
         raise ValueError(f"constraint={short_repr(value)}: {why}")
@@ -146,7 +147,7 @@ def _make_span(
 
 
 def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
-    """Raise ConstraintSizeError if a table of states times slots, with entries of `entry` bytes, is too large."""
+    """Raise ConstraintSizeError if a table of `states` times `slots` entries, of `entry` bytes each, is too large."""
     if (size := states * slots * entry) > MAX_TABLE_BYTES:
         raise ConstraintSizeError(
             f"constraint={short_repr(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
@@ -155,7 +156,7 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
 
 
 def reserved_tokens(facts: Any, excludes_ends: bool) -> dict[int, str]:
-    """Name the roles of ids that cannot be part of a text."""
+    """Map ids that cannot be part of a text to their roles."""
     roles = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
     return roles | dict.fromkeys(facts.eos_token_ids if excludes_ends else (), "an end token of the model")
 
@@ -163,8 +164,8 @@ def reserved_tokens(facts: Any, excludes_ends: bool) -> dict[int, str]:
 def automaton_of(
     model: Any, value: Constraint, end_ids: tuple[int, ...], suppressed: Sequence[int], reserved: dict[int, str]
 ) -> TokenAutomaton:
-    """Make a constraint's automaton over a model's tokens. end_ids: ids that may follow a text. Raises ValueError if
-    the model cannot write any text, or not every text of a choice."""
+    """Make a constraint's automaton over a model's tokens. end_ids: ids that may follow a text. reserved: roles of ids.
+    Raises ValueError if the model cannot write any text, or cannot write every text of a choice."""
     tokenizer, size = model.tokenizer, model.facts.vocab_size
     texts = token_automaton(value, tokenizer, size, (), ())
     used_ids = [token for token in reserved if token < size and texts.class_of[token] >= 0]
@@ -212,5 +213,5 @@ def _explain_misfit(
         slots = [*fixed[: slot + 1], *[None] * (size - slot - 1)]
         if token is not None and not passes.completions(automaton, slots, last)[0, 0]:
             text = tokenizer.decode([token])
-            return f"given token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"
+            return f"the prompt's token {token} ({text!r}) at {first + slot} is in no text that fits {size} positions"
     return f"its thinking_budget is too small for a text of {size} tokens"

@@ -16,7 +16,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class SparseAttention(Feature):
-    """Reports the calls of committed steps to the attention method."""
+    """Link between the loop and the attention method, which plans calls and is told about committed ones."""
 
     attention_state: Any
     """The attention method's state of one request: has `plan`, `on_commit`, `report` and `release`."""
@@ -34,7 +34,7 @@ class SparseAttention(Feature):
 
 def find_attention(request: Request, sampler: Any, model: Any) -> Any:
     """Find the attention method of the request, else of the model; None is dense attention. If the method does not work
-    with the sampler and model: raises ValueError for the request's method, warns about the model's."""
+    with the sampler and model, raises ValueError for the request's method, and warns about the model's."""
     requested = request.attention
     if isinstance(requested, str) and requested != "dense":
         requested = attentions.create(requested)
@@ -48,9 +48,9 @@ def find_attention(request: Request, sampler: Any, model: Any) -> Any:
         )
     why = method.why_unsupported(sampler, model)
     if why is None and (request.prefix is not None or request.share_prefix):
-        why = "it chooses its blocks in calls over whole rows, and a shared prefix is not evaluated again"
+        why = "it chooses its blocks in calls over whole rows, which do not evaluate a shared prefix"
     if why is None and request.suffix is not None:
-        why = "it chooses its blocks in calls over whole rows, and suffix=... omits most of a row"
+        why = "it chooses its blocks in calls over whole rows, of which suffix=... omits most positions"
     if why is None:
         return method
     text = f"attention={method.name!r} does not work with sampler {sampler.name!r} here: {why}"

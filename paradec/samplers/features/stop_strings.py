@@ -14,31 +14,31 @@ from paradec.request import Request
 from paradec.samplers.masked.blocks import NEVER
 
 CONTEXT = 8
-"""Minimum number of old tokens that are decoded again with new ones: a token's text may depend on its neighbours."""
+"""Minimum number of old tokens that are decoded again with new ones, since a token's text may depend on neighbours."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text of an incomplete character."""
+"""Text into which an incomplete character is decoded."""
 
 
 @dataclass(init=False, eq=False)
 class StopStrings:
-    """End a row at the token that completes a stop string, once everything before it is decided.
+    """Stop rule: end a row at the token that completes a stop string, once all positions before it are decided.
 
-    A stop string may span several tokens; special tokens count with their names. The token that completes it is kept
+    A stop string may span several tokens; special tokens count with their names. The token that completes it stays
     whole, as in transformers' `StopStringCriteria`; unlike there, the prompt's text is not part of a match. Answers are
     decoded incrementally.
 
     texts, tokenizer: the stop strings; the model's tokenizer. first: [B] int64: first position whose text counts. mask:
-    the id of undecided positions, in windows that have them."""
+    the id of undecided positions, for windows that have them."""
 
     texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
     """The stop strings of each row."""
     first: np.ndarray = field(metadata=ROWS)
     answers: list[list[int]] = field(metadata=row_layout(fill=[]))
-    """The tokens that were read of each answer."""
+    """The tokens of each answer that were read."""
     decoded: list[str] = field(metadata=row_layout(fill=""))
-    """Text of these tokens; valid up to the last of `marks`."""
+    """Text of these tokens, valid up to the last of `marks`."""
     marks: list[list[tuple[int, int]]] = field(metadata=row_layout(fill=[]))
-    """Pairs (number of tokens, number of characters that these decode to), ascending, only at complete characters."""
+    """Ascending pairs (number of tokens, number of characters in their text) at which the text is complete."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, first: np.ndarray, mask: int | None = None):
         self.texts, self.tokenizer, self.first, self.mask = [tuple(texts)] * len(first), tokenizer, first.copy(), mask
@@ -54,7 +54,7 @@ class StopStrings:
         return cls(texts, model.tokenizer, first, mask)
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        """Read windows [R, W] up to the first mask, as a stop rule (`paradec.samplers.masked.blocks.StopRule`)."""
+        """Read windows [R, W] up to their first mask, as a `paradec.samplers.masked.blocks.StopRule`."""
         window = state.window
         undecided = tokens == self.mask
         if window.host_valid is not None:
@@ -65,8 +65,8 @@ class StopStrings:
         return positions if (positions < NEVER).any() else None
 
     def find_ends(self, rows: np.ndarray, begin: np.ndarray, tokens: np.ndarray, final: np.ndarray) -> np.ndarray:
-        """Read tokens [R, W] of `rows` [R] from position `begin` [R] up to `final` [R]; tokens read earlier may have
-        changed. Returns [R] int64: the position after the token that completes a stop string, else `NEVER`."""
+        """Read tokens [R, W] of `rows` [R], from positions `begin` [R] up to `final` [R]; tokens may have changed since
+        an earlier call. Returns [R] int64: the position after the token that completes a stop string, else `NEVER`."""
         positions = np.full(len(rows), NEVER)
         for index, row in enumerate(rows.tolist()):
             if self.texts[row]:
@@ -77,7 +77,7 @@ class StopStrings:
         return positions
 
     def _write_tokens(self, row: int, begin: int, new_tokens: list[int]) -> int | None:
-        """Write tokens into a row's answer from token `begin` on; return the length up to a stop string, or None."""
+        """Write tokens into a row's answer from token `begin` on; return its length up to a stop string, or None."""
         answer, marks = self.answers[row], self.marks[row]
         old_tokens = answer[begin:]
         num_equal = len(old_tokens)
@@ -102,17 +102,17 @@ class StopStrings:
         return None
 
     def _decode(self, row: int, count: int) -> tuple[str, bool]:
-        """Decode the first `count` tokens of an answer: the text, and whether its new part contains a stop string."""
+        """Decode the first `count` tokens of an answer; return the text, and whether its new part has a stop string."""
         ids, marks = self.answers[row][:count], self.marks[row]
         text, num_known = "", 0
         while marks:
-            tokens, num_known = marks[-1]
-            begin = next((mark for mark, _ in reversed(marks) if mark <= tokens - CONTEXT), 0)
-            prefix, suffix = self._text(ids[begin:tokens]), self._text(ids[begin:])
-            if prefix and suffix.startswith(prefix):
-                text = self.decoded[row][:num_known] + suffix[len(prefix) :]
+            num_tokens, num_known = marks[-1]
+            begin = next((mark for mark, _ in reversed(marks) if mark <= num_tokens - CONTEXT), 0)
+            prefix, extended = self._text(ids[begin:num_tokens]), self._text(ids[begin:])
+            if prefix and extended.startswith(prefix):
+                text = self.decoded[row][:num_known] + extended[len(prefix) :]
                 break
-            marks.pop()  # later tokens have changed the text of these
+            marks.pop()  # later tokens have changed the text up to this mark
         else:
             text, num_known = self._text(ids), 0
         texts = self.texts[row]

@@ -1,4 +1,4 @@
-"""A window of the masks after the open block (`paradec.Suffix`)."""
+"""Selection of some of the masks after the open block (`paradec.Suffix`)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paradec.samplers.masked.blocks import WholeCanvas
 
 @dataclass
 class SuffixWindow(Feature):
-    """The positions of each row that are present while its block is open."""
+    """Positions of each row that are present while its block is open."""
 
     suffix: Suffix
     present: np.ndarray = field(metadata=row_layout(columns=1))
-    """[B, L] bool: other positions are neither evaluated nor seen."""
+    """[B, L] bool. Other positions are neither evaluated nor attended to."""
 
     why_host_only = "the host chooses a suffix for each block"
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        """Choose the positions of `rows` [N] for the blocks that they have opened."""
+        """Choose the present positions of `rows` [N], which have opened a block."""
         if not len(rows):
             return
         masks = np.diff(state.masks_before[rows], axis=1) > 0
@@ -44,17 +44,18 @@ class SuffixWindow(Feature):
 
 
 def check_suffix(
-    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, gaps: bool, early: bool
+    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, holes: bool, early: bool
 ) -> None:
-    """Raise ValueError with the reason if the request's suffix does not work."""
+    """Raise ValueError with the reason if the request's suffix does not work. rows: number of rows. holes: whether the
+    prompt has any. early: whether there are early stop rules."""
     suffix = Suffix.from_value(request.suffix)
     assert suffix is not None  # callers have checked `request.suffix`
-    why = suffix.why_unsupported(sampler, model, cache, gaps)
+    why = suffix.why_unsupported(sampler, model, cache, holes)
     if why is None and isinstance(blocks, WholeCanvas):
-        why = "one block is the whole answer, and no position follows it; give block_length"
+        why = "one block is the whole answer, so that no position follows it; give block_length"
     if why is None and early:
-        why = f"stop={short_repr(request.stop)} reads everything after the block; leave it out"
+        why = f"stop={short_repr(request.stop)} reads all positions after the block; leave it out"
     if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
-        why = f"rng='reference' draws it for one row, not for {rows}; use rng='counter'"
+        why = f"rng='reference' draws a suffix for only one row, not for {rows}; use rng='counter'"
     if why is not None:
         raise ValueError(f"suffix={short_repr(suffix)} does not work here: {why}")

@@ -1,4 +1,4 @@
-"""Biases, excluded words, minimum lengths and penalties: changes of the logits of single tokens."""
+"""Token controls: biases, excluded words, minimum lengths and penalties, which change the logits of single tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from paradec.core.checks import check_int, short_repr
 from paradec.samplers.features.feature import Feature
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Fields of a request that depend on the final tokens, and the values that turn them off."""
+"""Fields of a request that depend on its final tokens, and the values that turn them off."""
 CONTROLS = ("logit_bias", "bad_words", "min_new_tokens", "ignore_eos", *PENALTIES)
 
 
 @dataclass
 class TokenControls(Feature):
-    """Controls of a request, in vLLM's order and with its formulas.
+    """Token controls of a request, in vLLM's order and with its formulas.
 
     A `bad_words` token is excluded where it would complete the word; `logit_bias` is added; end tokens are excluded
-    before `min_new_tokens`. Let a token be final c times in prompt and answer, and a times in the answer. If c > 0, its
-    logit is divided by `repetition_penalty` if positive, else multiplied by it. Then `frequency_penalty` * a is
-    subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section 4.1; OpenAI's formulas). In a
-    masked model, tokens that are final when the step begins count; prompt tokens around holes belong to the prompt.
+    before `min_new_tokens`. Let c be the number of times that a token is final in prompt and answer, and a that in the
+    answer. If c > 0, a positive logit is divided by `repetition_penalty`, any other multiplied by it. Then
+    `frequency_penalty` * a is subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section
+    4.1; OpenAI's formulas). In a masked model, tokens that are final at the beginning of the step count; prompt tokens
+    around holes belong to the prompt.
     """
 
     request: Any
@@ -36,15 +37,15 @@ class TokenControls(Feature):
     excluded: Tensor
     """Ids [N] int64 that are never proposed."""
     words: list[list[int]]
-    """Sequences of several ids that an answer must not have."""
+    """Sequences of at least two ids that an answer must not contain."""
     ends: tuple[int, ...]
 
     why_host_only = "biases and penalties of tokens are applied on the host"
 
     @classmethod
     def from_request(cls, sampler: Any, model: Any, request: Any, in_order: bool) -> Self | None:
-        """Make the controls of a request, None without any. Raises ValueError for ids out of their range, words without
-        a tokenizer, and controls that do not work with the sampler or with other fields.
+        """Make the controls of a request; None if it has none. Raises ValueError for ids out of their range, words
+        without a tokenizer, and controls that do not work with the sampler or with other fields.
 
         in_order: whether tokens become final from left to right."""
         active = [name for name in CONTROLS if request.changes().get(name)]
@@ -60,7 +61,7 @@ class TokenControls(Feature):
             raise ValueError(f"{penalty}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
         if sampler.family == "draft_verify" and not in_order:
             value = short_repr(getattr(request, active[0]))
-            raise ValueError(f"{active[0]}={value} needs an answer written from left to right; this order is not")
+            raise ValueError(f"{active[0]}={value} needs an answer that is written from left to right")
         size = model.facts.vocab_size
         bias = dict(request.logit_bias or ())
         for token in bias:
@@ -85,10 +86,10 @@ class TokenControls(Feature):
         return cls(request.without_objects(), (ids, values), excluded, long_words, facts.eos_token_ids)
 
     def adjust(self, logits: Tensor, prompt: Sequence[int], answer: Sequence[int], offsets: Tensor) -> None:
-        """Adjust logits [W, V] in place after the final tokens `prompt` and `answer`.
+        """Adjust logits [W, V] in place, given the final tokens `prompt` and `answer`.
 
-        offsets: [W] int64: positions of the logits, counted from the start of the answer; below 0 in the prompt, where
-        end tokens are not excluded."""
+        offsets: [W] int64: positions of the logits, counted from the start of the answer. In the prompt they are
+        negative, and end tokens are not excluded."""
         logits[:, self.excluded] = -torch.inf
         for word in self.words:
             if list(answer[1 - len(word) :]) == word[:-1]:
@@ -108,21 +109,20 @@ class TokenControls(Feature):
             logits[:, ids] = values
 
     def adjust_rows(self, state: Any, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Return adjusted logits [R, W, V], as a copy, of positions [R, W] of a masked model or of canvases of noise.
+        """Return an adjusted copy of logits [R, W, V] at positions [R, W] of a masked model or of canvases of noise.
 
-        The second half of logits [R, 2 W, V] is of mask probes (`Needs.mask_probes`)."""
+        The second half of logits [R, 2 W, V] belongs to mask probes (`Needs.mask_probes`)."""
         positions = positions.repeat(1, logits.shape[1] // positions.shape[1])
         adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         for index, row in enumerate(rows.tolist()):
             length = int(state.length[row])
-            final, is_given = ~state.undecided[row, :length], state.given[row, :length]
-            prompt, answer = (state.canvas[row, :length][part & final].tolist() for part in (is_given, ~is_given))
+            final, is_prompt = ~state.undecided[row, :length], state.is_prompt[row, :length]
+            prompt, answer = (state.canvas[row, :length][part & final].tolist() for part in (is_prompt, ~is_prompt))
             self.adjust(adjusted[index], prompt, answer, positions[index] - int(state.answer_start[row]))
         return adjusted
 
     def adjust_nodes(self, state: Any, logits: Tensor, rows: np.ndarray, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Return adjusted logits [R, N, V] after the nodes of rows' trees, as a copy; see
-        `CausalConstraint.mask_nodes`."""
+        """Return an adjusted copy of logits [R, N, V] after tree nodes; arguments as `CausalConstraint.mask_nodes`."""
         adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         parent_lists, token_lists = parents.tolist(), tokens.tolist()
         for index, row in enumerate(rows.tolist()):
@@ -138,7 +138,7 @@ class TokenControls(Feature):
         return adjusted
 
     def adjust_slots(self, state: Any, logits: Tensor, rows: np.ndarray, drafts: Tensor) -> Tensor:
-        """Return adjusted logits [R, W, V] of slots, each after the drafts [R, W] before it, as a copy."""
+        """Return an adjusted copy of logits [R, W, V] of slots, each after the drafts [R, W] before it."""
         parents = torch.arange(-1, logits.shape[1] - 1).unsqueeze(0)
         return self.adjust_nodes(
             state, logits, rows, parents, torch.nn.functional.pad(drafts, (1, 0))[:, : len(parents[0])]
@@ -146,7 +146,7 @@ class TokenControls(Feature):
 
 
 def _read_words(words: Sequence[Any], model: Any) -> list[list[int]]:
-    """Encode `bad_words` as token ids; a text also with a space before it, as within an answer."""
+    """Encode `bad_words` as token ids. A text is also encoded with a space before it, as within an answer."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str):

@@ -1,4 +1,4 @@
-"""Masked diffusion models, text and images: a method is a rule that selects the undecided positions to make final."""
+"""Masked diffusion models of text and images. A method is a rule that selects undecided positions to make final."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 BASE = ("LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View")
-"""Names that a new method imports. `loop.py` has them and is loaded at first use; stop rules do not need it."""
+"""Names that a new method imports. They come from `loop.py`, which is loaded only when one of them is first used."""
 
 
 def __getattr__(name: str) -> Any:

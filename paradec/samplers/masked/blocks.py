@@ -1,4 +1,4 @@
-"""Block policies, stop rules, and the blocks of a masked state."""
+"""Block policies and stop rules; how the blocks of a masked state open and close."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class WholeCanvas(BlockPolicy):
 
 
 class StopRule(Protocol):
-    """Rule that ends rows after their last prompt token. An instance serves one request and may have state."""
+    """Rule that ends rows, at or after their first answer token. An instance serves one request and may have state."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
-        """Find the ends of the running rows: [R] int64, the position after a row's last token, `NEVER` where it
-        continues; None if all rows continue. Everything before an end must be decided. state: the `MaskedState` after
-        the write. tokens: [R, W] int64 on the host, the window after the write."""
+        """Find the ends of the running rows: [R] int64, the position after a row's last token, or `NEVER` if the row
+        continues; None if all rows continue. All positions before an end must be decided. state: the `MaskedState`
+        after the write. tokens: [R, W] int64 on the host, the window after the write."""
         ...
 
 
@@ -85,7 +85,7 @@ class EndOfText:
         if window.host_valid is not None:
             is_end &= window.host_valid
         is_end &= window.host_positions >= self.first[window.rows, None]
-        column = (is_end | (tokens == self.mask)).argmax(1)  # the first of either
+        column = (is_end | (tokens == self.mask)).argmax(1)  # the first end token or mask
         stops = is_end[np.arange(len(column)), column]
         return np.where(stops, state.block_start[window.rows] + column + 1, NEVER) if stops.any() else None
 
@@ -101,8 +101,8 @@ def find_ends(rules: Sequence[StopRule], state: Any, tokens: np.ndarray) -> np.n
 
 
 def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
-    """Move `rows` to their next block with undecided positions; rows without one are finished."""
-    opened = rows
+    """Move `rows` to their next block with undecided positions. Rows without such a block are finished."""
+    opening_rows = rows
     while len(rows):
         state.block_start[rows] = state.block_end[rows]
         rows = rows[state.block_start[rows] < state.length[rows]]
@@ -118,14 +118,14 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
         rows = rows[masks == 0]
     state.running &= state.block_start < state.length
     for feature in state.features.values():
-        feature.on_start(state, opened[state.running[opened]])
+        feature.on_start(state, opening_rows[state.running[opening_rows]])
     state.make_window()
 
 
 def close_blocks(
     state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, hold: np.ndarray | None = None, changed: bool = False
 ) -> None:
-    """Finish the rows that stop rules end; open the block after a full one. ends: [R], from `find_ends`. hold: [R]
+    """Finish rows at their `ends` [R] (from `find_ends`), and move rows with a full block to the next one. hold: [R]
     bool, rows whose full block stays open. changed: whether the end of a block has changed in this step."""
     full = state.remaining[rows] == 0
     if hold is not None:
@@ -145,17 +145,17 @@ def close_blocks(
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
-    """Cut the running rows off at positions `cut` [R]; the caller remakes the window. tokens: [R, W], the window's."""
+    """Shorten the running rows to `cut` [R] positions. tokens: [R, W], the window's. The caller remakes the window."""
     window = state.window
-    shorter = cut < state.length[window.rows]
-    rows, cut = window.rows[shorter], cut[shorter]
-    state.length[rows], state.level = cut, False
+    is_shorter = cut < state.length[window.rows]
+    rows, cut = window.rows[is_shorter], cut[is_shorter]
+    state.length[rows], state.has_equal_lengths = cut, False
     state.end[rows] = np.minimum(state.end[rows], cut)
     state.block_end[rows] = np.minimum(state.block_end[rows], cut)
-    undecided = tokens[shorter] == state.mask_id
-    undecided &= window.host_positions[shorter] < state.block_end[rows, None]
+    undecided = tokens[is_shorter] == state.mask_id
+    undecided &= window.host_positions[is_shorter] < state.block_end[rows, None]
     if window.host_valid is not None:
-        undecided &= window.host_valid[shorter]
+        undecided &= window.host_valid[is_shorter]
     state.remaining[rows] = undecided.sum(1)
     if state.store is not None:
         for branch in range(state.branches):

@@ -1,8 +1,8 @@
 """Blocks over causal context (Nemotron-Labs-Diffusion, arXiv 2607.05722).
 
 The first token of a block is its seed. The block's first step makes a causal call over the final tokens that are not
-stored yet, stores them, and predicts the seed from the last of them. The other steps evaluate only the block, which
-attends to itself and to the store; they store nothing.
+stored yet, stores their keys and values, and predicts the seed from the last of them. The other steps evaluate only the
+block, which attends to itself and to the store. They store nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from paradec.request import Request
 from paradec.samplers.features.feature import Ends, Feature
 from paradec.samplers.features.pipelined_blocks import PipelinedBlocks
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import Decision, MaskedProposal
+from paradec.samplers.masked.view import MaskedProposal, StepDecision
 
 
 @dataclass
 class CausalContext(Feature):
-    """Seeding of blocks: rows that draw the first token of their block in the next step."""
+    """Seeds of blocks: the first step of a block decides only its first token."""
 
     seeding: np.ndarray = field(metadata=ROWS)
-    """[B] bool."""
+    """[B] bool: rows that decide a seed in the next step."""
     memory_before: dict[str, Tensor] = field(default_factory=dict)
-    """The method's memory of seeding rows before the commit."""
+    """The method's memory of the seeding rows, as it was before the commit."""
 
     why_host_only = "blocks over causal context are seeded on the host"
 
@@ -46,11 +46,11 @@ class CausalContext(Feature):
         elif getattr(blocks, "reads_logits", False):
             why = f"blocks={short_repr(blocks)} read logits of a whole block, which do not exist when it opens"
         elif isinstance(blocks, PipelinedBlocks):
-            why = f"blocks={short_repr(blocks)} open a block before the one before it is final"
+            why = f"blocks={short_repr(blocks)} open a block before the previous one is final"
         elif early:
             why = f"stop={short_repr(request.stop)} reads logits after the open block, which no call computes"
         elif request.suffix is not None:
-            why = f"suffix={short_repr(request.suffix)} omits positions after the block, which are never evaluated"
+            why = f"suffix={short_repr(request.suffix)} omits positions after the block, and no step evaluates these"
         if why is not None:
             raise ValueError(f"{facts.name} decodes blocks over causal context, from a seed: {why}")
         return cls(np.zeros(state.batch, bool))
@@ -58,7 +58,7 @@ class CausalContext(Feature):
     def on_start(self, state: MaskedState, rows: np.ndarray) -> None:
         start = state.block_start[rows]
         masked = state.masks_before[rows, start + 1] > state.masks_before[rows, start]
-        self.seeding[rows] = masked & (start > 0)  # nothing predicts the first position of a text
+        self.seeding[rows] = masked & (start > 0)  # no token predicts the first position of a text
 
     def on_query(self, state: MaskedState, part: Part, query: WindowQuery) -> None:
         rows = state.window.rows[part.index]
@@ -85,8 +85,8 @@ class CausalContext(Feature):
             available = available & (query.window.available | is_seeding[: len(rows)])
         query.window.available = available
 
-    def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: Decision) -> None:
-        """Write the seeds of seeding rows, whatever the method selects."""
+    def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: StepDecision) -> None:
+        """Select only the seed in seeding rows, instead of the method's selection."""
         self.memory_before = {}
         if not (seeding := self.seeding[state.window.rows]).any():
             return
@@ -101,9 +101,9 @@ class CausalContext(Feature):
             decision.hold_block = decision.hold_block & ~is_seeding.squeeze(1)
 
     def on_close(
-        self, state: MaskedState, proposal: MaskedProposal, decision: Decision, tokens: np.ndarray, ends: Ends
+        self, state: MaskedState, proposal: MaskedProposal, decision: StepDecision, tokens: np.ndarray, ends: Ends
     ) -> bool:
-        """Restore the memory of seeding rows. The seed is not a step of the block's schedule."""
+        """Restore the memory of seeding rows: the step of the seed does not count in the block's schedule."""
         rows = proposal.rows[self.seeding[state.window.rows]]
         for name, value in self.memory_before.items():
             state.memory.write(name, rows, value)

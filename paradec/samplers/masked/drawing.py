@@ -20,33 +20,33 @@ from paradec.samplers.statistics import top_by_rank
 def draw_candidates(
     sampler: Any, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows, with draws or filters."""
+    """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows for requests with draws or filters."""
     request, needs = state.request, sampler.needs
     if generator is not None and sampler.weighs_mask(state):
         return reference.read_candidates(sampler, state, logits, query, generator)
     statistics = token_statistics if generator is None else reference.statistics
-    raw, filters = needs.score_from == "raw", request.filters
-    filtered = filters != NO_FILTERS
-    if request.temperature == 0 and (raw or not filtered):
+    scores_raw, filters = needs.score_from == "raw", request.filters
+    has_filters = filters != NO_FILTERS
+    if request.temperature == 0 and (scores_raw or not has_filters):
         return statistics(logits, needs.reads)
-    has_row_draws = generator is None and request.temperature > 0 and not needs.draws_tokens
-    if has_row_draws and not filtered:
+    draws_by_key = generator is None and request.temperature > 0 and not needs.draws_tokens
+    if draws_by_key and not has_filters:
         draws = token_draws(state, query, request.temperature)
-        return token_statistics(logits, needs.reads, None, draws, 1.0 if raw else request.temperature)
-    if has_row_draws and raw:
+        return token_statistics(logits, needs.reads, None, draws, 1.0 if scores_raw else request.temperature)
+    if draws_by_key and scores_raw:
         drawn_tokens = draw_filtered(logits, token_draws(state, query).uniform(), request.temperature, *filters)
         if drawn_tokens is not None:
             return token_statistics(logits, needs.reads, drawn_tokens)
     draw_logits = logits if request.temperature in (0, 1) else apply_temperature(logits, request.temperature)
     draw_logits = filter_logits(draw_logits, *filters, sorted_ties=generator is not None)
-    if has_row_draws and not raw:
+    if draws_by_key and not scores_raw:
         return token_statistics(draw_logits, needs.reads, None, token_draws(state, query))
     drawn_tokens = None if request.temperature == 0 else sampler.draw_tokens(state, draw_logits, query, generator)
-    return statistics(logits if raw else draw_logits, needs.reads, drawn_tokens)
+    return statistics(logits if scores_raw else draw_logits, needs.reads, drawn_tokens)
 
 
 def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream: int = rng.TOKEN_STREAM) -> TokenDraws:
-    """Make the random numbers of a query's token draws."""
+    """Make the random numbers for the tokens of a query, from each row's key and step."""
     rows, positions = query.rows, state.window.query_positions(query)
     steps = torch.as_tensor(state.row_step[rows], device=positions.device)
     keys = state.keys[torch.as_tensor(rows, device=positions.device)]

@@ -1,12 +1,12 @@
-"""The masked family: positions start as masks, and each step makes some of them final.
+"""The masked family: all new positions start as masks, and each step makes some of them final.
 
-The method on one page, for one row of ids without a cache (tests compare `MaskedSampler` with it):
+The whole method, for one row of ids and without a cache (tests compare `MaskedSampler` with it):
 
 ```python
 import torch
 
 def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, threshold=None, shift=0):
-    '''Fill the masks of `ids`; model(ids [1, L]) gives logits [1, L, V]. `steps` are those of a block.'''
+    '''Fill the masks of `ids`. model(ids [1, L]) returns logits [1, L, V]. `steps` is the number per block.'''
     tokens = torch.tensor(ids)
     block_start = ids.index(mask_id)
     answer_start = max((i + 1 for i, token in enumerate(ids) if token != mask_id), default=0)
@@ -14,11 +14,11 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
         block = slice(block_start, min(block_start + block_length, len(ids)))
         masks, step = int((tokens[block] == mask_id).sum()), 0
         while (undecided := tokens[block] == mask_id).any():
-            # query: one forward over the row; the logits of position p may be at p - 1
+            # query: one forward over the row; with `shift`, the logits of position p are at p - 1
             logits = model(tokens.unsqueeze(0))[0].double()
             if shift:
                 logits = torch.cat((logits[:1], logits[:-1]))
-            # propose: the best token of each position of the block, and its probability
+            # propose: the best token of each position in the block, and its probability
             logits[:, mask_id] = -torch.inf
             confidence, candidates = logits[block].softmax(-1).max(-1)
             scores = torch.where(undecided, confidence, -torch.inf)
@@ -33,7 +33,7 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
             # commit, write
             tokens[block] = torch.where(selected, candidates, tokens[block])
             step += 1
-            # commit, close: the row ends at an end token with nothing undecided before it
+            # commit, close: the row ends at an end token if all positions before it are decided
             for position in range(block.start, block.stop):
                 token = int(tokens[position])
                 if token == mask_id:
@@ -44,8 +44,8 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
     return tokens.tolist()
 ```
 
-Below, each row has its own block, step and end. The order of a step: the query, the logits stages (guidance,
-suppression, the method's `process_logits`), candidate tokens and statistics, `select`, the write, the stop rules.
+In this file, each row has its own block, step and end. A step consists of the query, the logits stages (guidance,
+suppression, the method's `process_logits`), candidate tokens and statistics, `select`, the write, and the stop rules.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from paradec.kernels.token_stats import read_stats, token_statistics
 from paradec.request import NO_FILTERS, Request, request_for
 from paradec.samplers.distributions import apply_guidance
 from paradec.samplers.features.adaptive_blocks import cut_blocks
-from paradec.samplers.features.early_stops import WATCHED
+from paradec.samplers.features.early_stops import EARLY_PREFIX
 from paradec.samplers.features.logprobs import known_probabilities, step_logprobs
 from paradec.samplers.features.pipelined_blocks import ensure_progress, leading_blocks, open_starts
 from paradec.samplers.masked import drawing, reference
@@ -81,13 +81,13 @@ from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.rules.revision import Revision
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import LAST, UNCUT, Decision, MaskedProposal, Needs, Stage, View, run_select
+from paradec.samplers.masked.view import LAST, UNCUT, MaskedProposal, Needs, Stage, StepDecision, View, run_select
 from paradec.samplers.statistics import top_by_rank
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
 
 MIN_SAVED_LOGITS = 2**15
-"""A call omits the logits of decided positions if that saves at least this many."""
+"""A call omits the logits of decided positions if this saves at least so many numbers."""
 OVERRIDES = {
     "preview": "previews",
     "process_logits": "processes_logits",
@@ -95,7 +95,7 @@ OVERRIDES = {
     "revise": "revises",
     "draw_tokens": "draws_tokens",
 }
-"""Methods of `MaskedSampler`, and the field of `Needs` that an override sets."""
+"""Methods of `MaskedSampler`, and the field of `Needs` that is set if a class overrides the method."""
 LOOP_METHODS = ("query", "propose", "commit")
 """Methods that a sampler must not override if it is combined with others or wrapped by a drafting method."""
 
@@ -106,11 +106,11 @@ class MaskedSampler(Sampler):
 
     Class attributes (others: `Sampler`):
         needs: what the method reads and does; overridden methods set their flags.
-        draws: whether positions are drawn (`View.draw`, `View.choose`), at temperature 0 too.
-        device_step: whether the device step can run it: `select` is its only override, never waits for the device, and
-            reads counts from tensors. Not inherited.
+        draws: whether the method draws positions (`View.draw`, `View.choose`), even at temperature 0.
+        device_step: whether the device step can run the method: `select` is its only override, never waits for the
+            device, and reads counts from tensors. Not inherited.
         sweep: at least two variants for `paradec compare`: settings, and arguments of the request. A fraction for
-            `steps` is that share of the undecided positions.
+            `steps` means this share of the undecided positions.
     """
 
     family: ClassVar[str] = "masked"
@@ -149,16 +149,16 @@ class MaskedSampler(Sampler):
         raise NotImplementedError
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
-        """Return positions [R, K] int64 for a cache that plans with them (`CacheFacts.evaluates`)."""
+        """Return the positions [R, K] int64 that the cache needs for its plan (`CacheFacts.evaluates`)."""
         return self.preview(state)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
-        """Compute new values [R, ...] of the declared memory, after a selection."""
+        """Compute the new values [R, ...] of memory tensors, by name, after a selection."""
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Process logits [R, W, V] -> [R, W, V] before tokens are chosen; change nothing in place. Also returns tensors
-        [R, ...] by name for `view.updates`; the commit writes those that have the name of a memory tensor."""
+        """Process logits [R, W, V] -> [R, W, V] before tokens are chosen, not in place. Also returns tensors [R, ...]
+        by name for `view.updates`. The commit writes those that have the name of a memory tensor to the memory."""
         return logits, {}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
@@ -175,26 +175,26 @@ class MaskedSampler(Sampler):
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
         """Choose where to cut rows off after this step: [R] int64 positions in the window and after the prompt, `UNCUT`
-        for rows that go on; None if all do. Not called with `eos_early_stop=False`."""
+        for rows that continue; None if all continue. Not called with `eos_early_stop=False`."""
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
-        """Raise ValueError where the settings do not fit a request. longest: positions of the longest answer."""
+        """Raise ValueError if the settings do not fit a request. longest: number of positions of the longest answer."""
 
-    @torch.inference_mode(False)  # tensors made in inference mode could not be used outside of it
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be changed in place outside of it
     @torch.no_grad()
     def start(
         self, model: Any, prompt: Any, request: Request | None = None, *, attention_mask: Any = None, **arguments: Any
     ) -> MaskedState:
-        """Make the state of one request: a `paradec.Request`, or its fields by name. Raises ValueError or TypeError for
-        an argument out of its range; the message names it."""
+        """Make the state of one request, which is a `paradec.Request` or its fields by name. Raises ValueError or
+        TypeError for an argument out of its range; the message names the argument."""
         if type(self).select is MaskedSampler.select and type(self).commit is MaskedSampler.commit:
             raise TypeError(f"sampler class {type(self).__name__} has no select; docs/write_a_sampler.md shows one")
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """Build one query per part of the cache's plan. It requests the logits of the rows' windows, or of undecided
-        positions where these suffice."""
+        """Build one query per part of the cache's plan. A query requests the logits of the rows' windows, or only of
+        undecided positions where these suffice."""
         needs_positions = state.cache.facts.evaluates in ("picks", "targets")
         parts = state.cache.plan(state, self.positions_for_cache(state) if needs_positions else None)
         queries = [build_query(state, part) for part in parts]
@@ -207,8 +207,8 @@ class MaskedSampler(Sampler):
         return [drop_decided(state, query) for query in queries]
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """Propose a candidate token and its scores for every evaluated window position (others: the current token and
-        0). outputs: logits [R, W, V] per query, or [R, K, V] of its `columns`."""
+        """Propose a candidate token and its scores for every evaluated window position; other positions get the current
+        token and 0. outputs: logits [R, W, V] per query, or [R, K, V] of the query's `columns`."""
         window, features = state.window, state.features
         generator = None if state.generator is None else state.generator.clone_state()
         current = window.read(state.canvas)
@@ -235,8 +235,10 @@ class MaskedSampler(Sampler):
             parts.append((tokens, quantities, updates))
             if recorder is not None:
                 window_logits = logits[:, : window.positions.shape[1]]  # columns of mask probes may follow
-                plain = constraint is None and type(self).read_candidates is MaskedSampler.read_candidates
-                known = known_probabilities(self, state, window_logits, quantities["confidence"]) if plain else None
+                is_standard = constraint is None and type(self).read_candidates is MaskedSampler.read_candidates
+                known = None
+                if is_standard:
+                    known = known_probabilities(self, state, window_logits, quantities["confidence"])
                 logprobs.append(step_logprobs(state.request, window_logits, tokens, recorder.logprobs.count, known))
         order = None
         if len(parts) > 1:
@@ -268,7 +270,7 @@ class MaskedSampler(Sampler):
         early_quantities: dict[str, Tensor] = {}
         if (early_stops := state.features.get("early_stops")) is not None:
             statistics = token_statistics(logits, early_stops.reads)[1]
-            early_quantities = {WATCHED + name: value for name, value in statistics.items()}
+            early_quantities = {EARLY_PREFIX + name: value for name, value in statistics.items()}
         if not self.needs.processes_logits:
             return logits, early_quantities
         tensors = [available, state.window.positions, current]
@@ -285,7 +287,7 @@ class MaskedSampler(Sampler):
         return state.request.guidance_scale
 
     def weighs_mask(self, state: MaskedState) -> bool:
-        """Whether the mask token, which is never proposed, counts in probabilities (`reference.read_candidates`)."""
+        """Whether the softmax includes the mask token, which is never proposed (`reference.read_candidates`)."""
         return state.generator is not None
 
     def read_candidates(
@@ -293,8 +295,8 @@ class MaskedSampler(Sampler):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows."""
         request = state.request
-        filtered = self.needs.score_from == "sampled" and request.filters != NO_FILTERS
-        if generator is None and request.temperature == 0 and not filtered:
+        reads_filtered = self.needs.score_from == "sampled" and request.filters != NO_FILTERS
+        if generator is None and request.temperature == 0 and not reads_filtered:
             return token_statistics(logits, self.needs.reads)
         return drawing.draw_candidates(self, state, logits, query, generator)
 
@@ -308,11 +310,11 @@ class MaskedSampler(Sampler):
     def draw_tokens(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V]). With a generator as the public codes: torch.multinomial
-        where scores are "sampled" (Dream), else the Gumbel-max trick in float64 (LLaDA)."""
+        """Draw tokens [R, W] from softmax(logits [R, W, V]). With a generator, draw as the public codes: by
+        torch.multinomial if scores are "sampled" (Dream), else by the Gumbel-max trick in float64 (LLaDA)."""
         if generator is None:
             sample = read_stats(logits, frozenset(), draws=drawing.token_draws(state, query)).sample
-            assert sample is not None  # `draws` requests it
+            assert sample is not None  # since `draws` is set
             return sample
         rows, positions = query.rows, state.window.query_positions(query)
         if self.needs.score_from == "sampled":
@@ -321,7 +323,7 @@ class MaskedSampler(Sampler):
         return (logits.double() + rng.gumbel(noise)).argmax(-1)
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
-        """Draw uniform numbers for choosing positions: [R, W] float64."""
+        """Draw the uniform numbers by which positions are chosen: [R, W] float64."""
         if generator is not None:
             return reference.position_noise(state, self.needs.reference_draws, generator)
         window = state.window
@@ -348,8 +350,8 @@ class MaskedSampler(Sampler):
         return notes
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-        """Select, write, remember; then close full blocks and finished rows. Raises FloatingPointError for NaN or
-        infinite logits (nothing is written then), RuntimeError if a method that must commit a token commits none."""
+        """Select and write tokens, update the memory, close full blocks and finished rows. Before any write, raises
+        FloatingPointError for NaN or infinite logits, RuntimeError if a method that must commit a token does not."""
         state.check_current(proposal)
         rows, needs, features = proposal.rows, self.needs, state.features
         generator = (
@@ -359,14 +361,14 @@ class MaskedSampler(Sampler):
         selected = run_select(self, view) & view.candidates
         if view.leading is not None:
             selected = ensure_progress(selected, view)
-        decision = Decision(values=proposal.values, selected=selected, filled=selected)
+        decision = StepDecision(values=proposal.values, selected=selected, filled=selected)
         if needs.revises:
             decision = revision.revise_decision(self, state, view, selected)
         for feature in features.values():
             feature.on_commit(state, proposal, decision)
         cut = self.trim(view, decision.selected) if state.request.eos_early_stop else None
         written = torch.where(decision.selected, decision.values, proposal.current)
-        decided = to_host(
+        arrays = to_host(
             filled=decision.filled,
             tokens=written,
             confidence=proposal.quantities["confidence"],
@@ -376,8 +378,8 @@ class MaskedSampler(Sampler):
             block_end=proposal.block_end,
             available=proposal.available if state.cache.facts.needs_confidence else None,
         )
-        committed = np.add.reduce(decided["filled"], 1, dtype=np.int64)
-        self._check_decision(state, rows, decided["confidence"], committed)  # the state is unchanged so far
+        committed = np.add.reduce(arrays["filled"], 1, dtype=np.int64)
+        self._check_decision(state, rows, arrays["confidence"], committed)  # the state is unchanged so far
 
         if state.generator is not None and generator is not None:
             state.generator.set_state(generator.get_state())
@@ -387,20 +389,20 @@ class MaskedSampler(Sampler):
             for name, value in {**updates, **self.remember(view, selected)}.items():
                 state.memory.write(name, rows, value)
         if proposal.block_end is not None:
-            cut_blocks(state, rows, decided["block_end"])
+            cut_blocks(state, rows, arrays["block_end"])
         if state.cache.facts.needs_confidence:
-            state.cache.observe_confidence(state, decided["confidence"], decided["available"])
-        finish_step(self, state, proposal, decision, decided, committed)
+            state.cache.observe_confidence(state, arrays["confidence"], arrays["available"])
+        finish_step(self, state, proposal, decision, arrays, committed)
         scores, kind = proposal.scores, proposal.kind
         return Commit(rows, decision.values, proposal.positions, decision.selected, scores, kind, decision.logprobs)
 
     def _check_decision(
         self, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray
     ) -> None:
-        if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes it NaN
+        if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes confidence NaN
             broken = rows[~np.isfinite(confidence).all(1)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
-        if self.needs.may_wait:  # its last planned step must fill the block
+        if self.needs.may_wait:  # only the last planned step must commit
             is_idle = ((committed == 0) & (state.block_step[rows] + 1 >= state.planned_steps(rows))).any()
         elif self.needs.revises:
             is_idle = (committed < revision.min_filled(self, state, rows)).any()
@@ -414,24 +416,24 @@ def finish_step(
     sampler: MaskedSampler,
     state: MaskedState,
     proposal: MaskedProposal,
-    decision: Decision,
-    decided: Mapping[str, np.ndarray],
+    decision: StepDecision,
+    arrays: Mapping[str, np.ndarray],
     committed: np.ndarray,
 ) -> None:
-    """Count a written step of `committed` [R] positions; close full blocks and ended rows. decided: host arrays."""
-    rows, tokens = proposal.rows, decided["tokens"]
+    """Count a written step of `committed` [R] positions, then close full blocks and ended rows. arrays: `to_host`."""
+    rows, tokens = proposal.rows, arrays["tokens"]
     state.count(proposal.cost)
     state.cache.on_commit(state, tokens)
     state.advance(rows, committed)
     holds_block, stable = None, tokens
     if sampler.needs.revises:
-        holds_block, stable = revision.stable_tokens(sampler, state, rows, decided)
+        holds_block, stable = revision.stable_tokens(sampler, state, rows, arrays)
     ends = find_ends(state.stop_rules, state, stable) if state.stop_rules else None
     changed = False
     for feature in state.features.values():
         changed |= feature.on_close(state, proposal, decision, tokens, ends)
-    if "cut" in decided and (decided["cut"] < state.length[rows]).any():
-        trim_rows(state, decided["cut"], tokens)
+    if "cut" in arrays and (arrays["cut"] < state.length[rows]).any():
+        trim_rows(state, arrays["cut"], tokens)
         changed = True
     close_blocks(state, rows, ends, holds_block, changed)
 
@@ -456,7 +458,7 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
         index = torch.as_tensor(rows, device=state.canvas.device)
         query.tokens = gather_tokens(state.canvas, query, index)
         if branches == 2:
-            given_tokens = gather_tokens(state.given, query, index)
+            given_tokens = gather_tokens(state.is_prompt, query, index)
             query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(given_tokens, facts.mask_id)))
     if facts.prompt_aligned:
         query.origin = state.per_branch(state.prompt_length[rows, None])
@@ -468,11 +470,11 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Find the columns of the call [R, W] with the window's logits, and which of them exist [N, W] (None: all)."""
+    """Find the columns [R, W] of a call that have the window's logits, and which of them exist [N, W] (None: all)."""
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]
-    if state.facts.shift:  # logits are one position to the left; position 0 has no left neighbour and uses its own
+    if state.facts.shift:  # logits are one position to the left; position 0 has no left neighbour and reads its own
         source = np.maximum(source - state.facts.shift, 0)
     if part.kind == "full":
         if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
@@ -485,7 +487,7 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
 
 def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
     """Omit the logits of decided positions from a call, unless that saves little. The row with the most undecided
-    positions sets the number of columns; other rows add decided positions."""
+    positions sets the number of columns; other rows fill them up with decided positions."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
@@ -510,21 +512,21 @@ def gather_tokens(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tens
 
 
 def prepare_logits(sampler: MaskedSampler, state: Any, logits: Tensor, query: WindowQuery) -> Tensor:
-    """Apply guidance, and exclude tokens that are never proposed (in place), before `process_logits`."""
+    """Apply guidance, exclude tokens that are never proposed (in place), and apply token controls."""
     request = state.request
     if request.guidance_scale != 1.0:
         logits = apply_guidance(logits, sampler.guidance(state, query.rows))
     elif request.temperature > 0:
         # scaled logits can leave the range of float16
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # in place: the logits are this step's, and can be large
+    # in place: only this step reads the logits, and they can be large
     if not sampler.weighs_mask(state):
         logits.select(-1, state.mask_id).fill_(-torch.inf)
     if state.suppressed is not None:
         if state.suppressed.ndim == 1:
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         else:  # one list per row
-            rows, num_drafts = query.rows, query.window.copies
+            rows, num_drafts = query.rows, query.window.num_drafts
             if num_drafts is not None and len(logits) != len(rows):  # drafts are rows of the logits
                 rows = rows[(np.arange(num_drafts.max())[:, None] < num_drafts).nonzero()[1]]
             excluded = state.suppressed[torch.as_tensor(rows, device=logits.device)]
@@ -542,7 +544,7 @@ def make_view(
     generator: torch.Generator | None = None,
     memory: Mapping[str, Tensor] | None = None,
 ) -> View:
-    """Make the view of a proposal. memory: the method's memory; None reads it from the state."""
+    """Make the view of a proposal. memory: of the method; None reads it from the state."""
     rows, available = proposal.rows, proposal.available
     draw = functools.partial(sampler.position_noise, state, generator)
     if memory is None:
@@ -568,20 +570,20 @@ def make_view(
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
-    """Copy tensors to numpy arrays in one transfer, the step's one wait for the device. All have the first tensor's
-    shape, or lack its last dimension. None values are omitted."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if all(tensor.is_cpu for tensor in present.values()):
-        return {name: tensor.numpy() for name, tensor in present.items()}
-    widest = next(iter(present.values()))
+    """Copy tensors to numpy arrays in one transfer, so that a step waits for the device only once. All tensors have the
+    first one's shape, with or without its last dimension. None values are omitted."""
+    by_name = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if all(tensor.is_cpu for tensor in by_name.values()):
+        return {name: tensor.numpy() for name, tensor in by_name.items()}
+    widest = next(iter(by_name.values()))
     # float64 holds flags, ids and logits exactly
     columns = [
         (tensor if tensor.ndim == widest.ndim else tensor.unsqueeze(-1).expand_as(widest)).double()
-        for tensor in present.values()
+        for tensor in by_name.values()
     ]
     dtypes = {torch.bool: bool, torch.int64: np.int64}
     arrays = {}
-    for (name, tensor), array in zip(present.items(), torch.stack(columns).cpu().numpy(), strict=True):
+    for (name, tensor), array in zip(by_name.items(), torch.stack(columns).cpu().numpy(), strict=True):
         arrays[name] = array.astype(dtypes.get(tensor.dtype, np.float64))
         if tensor.ndim < widest.ndim:
             arrays[name] = arrays[name][..., 0]

@@ -1,4 +1,4 @@
-"""Calls that evaluate a part of a row (over a store), of the rows, or of the window's columns."""
+"""Calls that evaluate only a part of each row (over a store), some of the rows, or some columns of the window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
-    """Build a part's access to the state's store."""
+    """Build the reads and writes of one part's call in the state's store."""
     rows, cache = query.rows, state.stored_cache
     index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
     slots = query.positions
@@ -33,8 +33,8 @@ def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> Stor
 
 
 def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """Find the columns [R, W] of a part's call with positions `source` [N, W]; also return which of these positions the
-    call evaluates [N, W] (None: all)."""
+    """Find the columns [R, W] of a part's call that evaluate positions `source` [N, W]; also return which of these
+    positions the call evaluates [N, W] (None: all)."""
     column_of_position = np.full((len(part.index), state.canvas.shape[1]), -1)
     row, column = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
     column_of_position[row, part.positions[row, column]] = column
@@ -47,19 +47,19 @@ def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Te
 def merge_parts(
     parts: list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], queries: list[WindowQuery]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Merge candidates, quantities and updates of queries in the order of the running rows; also return the order."""
+    """Merge the queries' candidates, quantities and updates in the order of the running rows; also return the order."""
     tokens, quantities, updates = zip(*parts, strict=True)
     order_on_host = np.argsort(np.concatenate([query.window.index for query in queries]))
     order = torch.as_tensor(order_on_host, device=tokens[0].device)
-    joined_quantities = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
-    joined_updates = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
-    return torch.cat(tokens)[order], joined_quantities, joined_updates, order
+    merged_quantities = {name: torch.cat([part[name] for part in quantities])[order] for name in quantities[0]}
+    merged_updates = {name: torch.cat([part[name] for part in updates])[order] for name in updates[0]}
+    return torch.cat(tokens)[order], merged_quantities, merged_updates, order
 
 
 def scatter_to_window(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scatter candidates and quantities [N, K] of a query into windows [N, W]; elsewhere `current` and 0."""
+    """Scatter candidates and quantities [N, K] of a query into windows [N, W]; other columns get `current` and 0."""
     columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):

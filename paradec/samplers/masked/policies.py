@@ -1,4 +1,4 @@
-"""Block policies by name and as JSON data; the number of steps per block."""
+"""Block policies by name and as JSON data; checks of `steps` against the number of blocks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ POLICIES = {"fixed": FixedBlocks, "whole": WholeCanvas, "adaptive": AdaptiveBloc
 
 
 def parse_policy(name: str, value: Any) -> Any:
-    """Check the field `blocks` of a request; data of `policy_to_data` becomes a policy. Raises ValueError."""
+    """Check the field `blocks` of a request, and turn data of `policy_to_data` into a policy. Raises ValueError."""
     if isinstance(value, Mapping):
         settings = dict(value)
         policy = settings.pop(name, None)
         check_choice(name, policy, POLICIES)
         try:
-            return POLICIES[policy](**{key: tuple(s) if isinstance(s, list) else s for key, s in settings.items()})
+            return POLICIES[policy](**{key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
         except TypeError as error:
             raise ValueError(f"{name}={short_repr(dict(value))}: {error}") from None
     if isinstance(value, str):
@@ -35,18 +35,18 @@ def parse_policy(name: str, value: Any) -> Any:
 
 def policy_to_data(value: Any) -> Any:
     """Turn a policy into JSON data; names stay unchanged. Raises ValueError for a custom policy."""
-    for name, kind in POLICIES.items():
-        if type(value) is kind:
+    for name, policy_class in POLICIES.items():
+        if type(value) is policy_class:
             return {"blocks": name} | {f.name: to_data(getattr(value, f.name)) for f in fields(value) if f.init}
     if not isinstance(value, str):
-        raise ValueError(f"blocks={short_repr(value)} is no data and cannot be saved: leave it out")
+        raise ValueError(f"blocks={short_repr(value)} is a custom policy and cannot be saved: leave it out")
     return value
 
 
 def policy_by_name(
     sampler: Any, model: Any, name: str, block_length: int | None
 ) -> tuple[BlockPolicy | None, int | None]:
-    """Return (policy, None) for a name, or (None, block length) for "fixed". Raises ValueError for an unfit length."""
+    """Return (policy, None) for a name, or (None, block length) for "fixed". Raises ValueError for a bad length."""
     check_choice("blocks", name, POLICIES)
     check_int("block_length", block_length, low=1, high=LONGEST_BLOCK, none=True)
     if name == "fixed":
@@ -59,23 +59,23 @@ def policy_by_name(
     if name == "pipelined":
         return PipelinedBlocks(block_length or model.facts.block_length or model.default_block_length or 32), None
     if block_length is not None:
-        raise ValueError(f"block_length={block_length} has no meaning with blocks='whole'")
+        raise ValueError(f"block_length={block_length} does not work with blocks='whole': leave one of them out")
     return WholeCanvas(), None
 
 
 def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Count the blocks of rows from `starts` to `lengths` [B]: [B] int64. Raises ValueError if it depends on logits."""
+    """Count each row's blocks from `starts` to `lengths`: [B] int64. Raises ValueError if their number is unknown."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
-        raise ValueError(f"steps={steps} cannot be spread over {short_repr(policy)} before decoding: leave steps out")
+        raise ValueError(f"steps={steps} needs a known number of blocks, not {short_repr(policy)}: leave steps out")
     return np.array(counts, np.int64)
 
 
-def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole: bool = True) -> None:
-    """Raise ValueError if `steps` cannot be spread evenly over `counts` [B] blocks or canvases (`parts`). is_whole:
-    whether these are all rows of the batch. Rows with different counts may have uneven steps."""
+def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole_batch: bool = True) -> None:
+    """Raise ValueError if `steps` cannot be spread evenly over `counts` [B] blocks or canvases (`parts`: their name).
+    is_whole_batch: False if more rows may join. Rows with different counts may have uneven steps."""
     count = int(counts.max())
-    if steps % count and is_whole and (counts == count).all():
+    if steps % count and is_whole_batch and (counts == count).all():
         raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count})")
     if steps < count:
         raise ValueError(f"steps={steps} must be at least the number of {parts} ({count})")

@@ -1,5 +1,5 @@
-"""Draws and ties of the public generate.py codes of LLaDA and Dream, for `rng="reference"`. All rows draw from one
-stream: a row's numbers depend on its neighbours. torch.topk decides among equal scores."""
+"""Draws and ties as in the public generate.py of LLaDA and Dream, for `rng="reference"`. All rows draw from one stream,
+so that a row's numbers depend on its neighbours. torch.topk decides among equal scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class ReferenceNumbers(Feature):
-    """Draws of the public codes, from the state's generator, which commits advance."""
+    """Draws of the public codes from the state's generator. Only commits advance it."""
 
     why_rows_fixed = "rng='reference' draws all rows from one stream"
     why_host_only = "rng='reference' draws on the host"
@@ -26,7 +26,7 @@ class ReferenceNumbers(Feature):
 
 
 def generator_after(generator: torch.Generator, generator_state: Tensor | None) -> torch.Generator:
-    """Copy the generator, in its state after the step's proposal."""
+    """Copy the generator, and set the copy to its state after the step's proposal."""
     assert generator_state is not None
     copy = generator.clone_state()
     copy.set_state(generator_state)
@@ -39,13 +39,14 @@ def draw_categorical(
     positions: Tensor,
     rows: np.ndarray,
     generator: torch.Generator,
-    final: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> Tensor:
-    """Draw as Dream: torch.multinomial over masked positions (of `final` [R, W]), row-major, in the logits' dtype."""
+    """Draw as Dream: torch.multinomial over masked positions (only those of `selected` [R, W], if set), row by row, in
+    the logits' dtype. Other positions get their best token."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
     masked = torch.eq(canvas, state.facts.mask_id)
-    if final is not None:
-        masked &= final
+    if selected is not None:
+        masked &= selected
     probabilities = logits[masked].softmax(-1)
     drawn = torch.multinomial(probabilities.cpu(), 1, replacement=True, generator=generator).squeeze(-1)
     tokens = logits.argmax(-1)
@@ -54,7 +55,7 @@ def draw_categorical(
 
 
 def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """Select by torch.topk over whole rows, one by one, as the public code does: [R, W] bool."""
+    """Select by torch.topk over each whole row, as the public codes do: [R, W] bool."""
     window = state.window
     canvas_scores = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
     canvas_scores[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
@@ -66,7 +67,7 @@ def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) 
 
 
 def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
-    """Draw uniform numbers [R, W] float64, as float32 for the whole "canvas" or for the "masked" positions."""
+    """Draw uniform numbers [R, W] in float32, as float64. draws: for the whole "canvas", or only "masked" positions."""
     canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
     if draws == "canvas":
         canvas = torch.rand(state.canvas.shape, generator=generator).double()
@@ -77,7 +78,7 @@ def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -
 
 
 def choose_positions(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
-    """Draw by torch.multinomial without replacement over whole rows, in float32. weights: [R, W] -> [R, W] bool."""
+    """Draw positions by torch.multinomial without replacement over whole rows: weights [R, W] -> [R, W] bool."""
     window, max_count = state.window, int(count.max())
     canvas_weights = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
     canvas_weights[window.row_index, window.positions] = weights.float()
@@ -91,7 +92,7 @@ def choose_positions(state: MaskedState, weights: Tensor, count: np.ndarray, gen
 def gumbel_uniform(
     state: MaskedState, vocab: int, rows: np.ndarray, positions: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Draw LLaDA's noise: uniform float64 for the whole canvas and vocabulary [B, L, V], of which [R, W, V] is used."""
+    """Draw uniform float64 numbers for LLaDA's noise over the whole canvas [B, L, V], and read [R, W, V] of them."""
     noise = torch.rand((*state.canvas.shape, vocab), dtype=torch.float64, generator=generator).to(positions.device)
     return noise[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
 
@@ -99,14 +100,14 @@ def gumbel_uniform(
 def read_candidates(
     sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute candidates and quantities [R, W] from logits [R, W, V] of all tokens: the mask token is not a candidate,
-    but counts in probabilities, as in the public code. Its share decides between nearly certain positions."""
+    """Compute candidates and quantities [R, W] from logits [R, W, V] of all tokens. As in the public code, the mask is
+    not a candidate, but the softmax includes it. Its share decides between nearly certain positions."""
     request = state.request
     proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = proposable.argmax(-1)
     if request.temperature > 0:
-        drawn_from = filter_logits(divide_logits(proposable, request.temperature), *request.filters)
-        tokens = sampler.draw_tokens(state, drawn_from, query, generator)
+        draw_logits = filter_logits(divide_logits(proposable, request.temperature), *request.filters)
+        tokens = sampler.draw_tokens(state, draw_logits, query, generator)
     if sampler.needs.score_from == "sampled":
         logits = logits if request.temperature == 0 else divide_logits(logits, request.temperature)
         logits = filter_logits(logits, *request.filters)
@@ -117,8 +118,8 @@ def read_candidates(
 def statistics(
     logits: Tensor, reads: tuple[str, ...], tokens: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `token_statistics` in the dtype of the logits, as generate.py of LLaDA and Dream do. Trained models
-    saturate float32 probabilities at exactly 1; the order of such positions depends on the last bits."""
+    """Compute `token_statistics` in the dtype of the logits, as the public codes do. Trained models saturate float32
+    probabilities at exactly 1, and the order of such positions depends on the last bits."""
     p = logits.softmax(dim=-1)
     tokens = logits.argmax(-1) if tokens is None else tokens
     quantities: dict[str, Tensor] = {}

@@ -35,31 +35,31 @@ from paradec.samplers.masked.blocks import LONGEST_BLOCK, EndOfText, FixedBlocks
 from paradec.samplers.masked.policies import check_steps, count_blocks, policy_by_name
 from paradec.samplers.masked.reference import ReferenceNumbers
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.start import answer_starts, make_seeds, make_trace, new_tokens, pad_rows, row_keys, suppressed_ids
+from paradec.samplers.start import answer_starts, count_new, make_seeds, make_trace, pad_rows, row_keys, suppressed_ids
 
 MAX_UNCHECKED = 2**24
-"""Bytes of logits that fit on any device, without a check."""
+"""Bytes of logits that are assumed to fit on any device."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
-    """Check a request, and make its state: each row is the prompt, then masks. Raises ValueError or TypeError."""
+    """Check a request, and make its state: each row is the prompt and then masks. Raises ValueError or TypeError."""
     check_pair(sampler, model)
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows, mask_id = prompts.rows, facts.mask_id
-    num_new = new_tokens(model, rows, request.max_new_tokens, mask_id, "mask")
-    holes = any(mask_id in row for row in rows)
-    policy = choose_policy(sampler, model, request.blocks, request.block_length, holes)
+    num_new = count_new(model, rows, request.max_new_tokens, mask_id, "mask")
+    has_masks = any(mask_id in row for row in rows)
+    policy = choose_policy(sampler, model, request.blocks, request.block_length, has_masks)
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
     starts = np.array([row.index(mask_id) if mask_id in row else len(row) for row in rows], np.int64)
     answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
-    has_gaps = bool((answers > starts).any())
-    fills_holes = request.holes_eos_inf and has_gaps
+    has_holes = bool((answers > starts).any())  # masks before a prompt token
+    excludes_ends = request.holes_eos_inf and has_holes
     if request.steps is not None:
         counts = count_blocks(request.steps, policy, starts, lengths + num_new)
-        check_steps(request.steps, counts, "blocks", is_whole=not prompts.joins_batch)
-    suppressed = suppressed_ids(request, facts, [mask_id, *(facts.eos_token_ids if fills_holes else ())])
+        check_steps(request.steps, counts, "blocks", is_whole_batch=not prompts.joins_batch)
+    suppressed = suppressed_ids(request, facts, [mask_id, *(facts.eos_token_ids if excludes_ends else ())])
     cache: Cache = NoCache()
     if request.cache not in (None, "none"):
         cache = make_cache(request, sampler, model, policy)
@@ -81,14 +81,14 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if request.attention is not None or getattr(model, "default_attention", None) is not None:
         attention = find_attention(request, sampler, model)
     if request.suffix is not None:
-        check_suffix(request, sampler, model, cache, policy, len(rows), has_gaps, bool(early))
+        check_suffix(request, sampler, model, cache, policy, len(rows), has_holes, bool(early))
 
     ends = lengths + num_new
-    if facts.topology == "block_causal" and num_new:  # the last block is whole, and its end is cut later
+    if facts.topology == "block_causal" and num_new:  # decode the whole last block; `requested_end` cuts it off
         ends = np.minimum(facts.block_bounds(starts, ends, starts)[1], facts.max_length or LONGEST_BLOCK)
     canvas = pad_rows(rows, int(ends.max()), mask_id)
     canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
-    is_given = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
+    is_prompt = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answers))
     specs = sampler.memory()
@@ -104,7 +104,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         blocks=policy,
         pads=model.pads,
         canvas=torch.as_tensor(canvas, device=device),
-        given=torch.as_tensor(is_given, device=device),
+        is_prompt=torch.as_tensor(is_prompt, device=device),
         prompt_length=starts,
         answer_start=answers,
         length=ends,
@@ -122,7 +122,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, ends))
     state.features = _make_features(state, sampler, model, early, reuse)
     open_blocks(state, np.arange(state.batch))
-    dtype = getattr(model, "dtype", None)  # None for schedulers and engines, which have logits
+    dtype = getattr(model, "dtype", None)  # None for schedulers and engines, whose caller allocates the logits
     if dtype is not None and not state.done:
         num_rows, width = state.branches * state.batch, state.window.positions.shape[1]
         if (num_bytes := num_rows * width * facts.vocab_size * dtype.itemsize) > MAX_UNCHECKED:
@@ -144,7 +144,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
 
 
 def check_pair(sampler: Any, model: Any) -> None:
-    """Raise TypeError or ValueError unless the sampler can decode with the model."""
+    """Raise TypeError or ValueError if the sampler cannot decode with the model."""
     sampler.check_model(model)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
@@ -163,9 +163,9 @@ def check_pair(sampler: Any, model: Any) -> None:
 
 
 def choose_policy(
-    sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, holes: bool = False
+    sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, has_masks: bool = False
 ) -> BlockPolicy:
-    """Choose the block policy of the request, else of the sampler, else of the model. holes: whether prompts have
+    """Choose the block policy of the request, else of the sampler, else of the model. has_masks: whether prompts have
     masks. Raises ValueError for an unfit policy or length."""
     facts, policy = model.facts, blocks
     if isinstance(policy, str):
@@ -193,7 +193,7 @@ def choose_policy(
         return policy.for_model(model) if hasattr(policy, "for_model") else policy
     if facts.block_length is not None:
         return FixedBlocks(facts.block_length, align=facts.block_align)
-    if model.default_block_length is not None and not holes:
+    if model.default_block_length is not None and not has_masks:
         return FixedBlocks(model.default_block_length)
     return WholeCanvas()
 

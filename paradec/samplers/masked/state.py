@@ -23,7 +23,7 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """The open block of every running row: `R` rows, `W` positions of the widest; to the row's end with early stops."""
+    """Positions of each running row's open block; with early stops, to the row's end. `R` rows, `W`: the widest."""
 
     rows: Any
     """[R] int64 on the host (in the device step a tensor): rows of the state."""
@@ -35,20 +35,18 @@ class Window:
     """[R, W] bool: False for padding; None without padding."""
     host_positions: Any
     host_valid: np.ndarray | None
-    whole: bool
-    """Whether the running rows are all rows of the state."""
 
     @cached_property
     def row_index(self) -> Tensor:
         return torch.as_tensor(self.rows, device=self.positions.device).unsqueeze(1)
 
     def undecided(self, current: Tensor, mask_id: int) -> Tensor:
-        """[R, W] bool: undecided positions among the window's tokens `current` [R, W], without padding."""
+        """Find the undecided positions, without padding: [R, W] bool. current: [R, W], the window's tokens."""
         undecided = current == mask_id
         return undecided if self.valid is None else undecided & self.valid
 
     def query_positions(self, query: WindowQuery) -> Tensor:
-        """[N, K] int64: positions of a query's logits [N, K, V]."""
+        """Return the positions of a query's logits [N, K, V]: [N, K] int64."""
         positions = self.positions[torch.as_tensor(query.window.index, device=self.positions.device)]
         return positions if query.window.columns is None else positions.gather(1, query.window.columns)
 
@@ -77,7 +75,7 @@ class MaskedState(State):
     """Whether the model accepts rows of several lengths in one call."""
     canvas: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[B, L] int64 ids; the mask id exactly at undecided positions."""
-    given: Tensor = field(metadata=row_layout(columns=1))
+    is_prompt: Tensor = field(metadata=row_layout(columns=1))
     """[B, L] bool: prompt tokens (masked in the unconditional branch of guidance)."""
     prompt_length: np.ndarray = field(metadata=ROWS)
     """[B] int64: the first mask of each row."""
@@ -93,7 +91,7 @@ class MaskedState(State):
     suppressed: Tensor | None = field(
         metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
     )
-    """[S] int64 ids, besides the mask id, that are never proposed; [B, S] where they differ between rows; or None."""
+    """[S] int64: ids that are never proposed, besides the mask id; [B, S] if rows have different ids; None: none."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False
@@ -199,12 +197,12 @@ class MaskedState(State):
         return torch.as_tensor(self.block_end[self.window.rows, None], device=self.canvas.device)
 
     def per_branch(self, array: np.ndarray) -> Tensor:
-        """[N, ...] on the host -> [branches * N, ...] on the device."""
+        """Copy an array [N, ...] to the device, once per branch: [branches * N, ...]."""
         tensor = torch.as_tensor(array, device=self.canvas.device)
         return torch.cat((tensor, tensor)) if self.branches == 2 else tensor
 
     def planned_steps(self, rows: Any) -> Any:
-        """[R]: steps planned for the open block of `rows` [R] (one token a step without a plan)."""
+        """Return the planned steps of the open block of `rows` [R]: [R]; without a plan, one token per step."""
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
@@ -236,7 +234,6 @@ class MaskedState(State):
             positions=torch.as_tensor(positions, device=device),
             flat=torch.as_tensor(positions + rows[:, None] * self.canvas.shape[1], device=device),
             valid=None if valid is None else torch.as_tensor(valid, device=device),
-            whole=len(rows) == self.batch,
         )
 
     def why_rows_fixed(self) -> str | None:
@@ -244,7 +241,7 @@ class MaskedState(State):
             if feature.why_rows_fixed is not None:
                 return str(feature.why_rows_fixed)
         if self.trace is not None:
-            return "a trace records the rows that it began with"
+            return "a trace records the same rows from its first to its last step"
         if self.cache_state is not None and not has_rows(self.cache_state, self.batch):
             kind = type(self.cache_state).__name__
             return f"cache {self.cache.name!r} keeps a {kind}, which has no field with rows (`paradec.core.rows`)"
@@ -275,17 +272,16 @@ class MaskedState(State):
 
     def _derive_row_values(self) -> None:
         size = self.canvas.shape[1]
-        self.block_step, self.row_step = self._steps  # views
-        # [B] int64: steps in the open block, and of the row
-        self.level = bool((self.length == size).all())  # whether all rows have one length
+        self.block_step, self.row_step = self._steps  # views, [B] int64 each: steps in the open block, and of the row
+        self.has_equal_lengths = bool((self.length == size).all())  # whether all rows have one length
         self.columns = np.tile(np.arange(size), (self.batch, 1))  # [B, L]: position of every entry of the canvas
         # [B, L + 1]: number of initially undecided positions before each position
         self.masks_before = np.zeros((self.batch, size + 1), np.int64)
         self.masks_before[:, 1:] = self.masked.cumsum(1)
         self.total = self.masks_before[:, -1]  # [B]: number of initially undecided positions
 
-    def let_run(self, rows: np.ndarray) -> None:
-        """Let only the unfinished `rows` [N] take part in the next steps; the caller remembers which rows wait."""
+    def set_running_rows(self, rows: np.ndarray) -> None:
+        """Run only the unfinished `rows` [N] in the next steps. The caller must remember which other rows wait."""
         running = np.zeros(self.batch, bool)
         running[rows] = True
         if (running != self.running).any():
@@ -311,7 +307,7 @@ class MaskedState(State):
         return self.store, self.attention_state
 
     def kept_prefix(self, model: Any) -> Any:
-        """The `KeptPrefix` for the next request, if requested; call it before the store is freed."""
+        """Return the `KeptPrefix` for the next request; None unless requested. Call it before the store is freed."""
         feature = self.features.get("prefix_reuse")
         return None if feature is None else feature.kept_prefix(self, model)
 

@@ -1,4 +1,4 @@
-"""Interface of a method of the masked family: what it declares, sees and decides."""
+"""Interface between the loop and a masked method: its declared needs, its input (`View`) and its decision."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from paradec.kernels.token_stats import QUANTITIES
 from paradec.samplers.features.pipelined_blocks import best_of_blocks
 
 LAST = torch.finfo(torch.float64).min
-"""Score of a candidate that is to be committed after all others."""
+"""Score of a candidate that must be committed after all others."""
 UNCUT = 2**31 - 1
 """The end of a row that a method does not cut off."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method reads and does. Raises ValueError for unknown quantities, sources, draws or topologies.
+    """Declared needs of a method. Raises ValueError for unknown quantities, sources, draws or topologies.
 
     Attributes (the file describes all):
         reads, score: quantities of the logits; `score` ranks positions.
-        decided_logits: whether it reads logits of decided positions, too.
+        decided_logits: whether it also reads logits of decided positions.
         may_wait: whether a step may commit nothing.
-        previews, processes_logits, extra_quantities, revises, draws_tokens: set for the methods that a class defines.
+        previews, processes_logits, extra_quantities, revises, draws_tokens: set where a class overrides the method.
     """
 
     reads: tuple[str, ...] = ()
@@ -43,32 +43,32 @@ class Needs:
     reference_draws: str = "canvas"
     """Whether the public code draws position noise for the whole "canvas" or the "masked" positions."""
     decided_logits: bool = False
-    """Whether it reads logits of decided positions, too. Implied by `process_logits`, `extra_quantities`, `revise`."""
+    """Whether it also reads logits of decided positions. Implied by `process_logits`, `extra_quantities`, `revise`."""
     topologies: tuple[str, ...] = ()
     """Supported topologies of models; () is all."""
     may_wait: bool = False
     """Whether a step may commit nothing; then the method's schedule must bound the steps."""
     least_by_steps: bool = False
-    """Whether `steps` only sets a minimum of commits per step; then the method decodes pipelined blocks, without it."""
+    """Whether `steps` only sets a minimum of commits per step. Then requests without `steps` may pipeline blocks."""
     mask_probes: bool = False
     """Whether calls also evaluate masks that the rest of the row does not see."""
     stores_final: bool = False
-    """Whether only keys and values of final blocks are stored: for caches with `reads_final_only`."""
+    """Whether it stores only keys and values of final blocks, which needs a cache with `reads_final_only`."""
     causal_keys: bool = False
-    """Whether final tokens attend causally when stored. Only requests that agree on it share keys and values."""
+    """Whether final tokens attend causally when stored. Requests with different values share no keys and values."""
     multi_step: bool = False
-    """Whether it evaluates drafts of later steps; the result is that of single steps."""
+    """Whether it evaluates several drafts of a row in one call."""
     moves: bool = False
-    """Whether a method that `revises` may move decided tokens in the open block, and leave more undecided than before;
-    then its last step must fill the block."""
+    """Whether a method that `revises` may also move decided tokens in the open block, so that a step leaves more
+    positions undecided than before; then its last step must fill the block."""
     ends_with_block: bool = False
     """Whether stop rules of a method that `revises` see a block only when it closes."""
     previews: bool = False
     processes_logits: bool = False
     extra_quantities: bool = False
     revises: bool = False
-    """Whether it takes tokens of the open block back. Then stop rules see a token only after a step has left it
-    unchanged, or its block has closed."""
+    """Whether it takes back or replaces tokens of the open block. Then stop rules see a token only after a step has
+    left it unchanged, or its block has closed."""
     draws_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ class Needs:
     def why_unsupported(self, facts: Any) -> str | None:
         """Return why the method does not support models of these facts; None if it does."""
         if facts.whole_blocks and (self.mask_probes or self.multi_step):
-            what = "masks beside the row" if self.mask_probes else "several drafts"
-            return f"it evaluates {what} in one call; {facts.name} chooses experts for whole blocks of a call"
+            extra = "additional masks" if self.mask_probes else "several drafts"
+            return f"it evaluates {extra} in one call; {facts.name} chooses experts for whole blocks of a call"
         if not self.topologies or facts.topology in self.topologies:
             return None
         needed = " or ".join(topology.replace("_", "-") for topology in self.topologies)
@@ -100,11 +100,11 @@ class MaskedProposal(Proposal):
     """A proposal of this family. Shapes: `R` running rows, `W` window positions each."""
 
     current: Tensor
-    """[R, W] int64: the tokens at the positions now."""
+    """[R, W] int64: the current tokens."""
     block_end: Tensor | None = None
     """[R] int64: end of each row's block, if a block policy computed it from this step's logits."""
     early: Tensor | None = None
-    """[R] bool: rows that an early stop rule fills now."""
+    """[R] bool: rows that an early stop rule fills in this step."""
     updates: dict[str, Tensor] = field(default_factory=dict)
     """Second value of `process_logits`, each [R, ...]."""
     generator_state: Tensor | None = None
@@ -113,7 +113,7 @@ class MaskedProposal(Proposal):
 
 @dataclass
 class View:
-    """What `select` sees. Shapes: `R` rows, `W` window positions.
+    """Input of `select`. Shapes: `R` rows, `W` window positions.
 
     Attributes (the file describes all):
         quota: [R] tokens that the schedule grants in this step.
@@ -138,7 +138,7 @@ class View:
     updates: Mapping[str, Tensor]
     """Second value of `process_logits`, each [R, ...]."""
     current: Tensor
-    """[R, W] int64: the tokens at the positions now."""
+    """[R, W] int64: the current tokens."""
     editable: Tensor
     """[R, W] bool: decided in this block by a method that `revises`, and evaluated this step."""
     top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
@@ -168,7 +168,7 @@ class View:
 
 @dataclass
 class Stage:
-    """What `process_logits` sees besides the logits. Shapes: `R` rows (of one call), `W` positions."""
+    """Input of `process_logits` besides the logits. Shapes: `R` rows (of one call), `W` positions."""
 
     undecided: Tensor
     """[R, W] bool: undecided and evaluated this step."""
@@ -181,20 +181,20 @@ class Stage:
 
 
 @dataclass
-class Decision:
-    """The writes of a step. Shapes: `R` rows, `W` positions."""
+class StepDecision:
+    """Writes of a step. Shapes: `R` rows, `W` positions."""
 
     values: Tensor
     """[R, W] int64."""
     selected: Tensor
     """[R, W] bool: positions to write."""
     filled: Tensor
-    """[R, W]: change of the number of decided positions: bool; int64 (-1, 0, 1) if the method takes tokens back."""
+    """[R, W] bool: newly decided positions; int64 (1, -1 where a token is taken back, 0) for methods that `revise`."""
     hold_block: Tensor | None = None
     """[R] bool: rows whose full block stays open."""
     logprobs: StepLogProbs | None = None
     steps: Tensor | None = None
-    """[R, W] int64: the row's steps that decide the positions; None is the current step."""
+    """[R, W] int64: the row's step that decides each position; None is the current step."""
 
 
 def run_select(sampler: Any, view: View) -> Tensor:
@@ -202,6 +202,6 @@ def run_select(sampler: Any, view: View) -> Tensor:
     selected, shape = sampler.select(view), list(view.candidates.shape)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool or list(selected.shape) != shape:
         is_tensor = isinstance(selected, Tensor)
-        what = f"{selected.dtype} {list(selected.shape)}" if is_tensor else f"a {type(selected).__name__}"
-        raise ValueError(f"select of {sampler.name!r} returned {what}; it must return torch.bool [R, W], here {shape}")
+        value = f"{selected.dtype} {list(selected.shape)}" if is_tensor else f"a {type(selected).__name__}"
+        raise ValueError(f"select of {sampler.name!r} returned {value}; it must return torch.bool [R, W], here {shape}")
     return selected

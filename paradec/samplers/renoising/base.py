@@ -163,7 +163,7 @@ class CanvasSampler(Sampler):
                 step_logprobs.append(StepLogProbs.from_logits(piece_logits, best_tokens, state.logprobs.count))
         tokens = torch.cat([entry[0] for entry in statistics]).view(shape)
         quantities = {name: torch.cat([entry[1][name] for entry in statistics]).view(shape) for name in names}
-        is_given = state.read(state.given, rows, positions)
+        is_prompt = state.read(state.is_prompt, rows, positions)
         logprobs = None
         if step_logprobs:
             logprobs = StepLogProbs.combine(
@@ -171,11 +171,11 @@ class CanvasSampler(Sampler):
             )
         return CanvasProposal(
             rows=rows,
-            values=torch.where(is_given, state.read(state.canvas, rows, positions), tokens),
+            values=torch.where(is_prompt, state.read(state.canvas, rows, positions), tokens),
             cost=Cost(queries, state.batch),
             positions=positions,
             scores=quantities[state.rule.needs.score],
-            available=~is_given,
+            available=~is_prompt,
             quantities=quantities,
             made_at=state.commits,
             kind="+".join(query.kind for query in queries),

@@ -23,7 +23,7 @@ from paradec.samplers.masked.blocks import EndOfText
 from paradec.samplers.masked.policies import check_steps
 from paradec.samplers.renoising import rules
 from paradec.samplers.renoising.state import DenoisingState, StabilityRule
-from paradec.samplers.start import answer_starts, make_seeds, make_trace, new_tokens, pad_rows, row_keys, suppressed_ids
+from paradec.samplers.start import answer_starts, count_new, make_seeds, make_trace, pad_rows, row_keys, suppressed_ids
 
 _CANVAS = "a canvas has the length that the model was trained with"
 UNSUPPORTED = {
@@ -56,7 +56,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     prompts = encode(model, prompt, attention_mask, request.chat)
     rows = prompts.rows
     has_holes = any(HOLE in row for row in rows)
-    num_new = new_tokens(model, rows, request.max_new_tokens, HOLE, "hole")
+    num_new = count_new(model, rows, request.max_new_tokens, HOLE, "hole")
     for index, row in enumerate(rows):
         if row[0] == HOLE:
             raise ValueError(
@@ -90,7 +90,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     lengths_with_canvases = np.array([row[-1] + width for row in starts], np.int64)
     longest = int(np.maximum(lengths_with_canvases, requested_length).max())
     canvas = pad_rows(rows, longest, HOLE)
-    is_given = canvas != HOLE
+    is_prompt = canvas != HOLE
     settings = {name: defaults[name] if (value := getattr(sampler, name)) is None else value for name in MODEL_SETTINGS}
     check_at_most("t_min", settings["t_min"], "t_max", settings["t_max"])
     stability_rule, steps = None, int(settings["max_denoising_steps"])
@@ -113,8 +113,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         temperatures=(float(settings["t_min"]), float(settings["t_max"])),
         stability_rule=stability_rule,
         encode_wait=sampler.encode_wait,
-        canvas=torch.as_tensor(np.where(is_given, canvas, facts.fill_token_id), device=device),
-        given=torch.as_tensor(is_given, device=device),
+        canvas=torch.as_tensor(np.where(is_prompt, canvas, facts.fill_token_id), device=device),
+        is_prompt=torch.as_tensor(is_prompt, device=device),
         starts=starts,
         prompt_length=np.array([row[0] for row in starts], np.int64),
         answer_start=answers,

@@ -41,7 +41,7 @@ class DenoisingState(State):
     encode_wait: int
     canvas: Tensor
     """[B, L] int64 ids: final tokens; in open canvases the best tokens of the last step, which closing makes final."""
-    given: Tensor
+    is_prompt: Tensor
     """[B, L] bool: prompt tokens."""
     starts: list[np.ndarray]
     """Starts of each row's canvases, ascending."""
@@ -104,10 +104,10 @@ class DenoisingState(State):
         for row, starts in enumerate(self.starts):
             for start in starts:
                 in_canvas[row, start : start + self.width] = True
-        is_given = self.given.cpu().numpy()
-        self._final = ~in_canvas | (column >= self.length[:, None]) | is_given
+        is_prompt = self.is_prompt.cpu().numpy()
+        self._final = ~in_canvas | (column >= self.length[:, None]) | is_prompt
         self.total = (~self._final).sum(1)
-        self.has_given_tokens = bool((in_canvas & is_given).any())
+        self.has_given_tokens = bool((in_canvas & is_prompt).any())
         """Whether a canvas has prompt tokens."""
         self._open_noise(np.arange(batch))
 
@@ -159,8 +159,8 @@ class DenoisingState(State):
     def positions_to_fill(self, row: int) -> list[int]:
         """List the positions of a row that decoding makes final."""
         in_canvas = [position for start in self.starts[row] for position in range(int(start), int(start) + self.width)]
-        is_given = self.given[row].cpu().numpy()
-        return [position for position in in_canvas if not is_given[position]]
+        is_prompt = self.is_prompt[row].cpu().numpy()
+        return [position for position in in_canvas if not is_prompt[position]]
 
     def choose_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows to encode at this step, and the rows whose canvas it denoises, which include the former."""
@@ -217,8 +217,8 @@ class DenoisingState(State):
             return
         positions = self.positions(rows)
         noise = self.draw_noise(rows, positions, self.generator, FIRST_STREAM)
-        is_given = self.read(self.given, rows, positions)
-        self.memory.write("noisy", rows, torch.where(is_given, self.read(self.canvas, rows, positions), noise))
+        is_prompt = self.read(self.is_prompt, rows, positions)
+        self.memory.write("noisy", rows, torch.where(is_prompt, self.read(self.canvas, rows, positions), noise))
 
     def close(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Make the open canvases of `rows` [R] final, with tokens [R, C] on the host; end rows, or open the next."""
@@ -254,7 +254,6 @@ class DenoisingState(State):
             positions=torch.as_tensor(positions, device=self.canvas.device),
             flat=torch.as_tensor(positions + rows[:, None] * self.canvas.shape[1], device=self.canvas.device),
             valid=None,
-            whole=len(rows) == len(self.canvas),
         )
         ends: Any = find_ends(self.stop_rules, self, tokens)  # type: ignore[arg-type]
         if ends is None:

@@ -119,7 +119,9 @@ def test_rewritten_residues_move_to_the_end_of_the_order(
         edited += int((changed & (kept != MASK_ID)).sum())
         assert (state.features["decision_order"].decided_at[changed & (state.canvas != MASK_ID)] == step).all()
         assert torch.equal(state.features["decision_order"].decided_at[~changed], before[~changed])
-        assert ((state.features["decision_order"].decided_at == -1) == (state.given | (state.canvas == MASK_ID))).all()
+        assert (
+            (state.features["decision_order"].decided_at == -1) == (state.is_prompt | (state.canvas == MASK_ID))
+        ).all()
         kept = state.canvas.clone()
     assert edited
 

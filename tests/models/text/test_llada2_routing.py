@@ -120,7 +120,7 @@ def assert_routed(llada22: Any, case: dict[str, Any], tensors: dict[str, Tensor]
 def test_partial_blocks_are_refused(llada22: Any) -> None:
     for request, message in (
         ({"cache": "dual"}, "chooses experts for whole blocks, which the cache cuts; use 'block'"),
-        ({"sampler": "s2d2"}, "masks beside the row.*chooses experts for whole blocks"),
+        ({"sampler": "s2d2"}, "additional masks.*chooses experts for whole blocks"),
         ({"sampler": "freedave"}, "several drafts.*chooses experts for whole blocks"),
         ({"sampler": "self_speculative"}, "it chooses experts for whole blocks"),
     ):

@@ -316,7 +316,7 @@ def test_holes_and_guidance() -> None:
     ("request_", "message"),
     [
         ({"sampler": "freedave"}, "several steps in one call"),
-        ({"blocks": "pipelined"}, "before the one before it is final"),
+        ({"blocks": "pipelined"}, "before the previous one is final"),
         ({"suffix": 8}, "suffix"),
         ({"cache": "prefix"}, "it needs a bidirectional"),
         ({"cache": "block", "keep_prefix": True}, "begin where its prompt ends"),

@@ -133,14 +133,16 @@ def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
     assert AdaptiveBlocks(delimiters=["\n", ".", np.int64(1)]).for_model(model).delimiters == (1, 2, 7)
     # the tenth token is outside of the model's vocabulary
     assert AdaptiveBlocks(delimiter_match="ends").for_model(model).delimiters == (2, 3, 4, 5)
-    with pytest.warns(UserWarning, match="delimiters=.* name no token, words has no such token: blocks stay 32 long"):
+    with pytest.warns(
+        UserWarning, match="match no token, since words has no such token; blocks have the fixed length 32"
+    ):
         assert AdaptiveBlocks(delimiters=("§",)).for_model(model) == FixedBlocks(32)
     with pytest.raises(ValueError, match="delimiters=9 must be an integer from 0 to 8"):
         AdaptiveBlocks(delimiters=(9,)).for_model(model)
 
 
 def test_a_model_without_tokenizer_keeps_fixed_blocks(llada64: Model) -> None:
-    with pytest.warns(UserWarning, match="llada-tiny has no tokenizer: blocks stay 8 long; give token ids"):
+    with pytest.warns(UserWarning, match="llada-tiny has no tokenizer; blocks have the fixed length 8: give token ids"):
         out = paradec.generate(llada64, ROWS, sampler="adablock", block_length=8, max_new_tokens=24)
     assert torch.equal(out.sequences, paradec.generate(llada64, ROWS, block_length=8, max_new_tokens=24).sequences)
 
@@ -203,5 +205,5 @@ def test_a_custom_policy(llada64: Model) -> None:
 def test_an_error_names_a_wrong_policy(llada64: Model) -> None:
     policy = FirstDoubt()
     policy.off = 24
-    with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.* cut a block that is longer than the range"):
+    with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.*: cut returned more positions than it read"):
         paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24)

@@ -469,7 +469,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "adaptive": {"blocks": AdaptiveBlocks(4, delimiters=(",", "1"))},
     "pipelined": {"blocks": PipelinedBlocks(4)},
 }
-REFUSED_POLICIES = {"adaptive": "end at single candidates", "pipelined": "several blocks of a row open at once"}
+REFUSED_POLICIES = {"adaptive": "end at single candidates", "pipelined": "open several blocks of a row at once"}
 WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_prefill", "hierarchical")
 
 

@@ -173,7 +173,7 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
             written = torch.zeros_like(before["undecided"])
             for row, position, token, _ in entries:
                 if sampler.needs.revises:
-                    assert start[row] <= position < end[row] and not state.given[row, position] and running[row]
+                    assert start[row] <= position < end[row] and not state.is_prompt[row, position] and running[row]
                     assert before["undecided"][row, position] or token != before["canvas"][row, position]
                     assert not (before["undecided"][row, position] and token == mask)
                 else:

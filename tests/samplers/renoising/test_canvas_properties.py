@@ -81,7 +81,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str) -> None:
     wrapped, method = model(), sampler(name)
     state = method.start(wrapped, HOLED, seed=3, max_new_tokens=20, trace=True)
-    given, before = state.given.clone(), state.canvas.clone()
+    given, before = state.is_prompt.clone(), state.canvas.clone()
     steps, column = np.zeros(state.batch, int), torch.arange(state.canvas.shape[1])
     total = int((~given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
     while not state.done:

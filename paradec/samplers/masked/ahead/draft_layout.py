@@ -1,4 +1,4 @@
-"""Drafts of later steps in one call, as separate rows or in one row."""
+"""Layout of several drafts of a row in one call: as separate rows, or in one row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class DraftState(MaskedState):
-    """Read-only state after `steps` more steps: the draft's window `tokens` [R, W] int64, and later step counters."""
+    """Read-only state of a draft: its window `tokens` [R, W] int64, and step counters after `steps` more steps."""
 
     def __init__(self, state: MaskedState, steps: int, tokens: Tensor):
         self.__dict__.update(state.__dict__)
@@ -33,7 +33,7 @@ class DraftState(MaskedState):
 
     @property
     def remaining(self) -> np.ndarray:  # type: ignore[override]
-        """[B] int64: undecided positions of the block. Waits for the device, so only schedules that need it read it."""
+        """[B] int64: undecided positions of the block. Computed when read, since it waits for the device."""
         if self.steps and not self._is_counted:
             self._remaining, self._is_counted = self._remaining.copy(), True
             self._remaining[self.window.rows] = self.undecided_window.sum(1).cpu().numpy()
@@ -42,74 +42,75 @@ class DraftState(MaskedState):
 
 @dataclass(kw_only=True)
 class DraftLogits(WindowLogits):
-    """Logits of a call that evaluates several drafts of its rows. `drafts[j]` is the state after j more steps."""
+    """Logits of a call that evaluates several drafts of its rows. `drafts[0]` is the row itself."""
 
     drafts: list[DraftState]
     tree: bool = False
     """Whether a row's drafts are in one row of the call."""
 
 
-def build_queries(state: MaskedState, drafts: list[DraftState], copies: np.ndarray, tree: bool) -> list[WindowQuery]:
-    """Build one query per part of the cache's plan, or two if only some of its rows have several drafts. copies: [R]
+def build_queries(state: MaskedState, drafts: list[DraftState], counts: np.ndarray, tree: bool) -> list[WindowQuery]:
+    """Build one query per part of the cache's plan, or two if only some of its rows have several drafts. counts: [R]
     int64, drafts of each row. tree: whether a row's drafts are in one row of the call."""
     queries: list[WindowQuery] = []
     for part in state.cache.plan(state):
-        has_drafts = copies[part.index] > 1
-        # rows without drafts write to the store, as with the base; rows with drafts do not
+        has_drafts = counts[part.index] > 1
+        # calls with drafts do not write to the store; rows without drafts do, as with the base
         in_one_call = state.store is None and not tree and has_drafts.any()
-        for chosen in [has_drafts | True] if in_one_call else [~has_drafts, has_drafts]:
-            if not chosen.any():
+        for selected in [has_drafts | True] if in_one_call else [~has_drafts, has_drafts]:
+            if not selected.any():
                 continue
-            query = build_query(state, select_part_rows(part, chosen))
-            num_drafts = copies[query.window.index]
-            if num_drafts.max() == 1:
+            query = build_query(state, select_part_rows(part, selected))
+            query_drafts = counts[query.window.index]
+            if query_drafts.max() == 1:
                 queries.append(query)
             elif tree:
-                queries.append(to_tree_query(state, query, drafts, num_drafts))
+                queries.append(to_tree_query(state, query, drafts, query_drafts))
             else:
-                queries.append(to_batch_query(state, query, drafts, num_drafts))
+                queries.append(to_batch_query(state, query, drafts, query_drafts))
     return queries
 
 
 def logits_by_draft(
     state: MaskedState, base: Any, outputs: list[Tensor], queries: list[WindowQuery], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """Collect logits [N, W, V], indices of drafts in them [K, R] (missing: the row's last), and drafts per row [R]."""
-    running = len(state.window.rows)
-    pieces, indices, copies = [], np.zeros((count, running), np.int64), np.ones(running, np.int64)
+    """Collect logits [N, W, V], the index in them of each row's draft [K, R] (its last draft if it has fewer), and the
+    number of drafts per row [R]. count: K."""
+    num_rows = len(state.window.rows)
+    pieces, indices, num_drafts = [], np.zeros((count, num_rows), np.int64), np.ones(num_rows, np.int64)
     total = 0
     for logits, query in zip(outputs, queries, strict=True):
         logits = prepare_logits(base, state, logits, query)
         window = query.window
-        num_drafts = np.ones(len(query.rows), np.int64) if window.copies is None else window.copies
-        copies[window.index] = num_drafts
-        max_copies = num_drafts.max()
+        query_drafts = np.ones(len(query.rows), np.int64) if window.num_drafts is None else window.num_drafts
+        num_drafts[window.index] = query_drafts
+        max_drafts = query_drafts.max()
         if isinstance(window, DraftLogits) and window.tree:
-            logits = logits.unflatten(1, (max_copies, -1)).flatten(0, 1)  # row by row
-            offsets = np.arange(max_copies)[:, None] + max_copies * np.arange(len(num_drafts))
+            logits = logits.unflatten(1, (max_drafts, -1)).flatten(0, 1)  # row by row
+            offsets = np.arange(max_drafts)[:, None] + max_drafts * np.arange(len(query_drafts))
         else:
-            present = np.arange(max_copies)[:, None] < num_drafts
-            offsets = present.cumsum().reshape(present.shape) - 1  # draft by draft
-        steps = np.minimum(np.arange(count)[:, None], num_drafts - 1)
+            is_draft = np.arange(max_drafts)[:, None] < query_drafts
+            offsets = is_draft.cumsum().reshape(is_draft.shape) - 1  # draft by draft
+        steps = np.minimum(np.arange(count)[:, None], query_drafts - 1)
         indices[:, window.index] = total + np.take_along_axis(offsets, steps, 0)
         pieces.append(logits)
         total += len(logits)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), indices, copies
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), indices, num_drafts
 
 
-def select_part_rows(part: Part, chosen: np.ndarray) -> Part:
-    """Restrict a part to its `chosen` [N] bool rows."""
-    if chosen.all():
+def select_part_rows(part: Part, selected: np.ndarray) -> Part:
+    """Restrict a part to its `selected` [N] bool rows."""
+    if selected.all():
         return part
-    valid = None if part.valid is None else part.valid[chosen]
-    return dataclasses.replace(part, index=part.index[chosen], positions=part.positions[chosen], valid=valid)
+    valid = None if part.valid is None else part.valid[selected]
+    return dataclasses.replace(part, index=part.index[selected], positions=part.positions[selected], valid=valid)
 
 
-def to_batch_query(state: MaskedState, query: WindowQuery, drafts: list[DraftState], copies: np.ndarray) -> WindowQuery:
+def to_batch_query(state: MaskedState, query: WindowQuery, drafts: list[DraftState], counts: np.ndarray) -> WindowQuery:
     """Give each draft its own row of the call: the first drafts of all rows, then the second drafts, ..."""
     assert query.wanted is not None and query.forwarded is not None  # `build_query` sets both
-    draft_index, query_row = (np.arange(copies.max())[:, None] < copies).nonzero()
-    index = np.concatenate([query_row + branch * len(copies) for branch in range(query.branches)])
+    draft_index, query_row = (np.arange(counts.max())[:, None] < counts).nonzero()
+    index = np.concatenate([query_row + branch * len(counts) for branch in range(query.branches)])
     call_rows = torch.as_tensor(index, device=state.canvas.device)
     store = query.store
     if store is not None:
@@ -122,16 +123,16 @@ def to_batch_query(state: MaskedState, query: WindowQuery, drafts: list[DraftSta
         valid=None if query.valid is None else query.valid[call_rows],
         origin=None if query.origin is None else query.origin[call_rows],
         store=store,
-        forwarded=query.forwarded * copies,
+        forwarded=query.forwarded * counts,
         decided_at=None if query.decided_at is None else _decided_steps(state, query, drafts, draft_index, query_row),
-        window=DraftLogits(query.window.index, query.window.available, copies=copies, drafts=drafts),
+        window=DraftLogits(query.window.index, query.window.available, num_drafts=counts, drafts=drafts),
     )
 
 
 def _decided_steps(
     state: MaskedState, query: WindowQuery, drafts: list[DraftState], draft_index: np.ndarray, query_row: np.ndarray
 ) -> Tensor:
-    """Compute `WindowQuery.decided_at` of D drafts: [branches * D, Q] int64."""
+    """Compute `WindowQuery.decided_at` of D drafts, of rows `query_row` [D]: [branches * D, Q] int64."""
     order: Any = state.features["decision_order"]
     window, steps_by_draft = state.window, []
     decided_at = window.read(order.decided_at)
@@ -149,35 +150,35 @@ def _decided_steps(
     return canvas_steps.gather(1, positions).repeat(query.branches, 1)
 
 
-def to_tree_query(state: MaskedState, query: WindowQuery, drafts: list[DraftState], copies: np.ndarray) -> WindowQuery:
-    """Put the drafts of a row next to each other in one row of the call; each attends only to itself."""
+def to_tree_query(state: MaskedState, query: WindowQuery, drafts: list[DraftState], counts: np.ndarray) -> WindowQuery:
+    """Put the drafts of a row next to each other in one row of the call. Each draft attends only to itself."""
     assert query.wanted is not None and query.forwarded is not None
     (count, width), device = query.positions.shape, state.canvas.device
-    max_copies = int(copies.max())
-    draft_index, query_row = (index.ravel() for index in np.indices((max_copies, len(copies))))
-    tokens = _draft_tokens(state, query, drafts, draft_index, query_row).unflatten(0, (query.branches, max_copies, -1))
-    positions = query.positions.repeat(1, max_copies)
-    column_draft = torch.arange(max_copies, device=device).repeat_interleave(width)
+    max_drafts = int(counts.max())
+    draft_index, query_row = (index.ravel() for index in np.indices((max_drafts, len(counts))))
+    tokens = _draft_tokens(state, query, drafts, draft_index, query_row).unflatten(0, (query.branches, max_drafts, -1))
+    positions = query.positions.repeat(1, max_drafts)
+    column_draft = torch.arange(max_drafts, device=device).repeat_interleave(width)
     visible = (column_draft[:, None] == column_draft).expand(count, -1, -1)
     if state.facts.topology == "block_causal":
         block = state.facts.block_numbers(positions, query.origin)
         visible = visible & (block[:, :, None] >= block[:, None, :])
     valid = None
-    if query.valid is not None or (copies < max_copies).any():
-        num_drafts = torch.as_tensor(copies, device=device).repeat(query.branches)
-        valid = column_draft < num_drafts[:, None]
+    if query.valid is not None or (counts < max_drafts).any():
+        query_drafts = torch.as_tensor(counts, device=device).repeat(query.branches)
+        valid = column_draft < query_drafts[:, None]
         if query.valid is not None:
-            valid = valid & query.valid.repeat(1, max_copies)
-    wanted = query.wanted[:, None] + width * torch.arange(max_copies, device=device)[:, None]
+            valid = valid & query.valid.repeat(1, max_drafts)
+    wanted = query.wanted[:, None] + width * torch.arange(max_drafts, device=device)[:, None]
     return query.with_fields(
-        tokens=tokens.transpose(1, 2).reshape(count, max_copies * width),
+        tokens=tokens.transpose(1, 2).reshape(count, max_drafts * width),
         positions=positions,
         wanted=wanted.flatten(1),
         valid=valid,
         visible=visible,
         store=None if query.store is None else query.store.with_fields(slots=None),
-        forwarded=query.forwarded * copies,
-        window=DraftLogits(query.window.index, query.window.available, copies=copies, drafts=drafts, tree=True),
+        forwarded=query.forwarded * counts,
+        window=DraftLogits(query.window.index, query.window.available, num_drafts=counts, drafts=drafts, tree=True),
     )
 
 
@@ -192,6 +193,6 @@ def _draft_tokens(
     canvas = state.canvas.index_select(0, rows).scatter(1, window.positions[running], tokens)
     branches = [canvas]
     if query.branches == 2:
-        branches.append(canvas.masked_fill(state.given[rows], state.facts.mask_id))
+        branches.append(canvas.masked_fill(state.is_prompt[rows], state.facts.mask_id))
     positions = query.positions[: len(query.rows)][torch.as_tensor(query_row, device=device)]
     return torch.cat([branch.gather(1, positions) for branch in branches])

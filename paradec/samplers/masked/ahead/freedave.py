@@ -1,7 +1,7 @@
 """FreeDave ("Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py).
 
-The public code writes a forward's tokens only once the next forward has verified them; here its first step is committed
-at once. Tokens and forwards are the same, except that rows without masks need no forward here.
+The public code writes a forward's tokens only after the next forward has verified them. Here the first of a forward's
+steps is committed at once. Tokens and forwards are the same, except that rows without masks need no forward here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from paradec.samplers.masked.ahead.draft_layout import DraftState, build_queries
 from paradec.samplers.masked.ahead.wrapped import BaseStep, DraftingSampler, DraftProposal, base_sampler, pick_step
 from paradec.samplers.masked.blocks import NEVER, close_blocks, find_ends, trim_rows
 from paradec.samplers.masked.loop import UNCUT, MaskedProposal, MaskedState, to_host
-from paradec.samplers.masked.view import Decision
+from paradec.samplers.masked.view import StepDecision
 
-CARRIED = "carried_"
-"""Prefix of memory names: candidates and quantities of the last forward, from which the next drafts are made."""
+LAST_FORWARD = "last_forward_"
+"""Prefix of memory names for candidates and quantities of the last forward, from which the next drafts are made."""
 
 
 def accept_drafts(
@@ -39,10 +39,11 @@ def accept_drafts(
 
     drafts: [K, R, W] int64 windows, each an extension of the previous one.
     written: [K, R, W] int64: the windows after the base's step from each draft.
-    num_drafts: [R] int64: how many of a row's drafts were evaluated. mask: the mask id.
+    num_drafts: [R] int64: number of evaluated drafts per row. mask: the mask id.
     subset: False accepts a draft that equals the base's step from the previous accepted draft; True accepts the
         furthest draft whose tokens are all in the base's step from an accepted draft.
-    Returns the number accepted [R] int64, and for each draft the accepted draft that judged its successor [K, R]."""
+    Returns the number of accepted drafts [R] int64, and for each draft the accepted draft from whose step its successor
+        was judged [K, R] int64."""
     count = len(drafts)
     depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
     judge_of_draft = np.broadcast_to(depth, (count, len(rows)))
@@ -63,35 +64,35 @@ def accept_drafts(
 class FreeDave(DraftingSampler):
     """Run several steps of another sampler, `base`, per forward, as long as they equal their drafts.
 
-    The base decides a step from the logits of a forward. The same logits, read again with these tokens written, draft
-    the later steps. The next forward evaluates the row and its drafts together, and the base decides from the logits of
-    each. While a decision yields exactly the next draft, the base would have seen the next draft's logits too. The
-    first step in a block has no drafts.
+    The base decides a step from the logits of a forward. Then, with this step's tokens written, it decides further
+    steps from the same logits: these are the drafts. The next forward evaluates the row and its drafts together, and
+    the base decides from the logits of each. As long as a decision equals the next draft, the next draft's logits are
+    those that the base would have computed. The first step in a block has no drafts.
 
     Lossless: tokens equal those of the base with the same cache. This also holds at temperature > 0, because a draft
-    uses the random numbers of its step (the public code is exact in distribution there). Rows end and blocks open at
-    the same steps as with the base. Outside float64, near-ties may be decided differently, as with any change of batch.
+    uses the random numbers of its step (the public code is only equal in distribution there). Rows end and blocks open
+    at the same steps as with the base. Except in float64, near-ties may be decided differently, as with any change of
+    batch.
 
     Args:
         base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`. The default commits one token
             per step, as in the paper.
         draft_steps: K, the number of steps that a forward evaluates, including the row's current step: from 1 (only the
-            base) to 64. The public code has 4 for LLaDA, 8 for Dream and TraDo.
+            base) to 64. The public code has 4 for LLaDA, and 8 for Dream and TraDo.
         draft_mode: "batch" evaluates each draft as a row, which reads a copy of the stored keys and values. "tree" (the
-            public code's default) puts a row's drafts into one row, which reads the store once; each draft attends only
-            to itself, so the model's attention must accept a mask. The result is the same.
+            public code's default) puts a row's drafts into one row, which reads the store once. There, each draft
+            attends only to itself, so that the model's attention must accept a mask. The result is the same.
         agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if the step from
-            an accepted draft would commit all its tokens. This needs fewer forwards, and tokens differ from the base's.
-            Preset "freedave++" uses it with 0.95, the threshold of the paper's code.
+            an accepted draft would commit all its tokens. It needs fewer forwards, but tokens differ from the base's.
+            Preset "freedave++" has "subset" and 0.95, the threshold of the paper's code.
 
-    The method is faster with few rows and short windows, where K times the positions cost hardly more. Forwarded tokens
-    count every draft. Not supported: caches whose plan depends on the number of steps, blocks and early stops that
-    depend on logits, and `rng="reference"`. The public code's eager mode, which drafts into the next block, is not
+    The method is faster with few rows and short windows, for which K times the positions cost hardly more. Forwarded
+    tokens count every draft. Not supported: caches whose plan depends on the number of steps, blocks and early stops
+    that depend on logits, and `rng="reference"`. The public code's eager mode, which drafts into the next block, is not
     implemented.
 
-    Raises:
-        ValueError: a setting out of its range, or a base whose steps cannot be drafted: it takes tokens back, drafts by
-            itself, or has blocks that depend on logits; for "subset", it has a memory or a schedule.
+    Raises ValueError for a setting out of its range, or a base whose steps cannot be drafted: it takes tokens back, has
+    drafts itself, or has blocks that depend on logits; for "subset", it has a memory or a schedule.
     """
 
     base: Any = "low_confidence"
@@ -121,7 +122,7 @@ class FreeDave(DraftingSampler):
         if self.draft_steps == 1:
             return specs
         readings = {name: torch.float64 for name in self.needs.reads} | {"tokens": torch.int64}
-        return specs | {CARRIED + name: MemorySpec(("window",), dtype) for name, dtype in readings.items()}
+        return specs | {LAST_FORWARD + name: MemorySpec(("window",), dtype) for name, dtype in readings.items()}
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if isinstance(blocks, PipelinedBlocks):
@@ -135,26 +136,25 @@ class FreeDave(DraftingSampler):
         if self.draft_mode == "tree" and not model.supports_store:
             raise ValueError(f"draft_mode='tree' does not work with {model.facts.name}: use draft_mode='batch'")
 
-    # ---- step -----------------------------------------------------------------------------------------------------
-
     def query(self, state: MaskedState) -> list[WindowQuery]:
         rows = state.window.rows
-        # at most the block's remaining steps: most methods commit a token in each step, and end with their plan
-        copies = np.full(len(rows), self.draft_steps)
+        # no more drafts than steps left in the block: most methods commit a token per step, and end with their plan
+        num_drafts = np.full(len(rows), self.draft_steps)
         if not self.needs.may_wait:
-            copies = np.minimum(copies, state.remaining[rows])
+            num_drafts = np.minimum(num_drafts, state.remaining[rows])
         if self.uses_steps:
             planned = state.planned_steps(rows) - state.block_step[rows]
-            copies = np.where(planned > 0, np.minimum(copies, planned), copies)
-        copies = np.where(state.block_step[rows] == 0, 1, copies)
-        return build_queries(state, self._make_drafts(state, copies.max()), copies, tree=self.draft_mode == "tree")
+            num_drafts = np.where(planned > 0, np.minimum(num_drafts, planned), num_drafts)
+        num_drafts = np.where(state.block_step[rows] == 0, 1, num_drafts)
+        drafts = self._make_drafts(state, num_drafts.max())
+        return build_queries(state, drafts, num_drafts, tree=self.draft_mode == "tree")
 
     def _make_drafts(self, state: MaskedState, count: int) -> list[DraftState]:
         drafts = [DraftState(state, 0, state.window.read(state.canvas))]
         if count == 1:
             return drafts
         memory = state.memory.read(state.window.rows, state.window.positions.shape[1])
-        readings = {name.removeprefix(CARRIED): memory[name] for name in memory if name.startswith(CARRIED)}
+        readings = {name.removeprefix(LAST_FORWARD): memory[name] for name in memory if name.startswith(LAST_FORWARD)}
         tokens = readings.pop("tokens")
         base_memory: Mapping[str, Tensor] = {name: memory[name] for name in self.base.memory()}
         for steps in range(1, count):
@@ -165,13 +165,11 @@ class FreeDave(DraftingSampler):
         return drafts
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> DraftProposal:
-        drafts, base_steps, copies = self.take_steps(self.base, state, outputs, queries, chain=True)
-        return DraftProposal(**vars(base_steps[0].proposal), drafts=drafts, base_steps=base_steps, copies=copies)
-
-    # ---- commit ---------------------------------------------------------------------------------------------------
+        drafts, steps, num_drafts = self.take_steps(self.base, state, outputs, queries, chain=True)
+        return DraftProposal(**vars(steps[0].proposal), drafts=drafts, base_steps=steps, num_drafts=num_drafts)
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-        """Accept drafts, and write the base's steps, up to the step from the last accepted draft."""
+        """Accept drafts, and write the base's steps up to the step from the last accepted draft."""
         assert isinstance(proposal, DraftProposal)
         window, rows, steps = state.window, proposal.rows, proposal.base_steps
         state.check_current(proposal)
@@ -184,7 +182,7 @@ class FreeDave(DraftingSampler):
         )
         drafts, written = arrays["drafts"], arrays["written"]
         subset = self.agreement == "subset"
-        num_accepted, judge_of_draft = accept_drafts(drafts, written, proposal.copies, state.facts.mask_id, subset)
+        num_accepted, judge_of_draft = accept_drafts(drafts, written, proposal.num_drafts, state.facts.mask_id, subset)
         # the window after each step: the accepted drafts, then the base's step from the last of them
         depth = np.arange(len(steps))[:, None]
         windows = np.where((depth < num_accepted)[..., None], np.roll(drafts, -1, 0), written)
@@ -193,8 +191,8 @@ class FreeDave(DraftingSampler):
         full = counts.cumsum(0) == state.remaining[rows]
         num_steps = np.minimum(num_accepted, np.where(full.any(0), full.argmax(0), num_accepted)) + 1
         cuts_by_step = arrays["cut"] if cuts else np.full(counts.shape, UNCUT)
-        shorter = cuts_by_step < state.length[rows]  # later drafts were evaluated with the longer row
-        num_steps = np.minimum(num_steps, np.where(shorter.any(0), shorter.argmax(0) + 1, num_steps))
+        is_shorter = cuts_by_step < state.length[rows]  # drafts after a cut were evaluated on the uncut row
+        num_steps = np.minimum(num_steps, np.where(is_shorter.any(0), is_shorter.argmax(0) + 1, num_steps))
         self._check_steps(state, rows, np.isfinite(arrays["confidence"]).all(-1), counts, depth < num_steps)
 
         num_steps, ends = self._write_steps(state, windows, counts, num_steps)
@@ -205,7 +203,7 @@ class FreeDave(DraftingSampler):
             state.memory.write(name, rows, pick_step([step.memory[name] for step in steps], last_step))
         if self.draft_steps > 1:
             self._remember_readings(state, rows, steps, last_step)
-        # each token has the score from the step that committed it
+        # the score of a token is that in the step that committed it
         step_of_token = (changed & (depth < num_steps)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
         judging_draft, values, selected = (
@@ -213,7 +211,7 @@ class FreeDave(DraftingSampler):
             for array in (judge_of_draft[step_of_token, index[:, None]], final, final != drafts[0])
         )
         logprobs = [step.proposal.logprobs for step in steps if step.proposal.logprobs is not None]
-        decision = Decision(
+        decision = StepDecision(
             values=values,
             selected=selected,
             filled=selected,
@@ -223,14 +221,15 @@ class FreeDave(DraftingSampler):
         state.count(proposal.cost)
         state.cache.on_commit(state, final)
         state.advance(rows, (final != drafts[0]).sum(-1))
-        moved = bool(shorter[num_steps - 1, index].any())
+        has_cuts = bool(is_shorter[num_steps - 1, index].any())
+        block_changed = has_cuts
         for feature in state.features.values():
-            moved |= feature.on_close(state, proposal, decision, final, ends)
+            block_changed |= feature.on_close(state, proposal, decision, final, ends)
         state.row_step[rows] += num_steps - 1
         state.block_step[rows] += num_steps - 1
-        if shorter[num_steps - 1, index].any():
+        if has_cuts:
             trim_rows(state, cuts_by_step[num_steps - 1, index], final)
-        close_blocks(state, rows, ends, changed=moved)
+        close_blocks(state, rows, ends, changed=block_changed)
         score = scores.gather(0, judging_draft[None])[0]
         return Commit(rows, values, window.positions, selected, score, proposal.kind, decision.logprobs)
 
@@ -257,7 +256,7 @@ class FreeDave(DraftingSampler):
         window, rows, index = state.window, state.window.rows, np.arange(len(num_steps))
         ends = np.full(len(num_steps), NEVER)
         last_step = int(num_steps.max()) - 1
-        # stop rules may read counters: they see them as after the base's commit
+        # stop rules may read counters, and must see their values after the base's commit
         counters = state.decided.copy(), state.remaining.copy(), state.row_step.copy(), state.block_step.copy()
         for step in range(last_step + 1) if state.stop_rules else [last_step]:
             tokens = windows[np.minimum(step, num_steps - 1), index]
@@ -280,19 +279,19 @@ class FreeDave(DraftingSampler):
     def _remember_readings(
         self, state: MaskedState, rows: np.ndarray, steps: list[BaseStep], last_step: Tensor
     ) -> None:
-        memory, read, remembered = state.memory, self.needs.reads, self.base.memory()
+        memory, reads, base_memory = state.memory, self.needs.reads, self.base.memory()
         readings = [{"tokens": step.proposal.values} for step in steps]
         for values, step in zip(readings, steps, strict=True):
-            values.update({name: value for name, value in step.proposal.quantities.items() if name in read})
-            values.update({name: value for name, value in step.proposal.updates.items() if name not in remembered})
+            values.update({name: value for name, value in step.proposal.quantities.items() if name in reads})
+            values.update({name: value for name, value in step.proposal.updates.items() if name not in base_memory})
         for name in readings[0]:
             value = pick_step([values[name] for values in readings], last_step)
-            if CARRIED + name not in memory:  # the first run of a logits stage shows its updates
+            if LAST_FORWARD + name not in memory:  # updates are known only after the first run of a logits stage
                 shape = list(value.shape[1:])
                 is_wide = shape[:1] == [steps[0].written.shape[1]]
                 dims: tuple[str | int, ...] = ("window", *shape[1:]) if is_wide else tuple(shape)
-                memory.specs[CARRIED + name] = MemorySpec(dims, value.dtype)
+                memory.specs[LAST_FORWARD + name] = MemorySpec(dims, value.dtype)
                 if is_wide:
-                    shape[0] = memory[CARRIED + "tokens"].shape[1]
-                memory[CARRIED + name] = value.new_zeros((state.batch, *shape))
-            memory.write(CARRIED + name, rows, value)
+                    shape[0] = memory[LAST_FORWARD + "tokens"].shape[1]
+                memory[LAST_FORWARD + name] = value.new_zeros((state.batch, *shape))
+            memory.write(LAST_FORWARD + name, rows, value)

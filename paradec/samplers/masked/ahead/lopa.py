@@ -17,10 +17,10 @@ from paradec.core.query import WindowQuery
 from paradec.samplers.masked.ahead.draft_layout import DraftState, build_queries
 from paradec.samplers.masked.ahead.wrapped import DraftingSampler, DraftProposal, base_sampler, pick_step
 from paradec.samplers.masked.loop import MaskedProposal, MaskedState, finish_step, to_host
-from paradec.samplers.masked.view import Decision
+from paradec.samplers.masked.view import StepDecision
 
 TOKENS, CONFIDENCE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
-"""Memories, each [B, window]: the last best branch's candidates, their confidence, and its undecided positions."""
+"""Memory names, each [B, window]: candidates of the last best branch, their confidence, its undecided positions."""
 
 
 @dataclass(kw_only=True)
@@ -31,34 +31,34 @@ class BranchProposal(DraftProposal):
 
 @dataclass(frozen=True)
 class LoPA(DraftingSampler):
-    """Run the steps of another sampler, `base`, in the order of positions that keeps the confidence of the undecided
-    positions highest. Tokens may differ from the base's.
+    """Run the steps of another sampler, `base`, from the branch that keeps the confidence of the undecided positions
+    highest. Tokens may differ from the base's.
 
-    A step evaluates the row and, as separate rows with the same keys and values, `branches` copies of it with one more
-    token each: the last step's candidate at the first, second, ... most confident position that the last step left
-    undecided in the open blocks. A branch's score is alpha * (the confidence of its token; 1 for the row itself) + (1 -
-    alpha) * (mean confidence of the least confident share `tail` of its undecided positions; 1 if it has none). The
-    branch with the highest score replaces the row, and the base decides from its logits. Ties go to the branch with the
-    most confident token, and to the row itself last, as in the public code. A block's first step has no branches. With
-    a cache, the first step after the first open block was filled has none either.
+    A step evaluates the row and, as separate rows with the same keys and values, `branches` copies of it with one
+    additional token each. These are the last step's candidates at the most confident positions that it left undecided
+    in the open blocks: the first branch has the most confident one, and so on. A branch's score is alpha * (confidence
+    of its token; 1 for the row itself) + (1 - alpha) * (mean confidence of the least confident share `tail` of its
+    undecided positions; 1 without any). The branch with the highest score replaces the row, and the base decides from
+    its logits. Among equal scores, the branch with the most confident token wins; the row itself comes last, as in the
+    public code. A block's first step has no branches. With a cache, the first step after the first open block was
+    filled has none either.
 
     Args:
         base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,
             `threshold` in `paradec.PipelinedBlocks(32, forced="active")`.
         branches: k, branches besides the row itself, from 0 (only the base) to 64. Published scripts have 2 to 4.
-        alpha: weight of the added token's confidence, in [0, 1]; 0 as in the published scripts. With the public code's
-            default, 0.5, the row itself nearly always has the highest score.
-        tail: share of the undecided positions that are averaged, in (0, 1], at least one position; 1 as in the scripts
-            (the code's default is 0.5).
-        confidence: the quantity that is averaged and ranks positions: "minus_entropy" (the scripts'), "confidence" (the
-            code's default) or "margin".
+        alpha: weight of the additional token's confidence, in [0, 1]; 0 as in the published scripts. With the public
+            code's default, 0.5, the row itself nearly always has the highest score.
+        tail: share of the undecided positions to average, in (0, 1], at least one position; 1 as in the scripts (the
+            code's default is 0.5).
+        confidence: the quantity to average, which also ranks positions: "minus_entropy" (as in the scripts),
+            "confidence" (the code's default) or "margin".
 
-    A step costs one call and up to 1 + k rows; `row_forwards` and forwarded tokens count all rows. Not supported:
+    A step costs one call with up to 1 + k rows; `row_forwards` and forwarded tokens count all rows. Not supported:
     caches whose plan depends on the number of steps, stops that depend on logits, `logprobs` and `rng="reference"`.
 
-    Raises:
-        ValueError: a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a custom
-            step, or has blocks that depend on logits.
+    Raises ValueError for a setting out of its range, or a base that drafts, takes tokens back, has a schedule or a
+    custom step, or has blocks that depend on logits.
     """
 
     base: Any = "threshold"
@@ -80,8 +80,8 @@ class LoPA(DraftingSampler):
         check_number("tail", self.tail, low=0, high=1, open_low=True)
         check_choice("confidence", self.confidence, ("minus_entropy", "confidence", "margin"))
         base = base_sampler(self.base)
-        counts = base.uses_steps or base.needs.may_wait
-        why = "its schedule counts tokens, and a branch adds one" if counts else None
+        has_schedule = base.uses_steps or base.needs.may_wait
+        why = "its schedule counts tokens, and a branch adds one" if has_schedule else None
         reads = (*base.needs.reads, self.confidence)
         self._adopt(base, why, reads=reads, extra_quantities=base.needs.extra_quantities)
 
@@ -97,30 +97,26 @@ class LoPA(DraftingSampler):
         super().check_model(model)
         if self.branches and getattr(model, "reads_order", False):
             name = model.facts.name
-            raise ValueError(
-                f"sampler 'lopa' does not work with {name}, which reads the order of tokens: set branches=0"
-            )
-
-    # ---- step -----------------------------------------------------------------------------------------------------
+            raise ValueError(f"sampler 'lopa' does not work with {name}, which reads decision orders: set branches=0")
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
         rows, current = state.window.rows, state.window.read(state.canvas)
-        branches, copies = [DraftState(state, 0, current)], np.ones(len(rows), np.int64)
+        branches, num_drafts = [DraftState(state, 0, current)], np.ones(len(rows), np.int64)
         if not self.branches:
-            return build_queries(state, branches, copies, tree=False)
+            return build_queries(state, branches, num_drafts, tree=False)
         memory = state.memory.read(rows, current.shape[1])
         is_open = memory[OPEN] & state.window.undecided(current, state.mask_id)
         max_added = is_open.sum(1).clamp(max=self.branches).cpu().numpy()
-        if state.store is not None:  # a block's first call is stored, drafts are not
+        if state.store is not None:  # a block's first call must be stored, and calls with drafts are not
             max_added = np.where(state.block_step[rows] == 0, 0, max_added)
         order = memory[CONFIDENCE].masked_fill(~is_open, -torch.inf).argsort(dim=1, descending=True, stable=True)
         for rank in range(int(max_added.max())):
             column = order[:, rank : rank + 1]
             branches.append(DraftState(state, 0, current.scatter(1, column, memory[TOKENS].gather(1, column))))
-        return build_queries(state, branches, copies + max_added, tree=False)
+        return build_queries(state, branches, num_drafts + max_added, tree=False)
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> BranchProposal:
-        branches, base_steps, copies = self.take_steps(self, state, outputs, queries, chain=False)
+        branches, base_steps, num_drafts = self.take_steps(self, state, outputs, queries, chain=False)
         scores = []
         for branch_number, (branch, base_step) in enumerate(zip(branches, base_steps, strict=True)):
             future = self._future_confidence(branch, base_step.quantities[self.confidence])
@@ -129,32 +125,30 @@ class LoPA(DraftingSampler):
                 added = branch.tokens != branches[0].tokens
                 memory = state.memory.read(state.window.rows, added.shape[1])
                 confidence = torch.where(added, memory[CONFIDENCE], 0).sum(1)
-            is_present = torch.as_tensor(branch_number < copies, device=future.device)
+            is_present = torch.as_tensor(branch_number < num_drafts, device=future.device)
             scores.append((self.alpha * confidence + (1 - self.alpha) * future).where(is_present, -torch.inf))
-        fields = dict(drafts=branches, base_steps=base_steps, branch_scores=torch.stack(scores), copies=copies)
+        fields = dict(drafts=branches, base_steps=base_steps, branch_scores=torch.stack(scores), num_drafts=num_drafts)
         return BranchProposal(**vars(base_steps[0].proposal), **fields)  # type: ignore[arg-type]
 
     def _future_confidence(self, branch: DraftState, confidence: Tensor) -> Tensor:
-        """Average the lowest share `tail` of undecided positions' `confidence` [R, W]: [R] float64; 1 without any."""
+        """Average the lowest share `tail` of `confidence` [R, W] at undecided positions: [R] float64; 1 without any."""
         undecided = branch.undecided_window
         count = undecided.sum(1, keepdim=True)
-        lowest = (count.double() * self.tail).long().clamp(min=1)
+        num_lowest = (count.double() * self.tail).long().clamp(min=1)
         ordered = confidence.masked_fill(~undecided, torch.inf).sort(dim=1).values
-        is_lowest = torch.arange(ordered.shape[1], device=ordered.device) < lowest
-        mean = torch.where(is_lowest, ordered, 0).sum(1) / lowest[:, 0]
+        is_lowest = torch.arange(ordered.shape[1], device=ordered.device) < num_lowest
+        mean = torch.where(is_lowest, ordered, 0).sum(1) / num_lowest[:, 0]
         return torch.where(count[:, 0] > 0, mean, 1.0)
-
-    # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
         """Replace each row by its best branch, and write the base's step from this branch."""
         assert isinstance(proposal, BranchProposal)
         state.check_current(proposal)
         window, rows, steps = state.window, proposal.rows, proposal.base_steps
-        # the row itself, branch 0, loses ties
+        # branch 0, the row itself, loses ties
         best = (proposal.branch_scores.roll(-1, 0).argmax(0) + 1) % len(steps)
         written = pick_step([step.written for step in steps], best)
-        # missing branches repeat the values of the row's last one
+        # a row with fewer branches repeats its last one
         confidence = torch.stack([step.proposal.quantities["confidence"] for step in steps])
         cuts = [step.cut for step in steps if step.cut is not None]
         cut = pick_step(cuts, best) if cuts else None
@@ -177,7 +171,6 @@ class LoPA(DraftingSampler):
                 state.memory.write(name, rows, pick_step(values, best))
         scores = pick_step([step.proposal.scores for step in steps], best)
         changed = written != proposal.current
-        finish_step(
-            self, state, proposal, Decision(values=written, selected=changed, filled=changed), arrays, committed
-        )
+        decision = StepDecision(values=written, selected=changed, filled=changed)
+        finish_step(self, state, proposal, decision, arrays, committed)
         return Commit(rows, written, window.positions, changed, scores, proposal.kind)

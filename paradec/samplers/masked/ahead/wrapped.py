@@ -1,4 +1,4 @@
-"""Samplers that run the steps of another sampler, their base, from drafts."""
+"""Samplers that run the steps of another sampler, their base, on drafts of the row."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class BaseStep:
 
 @dataclass(kw_only=True)
 class DraftProposal(MaskedProposal):
-    """`base_steps[j]` is the base's step from `drafts[j]`; the other fields are those of the row itself."""
+    """Proposal with the base's step from each draft. The inherited fields are those of the row itself, draft 0."""
 
     drafts: list[DraftState]
     base_steps: list[BaseStep]
-    copies: np.ndarray
+    num_drafts: np.ndarray
     """[R] int64 on the host: number of evaluated drafts of each row, the row itself included."""
 
 
@@ -59,11 +59,12 @@ class DraftingSampler(MaskedSampler):
     base: Any = "threshold"
 
     needs = Needs(multi_step=True)
-    # "rng": one stream has no numbers for several drafts; controls read final tokens, which differ between drafts
+    # "rng": one stream of numbers does not serve several drafts; controls read final tokens, which differ by draft
     unsupported = (*MaskedSampler.unsupported, "rng", *CONTROLS)
 
     def _adopt(self, base: MaskedSampler, why: str | None, **changes: Any) -> None:
-        """Set the base, and its needs with `changes`. Raises ValueError for an unfit base, or if `why` is a reason."""
+        """Set the base, and the needs from the base with `changes`. Raises ValueError for an unfit base, or if `why` is
+        not None."""
         if (why := why_not_a_base(base) or why) is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler {self.name!r}: {why}")
         names = ("reads", "score", "score_from", "decided_logits")
@@ -79,22 +80,23 @@ class DraftingSampler(MaskedSampler):
     def take_steps(
         self, reader: MaskedSampler, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery], chain: bool
     ) -> tuple[list[DraftState], list[BaseStep], np.ndarray]:
-        """Run the base's step from each draft of a call: the drafts, the steps, and the evaluated drafts per row [R].
+        """Run the base's step from each draft of a call. Returns the drafts, the steps, and the number of evaluated
+        drafts per row [R].
 
         reader: the sampler that reads candidates and quantities from logits. outputs: logits [R, W, V], one per query.
-        chain: whether a step's memory comes from the previous draft's step (or from the state)."""
+        chain: whether a step reads the memory from the previous draft's step, or from the state."""
         window, base = state.window, self.base
         draft_windows = [query.window for query in queries if isinstance(query.window, DraftLogits)]
         drafts = draft_windows[0].drafts if draft_windows else [DraftState(state, 0, window.read(state.canvas))]
-        logits, indices, copies = logits_by_draft(state, base, outputs, queries, len(drafts))
+        logits, indices, num_drafts = logits_by_draft(state, base, outputs, queries, len(drafts))
         window_memory = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: window_memory[name] for name in base.memory()}
-        every_row = WindowLogits(np.arange(len(window.rows)))
-        query = WindowQuery(window.rows, drafts[0].tokens, window.positions, window=every_row)
+        all_rows = WindowLogits(np.arange(len(window.rows)))
+        query = WindowQuery(window.rows, drafts[0].tokens, window.positions, window=all_rows)
         base_steps: list[BaseStep] = []
         for draft, index in zip(drafts, indices, strict=True):
             processed = logits
-            if len(drafts) > 1 or (index != every_row.index).any():
+            if len(drafts) > 1 or (index != all_rows.index).any():
                 processed = logits.index_select(0, torch.as_tensor(index, device=logits.device))
             if (holes := state.features.get("holes")) is not None:
                 holes.exclude_ends(state, processed, None)
@@ -109,7 +111,7 @@ class DraftingSampler(MaskedSampler):
                 base_steps[-1].proposal.logprobs = StepLogProbs.from_logits(unprocessed, tokens, state.logprobs.count)
             if chain:
                 memory = base_steps[-1].memory
-        return drafts, base_steps, copies
+        return drafts, base_steps, num_drafts
 
     def take_step(
         self,
@@ -153,14 +155,14 @@ class DraftingSampler(MaskedSampler):
         positions, current = proposal.positions.tolist(), proposal.drafts[0].tokens
         for number, draft in enumerate(proposal.drafts[1:], start=1):
             for index, column in (draft.tokens != current).nonzero().tolist():
-                if number < proposal.copies[index]:
+                if number < proposal.num_drafts[index]:
                     token = int(draft.tokens[index, column])
                     notes.drafts.add((int(proposal.rows[index]), positions[index][column], token))
         return notes
 
 
 def why_not_a_base(base: MaskedSampler) -> str | None:
-    """Return why the steps of a sampler cannot be run from drafts; None if they can."""
+    """Return why the steps of a sampler cannot run from drafts; None if they can."""
     if base.needs.multi_step:
         return "it drafts by itself"
     if base.needs.revises:
@@ -169,7 +171,7 @@ def why_not_a_base(base: MaskedSampler) -> str | None:
         return "its blocks depend on logits, which drafts do not have yet"
     for part in LOOP_METHODS:
         if overrides(base, part):
-            return f"it overrides `{part}`, so that `select` alone does not define its step"
+            return f"it overrides `{part}`, so that its step is more than `select`"
     return None
 
 
@@ -184,14 +186,12 @@ def base_sampler(base: Any) -> MaskedSampler:
     except (TypeError, ValueError) as error:
         raise ValueError(f"base={short_repr(base)}: {error}") from error
     if not isinstance(sampler, MaskedSampler):
-        raise ValueError(
-            f"base={short_repr(base)} must be a masked sampler: a name, one made with settings, or its to_dict"
-        )
+        raise ValueError(f"base={short_repr(base)} must be a masked sampler, its name or its to_dict")
     return sampler
 
 
 def pick_step(tensors: list[Tensor], step_index: Tensor) -> Tensor:
-    """Select for each row the entry of the tensor with index `step_index` [R] among tensors [R, ...]."""
+    """Select each row's entry in the tensor with index `step_index` [R], of tensors [R, ...]."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.stack(tensors)[step_index, torch.arange(len(step_index), device=step_index.device)]

@@ -1,1 +1,1 @@
-"""Whole steps of masked samplers on the device, in fixed shapes."""
+"""Steps of masked samplers that run entirely on the device, in fixed shapes."""

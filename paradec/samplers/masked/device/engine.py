@@ -1,4 +1,4 @@
-"""The state of a request on the device, and the step that changes it (see `paradec.samplers.masked.device.step`)."""
+"""State of a request on the device, and the step that changes it (see `paradec.samplers.masked.device.step`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from paradec.samplers.masked.state import MaskedState, Window
 from paradec.samplers.masked.view import MaskedProposal, run_select
 
 WIDTH_MULTIPLE = 64
-"""Unit of window widths that shrink from block to block: rounding them up lets graphs be reused."""
+"""Windows that shrink from block to block have a width rounded up to a multiple of this, so that graphs are reused."""
 
 
 class DeviceEngine:
-    """The state of one request as tensors on the device, and the steps that change it.
+    """State of one request as tensors on the device, and the steps that change it.
 
-    Samplers and caches with `device_step` read this object in place of a `MaskedState`: it has the fields that they
+    Samplers and caches with `device_step` read this object instead of a `MaskedState`; it has the fields that they
     read. Shapes: `B` rows, `L` positions, `W` positions of the widest block, at most `K` blocks per row.
     """
 
@@ -36,7 +36,7 @@ class DeviceEngine:
         self.sampler, self.facts, self.request = layout.sampler, layout.facts, layout.request
         self.cache: Any = layout.cache
         self.mask_id = layout.facts.mask_id
-        self.batch, self.columns, self.max_block = layout.batch, layout.columns, layout.widest
+        self.batch, self.columns, self.max_block_length = layout.batch, layout.columns, layout.max_block_length
         self.device = device = layout.device
 
         def zeros(*shape: int) -> Tensor:
@@ -47,14 +47,14 @@ class DeviceEngine:
         self.keys = zeros(self.batch, 2)
         self.store: Any = None
         self.logprobs: LogProbs | None = None
-        self.blocks = zeros(self.batch, layout.blocks, 3)
-        """[B, K, 3]: start, end and undecided positions of each row's blocks with undecided positions."""
-        # one extra column: values that must not be written go to the first row's
+        self.blocks = zeros(self.batch, layout.max_blocks, 3)
+        """[B, K, 3]: start, end and number of undecided positions of each row's blocks that have some."""
+        # in one extra column: values that must not be written are written to the first row's
         self.canvas = zeros(self.batch, self.columns + 1)
         """[B, L + 1] int64."""
         self._row_fields = zeros(6, self.batch)
-        # [B] each: number of blocks, length, requested end, end, first position of an end token, planned steps
-        self.block_count, self.length, self.requested_end, self.end, self.first, steps = self._row_fields
+        # [B] each; end tokens count from `answer_start` on
+        self.block_count, self.length, self.requested_end, self.end, self.answer_start, steps = self._row_fields
         self.steps_per_block = None if self.request.steps is None else steps
         self.counts = zeros(4, self.batch)
         """[4, B]: as `State.counts`."""
@@ -70,22 +70,23 @@ class DeviceEngine:
             self.remaining,
         ) = self._progress
         self.failed = zeros(self.batch)
-        """[B]: the step at which a row's logits were not finite, else -1."""
+        """[B]: the step with NaN or infinite logits of a row, else -1."""
         self.stopped, self.running, self.stuck = torch.zeros((3, self.batch), dtype=torch.bool, device=device)
-        """[B] bool each; `stuck`: rows for which a step committed nothing although it must."""
+        """[B] bool each. A row is stuck if a step that must commit a token committed none."""
         self.live = torch.ones((), dtype=torch.bool, device=device)
-        """False makes steps change no row, for the warm-up and capture of graphs."""
+        """If False, steps change no row: for the warm-up and capture of graphs."""
         self.flags = zeros(4)
+        """Of `_update_flags`, for the host."""
         self.features: dict[str, Any] = {}  # no feature changes a device step
-        self.longest_plan = layout.planned
+        self.longest_plan = layout.longest_plan
         self.generator = None
         self.model: Any = None
-        """Set while a request is served."""
+        """None while the engine serves no request."""
         self.graphs: dict[tuple[str, int, int], Callable[[], None]] = {}
         self.pool: Any = None
         self.stream: Any = None
         self.tables: dict[Any, Tensor] = {}
-        """Constants of the rule."""
+        """Constants of the sampler, which it makes at its first step."""
 
     @property
     def nbytes(self) -> int:
@@ -101,13 +102,13 @@ class DeviceEngine:
         if self.cache.facts.uses_store:
             if self.store is None:
                 self.store = model.make_store(self.batch, self.columns, self.cache.store_dtype)
-            self.store.token_at_write.fill_(-1)  # its entries are another request's
+            self.store.token_at_write.fill_(-1)  # entries of earlier requests are invalid
         self.live.fill_(True)
         self._clear(torch.arange(self.batch, device=self.device))
         self._update_flags()
 
     def replace_rows(self, slots: np.ndarray, state: MaskedState, table: tuple[np.ndarray, np.ndarray]) -> None:
-        """Copy a request's rows, before their first step, into `slots` [N]. table: its `block_table`."""
+        """Copy a request's rows, which have not run any step, into `slots` [N]. table: the request's `block_table`."""
         (blocks, num_blocks), index = table, torch.as_tensor(slots, device=self.device)
         steps = np.zeros(len(slots), np.int64) if state.steps_per_block is None else state.steps_per_block
         row_fields = np.stack((num_blocks, state.length, state.requested_end, state.end, state.answer_start, steps))
@@ -134,7 +135,7 @@ class DeviceEngine:
     # ---- rows that come and go --------------------------------------------------------------------------------------
 
     def copy_rows(self, source: DeviceEngine, rows: np.ndarray) -> None:
-        """Copy `rows` [N] of another engine into the first slots of this one, which is empty and no smaller."""
+        """Copy `rows` [N] of another engine into the first slots of this one, which is empty and at least as large."""
         index, count = torch.as_tensor(rows, device=self.device), len(rows)
         self.canvas[:count, : source.columns] = source.canvas[index, : source.columns]
         self.blocks[:count, : source.blocks.shape[1]] = source.blocks[index]
@@ -168,14 +169,14 @@ class DeviceEngine:
             self.advance(num_full, num_window, widest, poll_every)
 
     def advance(self, num_full: int, num_window: int, widest: int, poll_every: int = 1) -> None:
-        """Run the steps that `flags` request."""
+        """Run the phases that `flags` request."""
         if not self.cache.facts.uses_store:
             for _ in range(poll_every):
                 self._run_step("full", self._round_up_rows(num_full), self.columns)
             return
         if num_full:
             self._run_step("full", self._round_up_rows(num_full), self.columns)
-        width = self.max_block + self.facts.shift
+        width = self.max_block_length + self.facts.shift
         if widest > width:
             width = -(-widest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
         width = min(width, self.columns)
@@ -197,25 +198,23 @@ class DeviceEngine:
         self.graphs[key]()
 
     def write_back(self, state: MaskedState, rows: np.ndarray | None = None) -> None:
-        """Write the decoding so far into the request's state; `rows` [N] selects rows."""
-        chosen = np.arange(self.batch) if rows is None else rows
-        index, width = torch.as_tensor(chosen, device=self.device), min(state.canvas.shape[1], self.columns)
+        """Write tokens and counters into the request's state; rows: [N], None for all."""
+        selected = np.arange(self.batch) if rows is None else rows
+        index, width = torch.as_tensor(selected, device=self.device), min(state.canvas.shape[1], self.columns)
         state.canvas[:, :width].index_copy_(0, index, self.canvas[index, :width])
         fields = torch.stack((self.end, self.row_step, self.decided, self.stopped.long(), self.running.long()))
         host, counts = fields[:, index].cpu().numpy(), np.zeros((4, self.batch), np.int64)
-        state.end[chosen], state.row_step[chosen], state.decided[chosen] = host[:3]
-        state.stopped[chosen] = host[3] > 0
-        counts[:, chosen] = self.counts[:, index].cpu().numpy()
+        state.end[selected], state.row_step[selected], state.decided[selected] = host[:3]
+        state.stopped[selected] = host[3] > 0
+        counts[:, selected] = self.counts[:, index].cpu().numpy()
         state.add_counts(counts)
-        self.counts.index_fill_(1, index, 0)  # they are in the state now
+        self.counts.index_fill_(1, index, 0)  # the state has them now
         state.commits = max(state.commits, int(host[1].max()))
-        state.finish(chosen[host[4] == 0])
+        state.finish(selected[host[4] == 0])
         if rows is None:
             open_blocks(state, np.empty(0, np.int64))  # makes the window of the running rows
         if self.store is not None:
             state.store.peak_bytes = self.store.nbytes
-
-    # ---- what samplers and caches read ------------------------------------------------------------------------------
 
     def planned_steps(self, rows: Any) -> Any:
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
@@ -226,8 +225,8 @@ class DeviceEngine:
         """Run one step of at most `count` rows in the phase `kind`, over `width` columns each."""
         in_phase = self.running & self.live
         if self.cache.facts.uses_store:
-            fresh = self.block_step == 0
-            in_phase = in_phase & (fresh if kind == "full" else ~fresh)
+            is_first_step = self.block_step == 0
+            in_phase = in_phase & (is_first_step if kind == "full" else ~is_first_step)
         all_rows = torch.arange(self.batch, device=self.device)
         rows: Any = all_rows if count == self.batch else (~in_phase).int().argsort(stable=True)[:count]
         active = in_phase[rows]  # [n]
@@ -242,7 +241,7 @@ class DeviceEngine:
         sampler: Any = self.sampler
         logits = prepare_logits(sampler, self, logits, query)
         if self.layout.holes:
-            exclude_ends(self, logits, window.positions < self.first[rows].unsqueeze(1))
+            exclude_ends(self, logits, window.positions < self.answer_start[rows].unsqueeze(1))
         tokens, quantities = sampler.read_candidates(self, logits, query, None)
         proposal = MaskedProposal(
             rows=rows,
@@ -281,16 +280,16 @@ class DeviceEngine:
     def _window(self, rows: Tensor) -> tuple[Any, Tensor]:
         """Make a `Window` of the rows' open blocks; also return which positions are not padding: [n, W] bool."""
         start = self.block_start[rows].unsqueeze(1)
-        positions = start + torch.arange(self.max_block, device=self.device)
+        positions = start + torch.arange(self.max_block_length, device=self.device)
         valid = positions < self.block_end[rows].unsqueeze(1)
-        # padding wraps around: a row's positions stay distinct
+        # padding wraps around, so that a row's positions are distinct
         positions = positions % self.columns
         flat = rows.unsqueeze(1) * (self.columns + 1) + positions
-        self.window = Window(rows, positions, flat, valid, host_positions=None, host_valid=None, whole=False)
+        self.window = Window(rows, positions, flat, valid, host_positions=None, host_valid=None)
         return self.window, valid
 
     def _query(self, kind: str, rows: Any, active: Tensor, length: Tensor, width: int) -> tuple[WindowQuery, Tensor]:
-        """Build the model call; also return the number of positions that it evaluates in each row [n]."""
+        """Build the model call; also return the number of positions that it evaluates per row [n]."""
         shift = self.facts.shift
         if kind == "full":
             start, stop = torch.zeros_like(rows), length
@@ -298,7 +297,7 @@ class DeviceEngine:
             start, stop = self.cache.range(self, rows)
             start, stop = (start - shift).clamp(min=0), stop.minimum(length)
         column = torch.arange(width, device=self.device)
-        every: Any = torch.arange(len(rows), device=self.device)
+        all_rows: Any = torch.arange(len(rows), device=self.device)
         positions = start.unsqueeze(1) + column  # [n, Q]
         is_inside = positions < stop.unsqueeze(1)
         positions = positions.clamp(max=self.columns - 1)
@@ -308,24 +307,24 @@ class DeviceEngine:
             tokens=self.canvas[rows].gather(1, positions),
             positions=positions,
             wanted=wanted.clamp(0, width - 1),
-            valid=None if self.layout.level and self.store is None else is_inside,
+            valid=None if self.layout.rows_fill_canvas and self.store is None else is_inside,
             kind=kind,
-            window=WindowLogits(every),
+            window=WindowLogits(all_rows),
         )
         if self.store is not None:
             slots = torch.where(is_inside & active.unsqueeze(1), positions, -1)
             query.store = StoreCall(rows, slots, None, self.columns)
             if len(rows) == self.batch:  # all rows, in order
                 query.store.index = np.arange(self.batch)
-                # the first step of a request has all rows; if rows are as long as the canvas, it fills every slot
-                query.forwarded = np.full(self.batch, self.columns if self.layout.level else 0)
+                # the first step of a request has all rows, and fills every slot if rows are as long as the canvas
+                query.forwarded = np.full(self.batch, self.columns if self.layout.rows_fill_canvas else 0)
         return query, stop - start
 
     def _end_rows(self, rows: Tensor, active: Tensor, window: Any, valid: Tensor, written: Tensor) -> Tensor:
         """End rows as `EndOfText` does: [n] bool. written: [n, W], the window after the write."""
-        counts = window.positions >= self.first[rows].unsqueeze(1)
-        is_end = (written.unsqueeze(-1) == self.ends).any(-1) & valid & counts
-        column = (is_end | (written == self.mask_id)).int().argmax(1, keepdim=True)  # the first of either
+        is_answer = window.positions >= self.answer_start[rows].unsqueeze(1)
+        is_end = (written.unsqueeze(-1) == self.ends).any(-1) & valid & is_answer
+        column = (is_end | (written == self.mask_id)).int().argmax(1, keepdim=True)  # the first end token or mask
         ended = is_end.gather(1, column).squeeze(1) & active
         limit = window.positions.gather(1, column).squeeze(1) + 1
         self.end.index_copy_(0, rows, torch.where(ended, limit.minimum(self.end[rows]), self.end[rows]))
@@ -349,7 +348,7 @@ class DeviceEngine:
         self.block_step.index_copy_(0, rows, torch.where(full, 0, self.block_step[rows]))
 
     def _update_flags(self) -> None:
-        """Set the host's flags: rows to evaluate whole and in part, columns of the widest window, any failure."""
+        """Set `flags`: number of rows in the phases "full" and "window", columns of the widest window, any failure."""
         full, window, widest = self.running, torch.zeros_like(self.running), torch.zeros_like(self.block_start)
         if self.cache.facts.uses_store:
             full, window = self.running & (self.block_step == 0), self.running & (self.block_step > 0)

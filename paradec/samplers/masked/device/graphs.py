@@ -1,4 +1,4 @@
-"""The layout that fixes the shapes of a device step, and the capture of a step in a CUDA graph."""
+"""Layout with the fixed shapes of a device step, and the capture of a step in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.samplers.masked.loop import MaskedSampler
 from paradec.samplers.masked.state import MaskedState
 
 COLUMN_MULTIPLE = 64
-"""Canvases are padded to a multiple of this to share graphs; unpadded rows need no attention mask."""
+"""Canvases are padded to a multiple of this, so that requests share graphs."""
 
 
 class NotCapturable(RuntimeError):
@@ -25,7 +25,7 @@ class NotCapturable(RuntimeError):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Everything that is fixed in a captured step. Graphs serve all requests with an equal layout."""
+    """All values that are fixed in a captured step. Graphs serve all requests with an equal layout."""
 
     sampler: MaskedSampler
     request: Request
@@ -33,15 +33,15 @@ class StepLayout:
     facts: ModelFacts
     batch: int
     columns: int
-    widest: int
-    blocks: int
-    """Columns of the block table."""
-    planned: int
-    """Steps of the longest plan of a block."""
-    level: bool
-    """Whether all rows fill the canvas."""
+    max_block_length: int
+    max_blocks: int
+    """Maximum number of blocks per row, in the block table."""
+    longest_plan: int
+    """Maximum number of planned steps per block."""
+    rows_fill_canvas: bool
+    """Whether all rows fill the canvas, so that they need no attention mask."""
     stops: bool
-    """Whether rows end at their end token."""
+    """Whether rows end at their first end token."""
     suppressed: tuple[int, ...]
     holes: bool
     """Whether end tokens are excluded from holes."""
@@ -50,13 +50,13 @@ class StepLayout:
 
     @classmethod
     def from_state(cls, sampler: MaskedSampler, state: MaskedState, table: np.ndarray, capture: bool) -> StepLayout:
-        """Make the layout of a request with blocks `table` (see `block_table`)."""
-        exact, widest = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
-        columns = exact
+        """Make the layout of a request. table: its blocks, from `block_table`."""
+        width, max_block_length = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
+        columns = width
         if getattr(state.cache, "max_memory", None) is None:  # a limit may leave no space for padding
-            columns = -(-exact // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+            columns = -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
             if state.facts.max_length is not None:
-                columns = max(exact, min(columns, state.facts.max_length))
+                columns = max(width, min(columns, state.facts.max_length))
         return cls(
             sampler=sampler,
             request=Request(**state.request.sampling()),
@@ -64,10 +64,10 @@ class StepLayout:
             facts=state.facts,
             batch=state.batch,
             columns=columns,
-            widest=widest,
-            blocks=1 << (table.shape[1] - 1).bit_length(),
-            planned=widest if state.steps_per_block is None else int(state.steps_per_block.max()),
-            level=state.level and columns == exact,
+            max_block_length=max_block_length,
+            max_blocks=1 << (table.shape[1] - 1).bit_length(),
+            longest_plan=max_block_length if state.steps_per_block is None else int(state.steps_per_block.max()),
+            rows_fill_canvas=state.has_equal_lengths and columns == width,
             stops=bool(state.stop_rules),
             suppressed=() if state.suppressed is None else tuple(state.suppressed.tolist()),
             holes="holes" in state.features,
@@ -76,23 +76,23 @@ class StepLayout:
         )
 
     def for_slots(self, slots: int) -> StepLayout:
-        """Make the layout for `slots` refilled rows: sizes are rounded up, so that later requests fit."""
+        """Make the layout for `slots` slots that are refilled: sizes are rounded up, so that later requests fit."""
         return replace(
             self,
             batch=slots,
-            widest=min(1 << (self.widest - 1).bit_length(), self.columns),
-            planned=1 << (self.planned - 1).bit_length(),
-            level=False,
+            max_block_length=min(1 << (self.max_block_length - 1).bit_length(), self.columns),
+            longest_plan=1 << (self.longest_plan - 1).bit_length(),
+            rows_fill_canvas=False,
         )
 
 
-SIZES = ("columns", "widest", "blocks", "planned")
-"""Fields of a layout that may be larger than a row needs."""
+SIZES = ("columns", "max_block_length", "max_blocks", "longest_plan")
+"""Fields of a layout that may exceed the needs of a row."""
 
 
 def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
-    """Tabulate the blocks that a request will open: [B, K, 3] int64 with start, end and undecided positions, zeros
-    after a row's last block; and [B] int64, the number of blocks."""
+    """Tabulate the blocks that a request will open: [B, K, 3] int64 with start, end and number of undecided positions,
+    zeros after a row's last block; and the number of blocks [B] int64."""
     masks_before = np.zeros((state.batch, state.canvas.shape[1] + 1), np.int64)
     masks_before[:, 1:] = state.undecided.cpu().numpy().cumsum(1)
     start = state.prompt_length.copy()
@@ -112,12 +112,12 @@ def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
 
 
 def capture_graph(engine: Any, step: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step in a CUDA graph; returns the replay. Raises NotCapturable if CUDA cannot capture the step."""
+    """Capture a step in a CUDA graph, and return its replay. Raises NotCapturable if CUDA cannot capture the step."""
     device = engine.device
     current_stream, warmup_stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     if engine.pool is None:
-        # graphs of one engine never overlap and pass no tensors to each other, so they share memory; this needs one
-        # stream, and not the warm-up's, so that cuBLAS's workspace is in this memory too
+        # graphs of one engine never overlap and pass no tensors to each other, so that they can share memory; they also
+        # share a stream, other than the warm-up's, so that cuBLAS's workspace is in this memory too
         engine.pool, engine.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     warmup_stream.wait_stream(current_stream)
     with torch.cuda.stream(warmup_stream):

@@ -1,8 +1,8 @@
 """A `DeviceEngine` whose slots are refilled (`paradec.batching`).
 
-The host's state of a group is updated for a row that ends, is requeued or is read by a streamer. The engine is larger
-than its rows need (`StepLayout.for_slots`), so that its graphs serve later rows. If a row does not fit, all rows move
-into a larger engine.
+A row is copied to the group's state on the host only when it ends, is requeued or is read by a streamer. The engine is
+larger than its rows need (`StepLayout.for_slots`), so that its graphs serve later rows. If a row does not fit, all rows
+move into a larger engine.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class DeviceRows:
 
     @torch.inference_mode()
     def replace_row(self, slot: int, state: MaskedState) -> None:
-        """Put a row, before its first step, into a slot."""
+        """Put a row, which has not run any step, into a slot."""
         table, engine = block_table(state), self.engine
         layout = StepLayout.from_state(self.sampler, state, table[0], self.capture)
         row_layout, layout = layout.for_slots(engine.batch), engine.layout
         sizes: Any = {name: max(getattr(layout, name), getattr(row_layout, name)) for name in SIZES}
         layout = replace(layout, **sizes, holes=layout.holes or row_layout.holes)
-        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs use the old weights
+        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs have the old ones
             self._move_rows(np.arange(engine.batch), layout)
         self.engine.replace_rows(np.array([slot]), state, table)
 
     @torch.inference_mode()
     def arrange(self, rows: np.ndarray, slots: int) -> None:
-        """Change to `slots` slots; `rows` [N] fill the first of them."""
+        """Change the number of slots to `slots`. `rows` [N] move to the first of them."""
         self._move_rows(rows, replace(self.engine.layout, batch=slots))
 
     @torch.inference_mode()
     def step(self) -> np.ndarray:
-        """Run one step of the running rows. Returns [B] bool, on the host: rows that still run. Raises NotFinite for
-        rows with NaN or infinite logits, after the other rows' step, and RuntimeError as `MaskedSampler.commit`."""
+        """Run one step of the running rows. Returns which rows still run: [B] bool, on the host. Raises NotFinite after
+        the step for rows with NaN or infinite logits, RuntimeError as `MaskedSampler.commit`."""
         engine = self.engine
         num_full, num_window, widest, _ = engine.flags.tolist()
         if num_full + num_window:

@@ -3,11 +3,11 @@
 The loop of `protocol.decode` waits for the device at every step. Here blocks, counters and ends are tensors of fixed
 shapes, and a step is a pure function of them. On CUDA the step is captured in a graph once per shape, then replayed.
 
-There are two phases: a row is evaluated whole (always without a cache; in a block's first step with one), or only in
-its window. A step is of one phase and leaves rows in the other phase unchanged. The host reads one small tensor every
-`poll_every` steps to see which phase is needed. Graphs are made per phase, number of rows (powers of two) and width of
-the window. They outlive their request: a step reads only tensors at fixed addresses, and a `StepLayout`. The model
-keeps the engines that were used last, until `clear_graphs`.
+There are two phases. In the phase "full" a row is evaluated whole: at every step without a cache, in a block's first
+step with one. In the phase "window" only its window is evaluated. A step belongs to one phase and leaves rows in the
+other phase unchanged. Every `poll_every` steps the host reads one small tensor to see which phases are needed. There is
+one graph per phase, number of rows (powers of two) and width of the window. Graphs outlive their request, since a step
+reads only tensors at fixed addresses and a `StepLayout`. The model keeps the last engines until `clear_graphs`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paradec.samplers.masked.state import MaskedState
 MAX_ENGINES = 4
 """Engines that a model keeps between requests."""
 MAX_STORE_SHARE = 0.25
-"""Share of the device's memory for the key/value stores of all these engines."""
+"""Maximum share of the device's memory for the key/value stores of these engines together."""
 MAX_END_IDS = 9
-"""For more end ids than this, torch.isin sorts and waits for the device."""
+"""With more end ids than this, torch.isin sorts and waits for the device."""
 
 
 def why_unsupported(sampler: MaskedSampler, model: Any, state: MaskedState) -> str | None:
@@ -42,7 +42,7 @@ def why_unsupported(sampler: MaskedSampler, model: Any, state: MaskedState) -> s
     if not getattr(method, "device_step", False):  # other families lack the attribute
         if "name" not in vars(method):
             return f"sampler {sampler.name!r} is a custom class, {method.__name__}"
-        return f"sampler {sampler.name!r} keeps something on the host between steps"
+        return f"sampler {sampler.name!r} does not support the device-side step"
     if sampler.memory():
         return f"sampler {sampler.name!r} with these settings has a memory between steps"
     if not state.cache.device_step:
@@ -68,11 +68,11 @@ def decode(
 ) -> MaskedState:
     """Decode a request from its start to its end, as `protocol.decode` does.
 
-    capture: replay CUDA graphs; False runs the same step uncaptured, on any device.
-    poll_every: steps between two reads of the device by the host. More than one saves waits, but may replay up to
-        poll_every - 1 steps in vain at every block's end.
-    Raises ValueError: a request that the device-side step cannot serve, a state with steps, or `capture` without a CUDA
-    device. Raises FloatingPointError, RuntimeError: as `MaskedSampler.commit`; the failing row is not written."""
+    capture: True replays CUDA graphs; False runs the same step without capture, on any device.
+    poll_every: number of steps after which the host reads from the device. More than one saves waits, but may replay up
+        to poll_every - 1 useless steps at every block's end.
+    Raises ValueError for a request that the device-side step cannot serve, a state with steps, or `capture` without a
+    CUDA device; FloatingPointError, RuntimeError as `MaskedSampler.commit`, without a write to the failing row."""
     check_bool("capture", capture)
     check_int("poll_every", poll_every, low=1)
     if capture and state.canvas.device.type != "cuda":
@@ -80,7 +80,7 @@ def decode(
     if reason := why_unsupported(sampler, model, state):
         raise ValueError(f"the device-side step cannot serve this request: {reason}")
     if state.commits or int(state.counts.sum()):
-        raise ValueError("the device-side step needs a new state; this state has done a step")
+        raise ValueError("the device-side step needs a new state; this state has already run steps")
     with torch.inference_mode(), torch.cuda.device(state.canvas.device) if capture else nullcontext():
         _decode(sampler, model, state, capture, poll_every)
     return state
@@ -102,16 +102,16 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
 
 
 def take_engine(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
-    """Take an engine of a layout from the model, or make one; also return the model's `fingerprint`. A concurrent
-    request makes another engine."""
+    """Take an engine with this layout from the model, or make one; also return the model's `fingerprint`. A concurrent
+    request, which does not find the engine, makes another one."""
     module = fingerprint(model)
-    for key in [key for key in model.engines if key[1] != module]:  # of replaced weights
+    for key in [key for key in model.engines if key[1] != module]:  # their weights were replaced
         del model.engines[key]
     return model.engines.pop((layout, module), None) or DeviceEngine(layout), module
 
 
 def return_engine(model: Any, engine: DeviceEngine, module: Any) -> None:
-    """Return an engine to the model; drop the least recently used ones beyond the limits."""
+    """Return an engine to the model; drop the least recently used engines beyond the limits."""
     engine.model = None
     model.engines[engine.layout, module] = engine
     max_bytes = float("inf")
@@ -124,8 +124,8 @@ def return_engine(model: Any, engine: DeviceEngine, module: Any) -> None:
 def clear_graphs(model: Any) -> int:
     """Free the CUDA graphs of `model`, their tensors and key/value stores; returns the number of freed engines.
 
-    Graphs of other weights (moved, converted, exchanged) or of another attention are never replayed. Call this after
-    other changes, such as a hook on a module or an adapter that is switched off.
+    Graphs are never replayed after weights were moved, converted or exchanged, or with another attention. After other
+    changes, such as a hook on a module or an adapter that is switched off, call this function.
     """
     count = len(model.engines)
     model.engines.clear()
@@ -133,7 +133,7 @@ def clear_graphs(model: Any) -> int:
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """Return the addresses of the weights, and the attention: a captured forward has them fixed."""
+    """Return the addresses of the weights, and the attention, which are fixed in a captured forward."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     addresses = tuple((_read_address(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
@@ -150,7 +150,7 @@ def _read_address(tensor: Tensor) -> int:
 def device_loop(
     sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
-    """Choose the loop of a request with `compile`: on the device, or `protocol.decode` with one warning."""
+    """Choose the loop of a request with `compile=True`: on the device, or `protocol.decode` with one warning."""
     reason = why_unsupported(sampler, model, state)
     observers = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
     for name, observer in observers.items():

@@ -1,1 +1,1 @@
-"""Rules that select the undecided positions that become final, one file per method."""
+"""Rules that select undecided positions to make final, one file per method."""

@@ -16,13 +16,13 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 class AdaBlock(MaskedSampler):
     """Commit as `threshold` does, in blocks of `paradec.AdaptiveBlocks`, the paper's contribution.
 
-    A request's `block_length` is their default length; a request's `blocks` replaces them. Each row of a batch has its
-    own blocks (the public code decodes one row).
+    A request's `block_length` replaces `init_block_length`, and a request's `blocks` replaces these blocks. Each row of
+    a batch has its own blocks (the public code decodes one row).
 
     Args:
         threshold: probability that a token must reach, in [0, 1]; 1 commits one token per step.
         init_block_length, delimiter_threshold, delimiters, delimiter_match, window, min_block_length: the settings of
-            `AdaptiveBlocks`. Defaults are the paper's for LLaDA; preset "dream" has those for Dream.
+            `AdaptiveBlocks`. The defaults are the paper's values for LLaDA; preset "dream" has its values for Dream.
     """
 
     threshold: float = 0.9

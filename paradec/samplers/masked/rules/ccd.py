@@ -1,4 +1,4 @@
-"""Coherent contextual decoding (CCD, arXiv 2512.02044) as in the paper; `ccd_agree` is its public code."""
+"""Coherent contextual decoding (CCD, arXiv 2512.02044) as in the paper; `ccd_agree` follows its public code."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class CCD(LowConfidence):
     disagree, the average is flat: its entropy is the mean entropy plus the disagreement. Tokens are chosen from the
     average, too.
 
-    The schedule gives the number of positions (the paper's budget; one, without `steps`). With an entropy_threshold
-    (CCD-DS), positions in this step's buffer whose entropy is at most this threshold are committed too.
+    The schedule gives the number of positions (the paper's budget), or one without `steps`. With an entropy_threshold
+    (CCD-DS), a step also commits the positions in its buffer whose entropy is at most this threshold.
 
     Args:
-        history: d, number of averaged steps, including this one, at most 64; 1 is the entropy rule. The paper has 3 for
-            Dream and 2 for LLaDA: the presets.
+        history: d, number of averaged steps, including this one, at most 64; 1 is the entropy rule. The presets have
+            the paper's values: 3 for Dream and 2 for LLaDA.
         buffer: V, positions stored per step, at least 1; (history - 1) * buffer is at most 256.
-        entropy_threshold: nats, at least 0; None commits only by the schedule (CCD). The paper gives no number; 0.3 is
-            ours, about the entropy of a token at 0.9 with one alternative.
+        entropy_threshold: in nats, at least 0; None commits only by the schedule (CCD). The paper gives no value. The
+            default, 0.3, is about the entropy of a token with probability 0.9 and one alternative.
 
-    Confidence is the probability of the best token. Positions that a cache leaves out of a step are not in its buffer;
-    distributions of earlier steps still age. (history - 1) * buffer distributions are stored in float32: 4 MB a row at
-    the defaults and 126,464 tokens.
+    Confidence is the probability of the best token. Positions that a cache does not evaluate in a step are not in its
+    buffer; distributions of earlier steps still age. (history - 1) * buffer distributions are stored in float32: 4 MB
+    per row at the defaults and 126,464 tokens.
     """
 
     history: int = 3
@@ -54,7 +54,7 @@ class CCD(LowConfidence):
     arxiv = "2512.02044"
     summary = "the tokens whose distribution, averaged over the last steps, has the lowest entropy"
     needs = Needs(score="minus_entropy")
-    outlasts_steps = True
+    may_exceed_plan = True
     sweep = ({"entropy_threshold": 0.1}, {"entropy_threshold": 1.0, "buffer": 8})
     presets = {"llada": {"history": 2}, "dream": {"history": 3}}
 
@@ -68,13 +68,13 @@ class CCD(LowConfidence):
             return {}
         shape = (self.history - 1, self.buffer)
         return {
-            "columns": MemorySpec(shape, torch.int64, fill=-1),  # of the window; -1 for an empty entry
+            "columns": MemorySpec(shape, torch.int64, fill=-1),  # window columns; -1 for an empty entry
             **{name: MemorySpec((self.buffer, "vocab")) for name in self._ages},
         }
 
     @property
     def _ages(self) -> list[str]:
-        """Memory names of the last steps' distributions, the latest first."""
+        """Memory names of the previous steps' distributions, the latest first."""
         return [f"distributions_{age}" for age in range(1, self.history)]
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -96,13 +96,13 @@ class CCD(LowConfidence):
         return self._average(logits, stage), updates
 
     def _average(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Replace logits [R, W, V] at undecided positions that earlier steps buffered by those of the average."""
+        """Replace logits [R, W, V] by the average's at undecided positions in buffers of earlier steps."""
         earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
         count = (earlier_columns.unsqueeze(1) == window).sum(-1).where(stage.undecided, 0)  # [R, W]
         max_columns = min(earlier_columns.shape[1], logits.shape[1])
-        if logits.is_cpu:  # on an accelerator this would wait
+        if logits.is_cpu:  # an accelerator would have to wait
             max_columns = int((count > 0).sum(1).amax())
         columns = count.topk(max_columns, dim=1).indices  # [R, U], distinct
         count = count.gather(1, columns).unsqueeze(-1)

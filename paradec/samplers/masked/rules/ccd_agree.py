@@ -16,24 +16,24 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class CCDAgree(LowConfidence):
-    """Per row, order the masked positions by entropy. T is the first b of them (b: the linear schedule's number; 1
-    without `steps`), V the first n, and B the buffer of the previous step.
+    """Per row, order the masked positions by entropy. T is the set of the first b positions (b: the linear schedule's
+    number; 1 without `steps`), V that of the first n, and B the buffer of the previous step.
 
-    Q is the set of positions in both V and B whose best token is that of the previous step. A step commits Q if T and B
-    share a position and Q has at least b positions. In all other cases, and in the first `warmup` steps, it commits T.
-    Then the n positions of lowest entropy that are still masked become the new B. n is 1 at first. From the last warmup
-    step on it grows by one per step, up to b * (1 + expand_ratio). It is 2 once at most `tail` of the block's positions
-    are masked.
+    Q is the set of positions in both V and B whose best token is the same as in the previous step. A step commits Q if
+    T and B share a position and Q has at least b positions. In all other cases, and in the first `warmup` steps, it
+    commits T. Then the n positions of lowest entropy that are still masked become the new B. n starts at 1. From the
+    last warmup step on it grows by one per step, up to b * (1 + expand_ratio). It is 2 once at most a share `tail` of
+    the block's initial masks is left.
 
     Args:
         warmup: steps of a block before agreement is used, at least 0.
         expand_ratio: limit of n's growth, at least 0.
-        tail: share of the block's positions, in [0, 1].
+        tail: share of the block's initial masks, in [0, 1].
         adaptive: whether all of Q is committed (CCD-DS, the code's `seek_mode`) or only its first b positions.
 
-    Best tokens are the model's, whatever is drawn at temperature > 0. The public code decodes one row, over the whole
-    canvas and without a cache; here steps, buffer and shares are counted per row and block. A position that a cache
-    leaves out of a step keeps its last best token.
+    Best tokens are the model's, even if others are drawn at temperature > 0. The public code decodes one row, over the
+    whole canvas and without a cache; here steps, buffer and shares are counted per row and block. A position that a
+    cache does not evaluate in a step keeps its last best token.
     """
 
     warmup: int = 5
@@ -46,7 +46,7 @@ class CCDAgree(LowConfidence):
     arxiv = "2512.02044"
     summary = "the tokens with the lowest entropy, several where two steps agree"
     needs = Needs(reads=("best_token",), score="negative_entropy", score_from="sampled")
-    outlasts_steps = True
+    may_exceed_plan = True
     sweep = ({"warmup": 1}, {"warmup": 1, "expand_ratio": 15.0})
 
     def __post_init__(self) -> None:
@@ -60,16 +60,15 @@ class CCDAgree(LowConfidence):
             "best": MemorySpec(("window",), torch.int64, fill=-1),
             "buffer": MemorySpec(("window",), torch.bool),
             "step": MemorySpec((), torch.int64),
-            "masks": MemorySpec((), torch.int64),  # at the block's first step
+            "masks": MemorySpec((), torch.int64),  # number of masks at the block's first step
         }
 
     def select(self, view: View) -> Tensor:
         scores = view.scores
         b = torch.as_tensor(view.quota, device=scores.device)
         scheduled, buffer = view.top(scores, b), view.memory["buffer"]
-        agreed = (
-            view.top(scores, self.buffer_size(view)) & buffer & (view.quantities["best_token"] == view.memory["best"])
-        )
+        is_same = view.quantities["best_token"] == view.memory["best"]
+        agreed = view.top(scores, self.buffer_size(view)) & buffer & is_same
         enough = (scheduled & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
         if not self.adaptive:
             agreed = view.top(scores.masked_fill(~agreed, -torch.inf), b)
@@ -84,11 +83,11 @@ class CCDAgree(LowConfidence):
         }
 
     def initial_masks(self, view: View) -> Tensor:
-        """[R] int64: masked positions of the block at its first step."""
+        """Count the masked positions of the block at its first step: [R] int64."""
         return torch.where(view.memory["step"] == 0, view.candidates.sum(1), view.memory["masks"])
 
     def buffer_size(self, view: View) -> Tensor:
-        """[R] int64: n, the size of the buffer."""
+        """Compute n, the size of the buffer: [R] int64."""
         b = torch.as_tensor(view.quota, device=view.scores.device)
         n = (view.memory["step"] - max(self.warmup, 1) + 3).clamp(min=1).minimum((b * (1 + self.expand_ratio)).long())
         return torch.where(view.candidates.sum(1) <= self.tail * self.initial_masks(view), 2, n)

@@ -1,4 +1,4 @@
-"""Combinations of samplers, as values."""
+"""Samplers that combine the rules of other samplers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Combination(MaskedSampler):
     """Base of `union` and `intersection`.
 
     Args:
-        rules: at least one masked sampler: names, samplers, or their `to_dict`. Combinations can be rules as well.
-        stages: samplers that only run their logits stage (`process_logits`), not their rule: `credit`, for example.
+        rules: at least one masked sampler: a name, a sampler, or its `to_dict`. Combinations can be rules as well.
+        stages: samplers that run only their logits stage (`process_logits`), not their rule; for example `credit`.
 
-    The logits stages of `stages` and of the rules run first, one after the other; every rule then reads the final
-    logits. Each rule has its own score, quota and memory. `remember` of each rule gets the positions that became final
-    as the selection. A commit's confidence is the first rule's score. Where rules cut a row off (Learn2PD's end-of-text
-    prediction), the first cut counts. Not supported: rules that differ in `score_from`, that override a step (drafts),
-    or that take tokens back.
+    The logits stages of `stages` and then of the rules run one after the other; every rule then reads the final logits.
+    Each rule has its own score, quota and memory. `remember` of each rule gets the combined selection. A commit's
+    confidence is the first rule's score. If several rules cut a row off (Learn2PD's end-of-text prediction), the
+    earliest cut counts. Not supported: rules that differ in `score_from`, override the step (drafts), or take tokens
+    back.
     """
 
     rules: tuple[Any, ...] = ()
@@ -54,9 +54,8 @@ class Combination(MaskedSampler):
             object.__setattr__(self, name, tuple(self._make_member(name, entry) for entry in entries))
         sources = {rule.needs.score_from: rule.name for rule in reversed(self.rules)}
         if len(sources) > 1:
-            raise ValueError(
-                f"rules {sources['raw']!r} and {sources['sampled']!r} cannot be joined: score_from differs"
-            )
+            names = f"{sources['raw']!r} and {sources['sampled']!r}"
+            raise ValueError(f"rules {names} cannot be joined: score_from differs")
         for stage in self.stages:
             if not stage.needs.processes_logits:
                 raise ValueError(f"stages: sampler {stage.name!r} has no logits stage")
@@ -83,19 +82,19 @@ class Combination(MaskedSampler):
             raise ValueError(f"{name}: {short_repr(entry)} must be a masked sampler, its name or its to_dict")
         overrides_step = any(overrides(entry, method) for method in LOOP_METHODS)
         has_block_order = overrides(entry, "position_noise") and entry.memory()
-        for cause, why in {
+        for why, holds in {
             "it drafts steps ahead": entry.needs.multi_step,
             "it takes tokens back": entry.needs.revises,
             "it overrides the step": overrides_step,
             "its order is drawn once per block": has_block_order,
         }.items():
-            if why:
-                raise ValueError(f"{name}: sampler {entry.name!r} cannot be joined with others: {cause}")
+            if holds:
+                raise ValueError(f"{name}: sampler {entry.name!r} cannot be joined with others: {why}")
         return entry
 
     @property
     def members(self) -> tuple[MaskedSampler, ...]:
-        """Stages and rules, in the order of their logits stages."""
+        """Stages and rules, in the order in which their logits stages run."""
         return (*self.stages, *self.rules)
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
@@ -141,19 +140,19 @@ class Combination(MaskedSampler):
         if state.generator is not None:  # a copy: the commit draws the same numbers
             generator = reference.generator_after(state.generator, proposal.generator_state)
         view, rows = make_view(self, state, proposal, generator), proposal.rows.tolist()
-        chosen: dict[tuple[int, int], list[str]] = {}
+        names: dict[tuple[int, int], tuple[str, ...]] = {}
         for _, rule, rule_view in self.rule_views(view):
-            for row, column in (run_select(rule, rule_view) & view.candidates).nonzero().tolist():
-                chosen.setdefault((row, column), []).append(rule.name)
-        names = self.rule_labels({cell: tuple(rules) for cell, rules in chosen.items()}, view)
+            for index, column in (run_select(rule, rule_view) & view.candidates).nonzero().tolist():
+                names[index, column] = (*names.get((index, column), ()), rule.name)
         positions = proposal.positions.tolist()
-        rules = {(rows[index], positions[index][column]): name for (index, column), name in names.items()}
+        labels = self.rule_labels(names, view).items()
+        rules = {(rows[index], positions[index][column]): label for (index, column), label in labels}
         notes.rules = {**rules, **(notes.rules or {})} or None
         return notes
 
-    def rule_labels(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
-        """Label the positions that rules chose, by (row, column), for a trace."""
-        return {place: " and ".join(names) for place, names in chosen.items()}
+    def rule_labels(self, names: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
+        """Label selected positions for a trace. names: the rules that selected each (row of the view, column)."""
+        return {position: " and ".join(rules) for position, rules in names.items()}
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return _prefix_names(
@@ -161,9 +160,9 @@ class Combination(MaskedSampler):
         )
 
     def rule_views(self, view: View) -> list[tuple[int, MaskedSampler, View]]:
-        """List (index among the members, rule, view for this rule) for every rule."""
+        """List (index among the members, rule, view of this rule) for every rule."""
         entries = []
-        is_fixed = (view.scores == -torch.inf) | (view.scores == LAST)  # may not be committed, or only after all others
+        is_fixed = (view.scores == -torch.inf) | (view.scores == LAST)  # never committed, or only after all others
         for index, rule in enumerate(self.rules, len(self.stages)):
             rule_view = dataclasses.replace(
                 view,
@@ -179,8 +178,8 @@ class Combination(MaskedSampler):
 
 @dataclass(frozen=True)
 class Union(Combination):
-    """Commit positions that at least one of the rules would commit. As a name: "credit+localleap". Rules may commit
-    nothing in a step (Dream's time grid): another rule makes progress, or all wait within their schedule."""
+    """Commit positions that at least one of the rules would commit. As a name: "credit+localleap". A rule may commit
+    nothing in a step (Dream's time grid) if another rule commits something or all rules wait within their schedule."""
 
     rules: tuple[Any, ...] = ("credit", "localleap")
 
@@ -209,21 +208,21 @@ class Intersection(Combination):
     def __post_init__(self) -> None:
         super().__post_init__()
         if waiting := [rule.name for rule in self.rules if rule.needs.may_wait]:
-            raise ValueError(f"rules: steps of sampler {waiting[0]!r} may commit nothing; an intersection's must not")
+            raise ValueError(f"rules: sampler {waiting[0]!r} may commit nothing in a step; use it in a union")
 
     def select(self, view: View) -> Tensor:
         selections = [run_select(rule, rule_view) for _, rule, rule_view in self.rule_views(view)]
         agreed = functools.reduce(operator.and_, selections) & view.candidates
         return torch.where(agreed.any(-1, keepdim=True), agreed, view.best())
 
-    def rule_labels(self, chosen: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
-        best = [tuple(place) for place in view.best().nonzero().tolist()]
-        labels = {place: "best one, where rules disagree" for place in best}
-        return labels | {place: "all rules" for place, names in chosen.items() if len(names) == len(self.rules)}
+    def rule_labels(self, names: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
+        best = [tuple(position) for position in view.best().nonzero().tolist()]
+        labels = {position: "best one, where rules disagree" for position in best}
+        return labels | {position: "all rules" for position, rules in names.items() if len(rules) == len(self.rules)}
 
 
 def _prefix_names(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the entries of several members, with the member's index before each name."""
+    """Merge the entries of several members, and put the member's index before each name."""
     return {f"{index}.{name}": value for index, part in parts.items() for name, value in part.items()}
 
 

@@ -18,32 +18,32 @@ MAX_SLOTS = 1024
 
 @dataclass(frozen=True)
 class Credit(MaskedSampler):
-    """The threshold rule on logits with credit. With C(i, v) the credit of token v at position i, a step does
+    """The threshold rule on logits with credit. C(i, v) is the credit of token v at position i. A step computes
 
             C(i, v) <- decay * C(i, v), then for the best token v*
             C(i, v*) <- C(i, v*) + p_i(v*) ** exponent,
             z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     where p = softmax(z). It commits the masked positions whose best token has probability >= threshold under
-    softmax(z~), and always the most confident one. Every step, also the first, adds its credit before it reads it.
+    softmax(z~), and always the most confident one. Every step, even the first, adds credit before it reads credit.
     Credit is bounded: at constant p it tends to p ** exponent / (1 - decay).
 
     Args:
         threshold: tau, in [0, 1].
         decay: beta, in [0, 1].
-        exponent: gamma, at least 0; the smaller, the less credit depends on confidence.
+        exponent: gamma, at least 0; a smaller one makes credit depend less on confidence.
         fusion: lambda (dInfer: alpha), at least 0; 0 gives the sampler `threshold`.
-        storage: "dense" stores C, 4 bytes * vocabulary per position of the block (16 MB a row at 32 positions and
-            126,464 tokens). "slots" stores `slots` tokens per position, 8 bytes each (8 KB a row at 8). The result is
-            the same unless a position has more than `slots` different best tokens within a block.
+        storage: "dense" stores C, 4 bytes * vocabulary per position of the block (16 MB per row at 32 positions and
+            126,464 tokens). "slots" stores `slots` tokens per position, 8 bytes each (2 KB per row at 8 slots). The
+            result is the same unless a position has more than `slots` different best tokens within a block.
         slots: tokens per position under "slots", 1 to 1024; when full, the token with the least credit is replaced.
 
-    Each row's credit starts at 0 in every block. The best token gets it, even if another is drawn at temperature > 0.
-    For a position that a cache leaves out of a step, credit neither grows nor decays.
+    Each row's credit starts at 0 in every block. The best token gets credit, even if another is drawn at temperature >
+    0. At positions that a cache does not evaluate in a step, credit neither grows nor decays.
 
-    Defaults are those that third parties report for the paper's final version, except its threshold, 0.95. Presets
-    "dinfer" and "sglang" are those projects' settings. SGLang's code also uses the larger of the raw and the fused
-    probability, and a new token in a slot inherits the old token's credit; neither is implemented here.
+    The defaults are values that third parties report for the paper's final version, except its threshold of 0.95.
+    Presets "dinfer" and "sglang" have the settings of these projects. In SGLang's code, the larger of the raw and the
+    fused probability counts, and a new token in a slot inherits the old token's credit; neither is implemented here.
     """
 
     threshold: float = 0.9
@@ -56,7 +56,7 @@ class Credit(MaskedSampler):
     name = "credit"
     paper = "CreditDecoding"
     arxiv = "2510.06133"
-    summary = "as threshold, with credit for tokens that stay the best from step to step"
+    summary = "as threshold, with credit for tokens that stay the best over several steps"
     sweep = ({"threshold": 0.7}, {"threshold": 0.5})
     presets = {
         "dinfer": {"threshold": 0.9, "decay": 0.8, "exponent": 0.2, "fusion": 0.7, "storage": "dense"},

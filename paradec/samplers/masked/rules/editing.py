@@ -1,5 +1,5 @@
-"""Token editing (LLaDA2.1, arXiv 2602.08676: mask-to-token and token-to-token thresholds), as diffusers' LLaDA2Pipeline
-and dllm's LLaDA2.1 sampler run it."""
+"""Token editing (LLaDA2.1, arXiv 2602.08676: mask-to-token and token-to-token thresholds), as in diffusers'
+LLaDA2Pipeline and dllm's LLaDA2.1 sampler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paradec.samplers.masked.rules.threshold import select_at_least
 @dataclass(frozen=True)
 class Editing(MaskedSampler):
     """Per row and step, commit every masked position of the block with confidence > threshold, and always the best one.
-    Also replace each decided token (except prompt tokens) by the candidate, if that is another token with confidence >
-    editing_threshold. When no mask is left, steps continue in the block until a step edits nothing.
+    Also replace each decided token (except prompt tokens) by the position's candidate, if this is another token with
+    confidence > editing_threshold. When no mask is left, steps continue in the block until a step edits nothing.
 
     Args:
         threshold: confidence that fills a mask (mask to token), in [0, 1].
@@ -28,13 +28,13 @@ class Editing(MaskedSampler):
             extra step. (diffusers turns editing off with 0; here 0 replaces every token that is not the model's best.)
         max_post_steps: maximum number of steps of a block without masks.
         least: minimum number of masks that a step fills, the best ones; at least 1 (the code's `num_to_transfer`).
-        end: when an end token ends a row: "step" (once a step has left everything before it unchanged) or "block" (once
-            its block is closed, as in the model's code). Until then later steps may replace the end token.
+        end: "step" ends a row at an end token once a step has left all tokens up to it unchanged; "block" once its
+            block is closed, as in the model's code. Until then later steps may replace the end token.
 
     n masks need at most n + max_post_steps steps. Defaults are those of diffusers. Preset "llada2.1" has the settings
-    of the model's code for blocks of 32; "dllm" is the same with end="step"; "sglang" has that engine's thresholds.
-    diffusers runs one step more than max_post_steps, and ends a row at an end token as soon as everything before it is
-    filled. Only for models that were trained to edit.
+    of the model's code for blocks of 32; "dllm" is the same with end="step"; "sglang" has the thresholds of SGLang.
+    diffusers runs one step more than max_post_steps, and ends a row at an end token as soon as no mask is before it.
+    The method needs a model that was trained to edit.
     """
 
     threshold: float = 0.7
@@ -74,7 +74,7 @@ class Editing(MaskedSampler):
     def revise(self, view: View, selected: Tensor) -> Revision:
         confident = view.quantities["confidence"] > self.editing_threshold
         edit = view.editable & confident & (view.tokens != view.current)
-        # a block stays open after the step that fills its last mask, and after later steps that change a token
+        # a block stays open after a step that fills masks or changes a token
         changed = view.candidates.any(1) | edit.any(1)
         return Revision(edit=edit, hold_block=changed & (self.post_steps(view) < self.max_post_steps))
 
@@ -85,5 +85,5 @@ class Editing(MaskedSampler):
         return masks_at_open + self.max_post_steps
 
     def post_steps(self, view: View) -> Tensor:
-        """[R] int64: steps of the block without masks, including this one."""
+        """Count the block's steps without masks, including this one: [R] int64."""
         return view.memory["post_steps"] + ~view.candidates.any(1)

@@ -9,9 +9,9 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 
 @dataclass(frozen=True)
 class Entropy(DreamSampler):
-    """Score a position by the negative entropy of the distribution that its token is drawn from. The public code adds
-    1e-10 within the logarithm, and so does this class for small vocabularies. For large ones it computes the plain
-    entropy in float32, which differs by at most 1e-10 per token."""
+    """Score a position by the negative entropy of the distribution that its token is drawn from. For small vocabularies
+    1e-10 is added within the logarithm, as in the public code. For large ones it is the plain entropy in float32, which
+    differs by at most 1e-10 per token."""
 
     name = "entropy"
     summary = "the most confident tokens by entropy, on Dream's time grid"

@@ -14,13 +14,14 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, Needs, View
 @dataclass(frozen=True)
 class EntropyBound(MaskedSampler):
     """Per row, sort entropies H_(1) <= H_(2) <= ...; commit the longest prefix with H_(1) + ... + H_(k-1) <= gamma, at
-    least one position. The left side, the prefix's sum without its maximum, bounds the mutual information of its
-    tokens, and so the error of drawing them independently.
+    least one position. The left side is the prefix's sum without its maximum. It bounds the mutual information of the
+    prefix's tokens, and so the error of drawing them independently.
 
     Args:
-        gamma: the bound in nats, at least 0. Usual for text: 0.001 to 0.1.
+        gamma: the bound in nats, at least 0. Usual values for text are 0.001 to 0.1.
 
-    Entropies are of the distribution that tokens are drawn from (tempered and filtered; at temperature 0 the model's).
+    Entropies are those of the distribution that tokens are drawn from (tempered and filtered; at temperature 0 the
+    model's own).
     """
 
     gamma: float = 0.1
@@ -40,6 +41,6 @@ class EntropyBound(MaskedSampler):
         ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)
         sum_before = torch.zeros_like(ordered)
         sum_before[:, 1:] = -ordered[:, :-1].cumsum(-1)
-        # the prefix ends before positions that may not be committed, and before end tokens that must come last
+        # exclude positions that may not be committed, and end tokens that must come last
         fits = (sum_before <= self.gamma) & (ordered > LAST)
         return torch.zeros_like(fits).scatter(-1, order, fits) | view.best()

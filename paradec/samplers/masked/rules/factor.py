@@ -18,12 +18,12 @@ class Factor(MaskedSampler):
     decoding if (n + 1) e <= 1.
 
     Args:
-        factor: f of the rule; larger commits more.
-        reference_last_rank: True also commits the least confident position if it is the only one that fails, as the
+        factor: f of the rule; a larger one commits more.
+        reference_last_rank: True also commits the least confident position if no other position fails the rule, as the
             public code does. False is the published rule.
         profile: Fast-dLLM++'s rule, with e_i = 1 - c_(i): the longest prefix with e_1 + ... + e_n + e_n < 1 - margin.
-            By Frechet's inequality all n tokens are right with a probability of at least 1 - (e_1 + ... + e_n). With
-            margin 0 it commits at least what the rule above does, except at exact ties: the sum is at most n e_n.
+            By Frechet's inequality all n tokens are right with a probability of at least 1 - (e_1 + ... + e_n). As this
+            sum is at most n e_n, margin 0 commits at least as much as factor 1, except at exact ties.
         margin: setting of the profile rule, in [0, 1]; its authors use 0.25 for all tasks (0.02 in one script).
     """
 
@@ -45,9 +45,9 @@ class Factor(MaskedSampler):
         check_bool("profile", self.profile)
         check_number("margin", self.margin, low=0, high=1)
         if self.profile and (self.factor != 1.0 or self.reference_last_rank):
-            raise ValueError("factor and reference_last_rank do not work with profile=True; set margin")
+            raise ValueError("factor and reference_last_rank do not work with profile=True: set margin instead")
         if not self.profile and self.margin != 0.25:
-            raise ValueError(f"margin={self.margin} needs profile=True; without it, set factor")
+            raise ValueError(f"margin={self.margin} needs profile=True; without profile, set factor")
 
     def select(self, view: View) -> Tensor:
         ordered, order = view.scores.sort(dim=-1, descending=True, stable=True)

@@ -14,16 +14,16 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Halton(InOrder, MaskGIT):
-    """Per row and step, commit the next `quota` positions of the Halton order, whatever their confidence.
+    """Per row and step, commit the next `quota` positions of the Halton order, at any confidence.
 
-    The answer is an image, row by row. Point n of the two-dimensional Halton sequence (n = 1, 2, ...; base 2 gives the
-    row, base 3 the column) falls into a cell. Cells are decided in the order of their first points.
+    The answer is an image in raster order. Point n of the two-dimensional Halton sequence (n = 1, 2, ...; base 2 gives
+    the row, base 3 the column) falls into a cell. Cells are decided in the order of their first points.
 
     Args:
         height, width: cells of the image; both or neither. The default is the squarest image that fits the answer.
-        schedule: as `maskgit`; the paper's is "arccos".
-        choice_temperature: no effect, since there is no confidence.
-        final_temperature, guidance_start: as `maskgit`.
+        schedule: as in `maskgit`; the paper's is "arccos".
+        choice_temperature: no effect, since the order does not depend on confidence.
+        final_temperature, guidance_start: as in `maskgit`.
 
     The public code's warm-up of the temperature and its random shift of the order per image are not implemented.
     """
@@ -49,10 +49,10 @@ class Halton(InOrder, MaskGIT):
 
 
 def halton_ranks(state: MaskedState, height: int | None, width: int | None) -> np.ndarray:
-    """[R, W] int64: the rank of each position of the window in Halton order."""
+    """Rank the window's positions in Halton order: [R, W] int64."""
     ranks = np.zeros(state.window.host_positions.shape, np.int64)
     for indices, rows, columns, first_cell in group_by_size(state, height, width):
         order = halton_order(rows, columns)
         cell = state.window.host_positions[indices] - first_cell[:, None]
-        ranks[indices] = order[np.clip(cell, 0, len(order) - 1)]  # the window's padding may lie outside
+        ranks[indices] = order[np.clip(cell, 0, len(order) - 1)]  # padding may lie outside of the image
     return ranks

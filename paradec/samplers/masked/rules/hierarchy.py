@@ -1,4 +1,4 @@
-"""Hierarchical decoding: one token from every gap (dInfer, arXiv 2510.08666, and its HierarchyDecoder)."""
+"""Hierarchical decoding: one token in every run of masks (dInfer, arXiv 2510.08666, and its HierarchyDecoder)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Hierarchy(MaskedSampler):
 
     Args:
         threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best.
-        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None has no lower limit.
+        low_threshold: confidence that a run's best position must exceed, in [0, 1]; None sets no limit.
 
-    A run ends at the block's edges. Both comparisons are strict, and equal maxima of a run are all committed, as in the
-    public code, whose threshold is None by default; 0.9 is Fast-dLLM's.
+    Runs end at the block's edges. As in the public code, both comparisons are strict, and all equal maxima of a run are
+    committed. Its threshold is None by default; 0.9 is Fast-dLLM's.
     """
 
     threshold: float | None = 0.9
@@ -40,7 +40,7 @@ class Hierarchy(MaskedSampler):
 
     def select(self, view: View) -> Tensor:
         scores = view.scores
-        # number of decided positions up to each position: equal within a run; decided positions have a score of -inf
+        # number of decided positions up to each position: equal within a run (decided positions have the score -inf)
         run = (~view.candidates).cumsum(-1)
         peaks = torch.full_like(run, -torch.inf, dtype=scores.dtype)
         peaks = torch.cat((peaks, peaks[:, :1]), -1).scatter_reduce(-1, run, scores, "amax")

@@ -1,4 +1,4 @@
-"""Learn2PD: a trained filter accepts candidates ("Learning to Parallel", arXiv 2509.25188; public generate.py)."""
+"""Learn2PD: a trained filter accepts tokens ("Learning to Parallel", arXiv 2509.25188, and its generate.py)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Learn2PD(MaskedSampler):
     Args:
         filter: a file written by `paradec learn2pd train`; None uses the packaged filter for the packaged model, and
             the filter of `register_filter` for other models.
-        filter_threshold: probability of being final above which a position is accepted, in [0, 1].
-        eot: which end token ends the canvas early ("EoTP"). "committed" is the paper's rule: once an end token is
-            final, everything after it is dropped; the row continues until everything before it is decided. "greedy" is
-            the public code's rule: if no end token is final, a predicted one (the most confident) also drops what
-            follows it, but does not become final by this. "none", or a request with `eos_early_stop=False`, drops
+        filter_threshold: a position is accepted if its probability of being final is above this, in [0, 1].
+        eot: the end tokens that shorten the canvas ("EoTP"). "committed" is the paper's rule: once an end token is
+            final, all positions after it are dropped; the row continues until all positions before it are decided.
+            "greedy" is the public code's rule: if no end token is final, the most confident predicted one also drops
+            the positions after it, without becoming final. "none", or a request with `eos_early_stop=False`, drops
             nothing.
         eot_confidence: lowest confidence of an end token that drops the positions after it, in [0, 1].
-        allow_mismatch: use a filter that was trained for another model, block length or cache.
+        allow_mismatch: accept a filter that was trained for another model, block length or cache.
 
     The public code's "greedy" also reads end tokens in later blocks that the step evaluates; this class reads only the
-    open block, as the code's cached variants do. In addition to accepted positions, the public code commits the top n
-    of LLaDA's schedule; here n is 1, as in its runs with one token per step. Filters run in float64, in the public code
-    in float32.
+    open block, as the code's variants with a cache do. In addition to accepted positions, the public code commits the
+    top n of LLaDA's schedule; here n is 1, as in its runs with one token per step. Filters run in float64 here, and in
+    float32 in the public code.
     """
 
     filter: str | None = None
@@ -92,7 +92,7 @@ class Learn2PD(MaskedSampler):
             )
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """Compute the filter's probabilities ("acceptance"), and where the text may end ("is_end")."""
+        """Compute the filter's probabilities ("acceptance"), and the positions at which the text may end ("is_end")."""
         path = self.filter or DEFAULT_FILTERS[state.facts.name, state.facts.vocab_size]
         filter_ = load_filter(path, state.canvas.device)
         is_end = torch.isin(proposal.values, state.ends)

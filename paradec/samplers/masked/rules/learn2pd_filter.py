@@ -1,4 +1,4 @@
-"""The learned filters of Learn2PD, and their safetensors files; the metadata "learn2pd" is a `FilterFacts` as JSON."""
+"""Learned filters of Learn2PD, and their safetensors files. The metadata "learn2pd" is a `FilterFacts` as JSON."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paradec.samplers.masked.state import MaskedState
 FORMAT = "paradec-learn2pd/1"
 FEATURES = ("confidence", "entropy", "margin", "mask_ratio", "position")
 QUANTITIES = {"confidence": "confidence", "entropy": "minus_entropy", "margin": "margin"}
-"""Features that are computed from logits, and the quantity of each."""
+"""Features that are computed from logits, and the name of each one's quantity."""
 
 
 class BlockFilter(nn.Module):
     """The paper's filter: two linear layers from the confidences of a block to one logit per position.
 
-    Each position of the block has its own weights; a shorter block is padded with confidence 1. 2112 parameters for
-    blocks of 32.
+    Each position of the block has its own weights. A shorter block is padded with confidence 1. A filter for blocks of
+    32 has 2112 parameters.
     """
 
     reads = ("confidence",)
@@ -55,7 +55,7 @@ class BlockFilter(nn.Module):
 
 
 class FeatureFilter(nn.Module):
-    """Transformer from the features of each position to one logit per position, for blocks of any length (as LPS)."""
+    """Transformer from the features of all positions to one logit per position, for blocks of any length (as LPS)."""
 
     reads = FEATURES
 
@@ -67,7 +67,7 @@ class FeatureFilter(nn.Module):
         self.leave = nn.Linear(width, 1)
 
     def forward(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """Compute logits as `BlockFilter.forward`; every row needs a valid position."""
+        """Compute logits as `BlockFilter.forward`. Every row needs a valid position."""
         x = torch.stack([torch.where(valid, features[name], 0) for name in FEATURES], -1)
         return self.leave(self.context(self.enter(x), src_key_padding_mask=~valid)).squeeze(-1)
 
@@ -78,7 +78,7 @@ KINDS = {"block": BlockFilter, "features": FeatureFilter}
 @dataclass(frozen=True)
 class FilterFacts:
     """Training data and quality of a filter. kind: "block" or "features". caches: caches whose steps were recorded.
-    held_out: measures on held-out prompts at `threshold`. paradec: the version that trained it."""
+    held_out: measures on held-out prompts at `threshold`. paradec: version of paradec that trained the filter."""
 
     kind: str
     model: str
@@ -94,7 +94,7 @@ class FilterFacts:
         return BlockFilter(self.block_length) if self.kind == "block" else FeatureFilter()
 
     def mismatches(self, model: str, vocab_size: int, block_length: int | None, cache: str) -> list[str]:
-        """List the differences from a request, in words. block_length: None for blocks of various lengths."""
+        """Describe the differences from a request. block_length: None for blocks of various lengths."""
         differences = []
         if (self.model, self.vocab_size) != (model, vocab_size):
             trained, requested = f"{self.model!r} ({self.vocab_size} tokens)", f"{model!r} ({vocab_size} tokens)"
@@ -122,9 +122,9 @@ class Filter:
 def block_features(state: MaskedState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Compute the features of a proposal, each [R, W] float64 in [0, 1]; also which columns are in the block [R, W].
 
-    "confidence" is p(candidate), also at decided positions. "entropy" is divided by that of the uniform distribution.
-    "margin" is p(1st) - p(2nd). "mask_ratio" is the undecided share of the block, and "position" the relative position
-    in the block. Features whose quantity was not read are missing.
+    "confidence" is p(candidate), even at decided positions. "entropy" is divided by the entropy of the uniform
+    distribution. "margin" is p(1st) - p(2nd). "mask_ratio" is the undecided share of the block, and "position" the
+    relative position in the block. Features are missing if the proposal lacks their quantity.
     """
     window, start = state.window, proposal.positions[:, :1]
     end = state.block_ends if proposal.block_end is None else proposal.block_end.unsqueeze(1)
@@ -147,7 +147,7 @@ DEFAULT_FILTERS: dict[tuple[str, int], str] = {("tiny-llada", 123): str(_PACKAGE
 
 
 def register_filter(path: str | os.PathLike[str]) -> None:
-    """Make a filter the default of the model that it was trained for, in this process. Raises as `load_filter`."""
+    """Make a filter the default for its model, in this process. Raises as `load_filter`."""
     facts = read_facts(path)
     DEFAULT_FILTERS[facts.model, facts.vocab_size] = os.fspath(path)
 
@@ -161,7 +161,7 @@ def save_filter(path: str | os.PathLike[str], facts: FilterFacts, network: nn.Mo
 
 
 def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
-    """Read what a filter was trained on; raises as `load_filter`."""
+    """Read the facts about a filter's training. Raises as `load_filter`."""
     if not os.path.isfile(path):
         raise ValueError(f"filter={short_repr(os.fspath(path))} is not a file")
     try:
@@ -175,8 +175,8 @@ def read_facts(path: str | os.PathLike[str]) -> FilterFacts:
 
 
 def load_filter(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Filter:
-    """Read a filter; an unchanged file is read once per device. Raises ValueError for a missing file or another format,
-    OSError for an unreadable file."""
+    """Read a filter. An unchanged file is read only once per device. Raises ValueError for a missing file or another
+    format, OSError for an unreadable file."""
     modified = os.stat(path).st_mtime_ns if os.path.isfile(path) else 0
     return _load(os.fspath(path), modified, str(device))
 
@@ -192,6 +192,6 @@ def _load(path: str, modified: int, device: str) -> Filter:
             network.load_state_dict({name: file.get_tensor(name) for name in codes})
     except RuntimeError as error:
         reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
-        wrong = f"has other weights than a {facts.kind!r} filter: {reason}"
-        raise ValueError(f"filter={os.fspath(path)!r} {wrong}") from None
+        message = f"filter={os.fspath(path)!r} has other weights than a {facts.kind!r} filter: {reason}"
+        raise ValueError(message) from None
     return Filter(facts, network.eval().requires_grad_(False).to(device))

@@ -23,22 +23,22 @@ from paradec.samplers.statistics import top_by_rank
 @dataclass(frozen=True)
 class Levenshtein(MaskedSampler):
     """Every step fills masks with confidence > threshold, at least one more than there are inserted masks. It also
-    replaces each decided token (except prompt tokens) by the best token, if that has confidence > editing_threshold.
-    The model may also predict that a position is deleted, or that a mask is inserted before it (split). Then the text
-    after it moves, up to the next prompt position. A block keeps its length: deletions add masks at its end, and
-    insertions push text over its end, which is lost. The block closes when a step would write nothing, or after
-    `max_post_steps` steps without its initial masks.
+    replaces each decided token (except prompt tokens) by the best token, if this has confidence > editing_threshold.
+    The model may also predict that a position is deleted, or that a mask is inserted before it (split). Then the
+    tokens after this position move, up to the next prompt position. A block keeps its length: deletions add masks at
+    its end, and tokens that insertions push over its end are lost. The block closes when a step would write nothing, or
+    after `max_post_steps` steps without its initial masks.
 
-    When a text repeats, the least confident change writes a token that its position has not had. A block of B positions
-    needs at most B + max_post_steps + 1 steps.
+    If the text equals that before an earlier step, the least confident change gets a token that its position has not
+    had. A block of B positions needs at most B + max_post_steps + 1 steps.
 
     Args:
         threshold: confidence that fills a mask, in [0, 1].
         editing_threshold: confidence that replaces a token, in [0, 1].
         max_post_steps: maximum number of steps of a block after its initial masks are filled; 0 closes it at once.
-        delete_token_id, split_token_id: ids of these predictions; None uses the model's.
+        delete_token_id, split_token_id: ids that predict a deletion and a split; None uses the model's.
 
-    Defaults are SGLang's. The model's own loop fills by a schedule, and leaves repetitions at a random position.
+    Defaults are SGLang's. The model's own loop fills masks by a schedule, and breaks repetitions at a random position.
     """
 
     threshold: float = 0.5
@@ -64,14 +64,10 @@ class Levenshtein(MaskedSampler):
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if not isinstance(blocks, FixedBlocks):
-            raise ValueError(
-                f"sampler {self.name!r} moves text inside blocks of one length: blocks={short_repr(blocks)}"
-            )
+            raise ValueError(f"sampler {self.name!r} needs paradec.FixedBlocks, not blocks={short_repr(blocks)}")
         for name, value in zip(("delete_token_id", "split_token_id"), self.control_ids(facts), strict=True):
             if value is None:
-                raise ValueError(
-                    f"sampler {self.name!r} needs a model that deletes and splits; {facts.name} has no {name}"
-                )
+                raise ValueError(f"sampler {self.name!r} needs {name}, which {facts.name} does not have: set it")
             check_int(name, value, low=0, high=facts.vocab_size - 1)
 
     def control_ids(self, facts: Any) -> tuple[Any, Any]:
@@ -96,11 +92,11 @@ class Levenshtein(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the best tokens [R, W]; quantities: "text" after the step, whether the block stays "open", memory."""
+        """Compute tokens [R, W]; also the quantities "text" after the step, whether the block stays "open", memory."""
         window, index, mask_id = state.window, torch.as_tensor(query.window.index), state.mask_id
         delete, split = self.control_ids(state.facts)
         current = window.read(state.canvas)
-        free = ~window.read(state.given) if window.valid is None else window.valid & ~window.read(state.given)
+        free = ~window.read(state.is_prompt) if window.valid is None else window.valid & ~window.read(state.is_prompt)
         current, free = current[index], (free & (window.positions < state.block_ends))[index]
         memory = {name: value[index] for name, value in state.memory.read(window.rows, current.shape[1]).items()}
         masks, is_first_step = free & (current == mask_id), memory["step"] == 0
@@ -137,7 +133,7 @@ class Levenshtein(MaskedSampler):
         is_past = torch.arange(memory["seen"].shape[1]) < memory["step"].unsqueeze(1)
         is_repeated = ((memory["seen"] == text.unsqueeze(1)).all(2) & is_past).any(1) & ~is_last
         changes = writes & (tokens != current)
-        if is_repeated.any():  # the least confident change writes a token that is new at its position
+        if is_repeated.any():  # the least confident change gets a token that is new at its position
             changes &= is_repeated.unsqueeze(1)
             rows = changes.any(1).nonzero()[:, 0]
             column = torch.where(changes, confidence.double(), torch.inf).argmin(1)[rows]
@@ -146,8 +142,8 @@ class Levenshtein(MaskedSampler):
             best_p, best = precise[rows, column].softmax(-1).masked_fill(excluded, 0).max(-1)
             tokens = tokens.clone()
             tokens[rows, column] = torch.where(best_p > 0, best, tokens[rows, column])
-        is_now = torch.arange(memory["seen"].shape[1]) == memory["step"].unsqueeze(1)
-        seen = torch.where(is_now.unsqueeze(2), text.unsqueeze(1), memory["seen"])
+        is_current = torch.arange(memory["seen"].shape[1]) == memory["step"].unsqueeze(1)
+        seen = torch.where(is_current.unsqueeze(2), text.unsqueeze(1), memory["seen"])
         written = memory["written"].scatter(
             2, tokens.unsqueeze(2), memory["written"].gather(2, tokens.unsqueeze(2)) | writes.unsqueeze(2)
         )
@@ -171,7 +167,7 @@ class Levenshtein(MaskedSampler):
 
 
 def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Select from tokens [R, W, K] in descending order the first that is not excluded [R, W], and its p."""
+    """Select the first token that is not excluded [R, W], and its p, from tokens [R, W, K] in descending order of p."""
     allowed = torch.stack([tokens != token for token in excluded]).all(0)
     index = allowed.long().argmax(-1, keepdim=True)
     return tokens.gather(-1, index).squeeze(-1), p.gather(-1, index).squeeze(-1)
@@ -180,7 +176,7 @@ def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple
 def _move_text(
     text: Tensor, current: Tensor, original: Tensor, free: Tensor, writes: Tensor, delete: int, split: int, mask_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Apply deletions and splits: the new text, and which positions hold initial masks, both [R, W]. Every run of free
+    """Apply deletions and splits; return the new text and the positions of initial masks, both [R, W]. Each run of free
     positions keeps its length. A deleted position is removed; a split one becomes a new mask and its old token."""
     is_deleted, is_split = writes & (text == delete), writes & (text == split)
     column = torch.arange(text.shape[1]).expand_as(text)

@@ -21,7 +21,7 @@ class LocalLeap(MaskedSampler):
         relaxed_threshold: tau_r, in [0, anchor_threshold].
         radius: W, positions to each side of an anchor, at least 0.
 
-    Positions that are already final are not anchors. Neighbourhoods end at the block's edges.
+    Decided positions are not anchors. Neighbourhoods end at the block's edges.
     """
 
     anchor_threshold: float = 0.9

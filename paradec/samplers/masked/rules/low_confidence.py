@@ -15,11 +15,11 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class LowConfidence(MaskedSampler):
-    """Per row and step, commit the `quota` most confident positions of the block; the rest stay masked.
+    """Per row and step, commit the `quota` most confident positions of the block; other positions stay masked.
 
-    With s steps for a block of n masks the quota is n // s, and one more in the first n % s steps; without `steps` it
-    is 1. Confidence is the probability of the chosen token under softmax(logits), at any temperature. Unlike in
-    generate.py, a full block ends at once, and ties go to the lower position.
+    With s steps for a block of n masks the quota is n // s, and one more in each of the first n % s steps; without
+    `steps` it is 1. Confidence is the probability of the chosen token under softmax(logits), at any temperature. Unlike
+    in generate.py, a full block ends at once, and ties go to the lower position.
     """
 
     name = "low_confidence"
@@ -29,14 +29,14 @@ class LowConfidence(MaskedSampler):
     device_step = True
     uses_steps = True
     sweep = ({"steps": 1 / 4}, {"steps": 1 / 8})
-    outlasts_steps: ClassVar[bool] = False
-    """Whether a block may need more steps than planned; then each step grants at least one token."""
+    may_exceed_plan: ClassVar[bool] = False
+    """Whether a block may need more steps than planned; then the quota of each step is at least 1."""
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         if state.steps_per_block is None:
             return np.ones(len(rows), np.int64)
         quota = linear(state.masks_at_open[rows], state.block_step[rows], state.planned_steps(rows))
-        return np.maximum(quota, 1) if self.outlasts_steps else quota
+        return np.maximum(quota, 1) if self.may_exceed_plan else quota
 
     def select(self, view: View) -> Tensor:
         return view.top(view.scores, view.quota)

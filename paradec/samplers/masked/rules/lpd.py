@@ -20,21 +20,22 @@ from paradec.samplers.masked.state import MaskedState
 @dataclass(frozen=True)
 class LPD(InOrder):
     """Per row and step, commit the next group of LPD's order (`paradec.core.orders.lpd_order`), which is drawn per row.
-    It needs no training; the sampler `groups` decodes the paper's own models.
+    The rule needs no training; the sampler `groups` decodes the paper's own models.
 
-    The answer is an image, row by row. Cells of the prompt are decided from the start; the first group is chosen near
-    them.
+    The answer is an image in raster order. Cells of the prompt are decided from the start, and the first group is
+    chosen near them.
 
     Args:
         groups: number of groups, or their sizes. None is the request's `steps`; without `steps`, the published 20 for
             256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published ones where these
-            fit, else stretched ones (`paradec.core.orders.group_sizes`). A list is stretched if the prompt has cells.
-        repulsion: between two cells of a group; None is the published 2 below 1024 cells, else 4.
-        proximity: the lowest nearness of a cell that counts as near.
+            fit, else scaled ones (`paradec.core.orders.group_sizes`). A list is scaled if the prompt contains cells.
+        repulsion: cells of a group are farther apart than this Chebyshev distance while near cells remain; None is the
+            published 2 below 1024 cells, else 4.
+        proximity: a cell is near decided cells if its nearness (`lpd_order`) is at least this.
         height, width: cells of the image; both or neither. The default is the squarest image that fits the answer.
 
-    LPD was published with guidance that grows with the number of decided tokens. Only the sampler `groups` has it; here
-    guidance is constant.
+    LPD was published with guidance that grows with the number of decided tokens. Only the sampler `groups` implements
+    this; here guidance is constant.
     """
 
     groups: int | Sequence[int] | None = None
@@ -59,9 +60,8 @@ class LPD(InOrder):
         super().check(facts, blocks, cache, longest)
         cells = longest if self.height is None or self.width is None else self.height * self.width
         if isinstance(self.groups, tuple) and sum(self.groups) != cells:
-            raise ValueError(
-                f"groups={short_repr(self.groups)} add up to {sum(self.groups)}; the picture has {cells} cells"
-            )
+            groups = f"groups={short_repr(self.groups)} add up to {sum(self.groups)}"
+            raise ValueError(f"{groups}; the picture has {cells} cells")
 
     def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
         """Compute the group sizes of a row with `masks` masks."""
@@ -73,7 +73,7 @@ class LPD(InOrder):
         return group_sizes(masks, None if groups is None else min(groups, masks))
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: the next group's size; for the last group, all remaining positions."""
+        """Return the next group's size; for the last group, the number of remaining positions: [R] int64."""
         num_granted = state.remaining[rows].copy()
         for index, row in enumerate(rows):
             step, masks = int(state.block_step[row]), int(state.masks_at_open[row])
@@ -83,7 +83,7 @@ class LPD(InOrder):
         return num_granted
 
     def ranks(self, state: MaskedState) -> np.ndarray:
-        is_given = state.given.cpu().numpy()
+        is_prompt = state.is_prompt.cpu().numpy()
         keys = state.keys.tolist()
         window = state.window
         rank_of_position = np.zeros(window.host_positions.shape, np.int64)
@@ -91,8 +91,8 @@ class LPD(InOrder):
             for index, start in zip(indices, first_cell, strict=True):
                 row = int(window.rows[index])
                 is_decided = np.zeros(height * width, bool)  # cells outside the row count as undecided
-                given_cells = is_given[row, max(start, 0) : start + height * width]
-                is_decided[max(-start, 0) :][: len(given_cells)] = given_cells
+                prompt_cells = is_prompt[row, max(start, 0) : start + height * width]
+                is_decided[max(-start, 0) :][: len(prompt_cells)] = prompt_cells
                 masks = int((~is_decided).sum())
                 repulsion = lpd_repulsion(height * width) if self.repulsion is None else self.repulsion
                 sizes = self.sizes(state, row, masks)
@@ -112,7 +112,7 @@ def lpd_ranks(
     key: tuple[int, int],
     decided: bytes,
 ) -> np.ndarray:
-    """[height * width] int64: the rank of each cell that is not `decided` (flags, a byte each); 0 for decided ones."""
+    """Rank the cells in LPD's order: [height * width] int64; 0 for decided cells. decided: a flag (byte) per cell."""
     is_decided = np.frombuffer(decided, bool)
     order = lpd_order(height, width, sizes, OrderDraws(key), repulsion, proximity, is_decided)
     rank = np.zeros(height * width, np.int64)

@@ -10,7 +10,7 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class Margin(LowConfidence):
-    """Commit as `low_confidence`, but score positions by the difference of the two largest probabilities of
+    """Commit as `low_confidence`, but score positions by the difference of the two largest probabilities under
     softmax(logits), at any temperature and for any drawn token. `topk_margin` is Dream's version."""
 
     name = "margin"

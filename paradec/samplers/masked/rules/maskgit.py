@@ -1,4 +1,4 @@
-"""MaskGIT (arXiv 2202.04200; public code); "MaskGIT-r" is AutoNAT's, as in ReCAP's code (arXiv 2505.19089)."""
+"""MaskGIT (arXiv 2202.04200; public code). "MaskGIT-r" is AutoNAT's variant, as in ReCAP's code (arXiv 2505.19089)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class MaskGIT(MaskedSampler):
 
             ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
 
-    at step t = 0 ... T - 1. Set `steps` (T; 8 to 12 in the paper) and the paper's `temperature=1`; the defaults of
+    at step t = 0 ... T - 1. Set `steps` (T; 8 to 12 in the paper) and `temperature=1`, as in the paper. The defaults of
     `paradec.generate` commit one token per step, without a draw.
 
     Args:
-        schedule: number of masks, of n, that remain after step t. With r = (t + 1) / T: "cosine" n cos(pi r / 2), the
-            paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r ** 2.5),
-            MaskGIT-r's. Rounded down; every step commits at least one token.
+        schedule: number of masks, of n initial ones, that remain after step t. With r = (t + 1) / T: "cosine" n cos(pi
+            r / 2), the paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r **
+            2.5), MaskGIT-r's. The number is rounded down; every step commits at least one token.
         choice_temperature: weight of the noise; 4.5 in the paper's code.
         final_temperature: None writes the drawn token. A number s in (0, 1] (MaskGIT-r: 0.65 to 0.75) writes a second
-            draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). There is none at `temperature` 0.
-        guidance_start: guidance scale at the first step; it grows linearly to the request's `guidance_scale` at the
-            last step. None uses the request's scale throughout.
+            draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). At `temperature` 0 there is no second draw.
+        guidance_start: guidance scale at the first step; from there it grows linearly to the request's
+            `guidance_scale` at the last step. None uses the request's scale at all steps.
 
-    A commit's confidence is the probability of the first draw. The noise ends at 0 in the last step, as in the paper's
-    code; diffusers' AmusedScheduler counts it from 1 - t / (T - 1), with 2 in place of 4.5.
+    A commit's confidence is the probability of the first draw. The noise is 0 in the last step, as in the paper's code.
+    diffusers' AmusedScheduler multiplies it by 1 - t / (T - 1) instead, with the weight 2 instead of 4.5.
     """
 
     schedule: str = "cosine"
@@ -72,7 +72,7 @@ class MaskGIT(MaskedSampler):
         return self.quota_at(state, rows, *self.block_progress(state, rows))
 
     def quota_at(self, state: MaskedState, rows: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] int64: the schedule's quota at `step` of `steps`, both [R]; the last step commits all that remain."""
+        """Compute the quota at `step` of `steps`, both [R]: [R] int64; in the last step, all remaining positions."""
         remaining = state.remaining[rows]
         quota = remaining.copy()
         plans, plan_index = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
@@ -87,19 +87,18 @@ class MaskGIT(MaskedSampler):
         return np.minimum(state.block_step[rows], planned - 1), planned
 
     def noise_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] float64: the scale of the Gumbel noise at `step` of `steps`, both [R]."""
+        """Compute the scale of the Gumbel noise at `step` of `steps`, both [R]: [R] float64."""
         return self.choice_temperature * (1 - (step + 1) / steps)
 
     def temperature_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[R] float64: the falling temperature of the second draw at `step` of `steps`, both [R]."""
+        """Compute the temperature of the second draw, which falls, at `step` of `steps`, both [R]: [R] float64."""
         assert self.final_temperature is not None
         return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         proposal = super().propose(state, outputs, queries)
-        scale = torch.as_tensor(
-            self.noise_at(*self.block_progress(state, proposal.rows)), device=proposal.values.device
-        )
+        noise_scale = self.noise_at(*self.block_progress(state, proposal.rows))
+        scale = torch.as_tensor(noise_scale, device=proposal.values.device)
         proposal.quantities["noise_scale"] = scale.unsqueeze(1).expand(proposal.values.shape)
         return proposal
 
@@ -109,14 +108,14 @@ class MaskGIT(MaskedSampler):
         return self.guidance_at(state, *self.block_progress(state, rows))
 
     def guidance_at(self, state: MaskedState, step: np.ndarray, steps: np.ndarray) -> Tensor:
-        """[R, 1, 1]: the growing guidance scale at `step` of `steps`, both [R]."""
+        """Compute the guidance scale, which grows, at `step` of `steps`, both [R]: [R, 1, 1]."""
         assert self.guidance_start is not None
         final_scale = state.request.guidance_scale
         scale = self.guidance_start + (final_scale - self.guidance_start) * step / np.maximum(steps - 1, 1)
         return torch.as_tensor(scale, device=state.canvas.device).view(-1, 1, 1)
 
     def weighs_mask(self, state: MaskedState) -> bool:
-        return False  # the public code has no logit of the mask
+        return False  # the public code has no logit for the mask
 
     def read_candidates(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
@@ -124,11 +123,9 @@ class MaskGIT(MaskedSampler):
         tokens, quantities = super().read_candidates(state, logits, query, generator)
         if self.final_temperature is None or state.request.temperature == 0:
             return tokens, quantities
-        tau = self.temperature_at(*self.block_progress(state, query.rows)).clip(
-            torch.finfo(torch.float64).tiny
-        )  # not 0
-        cooler = apply_temperature(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
-        return self._redraw(state, cooler, query, generator), quantities
+        tau = self.temperature_at(*self.block_progress(state, query.rows)).clip(np.finfo(np.float64).tiny)  # not 0
+        cooled = apply_temperature(logits.double(), torch.as_tensor(tau, device=tokens.device).view(-1, 1, 1))
+        return self._redraw(state, cooled, query, generator), quantities
 
     def _redraw(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
@@ -145,8 +142,8 @@ class MaskGIT(MaskedSampler):
 
 
 def noisy_scores(view: View) -> Tensor:
-    """[R, W] float64: ln p + noise of candidates, -inf elsewhere."""
-    # scores below 0 are not probabilities: they rank end tokens last
+    """Compute ln p + noise of candidates, -inf elsewhere: [R, W] float64."""
+    # a score below 0 is not a probability but ranks an end token last
     log_p = torch.where(view.scores > 0, view.scores, 1.0).log()
     log_p = torch.where(view.scores == 0, -1e4, log_p)
     log_p = torch.where(view.scores < 0, LAST, log_p + view.quantities["noise_scale"] * rng.gumbel(view.draw()))
@@ -155,9 +152,9 @@ def noisy_scores(view: View) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
-    """Count how many of `masks` positions each of `steps` <= masks steps commits, at least 1. After a step that commits
-    1 where the schedule has 0, "cosine", "arccos" and "linear" return to the schedule. With "power" the last step
-    commits less, as in its public code; if nothing remains for it (code: a negative count), the largest counts fall."""
+    """Count the positions, of `masks`, that each of `steps` <= masks steps commits: at least 1. If the schedule has 0,
+    the next steps of "cosine", "arccos" and "linear" commit less. With "power" only the last step commits less, as in
+    its public code; if nothing is left for it (code: a negative count), the largest counts fall."""
     ratio = (np.arange(steps) + 1) / steps
     masks_left = {
         "cosine": np.cos(math.pi / 2 * ratio),

@@ -1,4 +1,4 @@
-"""Masked samplers that commit positions in an order of the image, whatever their confidence."""
+"""Masked samplers that commit the positions of an image in an order that does not depend on confidence."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 @dataclass(frozen=True)
 class InOrder(MaskedSampler):
     """Per row and step, commit the next `quota` positions in an order that is known before the model is called. The
-    answer is an image, row by row. A subclass implements `ranks` and `quota`."""
+    answer is an image in raster order. A subclass implements `ranks` and `quota`."""
 
     height: int | None = None
     width: int | None = None
 
     def ranks(self, state: MaskedState) -> np.ndarray:
-        """[R, W] int64: the rank of each position of the window in the order."""
+        """Rank the window's positions in the order: [R, W] int64."""
         raise NotImplementedError
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
@@ -48,8 +48,8 @@ class InOrder(MaskedSampler):
         count = np.minimum(self.quota(state, window.rows), undecided.sum(1))
         rank = np.where(undecided, self.ranks(state), np.iinfo(np.int64).max)
         order = rank.argsort(1, kind="stable")[:, : int(count.max())]
-        picks = np.take_along_axis(window.host_positions, order, 1)
-        return np.where(np.arange(picks.shape[1]) < count[:, None], picks, -1)
+        positions = np.take_along_axis(window.host_positions, order, 1)
+        return np.where(np.arange(positions.shape[1]) < count[:, None], positions, -1)
 
 
 def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
@@ -65,14 +65,14 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
 def group_by_size(
     state: MaskedState, height: int | None, width: int | None
 ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
-    """Group the images of the running rows by size: indices [N] of the window's rows; height and width in cells; the
-    position [N] of the first cell. An image is the last part of a row: `height` x `width` cells, or the squarest image
-    that fits the row's answer; the last cells of such an image may lie beyond the row."""
+    """Group the images of the running rows by size. Yields the indices [N] of the window's rows, height and width in
+    cells, and the positions [N] of the first cells. An image is the end of a row: `height` x `width` cells, or the
+    squarest image that fits the row's answer, whose last cells may lie beyond the row."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]
     if height is not None and width is not None:
         cells = np.full(len(rows), height * width)
     for size in np.unique(cells):  # rows nearly always share one
-        same = np.flatnonzero(cells == size)
+        indices = np.flatnonzero(cells == size)
         columns = width or math.isqrt(int(size) - 1) + 1
-        yield same, height or -(-int(size) // columns), columns, state.length[rows[same]] - size
+        yield indices, height or -(-int(size) // columns), columns, state.length[rows[indices]] - size

@@ -18,11 +18,12 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Origin(MaskedSampler):
-    """Commit each masked position with probability 1 - s/t; the last step commits all. Random even at temperature 0. A
-    step may commit nothing; `steps` bounds the total.
+    """Commit each masked position with probability 1 - s/t, where t and s are neighbours in the time grid linspace(1,
+    eps, steps + 1); the last step commits all. Positions are random even at temperature 0. A step may commit nothing;
+    `steps` bounds the total.
 
     Args:
-        eps: end of the time grid t = linspace(1, eps, steps + 1).
+        eps: end of the time grid.
     """
 
     eps: float = 1e-3
@@ -37,7 +38,7 @@ class Origin(MaskedSampler):
     draws = True
 
     def __post_init__(self) -> None:
-        # `draw_tokens` changes only draws with a generator, those of the public code
+        # `draw_tokens` is overridden only for draws with a generator, as in the public code
         object.__setattr__(self, "needs", replace(self.needs, draws_tokens=False))
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 
@@ -52,20 +53,20 @@ class Origin(MaskedSampler):
     ) -> Tensor:
         if generator is None:
             return super().draw_tokens(state, logits, query, None)
-        # as the public code: draw which positions become final, then tokens for these only
+        # as the public code: draw the positions that become final, then tokens only for these
         assert state.generator is not None
         if torch.equal(generator.get_state(), state.generator.get_state()):  # the first query of the step
             reference.position_noise(state, self.needs.reference_draws, generator)
         index = torch.as_tensor(query.window.index, device=logits.device)
         share = torch.as_tensor(self.share(state, query.rows), device=logits.device).unsqueeze(1)
-        final = self.position_noise(state, generator)[index] < share
+        selected = self.position_noise(state, generator)[index] < share
         positions = state.window.positions[index]
-        return reference.draw_categorical(state, logits, positions, query.rows, generator, final)
+        return reference.draw_categorical(state, logits, positions, query.rows, generator, selected)
 
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
-            generator = state.generator.clone_state()  # its state before this step's tokens were drawn
+            generator = state.generator.clone_state()  # in its state before this step's draws of tokens
         return super().position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:

@@ -1,4 +1,4 @@
-"""Persistence: also commit nearly certain tokens that were the best before (CORA-Diff, 2026, public scripts)."""
+"""Persistence: also commit nearly certain tokens that have stayed the best (CORA-Diff, 2026, public scripts)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class Persistence(LowConfidence):
     token has been the same for `persist` steps, including this one.
 
     Args:
-        threshold: confidence of a token that the schedule does not commit, in [0, 1].
-        persist: consecutive steps with the same best token, at least 1.
+        threshold: confidence at which a token is committed outside of the schedule, in [0, 1].
+        persist: required number of consecutive steps with the same best token, at least 1.
         end_threshold: confidence that an end token needs, in [0, 1]. If nothing else can be committed, the best
             position becomes final anyway.
 
-    The model's best token counts, whatever is drawn at temperature > 0. A position that a cache leaves out of a step
-    keeps its count. `steps` bounds the forwards only with end_threshold=0: waiting end tokens may leave a step too few
-    candidates. With pipelined blocks (without `steps`), each block that must progress commits its most confident token.
+    The model's best token counts, even if another is drawn at temperature > 0. A position that a cache does not
+    evaluate in a step keeps its count. `steps` bounds the forwards only with end_threshold=0, since end tokens that
+    wait may leave a step with too few candidates. With pipelined blocks (without `steps`), each block that must make
+    progress commits its most confident token.
     """
 
     threshold: float = 0.97
@@ -37,9 +38,9 @@ class Persistence(LowConfidence):
     name = "persistence"
     paper = "CORA-Diff"
     arxiv = ""
-    summary = "the most confident tokens on schedule, and confident tokens that were already the best"
+    summary = "the most confident tokens on schedule, and confident tokens that have stayed the best"
     needs = Needs(reads=("best_token",), least_by_steps=True)
-    outlasts_steps = True
+    may_exceed_plan = True
     sweep = ({"threshold": 0.9}, {"threshold": 0.7})
 
     def __post_init__(self) -> None:
@@ -51,17 +52,17 @@ class Persistence(LowConfidence):
         return {"best": MemorySpec(("window",), torch.int64, fill=-1), "run": MemorySpec(("window",), torch.int64)}
 
     def select(self, view: View) -> Tensor:
-        early_end = torch.isin(view.tokens, view.ends) & (view.scores < self.end_threshold) & view.candidates
-        scores = view.scores.masked_fill(early_end, LAST)
+        is_early_end = torch.isin(view.tokens, view.ends) & (view.scores < self.end_threshold) & view.candidates
+        scores = view.scores.masked_fill(is_early_end, LAST)
         scheduled = view.scheduled(scores)
-        lasting = (scores >= self.threshold) & (self.run_lengths(view) >= self.persist)
-        return (scheduled | lasting) & (scores > LAST) | view.best(scores)
+        persistent = (scores >= self.threshold) & (self.run_lengths(view) >= self.persist)
+        return (scheduled | persistent) & (scores > LAST) | view.best(scores)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         best = torch.where(view.candidates, view.quantities["best_token"], view.memory["best"])
         return {"best": best, "run": self.run_lengths(view)}
 
     def run_lengths(self, view: View) -> Tensor:
-        """[R, W] int64: number of steps, including this one, that each position has had its best token."""
+        """Count the consecutive steps in which a position has had its best token, including this one: [R, W] int64."""
         is_same = view.quantities["best_token"] == view.memory["best"]
         return torch.where(view.candidates, torch.where(is_same, view.memory["run"] + 1, 1), view.memory["run"])

@@ -11,33 +11,34 @@ import torch
 from torch import Tensor
 
 from paradec.core.checks import check_at_most, check_int, check_number, short_repr
-from paradec.samplers.features.early_stops import WATCHED
+from paradec.samplers.features.early_stops import EARLY_PREFIX
 from paradec.samplers.masked.state import MaskedState
 
-Span = Sequence[int] | Callable[[np.ndarray, int], Sequence[int] | None]
+AnswerPositions = Sequence[int] | Callable[[np.ndarray, int], Sequence[int] | None]
 
 
 @dataclass(frozen=True)
 class Prophet:
-    """Stop rule: once the mean gap between the two best logits over the answer reaches a threshold, which falls during
-    decoding, every undecided position gets its candidate (the likeliest token; at a temperature, the drawn one).
+    """Stop rule: a row ends once the gap between the two best logits, averaged over the answer's positions, reaches a
+    threshold that falls during decoding. Then every undecided position gets its candidate (the likeliest token; above
+    temperature 0, the drawn one).
 
     Args:
-        gaps: thresholds, in logits, for the beginning, the middle and the end of the decoding; at least 0.
-        stages: where the middle and the end begin: shares of the row's positions that are final, in [0, 1].
-        answer: positions of the mean, counted from the first position to fill: a sequence, e.g. `range(40, 45)`, or a
-            function that returns a sequence, or None while it is unknown. Its arguments are a row's current ids [N]
-            int64 (mask ids where undecided) and the first position to fill. None is all undecided positions.
+        gaps: thresholds of the mean gap at the beginning, in the middle and at the end of decoding; at least 0.
+        stages: shares of the row's positions, in [0, 1], whose decision begins the middle and the end.
+        answer: positions to average over, counted from the first position to fill: a sequence, e.g. `range(40, 45)`, or
+            a function that returns a sequence, or None while the positions are unknown. The function's arguments are a
+            row's current ids [N] int64 (mask ids where undecided) and the first position to fill. By default, all
+            undecided positions, including end tokens that pad long answers.
 
-    The paper's span is a few tokens after a known prefix of the answer ("The answer is"), which needs knowledge of the
-    task. By default, end tokens that pad long answers count too. Positions of the span that were decided in an earlier
-    block count as certain. The paper measures progress in steps of a fixed schedule, where it equals our share of
-    positions.
+    The paper's answer is a few tokens after a known prefix ("The answer is"), which needs knowledge of the task.
+    Positions in earlier blocks, which are decided, do not count; if the answer has no others, the row ends. The paper
+    measures progress in steps of a fixed schedule, for which it equals the share of decided positions.
     """
 
     gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
     stages: tuple[float, float] = (0.33, 0.67)
-    answer: Span | None = None
+    answer: AnswerPositions | None = None
 
     reads: ClassVar[tuple[str, ...]] = ("logit_gap",)
 
@@ -54,7 +55,7 @@ class Prophet:
             object.__setattr__(self, "answer", _positions(self.answer))
 
     def satisfied(self, state: MaskedState, proposal: Any) -> Tensor:
-        window, gap = state.window, proposal.updates[WATCHED + "logit_gap"]
+        window, gap = state.window, proposal.updates[EARLY_PREFIX + "logit_gap"]
         mask_id = state.facts.mask_token_id
         assert mask_id is not None  # models of this family have one
         undecided = window.undecided(proposal.current, mask_id)
@@ -71,7 +72,7 @@ class Prophet:
         return is_known & ((mean >= threshold) | (count == 0))
 
     def _span(self, state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
-        """Find the window's positions in the answer [R, W] bool, and whether the answer is known [R] bool."""
+        """Find the window's positions in the answer [R, W] bool, and the rows whose answer is known [R] bool."""
         window = state.window
         start = state.prompt_length[window.rows]
         answers: list[Any] = [self.answer] * len(window.rows)
@@ -95,9 +96,7 @@ class Prophet:
 
 def _positions(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)) or len(value) == 0:
-        raise ValueError(
-            f"answer={short_repr(value)} must be positions counted from the start of the answer, or a function"
-        )
+        raise ValueError(f"answer={short_repr(value)} must be positions from the first one to fill, or a function")
     for entry in value:
         check_int("answer", entry, low=0)
     return tuple(int(entry) for entry in value)

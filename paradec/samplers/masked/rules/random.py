@@ -22,7 +22,7 @@ class Random(LowConfidence):
     """Commit as `low_confidence` does, but rank positions by uniform random numbers instead of confidence.
 
     Args:
-        order: when the order is drawn: at every "step" (LLaDA's generate.py) or once per "block" (the code of
+        order: "step" draws the order at every step (LLaDA's generate.py), "block" once per block (the code of
             dKV-Cache-Greedy, which must know the next positions). The distribution is the same.
     """
 
@@ -41,14 +41,14 @@ class Random(LowConfidence):
 
     def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
-        # the commit draws the same numbers: no other draw precedes it
+        # no other draw precedes that of the commit, which therefore draws the same numbers
         generator = None if state.generator is None else state.generator.clone_state()
         candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
         scores = self.position_noise(state, generator).masked_fill(~candidates, -torch.inf)
         count = np.minimum(self.quota(state, window.rows), state.remaining[window.rows])
         ranking = scores.argsort(dim=-1, descending=True, stable=True)[:, : int(count.max())]
-        picks = window.positions.gather(1, ranking).cpu().numpy()
-        return np.where(np.arange(picks.shape[1]) < count[:, None], picks, -1)
+        positions = window.positions.gather(1, ranking).cpu().numpy()
+        return np.where(np.arange(positions.shape[1]) < count[:, None], positions, -1)
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"order": MemorySpec(("position",), torch.float64)} if self.order == "block" else {}

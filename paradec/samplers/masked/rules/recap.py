@@ -23,26 +23,26 @@ from paradec.samplers.masked.rules.ordered import check_grid
 
 @dataclass(frozen=True)
 class Recap(MaskGIT):
-    """`maskgit` in groups of steps. A group's first step evaluates everything and ranks the undecided positions as
-    `maskgit` does. The best of them, as many as all steps of the group commit, are the group's targets. The first step
-    commits the first targets; each of the `local_steps` further steps commits the next ones, in this order. The tokens
-    of local steps are drawn from logits that depend on the group's earlier tokens.
+    """`maskgit` in groups of steps. The first step of a group, its full step, evaluates all positions and ranks the
+    undecided ones as `maskgit` does. The best of these, as many as all steps of the group commit, are the group's
+    targets. The full step commits the first targets; each of the `local_steps` further steps commits the next ones, in
+    this order. The tokens of local steps are drawn from logits that depend on the group's earlier tokens.
 
     With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With another
-    cache, or none, the decisions are the same and the logits of local steps exact.
+    cache, or none, the targets are the same and the logits of local steps are exact.
 
     Args:
         local_steps: l, at least 0; 0 is `maskgit` with preset "maskgit-r". 1 in the paper's experiments.
-        full_groups: number of groups without local steps at the start; at least 0. Local steps are worthwhile once many
-            tokens are decided. The public scripts have 10 of 20 steps, and 12 of 32.
-        order: "confidence", or "halton": targets are the next positions in Halton order.
+        full_groups: number of groups without local steps at the start, at least 0. Local steps are worthwhile once many
+            tokens are decided. The public scripts have 10 full steps of 20, and 12 of 32.
+        order: "confidence" ranks as `maskgit`; with "halton", targets are the next positions in Halton order.
         height, width: as in `halton`, for order="halton".
-        schedule, choice_temperature, final_temperature, guidance_start: as `maskgit`, with MaskGIT-r's defaults. The
-            noise decreases per group, temperatures per step. A local step has the guidance scale of the previous step,
-            as in the public code.
+        schedule, choice_temperature, final_temperature, guidance_start: as in `maskgit`, with MaskGIT-r's defaults. The
+            noise falls from group to group, the temperature from step to step. A local step has the guidance scale of
+            the previous step, as in the public code.
 
-    Set `steps` (16 to 32) and `temperature=1`. The public code's grouping for l > 1 loses or repeats tokens (it
-    advances twice), and its last counts can be negative; here groups are as described and counts are at least 1.
+    Set `steps` (16 to 32) and `temperature=1`. For l > 1, the public code advances twice, so that it loses or repeats
+    tokens, and its last counts can be negative. Here groups are as described, and counts are at least 1.
     """
 
     schedule: str = "power"
@@ -71,14 +71,12 @@ class Recap(MaskGIT):
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         check_grid(self.height, self.width, longest)
 
-    # ---- groups ---------------------------------------------------------------------------------------------------
-
     def index_in_group(self, step: np.ndarray) -> np.ndarray:
-        """[R] int64: each step's index in its group; step 0 evaluates everything."""
+        """Compute the index of steps [R] in their groups: [R] int64; 0 for full steps."""
         return np.where(step < self.full_groups, 0, (step - self.full_groups) % (self.local_steps + 1))
 
     def group_index(self, step: np.ndarray) -> np.ndarray:
-        """[R] int64: the number of each step's group, from 0."""
+        """Compute the index of the groups of steps [R]: [R] int64."""
         later_group = self.full_groups + (step - self.full_groups) // (self.local_steps + 1)
         return np.where(step < self.full_groups, step, later_group)
 
@@ -92,15 +90,13 @@ class Recap(MaskGIT):
         return self.guidance_at(state, np.where(self.index_in_group(step) > 0, step - 1, step), steps)
 
     def group_size(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: positions that this step and the later steps of its group commit."""
+        """Count the positions that this step and the later steps of its group commit: [R] int64."""
         step, steps = self.block_progress(state, rows)
         size = np.zeros(len(rows), np.int64)
         for offset in range(self.local_steps + 1):
             in_group = (step + offset < steps) & (self.group_index(step + offset) == self.group_index(step))
             size += np.where(in_group, self.quota_at(state, rows, np.minimum(step + offset, steps - 1), steps), 0)
         return size
-
-    # ---- steps ----------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets; -1 for others
@@ -109,7 +105,7 @@ class Recap(MaskGIT):
         return self.targets(state) if state.cache.facts.evaluates == "targets" else None
 
     def targets(self, state: MaskedState) -> np.ndarray:
-        """[R, K] int64: the targets of a local step, including decided ones, padded with -1; only -1 in a full step."""
+        """Return the targets of a local step, with decided ones: [R, K] int64, padded with -1; all -1 in full steps."""
         window = state.window
         rank = state.memory["rank"][window.row_index[:, 0], : window.positions.shape[1]].cpu().numpy()
         step, _ = self.block_progress(state, window.rows)
@@ -130,7 +126,7 @@ class Recap(MaskGIT):
         return proposal
 
     def ranks(self, view: View) -> Tensor:
-        """[R, W] int64: every position's rank among the targets of its row's group, -1 for other positions."""
+        """Rank the targets of each row's group: [R, W] int64, -1 for other positions."""
         size = view.quantities["group_size"].long()
         if self.order == "halton":
             scores = (-view.quantities["order"]).masked_fill(~view.candidates, -torch.inf)

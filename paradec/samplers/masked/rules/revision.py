@@ -1,4 +1,4 @@
-"""Methods that take tokens back (`Needs.revises`): their writes, and when their blocks close."""
+"""Writes of methods that take tokens back (`Needs.revises`), and the steps at which their blocks close."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from torch import Tensor
 
 from paradec.samplers.masked.blocks import LONGEST_BLOCK
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import Decision, MaskedProposal, View
+from paradec.samplers.masked.view import MaskedProposal, StepDecision, View
 
 
 @dataclass
 class Revision:
-    """Changes of decided tokens in one step; None is no change. Shapes: `R` rows, `W` positions."""
+    """Changes of decided tokens in one step; None for no change. Shapes: `R` rows, `W` positions."""
 
     remask: Tensor | None = None
     """[R, W] bool: editable positions that become undecided again."""
     edit: Tensor | None = None
     """[R, W] bool: editable positions that get this step's candidate token."""
     text: Tensor | None = None
-    """[R, W] int64: all positions after the step, for methods that declare `Needs.moves`; prompt positions stay."""
+    """[R, W] int64: all tokens after the step, for methods with `Needs.moves`; prompt positions are unchanged."""
     hold_block: Tensor | None = None
     """[R] bool: rows whose full block stays open for another step."""
 
 
 def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
-    """[R, W] bool: positions that the method decided in the open block."""
+    """Find the positions that the method has decided in the open block: [R, W] bool."""
     window = state.window
-    editable = (proposal.current != state.mask_id) & ~window.read(state.given)
+    editable = (proposal.current != state.mask_id) & ~window.read(state.is_prompt)
     if proposal.block_end is not None:
         editable = editable & (window.positions < proposal.block_end.unsqueeze(1))
     return editable if window.valid is None else editable & window.valid
 
 
-def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> Decision:
-    """Combine the selection [R, W] bool with the method's revision. Rows without enough later steps remask nothing."""
+def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> StepDecision:
+    """Combine the selection [R, W] bool with the method's revision. A row remasks nothing if the steps left could then
+    not fill its block."""
     revision = sampler.revise(view, selected)
     if revision.text is not None:  # write the changes at open positions
         text = revision.text
         written = (view.candidates | view.editable) & (text != view.current)
         filled = (view.current == state.mask_id).long() - (text == state.mask_id).long()
-        return Decision(text, written, filled.masked_fill(~written, 0), revision.hold_block)
+        return StepDecision(text, written, filled.masked_fill(~written, 0), revision.hold_block)
     values, written, filled = view.tokens, selected, selected.long()
     if revision.edit is not None:
         written = written | revision.edit & view.editable
@@ -55,11 +56,11 @@ def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tens
         remask = remask & (filled.sum(1) - remask.sum(1) >= least).unsqueeze(1)
         values = values.masked_fill(remask, state.mask_id)
         written, filled = written | remask, filled - remask.long()
-    return Decision(values, written, filled, revision.hold_block)
+    return StepDecision(values, written, filled, revision.hold_block)
 
 
 def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: the bound on the steps of the rows' open blocks; where text moves, that of a block of only masks."""
+    """Bound the steps of the rows' open blocks: [R] int64. If text moves, the bound is for a block of only masks."""
     masks = state.masks_at_open[rows]
     if sampler.needs.moves:  # these methods need blocks of one length
         masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]
@@ -67,8 +68,8 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """[R] int64: positions that this step must add so that later steps, one position each, can fill the block. Where
-    text moves, only the last step must."""
+    """Count the positions that this step must add so that later steps, with one position each, can fill the block: [R]
+    int64. If text moves, only the last step must add some."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
         return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
@@ -76,14 +77,14 @@ def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray
 
 
 def stable_tokens(
-    sampler: Any, state: MaskedState, rows: np.ndarray, decided: Mapping[str, np.ndarray]
+    sampler: Any, state: MaskedState, rows: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return the rows [R] that hold their block open, and the window [R, W] for stop rules: tokens that may be taken
-    back are masks until a step has left them unchanged."""
-    holds_block = decided.get("hold_block")
+    """Return which rows [R] hold their block open, and the window [R, W] for stop rules: in open blocks, this step's
+    tokens (with `ends_with_block`, all tokens) are replaced by masks. arrays: of the step, from `to_host`."""
+    holds_block = arrays.get("hold_block")
     closes = state.remaining[rows] <= 0
     if holds_block is not None:
         holds_block = holds_block & (state.block_step[rows] < max_block_steps(sampler, state, rows))
         closes = closes & ~holds_block
-    may_change = ~closes[:, None] if sampler.needs.ends_with_block else decided["selected"] & ~closes[:, None]
-    return holds_block, np.where(may_change, state.mask_id, decided["tokens"])
+    may_change = ~closes[:, None] if sampler.needs.ends_with_block else arrays["selected"] & ~closes[:, None]
+    return holds_block, np.where(may_change, state.mask_id, arrays["tokens"])

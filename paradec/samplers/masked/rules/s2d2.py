@@ -1,5 +1,5 @@
-"""S2D2: drafts of a block, verified by the same block-causal model in blocks of one where that seems worth a call
-(arXiv 2603.25702; public code for SDAR, generate_ssd_policy.py). `sampler="self_speculative"` is the lossless form."""
+"""S2D2: drafts of a block, which the same block-causal model verifies token by token if that seems worth a call (arXiv
+2603.25702; public code for SDAR, generate_ssd_policy.py). `sampler="self_speculative"` is the lossless form."""
 
 from __future__ import annotations
 
@@ -28,39 +28,40 @@ from paradec.samplers.statistics import top_by_rank
 ROUTES = ("span", "score", "hysteresis")
 ESTIMATORS = ("entropy", "margin")
 MARGIN = 0.05
-"""With estimator="margin", drafts with a larger lead of the best token over the second are expected to be accepted."""
+"""With estimator="margin", drafts whose best token leads the second by more than this are expected to be accepted."""
 
 
 @dataclass
 class VerifyLogits(WindowLogits):
-    """The logits of the masks that verify drafts."""
+    """Logits of the masks that verify drafts."""
 
 
 @dataclass(frozen=True)
 class S2D2(MaskedSampler):
     """A step drafts all masks of the open block. If the route decides so, the next step verifies the first run of
-    masks, by one causal call over the block with its drafts. The call also has a mask for each position, which sees the
-    tokens before it. With p of the draft call and q of this call, a draft is accepted with probability min(1, q / p);
-    the first rejected draft is drawn again from max(0, q - p). If a step has then written fewer tokens than the block's
-    schedule requires, it also fills the most confident other masks.
+    masks, by one causal call over the block with its drafts. The call has an additional mask for each position, which
+    attends to the tokens before the position. Let p be the distribution of the draft call and q that of this call: a
+    draft is accepted with probability min(1, q / p), and the first rejected draft is drawn again from max(0, q - p). If
+    a step has then written fewer tokens than the block's schedule requires, it also fills the most confident other
+    masks.
 
     Not lossless: answers have the distribution of the model in blocks of one only with temperature > 0, `block_steps`
     None and a route that always verifies ("span" with 1). At temperature 0, as in the published scripts, drafts are the
-    best tokens but are accepted by probabilities: answers are random, and follow neither model.
+    best tokens but are accepted by probabilities. Then answers are random, and have the distribution of neither model.
 
     Args:
-        route: "span", "score" or "hysteresis" decides when a call verifies. The score is the expected number of
-            accepted drafts, less `cost`.
+        route: rule by which a step is verified: "span", "score" or "hysteresis". The score is the expected number of
+            accepted drafts minus `cost`.
         min_span: "span" verifies runs of at least this many masks.
         tau: "score" verifies if the score is not below `tau`.
-        on, off: "hysteresis" verifies from a score above `on` until a score below `off`.
-        cost: cost of a call that verifies, in tokens.
-        dynamic: whether the cost is multiplied by the number of masks above `threshold`.
+        on, off: "hysteresis" begins to verify at a score above `on`, and ends at a score below `off`.
+        cost: cost of a verification call, in tokens.
+        dynamic: whether `cost` is multiplied by the number of masks with a confidence above `threshold`.
         estimator: estimated probability that a draft is accepted: "entropy", exp(-H / ln V) of its distribution, or
             "margin", 1 if the best token is likelier than the second by more than 0.05, else 0.
-        threshold: confidence of masks that are filled without verification.
-        block_steps: steps of a block; None is one for each position.
-        confident_too: whether masks above `threshold` are always filled next to verified ones.
+        threshold: masks with a confidence above this are filled without verification.
+        block_steps: planned steps per block; None is one per position.
+        confident_too: whether a verification step always fills masks above `threshold` as well.
         causal: whether final tokens, and decided ones before the block's first mask, attend causally (as in SDAR).
     """
 
@@ -110,7 +111,7 @@ class S2D2(MaskedSampler):
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         if facts.prompt_aligned:
-            raise ValueError(f"sampler {self.name!r} needs blocks counted from position 0; {facts.name} has others")
+            raise ValueError(f"sampler {self.name!r} needs blocks counted from position 0, unlike in {facts.name}")
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
@@ -129,16 +130,14 @@ class S2D2(MaskedSampler):
         state.steps_per_block = np.full(state.batch, 2 * state.canvas.shape[1])
         return state
 
-    # ---- calls ----------------------------------------------------------------------------------------------------
-
     def query(self, state: MaskedState) -> list[WindowQuery]:
         verifies = state.memory["verifies"].cpu().numpy()[state.window.rows] > 0
         queries = []
         for part in state.cache.plan(state, None):
             for is_verifying in (False, True):
-                chosen = verifies[part.index] == is_verifying
-                if chosen.any():
-                    query = build_query(state, select_part_rows(part, chosen))
+                selected = verifies[part.index] == is_verifying
+                if selected.any():
+                    query = build_query(state, select_part_rows(part, selected))
                     build = self._verify_query if is_verifying else self._draft_query
                     queries.append(build(state, query))
         return queries
@@ -154,13 +153,13 @@ class S2D2(MaskedSampler):
         return query.with_fields(visible=_per_branch(visible, query), store=_store_final(query, positions < start))
 
     def _verify_query(self, state: MaskedState, query: WindowQuery) -> WindowQuery:
-        """Build the call over the block with its drafts, causal, and the masks that verify them."""
+        """Build the causal call over the block with its drafts, and the masks that verify them."""
         assert query.forwarded is not None
         window, index, rows = state.window, query.window.index, torch.as_tensor(query.rows)
         drafts = state.memory.read(window.rows, window.positions.shape[1])["drafts"]
         current, canvas = window.read(state.canvas), torch.full_like(state.canvas, state.mask_id)
         window.write(canvas, torch.where(window.undecided(current, state.mask_id), drafts, canvas[:1, :1]))
-        drafted = _per_branch(gather_tokens(canvas, query, rows), query)
+        draft_tokens = _per_branch(gather_tokens(canvas, query, rows), query)
         block_start, _ = _block_bounds(state, query.rows)
         positions, window_positions = query.positions[: len(rows)], window.positions[torch.as_tensor(index)]
         count, width = positions.shape[1], window_positions.shape[1]
@@ -174,7 +173,7 @@ class S2D2(MaskedSampler):
         probe_positions, store = _per_branch(window_positions, query), _store_final(query, positions < block_start)
         if store is not None:
             store = store.with_fields(slots=torch.cat((store.slots, torch.full_like(probe_positions, -1)), 1))
-        tokens = torch.where(drafted == state.mask_id, query.tokens.narrow(1, 0, count), drafted)
+        tokens = torch.where(draft_tokens == state.mask_id, query.tokens.narrow(1, 0, count), draft_tokens)
         return query.with_fields(
             tokens=torch.cat((tokens, torch.full_like(probe_positions, state.mask_id)), 1),
             positions=torch.cat((query.positions, probe_positions), 1),
@@ -186,8 +185,6 @@ class S2D2(MaskedSampler):
             store=store,
         )
 
-    # ---- one step -------------------------------------------------------------------------------------------------
-
     def uniform(self, state: Any, query: WindowQuery, positions: Tensor, count: int) -> Tensor:
         keys = state.keys[torch.as_tensor(query.rows)]
         return rng.uniform(keys, torch.as_tensor(state.row_step[query.rows]), positions, count, rng.TOKEN_STREAM)
@@ -195,7 +192,7 @@ class S2D2(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute tokens [R, W]; quantities are whether tokens are written ("write"), and the new memory."""
+        """Compute tokens [R, W]; quantities are the positions to "write", and the new memory."""
         window, index = state.window, torch.as_tensor(query.window.index)
         positions = window.positions[index]
         masks = window.undecided(window.read(state.canvas), state.mask_id)[index]
@@ -220,7 +217,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": p, "write": write, "drafts": tokens, "draft_p": probs.float(), **updates}
 
     def _route(self, probs: Tensor, p: Tensor, masks: Tensor, span: Tensor, was_on: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the rows whose drafts are verified [R] bool; also return the state of the hysteresis, [R] int64."""
+        """Choose the rows whose drafts are verified [R] bool; also return the state of the hysteresis [R] int64."""
         if self.route == "span":
             return span.sum(1) >= self.min_span, was_on
         if self.estimator == "entropy":
@@ -264,7 +261,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": confidence, "write": write, "drafts": drafts, "draft_p": draft_p, **updates}
 
     def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, step: Tensor) -> Tensor:
-        """Choose the writes [R, W] bool: `decided` positions, and other masks until the quota is full."""
+        """Choose the positions to write [R, W] bool: `decided` ones, and other masks up to the quota."""
         block = state.facts.block_length
         steps = block if self.block_steps is None else min(self.block_steps, block)
         num_required = block // steps + (step < block % steps).long()
@@ -293,8 +290,8 @@ def _block_bounds(state: MaskedState, rows: np.ndarray) -> tuple[Tensor, Tensor]
 
 
 def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Tensor) -> Tensor:
-    """[R, Q, Q] bool: which columns, at `positions` [R, Q], see each other if the block is causal. Positions before
-    `block_start` [R, 1] are causal too, or (`causal` False) also see all of their own block."""
+    """Compute which columns, at `positions` [R, Q], see each other if the block is causal: [R, Q, Q] bool. Positions
+    before `block_start` [R, 1] are causal too, or with `causal` False also see all of their own block."""
     visible = positions.unsqueeze(2) >= positions.unsqueeze(1)
     if causal:
         return visible
@@ -304,7 +301,7 @@ def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Te
 
 
 def _store_final(query: WindowQuery, final: Tensor) -> Any:
-    """Restrict the query's store call to store only final columns."""
+    """Return the query's store call, changed to store only final columns."""
     if query.store is None or query.store.slots is None:
         return query.store
     return query.store.with_fields(slots=torch.where(_per_branch(final, query), query.store.slots, -1))

@@ -1,4 +1,4 @@
-"""Schedules: number of tokens to commit at a step, per row, on the host."""
+"""Schedules: number of tokens to commit in a step, per row, on the host."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """LLaDA's linear schedule: equal counts; each of the first `masks % steps` steps has one more.
+    """Compute LLaDA's linear schedule: equal counts, and one more in each of the first `masks_at_open % steps` steps.
 
     All [R] int64. masks_at_open: undecided positions when the block opened. step, steps: completed and planned steps.
     """
-    steps = steps.clip(1)  # not np.maximum: may be tensors
+    steps = steps.clip(1)  # not np.maximum: the arguments may be tensors
     return masks_at_open // steps + (step < masks_at_open % steps)
 
 
@@ -25,15 +25,15 @@ def _fractions(steps: int, eps: float) -> np.ndarray:
 
 
 def time_grid(remaining: np.ndarray, step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
-    """Dream's schedule: commit a share 1 - s/t of the undecided positions, rounded down, with t and s neighbours in
-    linspace(1, eps, steps + 1); the last step commits all. Per row (the reference: the batch's mean)."""
+    """Compute Dream's schedule: a share 1 - s/t of the undecided positions, rounded down, with t and s neighbours in
+    linspace(1, eps, steps + 1); all of them in the last step. Counted per row (the reference: the batch's mean)."""
     share = time_share(step, steps, eps)
     # float32 products as in the reference
     return np.where(step >= steps - 1, remaining, (remaining.astype(np.float32) * share).astype(np.int64))
 
 
 def time_share(step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
-    """Return 1 - s/t of each row's step, [R] float32: the probability that a masked position becomes final in it."""
+    """Compute 1 - s/t for each row's step: [R] float32, the share of masked positions that become final."""
     share = np.ones(len(step), dtype=np.float32)
     for planned in np.unique(steps):  # rows nearly always have equal plans
         is_early = (steps == planned) & (step < planned - 1)

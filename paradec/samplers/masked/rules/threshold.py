@@ -24,13 +24,14 @@ class Threshold(MaskedSampler):
     Args:
         threshold: probability that a token must reach, in [0, 1].
         quota_per_step: "none" is the paper's rule, without `steps`. "carry" is the rule of Fast-dLLM's code for Dream
-            without cache: at most masks // steps positions per step, plus the unused part of earlier steps; it needs
-            `steps`. "least" is the rule of LLaDA2.0's and SDAR's code: at least block // steps positions (one more in
-            the first block % steps steps), the best ones. `block` is the number of masks in the block; on a
-            block-causal model the whole length, even if the prompt ends inside the block.
+            without cache: at most masks // steps positions per step, plus the unused part of earlier steps. "least" is
+            the rule of LLaDA2.0's and SDAR's code: at least the best block // steps positions (one more in the first
+            block % steps steps). `block` is the number of masks in the block; on a block-causal model the block length,
+            even if the prompt ends inside the block. Without `steps`, both numbers are 1.
 
-    Preset "llada2.0" is that code's threshold, for 32 steps in blocks of 32. (That code commits only positions above
-    the threshold. With a temperature, its confidence is of the filtered distribution that tokens are drawn from.)
+    Preset "llada2.0" has the threshold of LLaDA2.0's code, for 32 steps in blocks of 32. (This code commits only
+    positions above the threshold. At a temperature, it reads confidence from the filtered distribution that tokens are
+    drawn from.)
     """
 
     threshold: float = 0.9
@@ -53,7 +54,7 @@ class Threshold(MaskedSampler):
         return self.quota_per_step != "none"
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        return {"refused": MemorySpec(dtype=torch.int64)} if self.quota_per_step == "carry" else {}
+        return {"unused_quota": MemorySpec(dtype=torch.int64)} if self.quota_per_step == "carry" else {}
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray | None:
         if self.quota_per_step == "none":
@@ -78,12 +79,12 @@ class Threshold(MaskedSampler):
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         if self.quota_per_step != "carry":
             return {}
-        return {"refused": self.max_commits(view) - selected.sum(1)}
+        return {"unused_quota": self.max_commits(view) - selected.sum(1)}
 
     def max_commits(self, view: View) -> Tensor:
-        """[R] int64: maximum number of positions to commit: the schedule's, and the unused part of earlier steps."""
+        """Compute the largest number of positions to commit, with the unused part of earlier steps: [R] int64."""
         quota = torch.as_tensor(view.quota, device=view.scores.device)
-        return (quota + view.memory["refused"]).clamp(min=1)
+        return (quota + view.memory["unused_quota"]).clamp(min=1)
 
 
 def select_at_least(view: View, selected: Tensor, least: Any) -> Tensor:

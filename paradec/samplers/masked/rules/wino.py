@@ -1,4 +1,4 @@
-"""WINO: commit many tokens, take back those that the text does not support (arXiv 2507.18578, LLaDA/decoding.py)."""
+"""WINO: commit many tokens, take back those that the text does not support (arXiv 2507.18578; LLaDA/decoding.py)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 
 @dataclass(frozen=True)
 class Wino(MaskedSampler):
-    """Per row, commit every masked position of the block with confidence > threshold (tau_1), and always the best one;
-    then take back decided positions of the block whose token has a shadow probability < threshold_back (tau_2).
+    """Per row, commit every masked position of the block with confidence > threshold (tau_1), and always the best one.
+    Then take back decided positions of the block whose token has a probability < threshold_back (tau_2) at its shadow.
 
-    The shadow of a position is a mask with the same position id that sees everything except the token at that position,
-    so the prediction cannot copy the token. Every position of the block has a shadow. Only shadows see shadows.
+    The shadow of a position is a mask with the same position id that sees all tokens except the one at that position,
+    so that it cannot copy this token. Every position of the block has a shadow. Only shadows see shadows.
 
     Args:
         threshold: tau_1, in [0, 1].
         threshold_back: tau_2, in [0, 1]; 0 takes nothing back and evaluates no shadows.
-        cap_share, cap_low, cap_high: at most cap_share of the block's masks are committed in a step (truncated, then
+        cap_share, cap_low, cap_high: a step commits at most a share cap_share of the block's masks (truncated, then
             raised to cap_low and lowered to cap_high), the most confident ones.
 
-    A step takes back fewer positions than the previous step committed (those with the lowest shadow probability), and
-    none if it commits only one: n masks need at most n steps. A committed token can be taken back from the next step
-    on, until the block is full. The public code decodes one row, and its cap and forced position apply to the whole
-    batch; here each row has its own. The method needs a decoder that predicts in place. Every step evaluates the block
-    twice, once as shadows.
+    A step takes back fewer positions than the previous step committed (those with the lowest probability at the
+    shadow), and none if it commits only one, so that n masks need at most n steps. A committed token can be taken back
+    from the next step on, until the block is full. The public code decodes one row, and its cap and forced position
+    apply to the whole batch; here each row has its own. The method needs a decoder that predicts in place. Every step
+    evaluates the block twice, once as shadows.
     """
 
     threshold: float = 0.6
@@ -61,8 +61,6 @@ class Wino(MaskedSampler):
         if self.threshold_back == 0:  # no shadows and no extra quantities
             object.__setattr__(self, "needs", Needs(decided_logits=True))
 
-    # ---- the shadow -----------------------------------------------------------------------------------------------
-
     def query(self, state: MaskedState) -> list[WindowQuery]:
         queries = super().query(state)
         return [add_shadow(state, query) for query in queries] if self.needs.mask_probes else queries
@@ -74,11 +72,9 @@ class Wino(MaskedSampler):
         return logits, {"shadow_confidence": quantities["confidence"]}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """Return the confidence, NaN where the shadow's is not finite: then the commit raises `NotFinite`."""
+        """Set confidence to NaN where the shadow's is not finite, so that the commit raises `NotFinite`."""
         shadow = proposal.updates["shadow_confidence"]
         return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
-
-    # ---- the rule -------------------------------------------------------------------------------------------------
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {"accepted": MemorySpec(dtype=torch.int64)}
@@ -101,7 +97,7 @@ class Wino(MaskedSampler):
 
 
 def add_shadow(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """Append the window to the query as masks: Q columns become Q + W, and 2 W logits are requested. Shadows are not
+    """Append shadows of the window to the query: Q columns become Q + W, and 2 W logits are requested. Shadows are not
     stored. They see each other and all columns except that of their own position; other columns do not see them."""
     assert query.wanted is not None and query.forwarded is not None
     window, device, columns = state.window, state.canvas.device, query.positions.shape[1]

@@ -102,7 +102,7 @@ def test_same_where_end_tokens_are_kept_out_of_holes(cache: str, early: bool) ->
     ends = tuple(range(1, 41, 2))
     request = {"prompt": HOLES, "max_new_tokens": 8, "cache": cache, "temperature": 1.0, "eos_early_stop": early}
     state = assert_same(tiny(2, seed=3, ends=ends), "threshold", holes_eos_inf=True, **request)
-    inside = (np.arange(state.canvas.shape[1]) < state.answer_start[:, None]) & ~state.given.numpy()
+    inside = (np.arange(state.canvas.shape[1]) < state.answer_start[:, None]) & ~state.is_prompt.numpy()
     assert inside.any() and not np.isin(state.canvas.numpy()[inside], ends).any()
     free = assert_same(tiny(2, seed=3, ends=ends), "threshold", **request)
     assert np.isin(free.canvas.numpy()[inside], ends).any()
@@ -268,7 +268,7 @@ def test_replayed_operations_equal_steps(
         if number:  # phases of the first request are not captured again
             assert known & set(device.graphs) and len(tapes) < 2 * len(known) + number
         known |= set(device.graphs)
-    assert device.layout.level == (prompts is LEVEL)
+    assert device.layout.rows_fill_canvas == (prompts is LEVEL)
 
 
 def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
@@ -288,7 +288,7 @@ def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
 @pytest.mark.parametrize(
     ("sampler", "request_", "reason"),
     [
-        ("credit", {}, "sampler 'credit' keeps something on the host"),
+        ("credit", {}, "sampler 'credit' does not support the device-side step"),
         ("random", {"settings": {"order": "block"}}, "'random' with these settings has a memory"),
         ("threshold", {"settings": {"quota_per_step": "carry"}, "steps": 3}, "'threshold' with these settings"),
         ("threshold", {"cache": "dkv_decode"}, "cache 'dkv_decode' chooses the evaluated positions"),
@@ -315,7 +315,7 @@ def test_custom_subclasses_are_not_supported() -> None:
 
 @pytest.mark.parametrize(
     ("sampler", "callback", "reason"),
-    [("credit", None, "sampler 'credit' keeps something"), ("threshold", print, "a callback reads every step")],
+    [("credit", None, "sampler 'credit' does not support"), ("threshold", print, "a callback reads every step")],
 )
 def test_unsupported_requests_fall_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])

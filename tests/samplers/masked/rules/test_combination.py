@@ -244,7 +244,7 @@ BAD = [
     ("threshold+entropy", "rules 'threshold' and 'entropy' cannot be joined"),
     ("threshold+freedave", "sampler 'freedave' cannot be joined with others: it drafts steps ahead"),
     ("random(order='block')+threshold", "sampler 'random' cannot be joined with others: its order is drawn once"),
-    ("intersection(rules=['entropy', 'entropy'])", "steps of sampler 'entropy' may commit nothing"),
+    ("intersection(rules=['entropy', 'entropy'])", "sampler 'entropy' may commit nothing in a step"),
     ("union(rules=['factor'], stages=['threshold'])", "stages: sampler 'threshold' has no logits stage"),
     ("sjd+threshold", "rules: .*SJD.* must be a masked sampler"),
     ("treshold+klass", "unknown sampler: 'treshold' .did you mean 'threshold'"),

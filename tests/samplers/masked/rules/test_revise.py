@@ -126,7 +126,7 @@ def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale
                     sees = sees and not (q >= length and k < length and at == other)
                     visible[q, k] = sees and (topology == "bidirectional" or other // 4 <= at // 4)
             ids = torch.cat((state.canvas[row, :length], torch.full((len(block),), MASK)))
-            given = torch.cat((state.given[row, :length], torch.zeros(len(block), dtype=torch.bool)))
+            given = torch.cat((state.is_prompt[row, :length], torch.zeros(len(block), dtype=torch.bool)))
             branches = [
                 model.module(
                     input_ids=tokens[None],

@@ -30,7 +30,7 @@ import paradec
 from paradec import AdaptiveBlocks, samplers
 from paradec.models.adapter import Model
 from paradec.samplers.features.adaptive_blocks import Opening
-from paradec.samplers.features.early_stops import WATCHED
+from paradec.samplers.features.early_stops import EARLY_PREFIX
 from paradec.samplers.masked.loop import LAST, Stage, View
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
@@ -439,7 +439,7 @@ def test_prophet_at_its_bars_and_stages(decided: int, bar: float) -> None:
     state = SimpleNamespace(window=window, facts=facts, decided=np.array([decided]), total=np.array([100]))
     for gap, satisfied in zip(neighbours_of(bar), (True, True, False), strict=True):
         gaps = torch.tensor([[gap, 100.0, gap]], dtype=torch.float64)
-        proposal = SimpleNamespace(updates={WATCHED + "logit_gap": gaps}, current=torch.tensor([[3, 1, 3]]))
+        proposal = SimpleNamespace(updates={EARLY_PREFIX + "logit_gap": gaps}, current=torch.tensor([[3, 1, 3]]))
         assert rule.satisfied(state, proposal).tolist() == [satisfied]
 
 
