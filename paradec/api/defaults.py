@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paradec import caches
+from paradec.caches.suffix import Suffix
 from paradec.caches.table import APPROXIMATE, REFUSED, verdict
 
 
@@ -50,21 +51,31 @@ def choose_cache(model: Any, sampler: Any) -> Any:
     return None if verdict(sampler, cache, model.facts, model.supports_store).status == REFUSED else cache
 
 
+def choose_packaged_suffix(model: Any, sampler: Any, cache: Any) -> Suffix | None:
+    """Make the default suffix of `serve` for the packaged model, which was trained on at most 72 new tokens and cannot
+    see more masks; None where the sampler or the cache does not support it."""
+    suffix = Suffix(32)
+    return None if suffix.why_unsupported(sampler, model, cache or caches.create("none"), gaps=False) else suffix
+
+
 def describe_settings(batch: Any, max_answer: int) -> dict[str, Any]:
     """Settings of a `Batch` for prompts that set none, as data: sampler, cache and whether it is approximate, block
-    length (None: the whole answer), dtype, default and maximum answer length, positions of the model (None: any)."""
+    length (None: the whole answer), suffix, dtype, default and maximum answer length, the model's maximum of prompt and
+    answer together (None: any)."""
     model, request, sampler = batch.model, batch.request, batch.sampler
     is_masked = sampler.family == "masked"
     cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache
     status = None if cache is None else verdict(sampler, cache, model.facts, model.supports_store).status
+    suffix = Suffix.from_value(request.suffix)
     block_length = request.block_length or model.facts.block_length or model.default_block_length
     return {
         "sampler": sampler.name,
         "cache": cache.name if cache is not None else "none" if is_masked else "the sampler's",
         "is_approximate": status == APPROXIMATE,
         "block_length": block_length if is_masked else None,
+        "suffix": None if suffix is None else suffix.to_dict(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_new_tokens": min(max_answer, request.max_new_tokens or model.default_max_new_tokens),
-        "max_answer": max_answer,
+        "max_answer": min(max_answer, model.facts.max_length or max_answer),
         "max_length": model.facts.max_length,
     }

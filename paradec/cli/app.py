@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -139,13 +140,17 @@ def _line_of_custom_class(error: Exception) -> str | None:
     return result
 
 
-def _fail(error: Exception, group: Any, words: Sequence[str]) -> int:
+def _fail(error: Any, group: Any, words: Sequence[str]) -> int:
     # some releases of typer use click's exceptions, others a copy of them: test for the method, not for the class
     if hasattr(error, "format_message"):
-        text = error.format_message()
         is_unknown_option = {"option_name", "possibilities"} <= vars(error).keys()
+        if is_unknown_option:
+            error.possibilities = get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
+        text = error.format_message()
+        if "extra argument" in text and "prompt" not in (names := [param.name for param in error.ctx.command.params]):
+            text += "; the option for a model is --model" * ("model" in names)
         if is_unknown_option and (hint := _option_hint(error, words)) is not None:
-            text = _name_options(f"No such option: {error.option_name}; {hint}", group, words)  # type: ignore[attr-defined]
+            text = _name_options(f"No such option: {error.option_name}; {hint}", group, words)
     elif not isinstance(error, ValueError) and (line := _line_of_custom_class(error)) is not None:
         text = f"{line}: {type(error).__name__}: {error}"
     elif isinstance(error, _INPUT_ERRORS):
@@ -169,12 +174,7 @@ COMMANDS: dict[str, list[tuple[Any, str, str | None, str]]] = {
         (serve, "serve", "Serve a model at OpenAI's endpoints.", "--model GSAI-ML/LLaDA-8B-Instruct --port 8000"),
     ],
     "Compare and tune": [
-        (
-            compare,
-            "compare",
-            "Compare samplers by right answers and forwards.",
-            "--limit 4 --samplers threshold,credit",
-        ),
+        (compare, "compare", "Compare samplers by answers and forwards.", "--limit 4 --samplers threshold,credit"),
         (tune, "tune", "Find settings for a model and its prompts.", "--trials 20 --out tuned.json"),
         (evaluate, "eval", "Score a model with lm-evaluation-harness.", "--tasks gsm8k --limit 20"),
         (trace, "trace", "Draw recorded runs as pages, animations or plots.", "run.json --out run.html"),

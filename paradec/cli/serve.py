@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from paradec.cli import options, show
-from paradec.core.checks import check_number
+from paradec.core.checks import check_choice, check_number
 from paradec.core.text_files import read_text
 
 MEMORY = typer.Option(metavar="BYTES", help="Limit for keys and values (2GB, 512MiB), which limits the rows.")
@@ -40,11 +40,13 @@ def serve(
     max_requests: int = typer.Option(512, min=1, help="Requests answered or waiting at once; more get 429."),
     max_work: int = typer.Option(2**20, min=1, help="Tokens of prompts and answers at once; more get 429."),
     timeout: float = typer.Option(60.0, help="Seconds for a client to send a body or take a piece of an answer."),
+    log_level: str = typer.Option("warning", help="Level of the log; info writes a line per request."),
     cors: bool = typer.Option(False, "--cors", help="Let pages of any origin call the server from a browser."),
     cache: str | None = typer.Option(None, help=CACHE),
     **shared: Any,
 ) -> None:
     """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""
+    check_choice("--log-level", log_level, ("critical", "error", "warning", "info", "debug"))
     check_number("--timeout", timeout, low=0, open_low=True)
     key = os.environ.get("PARADEC_API_KEY") or None
     if api_key_file is not None:
@@ -67,9 +69,11 @@ def serve(
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
-        from paradec.api.defaults import describe_settings
+        from paradec.api.defaults import choose_packaged_suffix, describe_settings
         from paradec.integrations.server.engine import Engine
 
+        if not has_model and not given & {"suffix", "preset"}:
+            request["suffix"] = choose_packaged_suffix(work.model, work.method, request["cache"])
         try_request(work.model, max_memory, sampler=work.method, **request)
         sizes: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
         engine = Engine(work.model, **sizes, sampler=work.method, **request)
@@ -83,7 +87,7 @@ def serve(
         typer.echo(describe_in_line(describe_settings(engine.batch, max_answer)))
         sys.stdout.flush()
         with listen_socket:
-            app.serve(server_app, listen_socket)
+            app.serve(server_app, listen_socket, log_level)
     finally:
         engine.close()
 
@@ -92,12 +96,11 @@ def describe_in_line(settings: dict[str, Any]) -> str:
     """Write the settings of `describe_settings` as one line."""
     approximate = " (approximate)" * settings["is_approximate"]
     parts = [f"sampler {settings['sampler']}", f"cache {settings['cache']}{approximate}"]
-    if settings["block_length"]:
-        parts.append(f"blocks of {settings['block_length']}")
-    longest = f"at most {settings['max_answer']} tokens"
+    parts += [f"blocks of {settings['block_length']}"] if settings["block_length"] else []
+    parts += [f"suffix {settings['suffix']['window']}"] if settings["suffix"] else []
+    answers = f"answers of {settings['max_new_tokens']} tokens by default, at most {settings['max_answer']}"
     if settings["max_length"]:
-        longest += f" (with the prompt {settings['max_length']})"
-    answers = f"answers of {settings['max_new_tokens']} tokens by default, {longest}"
+        answers += f" (prompt and answer together at most {settings['max_length']})"
     return ", ".join((*parts, settings["dtype"], answers))
 
 
@@ -108,6 +111,5 @@ def try_request(model: Any, max_memory: int | str | None, **request: Any) -> Non
     with Batch(model, batch_size=1, max_memory=max_memory, **request) as batch:
         ticket = batch.add([0 if model.facts.hole_id != 0 else 1])
         batch.step()
-    error = None if ticket.output is None else ticket.output.error
-    if isinstance(error, (ValueError, TypeError)):
+    if isinstance(error := getattr(ticket.output, "error", None), (ValueError, TypeError)):
         raise error

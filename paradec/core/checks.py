@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 MAX_LISTED = 24
-"""Messages list all names up to this number, else the nearest ones."""
+"""Messages list all names up to this number. Above, they list the nearest names, or all names if none is near."""
 NUM_NEAREST = 3
 MODELS: Mapping[str, tuple[str, str]] = {
     "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
@@ -84,15 +84,15 @@ def unknown_name(
     text, quoted = str(name)[:80], short_repr(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}
     exact_match = by_plain_name.get(plain_name(text))
-    closest = difflib.get_close_matches(text, names, n=1) if exact_match is None else [exact_match]
-    hint = f" (did you mean {closest[0]!r}?)" if closest else ""
-    if len(names) <= (NUM_NEAREST if listing else MAX_LISTED):
-        return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
-    hint_listing = f"; {listing} lists all" if listing else ""
-    if exact_match is not None:
-        return f"unknown {kind}: {quoted}{hint}{hint_listing}"
-    nearest = ", ".join(difflib.get_close_matches(text, names, n=NUM_NEAREST, cutoff=0))
-    return f"unknown {kind}: {quoted}{hint}; the nearest of {len(names)} names: {nearest}{hint_listing}"
+    is_short = len(names) <= (NUM_NEAREST if listing else MAX_LISTED)
+    nearest = difflib.get_close_matches(text, names, n=1 if is_short else NUM_NEAREST)
+    nearest = nearest if exact_match is None else [exact_match]
+    hint = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
+    if listing and not is_short:
+        return f"unknown {kind}: {quoted}{hint}; {listing} lists all"
+    if nearest and not is_short:
+        return f"unknown {kind}: {quoted}{hint}"
+    return f"unknown {kind}: {quoted}{hint}; allowed: {', '.join(names) or 'none'}"
 
 
 def format_count(number: int, noun: str) -> str:

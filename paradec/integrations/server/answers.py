@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -213,14 +214,13 @@ class Reply:
         return Response(self._to_json(choices, has_usage=True), media_type="application/json")
 
     def _choose_length(self, size: int) -> int:
-        service, facts = self.service, self.service.model.facts
-        new = self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
+        service, facts = self.service, replace(self.service.model.facts, name=self.service.name)
+        limit, new = service.max_answer, self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
         if new is None:  # as many as fit
-            room = min(service.model.default_max_new_tokens, service.max_answer)
-            new = max(1, room if facts.max_length is None else min(room, facts.max_length - size))
+            new = max(1, min(service.model.default_max_new_tokens, limit, (facts.max_length or math.inf) - size))
         check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1)
-        if new > service.max_answer:
-            raise ApiError(f"max_tokens={new} exceeds --max-answer={service.max_answer}", 400, "max_tokens")
+        if new > limit:
+            raise ApiError(f"max_tokens={new} exceeds --max-answer={limit}", 400, "max_tokens")
         facts.check_length(size + new, new)
         if new and isinstance(self.texts, TokenAutomaton) and not self.texts.reach(new)[0]:
             raise ApiError(f"max_tokens={new} is too small: texts need {self.texts.distance[0]}", 400, "max_tokens")

@@ -113,7 +113,6 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(app: FastAPI, listening: socket.socket) -> None:
+def serve(app: FastAPI, listening: socket.socket, log_level: str = "warning") -> None:
     """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests may then take `GRACE` more seconds."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE + 5)
-    _Server(config).run(sockets=[listening])
+    _Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=GRACE + 5)).run(sockets=[listening])

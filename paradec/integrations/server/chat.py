@@ -152,6 +152,8 @@ def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[
             raise ApiError(f"tool_choice{reason}", 422, "tool_choice")
     if required and template is not HERMES:
         raise ApiError(f"tool_choice={short_repr(choice)} is not supported with this model", 422, "tool_choice")
+    if tools and "tools" not in str(getattr(model.tokenizer, "chat_template", "")):
+        raise ApiError("tools are not supported by this model's chat template; leave them out", 422, "tools")
     render = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     try:
         text = render(messages, tools=tools or None, **variables)

@@ -55,9 +55,8 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
                 return ApiError("the body must be a JSON object (content-type application/json)", 422)
             value = "" if first["type"] == "missing" else f"={short_repr(first['input'])}"
             reason = " ".join(first["msg"].removeprefix("Value error, ").split())
-            return ApiError(
-                f"{short_repr('.'.join(map(str, path)))[1:-1]}{value}: {reason}", 422, short_repr(path[0])[1:-1]
-            )
+            field = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", short_repr(".".join(map(str, path)))[1:-1])
+            return ApiError(f"{field}{value}: {reason}", 422, short_repr(path[0])[1:-1])
         case HTTPException():
             return ApiError(error.detail, error.status_code, **(error.headers or {}))
         case Cancelled() | BatchClosed():  # the server is stopping
@@ -168,8 +167,7 @@ class Limits:
         if scope["method"] == "POST":
             self.engine.batch.check_open()
             if len(self.calls) >= self.max_requests:
-                wait = self.engine.retry_after()
-                raise ApiError(f"{len(self.calls)} requests are in progress; try again", 429, retry_after=wait)
+                raise ApiError("too many requests are open; try again", 429, retry_after=self.engine.retry_after())
 
     async def _read_body(self, scope: Any, receive: Any) -> bytes:
         body, length = bytearray(), 0

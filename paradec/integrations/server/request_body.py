@@ -88,7 +88,7 @@ class FunctionPart(BaseModel, extra="allow", strict=True):
 class Message(BaseModel, strict=True):
     """A message of a chat."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[str, BeforeValidator(_join_parts)] = ""
     tool_calls: list[FunctionPart] | None = None
     tool_call_id: str | None = None
@@ -149,7 +149,8 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
     sources = dict.fromkeys(changes, OWN)  # by request field, the body's field that sets it
     for name, value in (body.model_extra or {}).items():
         if name not in known:
-            raise ApiError(unknown_name("field", name, {*known}), 422, short_repr(name)[1:-1])
+            hint = f'{name} goes into {OWN}, as in "{OWN}": {{"{name}": ...}}' if name in FIELDS else None
+            raise ApiError(hint or unknown_name("field", name, {*known}), 422, short_repr(name)[1:-1])
         if INERT.get(name, ...) is not ... and value not in (None, INERT[name]):
             raise ApiError(f"{name}={short_repr(value)} is not supported; give {json.dumps(INERT[name])}", 422, name)
         if value is None or (field := SAMPLING.get(name)) is None:

@@ -167,7 +167,7 @@ def test_completions_use_no_chat_template_by_default(client: openai.OpenAI, mode
 
 def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Running) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    assert chat_text(client, SORT, tools=[tool]) == "apple fig pear"
+    assert chat_text(client, SORT, tools=[tool], tool_choice="none") == "apple fig pear"
     assert chat_text(client, SORT, extra_body={"chat_template_kwargs": {"enable_thinking": False}}) == "apple fig pear"
     assert server.post(chat(chat_template_kwargs=3))[0] == 422
 
@@ -207,6 +207,9 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat("Hello"), 400, "outside the model's vocabulary: 'Hello'"),
     (chat(colour="red"), 422, "unknown field: 'colour'"),
     (chat(temprature=1), 422, "did you mean 'temperature'?"),
+    (chat(sampler="credit"), 422, '"paradec": {"sampler": ...}'),
+    ({"messages": [{"role": "usr", "content": SORT}]}, 422, "messages[0].role='usr'"),
+    (chat(tools=[TOOL]), 422, "tools are not supported"),
     (chat(n="2"), 422, "n='2': Input should be a valid integer"),
     (chat(top_logprobs=3), 422, "top_logprobs=3 needs logprobs=true"),
     (chat(logprobs=True, top_logprobs=21), 422, "top_logprobs=21: Input should be less than or equal to 20"),
@@ -218,7 +221,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
     (chat(max_tokens=5000), 400, "max_tokens=5000 exceeds --max-answer=4096"),
-    (chat(max_tokens=510), 400, "longer than"),
+    (chat(max_tokens=510), 400, f"longer than {NAME} takes (512)"),
     (chat(max_tokens=8, max_completion_tokens=9), 400, "set the same field"),
     (chat(stop=[3]), 422, "stop="),
     (chat(stop=float("nan")), 422, "stop=nan"),
