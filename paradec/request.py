@@ -72,6 +72,8 @@ def _check_component(name: str, value: Any) -> Any:
     elif isinstance(value, str):
         registry.check(value)
     elif name == "sampler" and not isinstance(value, import_lazily("paradec.core.protocol:Sampler")):
+        if isinstance(value, import_lazily("paradec.samplers.forecast.refresh:Rule")):
+            hint = "; write paradec.Forecast(when=...)"
         raise TypeError(f"{name}={short_repr(value)} must be a name or made by paradec.samplers.create{hint}")
     elif name == "cache" and not isinstance(value, import_lazily("paradec.caches.base:Cache")):
         raise ValueError(

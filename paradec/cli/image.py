@@ -34,6 +34,7 @@ SAMPLER = typer.Option(
     "...; MAR: mar, recap, cspd; VAR: var, code; LPD: lpd, groups; NAR: nar; students: distilled; diffusion "
     "pipelines: taylorseer."
 )
+PRESET = options.existing_file(options.PRESET + " Pipelines take it too.", metavar="FILE.json")
 SIDE = typer.Option(min=1, max=MAX_SIDE, help="In pixels; by default the model's own.")
 NUMBER = typer.Option("--num-images", "-n", min=1, max=MAX_IMAGES, help="Pictures for each prompt or class.")
 DRAFTER = typer.Option(
@@ -43,13 +44,14 @@ DRAFTER = typer.Option(
 TRACE = typer.Option(metavar="FILE", help=options.TRACE + " .png draws the step of each token, dark to yellow.")
 
 
-@options.include("set_ preset top_p seed dtype device as_json")
+@options.include("set_ top_p seed dtype device as_json")
 def image(
     out: Annotated[Path, typer.Option(metavar="FILE.png", help="File for the pictures, on one sheet.")],
     model: Annotated[str, MODEL] = "digits-ar",
     prompt: list[str] | None = typer.Option(None, help="Text of the picture; may be repeated."),
     class_: Annotated[str | None, CLASSES] = None,
     sampler: Annotated[str | None, SAMPLER] = None,
+    preset: Annotated[Path | None, PRESET] = None,
     interval: int | None = typer.Option(None, help="For taylorseer: evaluate one step in this many."),
     order: int | None = typer.Option(None, help="For taylorseer: order of the expansion."),
     steps: int | None = typer.Option(None, help="Solver steps, or planned forwards; not for autoregressive models."),
@@ -81,11 +83,10 @@ def image(
         show.quiet_loading()
         index = pipeline_index(model)
     placement = {name: shared.pop(name) for name in ("dtype", "device")}
-    preset, as_json = shared.pop("preset"), shared.pop("as_json")
+    as_json = shared.pop("as_json")
     common_arguments: dict[str, Any] = {"steps": steps, "guidance_scale": guidance_scale, "height": height}
-    common_arguments["width"] = width
-    common_arguments |= {"num_images": num_images, "negative_prompt": negative_prompt, "temperature": temperature}
-    common_arguments["seed"] = shared.pop("seed")
+    common_arguments |= {"width": width, "num_images": num_images, "negative_prompt": negative_prompt}
+    common_arguments |= {"temperature": temperature, "seed": shared.pop("seed")}
     token_arguments: dict[str, Any] = {"cache": cache, "top_k": top_k, **shared}
     request = common_arguments | token_arguments
     for name in ("steps", "seed", "guidance_scale", "temperature", "top_p"):
@@ -95,22 +96,25 @@ def image(
         caches.create(cache)
     check_text("--negative-prompt", negative_prompt or "")
     files: dict[str, Any] = {name: file for name, file in (("vq", vq), ("vae", vae)) if file is not None}
+    defaults = Request.merge_arguments({}, preset)
+    sampler_name: Any = defaults.get("sampler") if sampler is None else sampler
+    if settings and not isinstance(sampler_name, str | None):
+        raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
     if index is not None:
         from paradec.cli.pipeline import PipelineJob
 
-        for name, value in (token_arguments | files | {"drafter": drafter, "preset": preset}).items():
-            if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is not for diffusers pipelines; leave it out")
-        work = PipelineJob(job, index, sampler, settings, compare, common_arguments, **placement)
+        names = {"sampler", *common_arguments}
+        refused = [f"{name} in --preset" for name in defaults if name not in names or isinstance(defaults[name], list)]
+        token_options = (token_arguments | files | {"drafter": drafter}).items()
+        refused += ["--" + name.replace("_", "-") for name, value in token_options if value is not None]
+        if refused:
+            raise ValueError(f"{refused[0]} is not for diffusers pipelines; leave it out")
+        common_arguments |= {name: defaults.get(name) for name, value in common_arguments.items() if value is None}
+        work = PipelineJob(job, index, sampler_name, settings, compare, common_arguments, **placement)
         work.run(bars=show.on_terminal(sys.stderr), as_json=as_json)
         return
     if compare:
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")
-    sampler_name: Any = sampler
-    if preset is not None and sampler is None:
-        sampler_name = Request.load(preset).changes().get("sampler")
-        if settings and not isinstance(sampler_name, str | None):
-            raise ValueError(f"--set {next(iter(settings))}: --preset has a sampler with settings; give --sampler")
     with show.waiting(f"loading {model}"):
         from paradec.api.images import picture_sampler
         from paradec.models.images.loading import FAMILIES, image_adapter

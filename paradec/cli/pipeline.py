@@ -62,7 +62,7 @@ class PipelineJob:
 
     job: ImageJob
     index: dict[str, Any]
-    sampler: InitVar[str | None]
+    sampler: InitVar[Any]
     settings: InitVar[dict[str, Any]]
     compare: bool
     request: dict[str, Any]
@@ -71,7 +71,7 @@ class PipelineJob:
     method: Any = field(init=False)
     cls: Any = field(init=False)
 
-    def __post_init__(self, sampler: str | None, settings: dict[str, Any]) -> None:
+    def __post_init__(self, sampler: Any, settings: dict[str, Any]) -> None:
         name = self.index.get("_class_name")
         self.cls = pipeline_class(self.index)
         parameters = inspect.signature(self.cls.__call__).parameters
@@ -80,10 +80,12 @@ class PipelineJob:
             raise ValueError(f"{name} makes no pictures; give it to paradec.accelerate in Python")
         self.codes = str(name).startswith("Amused")
         allowed = AMUSED if self.codes else tuple(method for method in METHODS if method != "recap")
-        sampler = allowed[0] if sampler is None else sampler
-        if sampler in samplers.registry and sampler.lower() not in allowed:
-            raise ValueError(f"--sampler {sampler} does not work in {name}; it takes {', '.join(allowed)}")
-        self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
+        self.method = sampler = allowed[0] if sampler is None else sampler
+        sampler_name = getattr(sampler, "name", sampler)
+        if sampler_name in samplers.registry and sampler_name.lower() not in allowed:
+            raise ValueError(f"--sampler {sampler_name} does not work in {name}; it takes {', '.join(allowed)}")
+        if isinstance(sampler, str):
+            self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
         (condition,) = self.job.conditions
         if {"prompts": "prompt"}.get(condition, condition) not in parameters:
             needed = "--class" if condition == "prompts" else "--prompt"
@@ -139,12 +141,10 @@ class PipelineJob:
         if self.job.trace is not None and not self.job.has_step_sheet:
             record = trace_from_steps(steps, images, self.method) if self.codes else report.trace(images)
         self.job.write(plain + images, steps, record)
-        distances = [
-            np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in zip(images, plain, strict=False)
-        ]
-        compared = (
-            {"plain_seconds": plain_seconds, "pixel_difference": float(np.mean(distances) / 255)} if plain else {}
-        )
+        pairs = zip(images, plain, strict=False)
+        distances = [np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in pairs]
+        difference = float(np.mean(distances) / 255) if plain else 0.0
+        compared = {"plain_seconds": plain_seconds, "pixel_difference": difference} if plain else {}
         if not as_json:
             width, height = images[0].size
             pictures = format_count(len(images), "picture")

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from paradec.core.checks import plain_name, unknown_name
+from paradec.core.checks import plain_name, short_repr, unknown_name
+from paradec.core.text_files import read_json
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 COMPONENTS: Mapping[str, Mapping[str, str]] = {
@@ -68,6 +69,8 @@ METHOD_OF_SETTING = {
     "rel_l1_thresh": "'teacache', threshold=...",
     "threshold": "'first_block', threshold=...) or another with a threshold: teacache, easycache, dicache, seacache, "
     "magcache (dbcache: residual_diff_threshold",
+    "preset": "paradec.Request.load(FILE).sampler) for a saved request, or "
+    "accelerate(pipe, paradec.samplers.create('taylorseer', preset='paper')",
 }
 """What to give to `paradec.accelerate` for settings that the default method does not have."""
 FORECAST_SETTINGS = ("max_memory", "where", "how", "order")
@@ -179,12 +182,20 @@ def with_checked_names(make: Make) -> Make:
 
 
 def check_method(value: Any) -> None:
-    """Raise ValueError for a method for pipelines that has another name here, or a config of one; TypeError for a class
-    or function that must be called first."""
+    """Raise ValueError for a method for pipelines that has another name here, a config of one, or a file; TypeError for
+    a class or a function in the place of its result, a request or a mapping."""
     if isinstance(value, type) or inspect.isfunction(value):
         raise TypeError(f"sampler={value.__name__} must be called: {value.__name__}(...)")
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
-        raise ValueError(f"sampler={str(value)!r} is a file of steps; write paradec.Forecast({str(value)!r})")
+        try:
+            data = read_json(value)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"sampler={str(value)!r} cannot be read: {error}") from None
+        raise ValueError(f"sampler={str(value)!r} is a file; write {_call_for_data(data, repr(str(value)))}")
+    if isinstance(value, Mapping):
+        raise TypeError(f"sampler={short_repr(value)} is a mapping; write {_call_for_data(value)}")
+    if type(value).__name__ == "Request":
+        raise TypeError("sampler=Request(...) is a request; give its field: accelerate(pipe, request.sampler)")
     name = value.partition("(")[0].strip() if isinstance(value, str) else type(value).__name__
     plain = plain_name(name).removesuffix("config")
     if counts := BLOCK_COUNTS.fullmatch(plain):
@@ -194,3 +205,14 @@ def check_method(value: Any) -> None:
         method = PIPELINE_METHODS[plain]
         verb = "reuses features; the nearest is" if "(" in method else "is called"
         raise ValueError(f"sampler={name!r} {verb} {method!r} here")
+
+
+def _call_for_data(data: Any, file: str = "") -> str:
+    """Return the call that makes a sampler from the data of a request, a sampler or steps. file: where the data are."""
+    from paradec.request import FIELDS
+
+    if not isinstance(data, Mapping) or "sampler" not in data:
+        return f"paradec.Forecast({file or 'when=...'})"
+    if set(data) <= {*FIELDS, "draws"}:
+        return f"paradec.Request.load({file}).sampler" if file else "paradec.Request(**...).sampler"
+    return f"paradec.Request(sampler={f'json.load(open({file}))' if file else '...'}).sampler"

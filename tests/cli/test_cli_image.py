@@ -98,6 +98,11 @@ def test_packaged_dit(tmp_path: Path) -> None:
         assert ImageChops.difference(picture.crop(box), image).getbbox() is None
     same, _ = run(tmp_path, *arguments, "--interval", "1")
     assert same["pixel_difference"] == 0 and same["full_steps"] == list(range(6))
+    preset = tmp_path / "set.json"
+    for sampler in ("taylorseer(interval=3)", paradec.TaylorSeer(interval=3)):
+        paradec.Request(sampler=sampler, steps=6).save(preset)
+        report, _ = run(tmp_path, "--model", "digits-dit", "--class", "3", "--preset", str(preset))
+        assert report["full_steps"] == [0, 3] and len(report["calls"]) == 6
 
 
 @pytest.mark.thinned
@@ -152,9 +157,10 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["digits-dit", "--class", "1", "--sampler", "maskgit"], "not work in PixelDiTPipeline; it takes taylorseer"),
-        (["digits-dit", "--class", "1", "--order", "2", "--set", "order=2"], "--order and --set order=... say the"),
+        (["digits-dit", "--class", "1", "--order", "2", "--set", "order=2"], "--order and --set order=... set the"),
         (["digits-dit", "--prompt", "a"], "PixelDiTPipeline does not take prompts; give --class"),
         (["digits-dit", "--class", "1", "--cache", "dual"], "--cache is not for diffusers pipelines"),
+        (["digits-dit", "--class", "1", "--preset", "TMP/set.json"], "cache in --preset is not for diffusers"),
         (["digits-dit", "--class", "1", "--temperature", "1"], "--temperature is for models of tokens"),
         (["digits-dit", "--class", "1", "--trace", "TMP/t.png"], "--trace FILE.png draws the step of each token"),
         (["digits-dit", "--class", "1", "--height", "32"], "--height is not an argument of PixelDiTPipeline"),
@@ -166,7 +172,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["MAR", "--class", "1", "--sampler", "cspd"], "--sampler cspd needs --drafter: a smaller MAR"),
         (["MAR", "--class", "1", "--drafter", "x"], "--drafter is for speculative, lantern, lantern++, cspd"),
         (["MAR", "--class", "1", "--sampler", "cspd", "--drafter", "digits-ar"], "is an autoregressive image model; "),
-        (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; those that do: llamagen"),
+        (["TEXT", "--prompt", "a"], "model_type='llada', which makes no pictures; types that do: llamagen"),
         (["EMPTY", "--prompt", "a"], "has neither config.json nor model_index.json"),
         (["WAN", "--prompt", "a"], "WanPipeline makes no pictures; give it to paradec.accelerate in Python"),
         (["ODD", "--prompt", "a"], "model_index.json names 'NoPipeline', which is not a pipeline of diffusers"),
@@ -184,6 +190,7 @@ def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str,
         (tmp_path / name).mkdir()
         if index is not None:
             (tmp_path / name / "model_index.json").write_text(json.dumps(index))
+    paradec.Request(cache="dual").save(tmp_path / "set.json")
     text = str(GOLDEN / "llada-tiny")
     folders = {"AMUSED": amused, "MAR": mar, "TEXT": text} | {path.name: str(path) for path in tmp_path.iterdir()}
     model, *rest = (part.replace("TMP", str(tmp_path)) for part in arguments)

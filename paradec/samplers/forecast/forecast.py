@@ -43,15 +43,15 @@ class Forecast(FeatureForecast):
             block's residual), "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list
             of patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
         order: replaces the order of `how`; 0 reuses the last feature.
-        max_memory: limit of the histories' bytes in a pipeline, as a number or "2GB". If the histories at full order
-            exceed it, the run's first evaluation raises ValueError.
+        max_memory: limit of the histories in a pipeline: a number of bytes, or a text such as "2GB". If the histories
+            at full order exceed it, the run's first evaluation raises ValueError.
     """
 
     when: FeatureForecast | Rule | Sequence[int] | str | None = None
     how: Basis | str | None = None
     where: str | Modules | None = None
     order: int | None = None
-    max_memory: int | None = None
+    max_memory: int | str | None = None
 
     name = "forecast"
     summary = "some solver steps skip the transformer; its features are forecast"

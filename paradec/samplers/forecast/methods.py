@@ -40,7 +40,7 @@ class TaylorSeer(FeatureForecast):
     _: KW_ONLY
     first_enhance: int = 1
     where: str | Modules | None = None
-    max_memory: int | None = None
+    max_memory: int | str | None = None
 
     name = "taylorseer"
     paper = "TaylorSeer"
@@ -89,8 +89,8 @@ def TeaCache(
             FLUX (498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861).
         max_forecasts: limit of consecutive skipped steps; None: no limit.
     """
-    rule = AccumulatedChange(threshold, tuple(coefficients), max_forecasts, watch="modulated", last_steps=1)
-    return Forecast(rule, "reuse", "stack")
+    values: Any = coefficients
+    return Forecast(AccumulatedChange(threshold, values, max_forecasts, "modulated", last_steps=1), "reuse", "stack")
 
 
 @with_checked_names

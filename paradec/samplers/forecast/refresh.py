@@ -271,13 +271,12 @@ class AccumulatedChange(StepRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.coefficients, (list, tuple)) or not self.coefficients:
-            raise ValueError(
-                f"coefficients={short_repr(self.coefficients)} must be a list of numbers, highest power first"
-            )
-        for value in self.coefficients:
+        values = self.coefficients.tolist() if isinstance(self.coefficients, np.ndarray) else self.coefficients
+        if not isinstance(values, (list, tuple)) or not values:
+            raise ValueError(f"coefficients={short_repr(values)} must be a list of numbers, highest power first")
+        for value in values:
             check_number("coefficients", value)
-        object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))
+        object.__setattr__(self, "coefficients", tuple(map(float, values)))
         if self.watch is not None:
             check_choice("watch", self.watch, WATCH_INPUTS)
 

@@ -1,5 +1,6 @@
 """`paradec.accelerate` on diffusers' pipelines: attaching, results, detaching."""
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -447,9 +448,12 @@ def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) 
     block = flux.transformer.single_transformer_blocks[-1].attn.to_q
     calls = []
     handle = block.register_forward_hook(lambda *call: calls.append(1))
-    with accelerate(flux, Forecast(when=Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6))):
+    with accelerate(flux, Forecast(when=Verification(base_threshold=1e6, decay_rate=1.0, max_forecasts=6))) as session:
         verified = run_flux(flux)
+        report = session.report()
     assert len(calls) == 16
+    assert report.full_steps == [0, 7, 14] and "0 mixed; 19% evaluated" in report.short
+    assert len(report.changes) == 12 and min(report.changes) > 0
     calls.clear()
     with accelerate(flux, Forecast(when=[0, 7, 14])):
         assert torch.equal(run_flux(flux), verified)
@@ -752,6 +756,7 @@ def test_unsupported_objects_are_refused(flux: Any, wan: Any) -> None:
         ("taylorseer", {"cache_interval": 3}, "taylorseer has no setting 'cache_interval'; it is called 'interval'"),
         ("first_block(residual_diff_threshold=0.1)", {}, "it is called 'threshold' here"),
         ("teacache", {"thresh": 1}, "unknown setting of teacache: 'thresh'.*threshold"),
+        ("teacache", {"coefficients": "flux"}, "coefficients='flux' must be a list"),
     ):
         refuses(partial(accelerate, flux, name, **settings), message)
     refuses(lambda: accelerate(flux, TaylorSeer(), interval=3), "interval=... needs a method's name", TypeError)
@@ -762,10 +767,32 @@ def test_unsupported_objects_are_refused(flux: Any, wan: Any) -> None:
     with accelerate(flux, TaylorSeer()):
         refuses(lambda: accelerate(flux, TaylorSeer()), "accelerated already")
     flux.transformer.enable_cache(TaylorSeerCacheConfig())
-    refuses(lambda: accelerate(flux, TaylorSeer()), "diffusers' own enabled .TaylorSeerCacheConfig.")
+    refuses(lambda: accelerate(flux, TaylorSeer()), "diffusers' own enabled")
     flux.transformer.disable_cache()
+    with accelerate(flux, TaylorSeer()):
+        flux.transformer.enable_cache(FirstBlockCacheConfig(0.5))
+        refuses(lambda: run_flux(flux), "disable_cache")
+        flux.transformer.disable_cache()
+        run_flux(flux)
     with accelerate(nn.Sequential(nn.Linear(2, 2)), TaylorSeer(where=["0"])) as session:
         refuses(lambda: session.transformers[0].module(torch.ones(1, 2)), "argument timestep")
+
+
+@pytest.mark.parametrize("sampler", [TaylorSeer(interval=3), Forecast("first_block", where="stack")])
+def test_wrong_ways_to_saved_settings_lead_to_a_right_one(sampler: Any, flux: Any, tmp_path: Path) -> None:
+    request, data = tmp_path / "request.json", tmp_path / "data.json"
+    paradec.Request(sampler=sampler).save(request)
+    data.write_text(json.dumps(sampler.to_dict()))
+    saved = paradec.Request(sampler=sampler)
+    for wrong in (str(request), data, sampler.to_dict(), saved.to_dict(), Every(3).to_dict()):
+        with pytest.raises((TypeError, ValueError), match="; write paradec") as error:
+            accelerate(flux, wrong)
+        call = str(error.value).rpartition("; write ")[2].replace("**...", "**wrong").replace("...", "wrong")
+        assert eval(call, {"paradec": paradec, "json": json, "wrong": wrong}) in (sampler, Forecast(Every(3)))
+    refuses(lambda: accelerate(flux, saved), "request.sampler", TypeError)
+    refuses(lambda: accelerate(flux, preset=str(request)), r"paradec.Request.load\(FILE\).sampler")
+    refuses(lambda: accelerate(flux, "none.json"), "none.json")
+    refuses(lambda: paradec.Request(sampler=sampler.to_forecast().when), r"paradec.Forecast\(when=", TypeError)
 
 
 def test_report(flux: Any) -> None:

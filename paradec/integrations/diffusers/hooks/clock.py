@@ -1,7 +1,7 @@
 """Track runs and solver steps of a pipeline: one run at a time, in one thread.
 
 The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. While `step` is not called, a step
-begins when the timestep changes, and a run when timesteps change direction.
+begins when the timestep changes, and a run when the timestep changes direction.
 """
 
 from __future__ import annotations

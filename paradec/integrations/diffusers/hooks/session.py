@@ -88,7 +88,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
 
     Args:
         pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer: its argument
-            `timestep` then counts the steps, and a run begins when timesteps change direction.
+            `timestep` then counts the steps, and a run begins when the timestep changes direction.
         sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule (`Forecast(when=rule)`), a
             config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)"; `ReCAP` for
             AmusedPipeline.

@@ -108,12 +108,12 @@ class Transformer:
         self.detach = self.remove  # the session replaces it by its own
         self.base._paradec_session = self
 
-    def _check(self) -> None:
+    def _check_no_cache(self) -> None:
         if getattr(self.base, "is_cache_enabled", False):
-            raise ValueError(
-                f"{self.name} has a cache of diffusers' own enabled ({type(self.base._cache_config).__name__}); "
-                "call disable_cache() first"
-            )
+            raise ValueError(f"{self.name} has a cache of diffusers' own enabled; call its disable_cache() first")
+
+    def _check(self) -> None:
+        self._check_no_cache()
         if hasattr(self.base, "_paradec_session"):
             raise ValueError(f"{self.name} is accelerated already; {SESSION_LOST.format(f'pipe.{self.name}')}")
         if self.module is not self.base or self.base._compiled_call_impl is not None:
@@ -141,11 +141,10 @@ class Transformer:
         if rule.from_input:
             places = [Place("", "residual", "")]
         schedule = rule.as_dict() if isinstance(rule, BlockSchedule) else None
-        if schedule is not None:
-            mismatched = sorted(set(schedule) ^ {place.name for place in places if place.kind == "forecast"})
-            if mismatched:
-                side = "does not have" if mismatched[0] in schedule else "has, but the schedule does not"
-                raise ValueError(f"when: {type(self.base).__name__} {side} {', '.join(mismatched[:6])}")
+        forecast_names = {place.name for place in places if place.kind == "forecast"}
+        if schedule is not None and (differing := sorted(set(schedule) ^ forecast_names)):
+            side = "does not have" if differing[0] in schedule else "has, but the schedule does not"
+            raise ValueError(f"when: {type(self.base).__name__} {side} {', '.join(differing[:6])}")
         is_verified, kind, last = isinstance(rule, Verification), places[0].kind, places[-1].block
         if is_verified and kind in ("output", "stack"):
             raise ValueError(
@@ -286,19 +285,17 @@ class Transformer:
         return output
 
     def _begin(self, run: Run) -> RunState:
+        self._check_no_cache()
         rule, clock = self.settings.rule, self.clock
         if unknown := rule.check_run(clock.total, clock.scheduler, read_guidance(clock.pipe)):
             self._add_note("schedule", f"the run's {', '.join(unknown)} is unknown, so the schedule may not fit it")
         self.notes.pop("steps", None)
         if clock.total is not None and clock.total <= FEW_STEPS and rule.name in ("every", "step_mask"):
-            self._add_note(
-                "steps",
-                f"a run of {clock.total} steps: models distilled to few steps allow few forecasts; compare the images",
-            )
-        state = RunState(RunProgress(clock.total, run.index, clock.first))
-        run.states[self.name] = state
-        state.levels = rule.noise_levels(clock.scheduler)
-        return state
+            note = f"a run of {clock.total} steps: models distilled to few steps allow few forecasts; compare pictures"
+            self._add_note("steps", note)
+        progress = RunProgress(clock.total, run.index, clock.first)
+        run.states[self.name] = RunState(progress, levels=rule.noise_levels(clock.scheduler))
+        return run.states[self.name]
 
     def _find_branch(self, leaves: list[Any]) -> str:
         """Return the name of the branch. Each call of a step is a branch; changed shapes begin new histories."""
@@ -312,7 +309,7 @@ class Transformer:
 
     def check_memory(self, histories: Any) -> Any:
         """Return new histories: meta tensors if they exceed `max_memory`; the call of the transformer then raises."""
-        limit = self.settings.max_memory
+        limit: Any = self.settings.max_memory
         if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
             return histories
         self.state.exceeds_memory = True
@@ -354,6 +351,7 @@ class Transformer:
                 is_compared = progress.change and hasattr(rule, "threshold")
                 if is_compared and not replace(rule, threshold=1e300).is_full(progress):  # type: ignore[call-arg]
                     state.changes.append(progress.change)
+            state.changes += [] if progress.error is None else [progress.error]
             state.decision, state.is_deciding = self.settings.evaluates(progress), True
         return state.decision
 
