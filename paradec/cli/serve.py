@@ -72,7 +72,7 @@ def serve(
         from paradec.api.defaults import choose_packaged_suffix, describe_settings
         from paradec.integrations.server.engine import Engine
 
-        if not has_model and not given & {"suffix", "preset"}:
+        if not has_model and not names & {"suffix", "preset"}:
             request["suffix"] = choose_packaged_suffix(work.model, work.method, request["cache"])
         try_request(work.model, max_memory, sampler=work.method, **request)
         sizes: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
