@@ -252,12 +252,14 @@ class Request:
     def from_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None, **defaults: Any) -> Request:
         """Build a request: arguments override the preset, which overrides `defaults`. Raises TypeError for an unknown
         name, and the errors of the class and of `load`."""
-        return cls(**{**defaults, **cls.merge_arguments(arguments, preset)})
+        return cls(**{**defaults, **cls.merge_arguments(arguments, preset, defaults.get("sampler"))})
 
     @classmethod
-    def merge_arguments(cls, arguments: Mapping[str, Any], preset: Preset | None = None) -> dict[str, Any]:
+    def merge_arguments(
+        cls, arguments: Mapping[str, Any], preset: Preset | None = None, default_sampler: Any = None
+    ) -> dict[str, Any]:
         """Merge unchecked arguments over a preset; return values by field. Raises as `from_arguments`."""
-        check_names(arguments, sampler=arguments.get("sampler"))
+        check_names(arguments, sampler=arguments.get("sampler"), default_sampler=default_sampler)
         if preset is None:
             return dict(arguments)
         if isinstance(preset, Request):
@@ -406,8 +408,11 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
         )
 
 
-def check_names(names: Collection[str], allowed: Collection[str] = FIELDS, sampler: Any = None) -> None:
-    """Raise TypeError for an unknown argument, with the closest name. sampler: the request's, for its settings."""
+def check_names(
+    names: Collection[str], allowed: Collection[str] = FIELDS, sampler: Any = None, default_sampler: Any = None
+) -> None:
+    """Raise TypeError for an unknown argument, with the closest name. sampler: the request's, for its settings;
+    default_sampler: the model's."""
     for name in names:
         if name not in allowed:
-            raise unknown_argument_error(name, allowed, sampler)
+            raise unknown_argument_error(name, allowed, sampler, default_sampler)

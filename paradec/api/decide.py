@@ -7,6 +7,7 @@ import json
 import math
 import os
 import string
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -324,6 +325,11 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
         raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
     cases: dict[str, list[tuple[np.ndarray, int]]] = {}
     for answers, right_answers in zip(decided, right, strict=True):
+        if not isinstance(answers, Mapping) or not isinstance(right_answers, Mapping):
+            raise TypeError(
+                f"decided={short_repr(decided)} must be a list of results of decide, and right={short_repr(right)} a "
+                "list with a mapping for each result: {'team': 'a'}"
+            )
         for name, value in right_answers.items():
             check_choice("name of a right answer", name, tuple(answers))
             options = [*answers[name].probabilities]
@@ -344,6 +350,9 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
                 excess += float(weights[positive] @ scores[positive]) - float(scores[answer])
             low, high = (middle, high) if excess > 0 else (low, middle)  # > 0: the distribution is too sharp
         temperatures[kind] = math.exp((low + high) / 2)
+        if temperatures[kind] > 999:
+            message = "the right answers are no likelier than chance, and every probability becomes equal"
+            warnings.warn(f"temperature of {kind!r} is at its limit, 1000: {message}", stacklevel=2)
     return temperatures
 
 

@@ -202,7 +202,8 @@ def generate_images(
             f"generate_images takes adapters that extend {PictureModel.__module__}.PictureModel; "
             f"{type(model).__name__} does not"
         )
-    check_names(arguments, [*inspect.signature(generate_images).parameters, *IMAGE_FIELDS])
+    allowed = [*inspect.signature(generate_images).parameters, *IMAGE_FIELDS]
+    check_names(arguments, allowed, arguments.get("sampler"), model.default_sampler)
     conditions = choose_conditions(model, {"prompts": prompts, "class_labels": class_labels})
     request = picture_request(model, arguments, preset)
     check_output_type(model, output_type)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paradec.cli import options, show
-from paradec.core.checks import check_choice, check_temperature
+from paradec.core.checks import check_choice, check_temperature, short_repr
 from paradec.core.interrupts import EXIT_CODE
-from paradec.core.text_files import number_lines, read_text
+from paradec.core.text_files import read_fasta
 
 if TYPE_CHECKING:
     from paradec.models.proteins.mpnn import ProteinMPNNModel
@@ -48,7 +48,7 @@ TIE = typer.Option(
 )
 BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
 INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
-SCORE = typer.Option(metavar="FASTA", help="Only score sequences: those of a FASTA file, or one as text.")
+SCORE = typer.Option(metavar="FASTA", help="Only score sequences: those of a FASTA file, or one as text (AAA:CCC).")
 MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global_label_membrane_mpnn).")
 
 
@@ -56,7 +56,7 @@ MEMBRANE = typer.Option("--transmembrane", help="A transmembrane protein (global
 def design(
     weights: Annotated[Path, WEIGHTS],
     structures: Annotated[list[Path], STRUCTURES],
-    designs: int = typer.Option(1, "--designs", "-n", min=1, help="Designs of each structure."),
+    num_designs: int = typer.Option(1, "--designs", "-n", min=1, help="Designs of each structure."),
     temperature: float = typer.Option(0.1, help="0 takes the likeliest residue."),
     fixed: Annotated[str | None, FIXED] = None,
     redesign: Annotated[str | None, REDESIGN] = None,
@@ -77,15 +77,16 @@ def design(
 
     score: minus the mean log-probability of the designed residues, without bias, in the order in which they were
     decided (masked samplers: in a random order); a tie counts once. recovery: the share of designed residues that equal
-    those of the file. A colon separates chains. --score: sequence i has the order of design i, from 0.
+    those of the file. A colon separates chains. --score: sequence i has the order of design i, from 0; without --seed
+    the orders, and so the scores, differ from run to run.
     """
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
     bias_of(bias)
-    texts = None if score is None else read_sequences(score)
-    if texts is not None and designs != 1:
-        raise ValueError(f"--designs {designs} does not work with --score: leave it out")
-    designs = designs if texts is None else len(texts)
+    records = None if score is None else read_sequences(score)
+    if records is not None and num_designs != 1:
+        raise ValueError(f"--designs {num_designs} does not work with --score: leave it out")
+    designs = num_designs if records is None else len(records)
     seed = secrets.randbelow(2**31) if shared["seed"] is None else shared["seed"]
     options.FIELDS["seed"].metadata["check"]("--seed", seed)
     files: list[Path] = []
@@ -113,6 +114,7 @@ def design(
             for file_index, file in enumerate(files):
                 try:
                     structure = set_membrane(read_structure(file), buried, interface, transmembrane)
+                    texts = None if records is None else [check_sequence(structure, *record) for record in records]
                     model = load(structure, rules=make_rules(structure, bias, omit, tie, homo_oligomer))
                     load = model.on
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
@@ -152,20 +154,16 @@ def design_batch(
 
     import paradec
     from paradec.core import orders
-    from paradec.core.orders import draws_from_keys
 
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
-    order_groups = orders.create("raster" if order == "chain" else "random").groups(
-        1, len(prompt) - 1, draws_from_keys(keys)
-    )
-    ranks = order_groups.order.tolist()
+    order_kind = orders.create("raster" if order == "chain" else "random")
+    ranks = order_kind.groups(1, len(prompt) - 1, orders.draws_from_keys(keys)).order.tolist()
     if texts is None:
         request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
         out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
         scores, sequences = model.score(prompt, out.sequences, ranks).neg().tolist(), model.letters(out.sequences)
     else:
-        scores = model.score(prompt, texts, ranks).neg().tolist()
-        sequences = [text.replace(":", "").upper() for text in texts]
+        scores, sequences = model.score(prompt, texts, ranks).neg().tolist(), texts
     structure, columns = model.structures[0], model.columns[0].by_residue.tolist()
     designed = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
     entries = []
@@ -177,21 +175,24 @@ def design_batch(
     return entries
 
 
-def read_sequences(source: str) -> list[str]:
-    """Read the sequences of `--score`. Raises ValueError for a file that is not FASTA, or no sequence."""
-    if not os.path.isfile(source):
-        if not source.replace(":", "").isalpha():
-            raise ValueError(f"--score {source!r} is neither a file nor a sequence")
-        return [source]
-    sequences: list[str] = []
-    for _, line in number_lines(read_text(source)):
-        if line.startswith(">"):
-            sequences.append("")
-        elif sequences:
-            sequences[-1] += line.strip()
-    if not sequences or not all(sequences):
-        raise ValueError(f"--score {source!r} must be FASTA: lines of names with >, and a sequence after each")
-    return sequences
+def read_sequences(source: str) -> list[tuple[str, str]]:
+    """Read the names and sequences of `--score`. Raises ValueError for a file that is not FASTA, or no sequence."""
+    if os.path.isfile(source):
+        return read_fasta(source)
+    if not re.sub("[:/]", "", source).isalpha():
+        raise ValueError(f"--score {source!r} is neither a file nor a sequence, with a colon between chains")
+    return [(source, source)]
+
+
+def check_sequence(structure: Structure, name: str, sequence: str) -> str:
+    """The letters of all chains. Raises ValueError unless there is one for each residue. name: of the record."""
+    letters = re.sub("[:/]", "", sequence).upper()  # ProteinMPNN writes "/" between chains
+    if len(letters) != len(structure):
+        raise ValueError(
+            f"--score {short_repr(name)} has {len(letters)} letters; {structure.name} has {len(structure)} residues: "
+            "write all chains in one sequence, with a colon between them"
+        )
+    return letters
 
 
 def bias_of(text: str | None) -> dict[str, float]:

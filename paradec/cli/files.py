@@ -25,7 +25,7 @@ from paradec.cli import options, show
 from paradec.cli.work import Work, complete_row_indices, decode_in_batches
 from paradec.core.checks import check_text, short_repr
 from paradec.core.interrupts import EXIT_CODE, hold_interrupt, restore_interrupt
-from paradec.core.text_files import decode_utf8, json_bytes, number_lines, parse_json, read_text, write_bytes
+from paradec.core.text_files import decode_utf8, json_bytes, number_prompts, parse_json, write_bytes
 from paradec.core.version import DRAWS
 from paradec.request import Request
 
@@ -283,7 +283,7 @@ def read_lines(path: Path) -> list[Line]:
     """Read a file of prompts, one per line; .jsonl files have JSON lines. Blank lines are skipped; a line that is not a
     prompt gets an error. Raises ValueError for a file without text or prompts."""
     try:
-        numbered_lines = number_lines(read_text(path))
+        numbered_lines = number_prompts(path)
     except ValueError as error:
         raise ValueError(f"--in {error}") from None
     if not numbered_lines:
@@ -305,7 +305,8 @@ def _read_line(number: int, text: str) -> Line:
     chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
     if not isinstance(prompt, str) and not chat:
         message = '"prompt" must be a text, or "messages" a list of {"role", "content"}'
-        fields = "" if prompt is not None else f"; the line has {', '.join(map(repr, data)) or 'no field'}"
+        names = ", ".join(map(repr, data)) or "no field"
+        fields = "" if prompt is not None else f'; the line has {names}: rename the one with the text to "prompt"'
         return Line(number, None, name, message + fields)
     try:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))

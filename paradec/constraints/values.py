@@ -308,19 +308,19 @@ def constraint_of(name: str, value: Any) -> Any:
     Raises ValueError or TypeError for anything else.
     """
     if isinstance(value, (list, tuple)):
-        return tuple(one_constraint(name, entry) for entry in value)
+        return tuple(one_constraint(name, entry, value) for entry in value)
     return one_constraint(name, value)
 
 
-def one_constraint(name: str, value: Any) -> Constraint | None:
-    """Read one constraint, or None. Raises ValueError or TypeError for anything else."""
+def one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | None:
+    """Read one constraint, or None. Raises ValueError or TypeError for anything else. holes: the list with `value`."""
     if value is None or isinstance(value, Constraint):
         return value
     if hasattr(value, "model_json_schema") or isinstance(value, Mapping) and "type" in value:
         return JsonSchema(value)
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}={short_repr(value)} must be paradec.Choice([...]), paradec.Regex, paradec.JsonSchema, "
+            f"{name}={short_repr(holes or value)} must be paradec.Choice([...]), paradec.Regex, paradec.JsonSchema, "
             "paradec.Grammar, a pydantic class or a JSON schema with a type; for holes a list of these and None"
         )
     classes = {"regex": Regex, "choice": Choice, "json_schema": JsonSchema, "grammar": Grammar}

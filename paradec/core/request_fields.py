@@ -99,15 +99,17 @@ def field_data(name: str, value: Any, is_live: bool) -> Any:
     return data
 
 
-def unknown_argument_error(name: str, allowed: Collection[str], sampler: Any = None) -> TypeError:
+def unknown_argument_error(
+    name: str, allowed: Collection[str], sampler: Any = None, default_sampler: Any = None
+) -> TypeError:
     """Make the error for a name that is not in `allowed`. sampler: the request's, as a text or an object."""
-    if (hint := argument_hint(name, allowed, sampler)) is not None:
+    if (hint := argument_hint(name, allowed, sampler, default_sampler)) is not None:
         return TypeError(f"unknown argument: {name!r}; {hint}")
     return TypeError(unknown_name("argument", name, allowed))
 
 
-def argument_hint(name: str, allowed: Collection[str], sampler: Any = None) -> str | None:
-    """Advice for an argument of another library or of a sampler; None for other names."""
+def argument_hint(name: str, allowed: Collection[str], sampler: Any = None, default_sampler: Any = None) -> str | None:
+    """Advice for an argument of another library or of a sampler; None for other names. default_sampler: the model's."""
     for field, other_names in REQUEST_FIELDS.items():
         if name in other_names and field in allowed:
             # the public code of text models defines cfg_scale as s - 1; that of image models varies
@@ -123,7 +125,7 @@ def argument_hint(name: str, allowed: Collection[str], sampler: Any = None) -> s
     if isinstance(method, str) and method in registry and owners and method not in owners:
         settings = ", ".join(registry.get(method).settings()) or "none"
         return f"settings of sampler {method!r}: {settings}; {name!r} is a setting of {', '.join(owners)}"
-    for key in (method, name, *owners):  # without a request's sampler, one of this name first
+    for key in (method, default_sampler, name, *owners):  # without these samplers, one of this name first
         if key in owners:
             return f"it is a setting of a sampler: sampler=paradec.samplers.create({key!r}, {name}=...)"
     return None

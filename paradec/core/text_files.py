@@ -39,10 +39,33 @@ def number_lines(text: str) -> list[tuple[int, str]]:
     return [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
+def number_prompts(file: str | os.PathLike[str]) -> list[tuple[int, str]]:
+    """List the lines of a file of prompts as `number_lines`. Raises ValueError for a table, and as `read_text`."""
+    if Path(file).suffix.lower() in (".csv", ".tsv"):
+        way = 'df.rename(columns={"text": "prompt"})[["prompt"]].to_json("t.jsonl",orient="records",lines=True)'
+        raise ValueError(
+            f'{os.fspath(file)!r} is a table: write .jsonl, an object with a "prompt" per line; with pandas: {way}'
+        )
+    return number_lines(read_text(file))
+
+
+def read_fasta(file: str | os.PathLike[str]) -> list[tuple[str, str]]:
+    """Read the names (lines with ">") and sequences of a FASTA file. Raises ValueError for a file of another form."""
+    records: list[tuple[str, str]] = []
+    for _, line in number_lines(read_text(file)):
+        if line.startswith(">"):
+            records.append((line, ""))
+        elif records:
+            records[-1] = (records[-1][0], records[-1][1] + line.strip())
+    if not records or not all(sequence for _, sequence in records):
+        raise ValueError(f"{os.fspath(file)!r} must be FASTA: lines of names with >, and a sequence after each")
+    return records
+
+
 def read_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T]:
-    """Apply `read` to each line of a file that is not blank; ValueErrors name the line."""
+    """Apply `read` to each line of a file of prompts; ValueErrors name the line."""
     values = []
-    for number, line in number_lines(read_text(file)):
+    for number, line in number_prompts(file):
         try:
             values.append(read(line))
         except ValueError as error:

@@ -280,7 +280,8 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         right.append(
             {"q": draw.choices("xyz", weights)[0], "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)}
         )
-    fitted = paradec.fit_temperature(decided, right)
+    with pytest.warns(UserWarning, match="'score' is at its limit, 1000"):
+        fitted = paradec.fit_temperature(decided, right)
 
     def loss(name: str, temperature: float) -> float:
         total = 0.0
@@ -301,6 +302,7 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         with pytest.raises(ValueError, match=message):
             paradec.fit_temperature(decided, [wrong] * 60)
     refuses(lambda: paradec.fit_temperature(decided, [{}]), "60 results")
+    refuses(lambda: paradec.fit_temperature(decided, ["a"] * 60), "a mapping for each result", TypeError)
 
 
 @pytest.mark.parametrize("name", case_names("decide"))

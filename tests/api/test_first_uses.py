@@ -58,6 +58,12 @@ def model() -> Any:
             _generate(sampler=ENTROPY, threshold=1), "'entropy': alg_temp, eps; 'threshold' is a", id="object"
         ),
         pytest.param(_generate(use_cache=True), 'cache="prefix"', id="use_cache"),
+        pytest.param(_generate(constraint=["yes", "no"]), "['yes', 'no'] must be paradec.Choice", id="texts"),
+        pytest.param(
+            lambda _: paradec.generate_images(paradec.load(CODES), class_labels=1, window=1),
+            "create('sjd'",
+            id="window",
+        ),
         pytest.param(_generate(dual_cache=True), 'cache="dual"', id="dual_cache"),
         pytest.param(_generate(if_cache_position=True), 'cache="dual"', id="if_cache_position"),
         pytest.param(_generate(mask_id=3), "load(..., mask_token_id=", id="mask_id"),
@@ -92,7 +98,9 @@ def model() -> Any:
         pytest.param(lambda _: paradec.Span(["red", "blue"]), 'write texts=["', id="texts of a Span"),
         pytest.param(lambda _: paradec.Pick(["red", "blue"]), 'write options=["', id="options of a Pick"),
         pytest.param(
-            _generate(sampler="freedave", repetition_penalty=1.2), "which drafts steps ahead", id="penalty of freedave"
+            _generate(sampler="freedave", repetition_penalty=1.2),
+            "which drafts several steps",
+            id="penalty of freedave",
         ),
         pytest.param(_generate(constraint=paradec.Regex("yes|no")), "words (ant, apple,", id="words of a pattern"),
         pytest.param(

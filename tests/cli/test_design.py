@@ -86,8 +86,8 @@ def test_files_in_the_wrong_place_are_named(small: Path) -> None:
     assert "weights.txt is not a structure" in run(WEIGHTS, _text(small.parent / "weights.txt")).stderr
 
 
-def _text(file: Path) -> Path:
-    file.write_text("no structure\n", encoding="utf-8")
+def _text(file: Path, text: str = "no structure\n") -> Path:
+    file.write_text(text, encoding="utf-8")
     return file
 
 
@@ -180,11 +180,14 @@ def test_scores_of_sequences(small: Path, tmp_path: Path) -> None:
     assert scored.stdout.splitlines() == [line.partition(", calls=")[0] for line in designs.stdout.splitlines()]
     sequence = designs.stdout.splitlines()[1]
     entry = json.loads(run(WEIGHTS, small, "--order", "chain", "--score", sequence, "--json").stdout)["designs"][0]
+    slash = run_json(WEIGHTS, small, "--order", "chain", "--score", sequence.replace(":", "/"))
+    assert slash["score"] == entry["score"] and slash["sequence"] == sequence
     model = paradec.load_protein_mpnn(WEIGHTS, small)
     assert entry["score"] == pytest.approx(-float(model.score(model.prompt(), sequence))) and "calls" not in entry
     for arguments, words in (
-        (("--score", "MKT"), "must be a text of 12 letters"),
-        (("--score", "missing.fasta"), "neither a file nor a sequence"),
+        (("--score", "MKT"), "--score 'MKT' has 3 letters; small has 12 residues"),
+        (("--score", _text(tmp_path / "two.fa", ">first\nMQIFVK\n>second\nTLTGKT\n")), "--score '>first' has 6"),
+        (("--score", "missing.fasta"), "neither a file nor a sequence, with a colon between chains"),
         (("--score", small), "must be FASTA"),
         (("--score", sequence, "-n", 2), "--designs 2 does not work"),
     ):

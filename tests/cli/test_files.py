@@ -207,6 +207,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         (("--in", source, "--out", fresh, "Sort: fig"), "leave out a prompt"),
         (("--in", source, "--out", fresh, "--sampler", "wino", "--cache", "dkv_pd"), "dkv_pd"),
         (("--in", prompts(tmp_path, [], "none.jsonl"), "--out", fresh), "has no prompts"),
+        (("--in", prompts(tmp_path, ["text,label"], "table.csv"), "--out", fresh), 'a "prompt" per line; with pandas'),
     ):
         assert message in refused("generate", *arguments), arguments
         assert not fresh.exists()
@@ -303,7 +304,7 @@ def test_logprobs_of_a_file_are_those_of_json(tmp_path: Path) -> None:
 def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out).exit_code == 1
-    assert lines(out)[0]["error"].endswith("the line has 'id', 'text'")
+    assert lines(out)[0]["error"].endswith("'text': rename the one with the text to \"prompt\"")
 
 
 def test_questions_about_every_line(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,11 @@ class ProteinMPNNModel(Opaque):
         for structure in backbones:
             check_type("an entry of structures", structure, Structure)
             _check_membrane(module, structure, name)
-        is_shared = rules is None or isinstance(rules, DesignRules)
+        is_shared = rules is None or isinstance(rules, DesignRules | Mapping)
         rule_list: list[Any] = [rules or DesignRules()] * len(backbones) if is_shared else list(rules)  # type: ignore[arg-type]
         for entry in rule_list:
-            check_type("an entry of rules", entry, DesignRules)
+            way = "" if not isinstance(entry, Mapping) else f": write paradec.DesignRules(**{short_repr(entry)})"
+            check_type("an entry of rules", entry, DesignRules, way)
         if len(rule_list) != len(backbones):
             raise ValueError(
                 f"rules has {len(rule_list)} entries for {len(backbones)} structures; give one, or one for each"
@@ -355,7 +356,7 @@ class ProteinMPNNModel(Opaque):
             if lengths[row] - 1 != len(self.columns[index]):
                 raise ValueError(
                     f"row {row} of a call has {lengths[row] - 1} residues; {self.names[index]} has "
-                    f"{len(self.columns[index])}"
+                    f"{len(self.columns[index])}: make prompts with model.prompt(), and leave max_new_tokens out"
                 )
             indices.append(index)
         if (tokens[:, 1:] >= FIRST_STRUCTURE).any():
@@ -450,6 +451,11 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     with checkpoint_errors(f"{str(path)!r} cannot be read as plain tensors", *kinds):
         data = torch.load(path, map_location="cpu", weights_only=True)
     weights = data.get("model_state_dict") if isinstance(data, dict) else None
+    if isinstance(weights, dict) and "W_torsions.weight" in weights:
+        raise CheckpointError(
+            f"{str(path)!r} predicts side chains, not sequences (ligandmpnn_sc_*): give proteinmpnn_v_48_020.pt or "
+            "another file of docs/proteins.md"
+        )
     if not isinstance(weights, dict) or not isinstance(data.get("num_edges"), int) or data["num_edges"] < 1:
         raise CheckpointError(f"{str(path)!r} does not hold ProteinMPNN: 'model_state_dict' and 'num_edges' are needed")
     check_dtypes(str(path), {name: tensor.dtype for name, tensor in weights.items()})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_int, check_number, short_repr, unknown_name
+from paradec.core.checks import check_int, check_number, check_type, short_repr, unknown_name
 from paradec.models.proteins.structure import LETTERS, Structure
 
 AMINO_ACIDS = LETTERS[:20]
@@ -44,6 +44,8 @@ class DesignRules:
     tie_weights: Sequence[Sequence[float] | None] = ()
 
     def __post_init__(self) -> None:
+        for name in ("bias", "bias_at", "omit_at"):
+            check_type(name, getattr(self, name), Mapping, ", like {'A': -0.5}, {12: {'A': -0.5}} and {12: 'C'}")
         for name, biases in (("bias", self.bias), *((f"bias_at[{key}]", bias) for key, bias in self.bias_at.items())):
             for letter, value in biases.items():
                 _check_letter(name, letter)
@@ -55,11 +57,12 @@ class DesignRules:
             raise ValueError(f"ties={short_repr(self.ties)} must be groups of residues, like [(3, 10)]")
         ties = tuple(tuple(tie) for tie in self.ties)
         residues = [residue for tie in ties for residue in tie]
-        for residue in residues:
+        named_residues = {"ties": residues, "bias_at": self.bias_at, "omit_at": self.omit_at}
+        for name, residue in ((name, residue) for name, group in named_residues.items() for residue in group):
             if isinstance(residue, str):
                 places = f"structure.find_residues({residue!r})"
-                raise ValueError(f"ties={short_repr(residue)} must be a place from 0; {places} returns it")
-            check_int("ties", residue, low=0)
+                raise ValueError(f"{name}={short_repr(residue)} must be a place from 0; {places} returns it")
+            check_int(name, residue, low=0)
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
             raise ValueError(f"ties={short_repr(ties)} name residue {repeated[0]} more than once")
         weights = tuple(self.tie_weights) or (None,) * len(ties)

@@ -394,7 +394,8 @@ class CausalConstraint:
         """Make the constraint of a request. Raises as `MaskedConstraint`."""
         value, facts = state.request.constraint, model.facts
         reasons = {
-            f"{facts.name} is a model of any order": bool(getattr(model, "any_order", False)),
+            f"{facts.name} decides in any order; write load_protein_mpnn(..., rules=paradec.DesignRules(omit="
+            '"C", omit_at={0: "P"})) to exclude letters': bool(getattr(model, "any_order", False)),
             "it is a list for holes, which causal models do not fill": not isinstance(value, Constraint),
             f"sampler {sampler.name!r} accepts tokens that its distribution excludes": not sampler.lossless,
             "early_exit='published' commits tokens that were not verified": (

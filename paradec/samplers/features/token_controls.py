@@ -61,7 +61,12 @@ class TokenControls(Feature):
             raise ValueError(f"{penalty}={value} counts final tokens, and sampler {sampler.name!r} takes tokens back")
         if sampler.family == "draft_verify" and not in_order:
             value = short_repr(getattr(request, active[0]))
-            raise ValueError(f"{active[0]}={value} needs an answer that is written from left to right")
+            is_protein = getattr(model, "reads_order", False)
+            way = '; write load_protein_mpnn(..., rules=paradec.DesignRules(omit="C", bias={"A": -1}))'
+            raise ValueError(
+                f"{active[0]}={value} is for models that write from left to right, and {model.facts.name} decides in "
+                f"any order{way if is_protein else ''}"
+            )
         size = model.facts.vocab_size
         bias = dict(request.logit_bias or ())
         for token in bias:
@@ -157,7 +162,7 @@ def _read_words(words: Sequence[Any], model: Any) -> list[list[int]]:
                 f"bad_words={short_repr(word)} needs a tokenizer, and {model.facts.name} has none; give ids"
             )
         for text in (word, f" {word.lstrip()}"):
-            sequences[tuple(model.tokenizer.encode(text, add_special_tokens=False))] = None
+            sequences[tuple(model.tokenizer(text, add_special_tokens=False)["input_ids"])] = None
     for token in (token for sequence in sequences for token in sequence):
         check_int("bad_words", token, low=0, high=model.facts.vocab_size - 1)
     return [list(sequence) for sequence in sequences if sequence]

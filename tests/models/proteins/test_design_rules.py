@@ -237,7 +237,10 @@ def test_copies() -> None:
         ({"ties": [3, 10]}, ValueError, r"ties=.* must be groups"),
         ({"ties": "A4=A11"}, ValueError, r"ties='A4=A11' must be groups"),
         ({"ties": [(0.5, 1)]}, (ValueError, TypeError), "ties=0.5 must be"),
+        ({"omit_at": {"A1": "A"}}, ValueError, r"omit_at='A1' .*find_residues\('A1'\)"),
+        ({"bias_at": {"A1": {"A": 1}}}, ValueError, r"bias_at='A1' .*find_residues\('A1'\)"),
+        ({"omit_at": "A1"}, TypeError, "omit_at must be a Mapping"),
     ],
 )
 def test_invalid_rules_are_refused(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
-    refuses(lambda: model.on(dimer(), DesignRules(**rules)), words, error)
+    refuses(lambda: (DesignRules(**rules), model.on(dimer(), DesignRules(**rules))), words, error)

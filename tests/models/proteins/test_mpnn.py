@@ -277,6 +277,7 @@ def test_other_weight_files_are_refused(tmp_path: Path) -> None:
 
     refused("missing weights: W_out.bias", **{"W_out.bias": None})
     refused("unexpected weights: features.extra.weight", **{"features.extra.weight": torch.ones(2)})
+    refused("predicts side chains", **{"W_torsions.weight": torch.ones(2)})
     refused("mismatched weights: W_s.weight", **{"W_s.weight": torch.ones(20, 8)})
     refused("W_out.bias is int64", **{"W_out.bias": torch.ones(21, dtype=torch.int64)})
 
@@ -419,6 +420,17 @@ def test_default_sampler_and_errors_of_rows() -> None:
     assert "reversed range" in message(structure.find_residues, "A9-A5")
     assert "find_residues('A1')" in message(paradec.DesignRules, ties=[("A1", "A3")])
     tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
+    for rules in ({"omit": "C"}, [{"omit": "C"}]):
+        assert "DesignRules(**{'omit': 'C'})" in message(model.on, structure, rules)
+    for words, wrong in (
+        ("create('jacobi', window=", {"window": 1}),
+        ('DesignRules(omit="C"', {"bad_words": ["C"]}),
+        ('DesignRules(omit="C"', {"constraint": paradec.Regex("C+")}),
+    ):
+        assert words in message(paradec.generate, model, row, **wrong)
+    assert "C" not in paradec.generate(model, row, sampler="margin", bad_words=["C"]).text
+    both = model.on([structure, piece(0, 20, "long")])
+    assert "leave max_new_tokens out" in message(paradec.generate, both, row, max_new_tokens=5)
     assert "redesign all of a tie" in message(tied.prompt, redesign="A1")
     assert "model.letters(out.sequences)" in message(structure.by_chain, "M" * (len(structure) - 1))
     assert "decide takes text models" in message(paradec.decide, model, "x", {"q": paradec.YesNo("?")})
