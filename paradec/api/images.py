@@ -327,7 +327,7 @@ def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any
 def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, Tensor | None]:
     """Read the output of a state, without pictures, and the latent of the pictures (None if one is incomplete)."""
     answers = model.read(state, grid)
-    latent = model.latent(answers.tokens, grid) if answers.whole else None
+    latent = model.latent(answers.tokens, grid) if answers.is_complete else None
     nfe, row_forwards, forwarded, _ = state.counts
     if state.trace is not None:
         state.trace.grid = (grid.height, grid.width)

@@ -33,14 +33,14 @@ language model."""
 
 
 def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless `model` is of a kind in `allowed` (names of `MODELS`). The model's `check_user(user)`, if
+    """Raise TypeError unless `model` is of a kind in `allowed` (names of `MODELS`). The model's `check_use(user)`, if
     any, may raise too. user: for messages."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
         kind = "text"
     if kind in allowed:
-        if hasattr(model, "check_user"):
-            model.check_user(user)
+        if hasattr(model, "check_use"):
+            model.check_use(user)
         return
     kinds = [MODELS[name][0] if name in MODELS else f"a model that makes {name!r}" for name in allowed]
     raise wrong_model_error(user, model, " or ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds))

@@ -61,7 +61,7 @@ def with_extras(function: Any) -> Any:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        thread.attended.value = True  # the adapter checks that the model calls this
+        thread.attention_flag.value = True  # the adapter checks that the model calls this
         _check_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
             attention_mask = None  # `SEE_ALL`, or a single key

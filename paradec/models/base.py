@@ -15,7 +15,7 @@ from paradec.core.checks import MODELS
 from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.core.weights import WeightsLock, get_lock
-from paradec.models.saving import Published, plan_writes, save
+from paradec.models.saving import PublishedCheckpoint, plan_writes, save
 
 
 class Adapter:
@@ -42,7 +42,7 @@ class Adapter:
         """Undo the adapter's changes to the module, except its evaluation mode, and return it."""
         return self.module
 
-    def evaluating(self) -> torch.no_grad:
+    def evaluation_context(self) -> torch.no_grad:
         """A context without gradients. Raises RuntimeError where the module is in training mode."""
         if self.module.training:
             raise RuntimeError(
@@ -90,7 +90,7 @@ class Model(Adapter):
     in any order (`AnyOrderQuery`)."""
     first_position: int = 0
     """For any-order models: the position that index 0 of a request's order means."""
-    published: Published | None = None
+    published: PublishedCheckpoint | None = None
     """The checkpoint's files as `load` read them, for `save_pretrained`."""
     own_drafts: Any = None
     """How the model drafts for itself (`paradec.models.own_drafts.OwnDrafts`); None if it does not."""
@@ -182,7 +182,7 @@ class Model(Adapter):
         """Compute logits [R, W, V] of the query's `wanted` columns ([R, Q, V] if None), in the module's dtype."""
         if isinstance(query, str):
             self.generate(query)
-        with self.evaluating():
+        with self.evaluation_context():
             return self.evaluate(query, store)
 
     def generate(self, *prompts: Any, **request: Any) -> NoReturn:

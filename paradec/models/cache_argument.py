@@ -34,7 +34,7 @@ def _find_argument(cls: type) -> str | None:
     return None
 
 
-class Attended:
+class AttentionFlag:
     """A flag that the attention functions of `paradec.models.attention` set when they run."""
 
     value = False
@@ -42,8 +42,8 @@ class Attended:
 
 class _Thread(threading.local):
     def __init__(self) -> None:  # runs once per thread; torch.compile does not guard class attributes
-        self.attended = Attended()
+        self.attention_flag = AttentionFlag()
 
 
 thread = _Thread()
-"""The current thread's flag (`thread.attended`)."""
+"""The current thread's flag (`thread.attention_flag`)."""

@@ -1,4 +1,4 @@
-"""Causal language models in transformers' format, and GGUF files. End and padding ids are those of their `generate`."""
+"""Causal language models in transformers' format, and GGUF files. End and padding ids are `generate`'s."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paradec.models.wrapping import CAUSAL_HEADS, default_attention, generation_
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 COMPUTED = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-"""Endings of the names of stored tensors that modules compute for themselves."""
+"""Endings of the names of stored tensors that are not read, because modules compute them."""
 GGUF_ENDING = ".gguf"
 
 
@@ -52,9 +52,9 @@ def load_causal(
     """Load a causal language model, as `load` does. Raises CheckpointError for files that are missing, wrong, or of
     another kind.
 
-    config: config.json; {} for a GGUF file, which contains one.
+    config: config.json; {} for a GGUF file, whose header replaces it.
     gguf: the GGUF file in `source`.
-    tokenizer: instead of the checkpoint's.
+    tokenizer: replaces the checkpoint's.
     options: for `from_pretrained`."""
     import transformers
 
@@ -79,7 +79,7 @@ def load_causal(
         is_quantised(source, config)
         headers = read_weight_headers(source, revision)
         check_stored_dtypes(source, config, revision)
-    if dtype == torch.float64:  # their kernels have no float64
+    if dtype == torch.float64:  # the kernels of experts have no float64
         hf_config._experts_implementation = "eager"
     if attn_implementation.removeprefix("paradec_") == "eager":
         options["attn_implementation"] = "eager"
@@ -90,11 +90,13 @@ def load_causal(
             _scale_angles(gguf, hf_config)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
-    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # other ImportErrors are about a device_map
+    kinds = (
+        (ImportError, ValueError) if quantised else (ValueError,)
+    )  # without quantisation, an ImportError is about a device_map
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
         module = read_module(cls, source, **options).eval()
     if gguf is not None:
-        # the weights of a quantised file became plain numbers: let transformers save them
+        # the weights of a quantised file are plain numbers now: let transformers save them
         if all(parameter.is_floating_point() for parameter in module.parameters()):
             for name in ("hf_quantizer", "is_quantized", "quantization_method"):
                 module.__dict__.pop(name, None)
@@ -125,7 +127,7 @@ def _causal_class_name(config: Mapping[str, Any]) -> str | None:
 
 
 def _select_class(source: str, config: Mapping[str, Any]) -> Any:
-    """The class of transformers for a config.json. Raises CheckpointError for another class, or a masked model."""
+    """The class of transformers for a config.json. Raises CheckpointError for an unknown class, or a masked model."""
     import transformers
 
     expected = _causal_class_name(config)
@@ -137,8 +139,10 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
     architecture = config.get("architectures") or [expected]
     architecture = architecture[0] if isinstance(architecture, list) else architecture
     if not isinstance(architecture, str) or architecture.lower() != expected.lower():
-        is_known = isinstance(architecture, str) and hasattr(transformers, architecture)
-        problem = f"is not {expected}, which predicts the next token" if is_known else "is not a class of transformers"
+        is_transformers = isinstance(architecture, str) and hasattr(transformers, architecture)
+        problem = "is not a class of transformers"
+        if is_transformers:
+            problem = f"is not {expected}, which predicts the next token"
         raise CheckpointError(
             f"config.json of {source!r}: model_type={config['model_type']!r} with "
             f"architectures=[{short_repr(architecture)}], which {problem}; load it with the code that it comes from "
@@ -147,8 +151,7 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
     if config.get("mask_token_id") is not None:
         raise CheckpointError(
             f"config.json of {source!r}: mask_token_id={short_repr(config['mask_token_id'])} means a masked model; "
-            "load it with transformers and give it to paradec.wrap with the prediction and topology that it was "
-            "trained for"
+            "load it with transformers and give it to paradec.wrap with the prediction and topology of its training"
         )
     return getattr(transformers, expected)
 
@@ -157,8 +160,8 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
 
 
 def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """The folder or repository, and the GGUF file in it ("folder/file.gguf", "owner/repository/file.gguf"). Raises
-    CheckpointError for another ending, or two files."""
+    """Split "folder/file.gguf" or "owner/repository/file.gguf" into the folder or repository and the file. The file is
+    `gguf_file`, or None, for other sources. Raises CheckpointError for a wrong ending, or two files."""
     if gguf_file is not None and (not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF_ENDING)):
         raise CheckpointError(
             f"gguf_file={short_repr(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}"
@@ -182,14 +185,14 @@ def _check_architecture(gguf: GgufFile) -> None:
     known = {re.sub("[-_]", "", name) for name in supported}  # "qwen2moe", "qwen2_moe"
     if re.sub("[-_]", "", gguf.architecture) not in known:
         raise CheckpointError(
-            f"{gguf.path!r} holds {gguf.architecture!r}, which load does not read from GGUF; it reads "
+            f"{gguf.path!r} holds {gguf.architecture!r}, which load cannot read from GGUF; it reads "
             f"{', '.join((*GGUF_MASKED, *supported))}"
         )
 
 
 def _scale_angles(gguf: GgufFile, config: Any) -> None:
-    """Set the scaling of the rotary angles from the stored factors, which transformers does not read. Raises
-    CheckpointError unless they are those of Llama 3.1 and later releases."""
+    """Set the scaling of the rotary angles in `config`: transformers does not read the stored factors. Raises
+    CheckpointError unless the factors are those of Llama 3.1 and later releases."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     factors, theta = gguf.tensors[ROPE_FACTORS][...], config.rope_parameters["rope_theta"]
@@ -202,8 +205,7 @@ def _scale_angles(gguf: GgufFile, config: Any) -> None:
         raise CheckpointError(f"{gguf.path!r} holds {ROPE_FACTORS}, which are not the factors of {scaling}")
 
 
-# ---- heads for multi-token prediction, which `load` leaves to `load_drafter` ---------------------------------------
-
+# ---- heads for multi-token prediction, which `load_drafter` reads ---------------------------------------------------
 
 MTP_NAME = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<mtp_layer>\d+)|mtp(?:\.layers\.(?P<mtp_inner>\d+))?)\."
@@ -216,23 +218,23 @@ MTP_PARTS = {
     **{"eh_proj": "eh_proj", "fc": "eh_proj", "input_proj": "eh_proj"},
     **{"shared_head.norm": "norm", "norm": "norm", "final_layernorm": "norm"},
 }
-"""Parts of a head besides its decoder layer: published names -> ours."""
+"""Parts of a head besides its decoder layer: published names -> names in `paradec.models.mtp`."""
 MTP_SHARED = ("embed_tokens", "shared_head.head")
 MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Fields of config.json for the number of heads."""
 
 
 class MtpWeights(NamedTuple):
-    renamed: dict[str, str]
-    """The checkpoint's names -> those of `paradec.models.mtp`."""
+    module_names: dict[str, str]
+    """The checkpoint's names -> names in `paradec.models.mtp`."""
     prefixes: tuple[str, ...]
     """Prefixes of the heads' names in the checkpoint, including copies of the model's weights."""
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """Find the heads' weights by their names. A layer after the model's is a head if config.json counts it as one."""
+    """Find the heads' weights by their names. A layer after the model's layers is a head if config.json counts it."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
-    renamed, prefixes = {}, set()
+    module_names, prefixes = {}, set()
     for name in names:
         match = MTP_NAME.match(name)
         if match is None:
@@ -245,19 +247,16 @@ def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWe
                 continue
             index = int(match["layer"]) - num_layers
         prefixes.add(match.group())
-        module_name, _, parameter_name = name[match.end() :].rpartition(".")
-        if module_name not in MTP_SHARED:
-            target = (
-                f"block.{module_name}"
-                if module_name not in MTP_PARTS or match["mtp_inner"] is not None
-                else MTP_PARTS[module_name]
-            )
-            renamed[name] = f"layers.{index}.{target}.{parameter_name}"
-    return MtpWeights(renamed, tuple(sorted(prefixes)))
+        part, _, parameter_name = name[match.end() :].rpartition(".")
+        if part not in MTP_SHARED:
+            is_in_block = part not in MTP_PARTS or match["mtp_inner"] is not None
+            target = f"block.{part}" if is_in_block else MTP_PARTS[part]
+            module_names[name] = f"layers.{index}.{target}.{parameter_name}"
+    return MtpWeights(module_names, tuple(sorted(prefixes)))
 
 
 def count_mtp_layers(config: Mapping[str, Any]) -> int:
-    """The number of heads that config.json states, 0 if none. Raises CheckpointError for anything but a count."""
+    """The number of heads in config.json, 0 if it has no such field. Raises CheckpointError for an invalid number."""
     name = next((name for name in MTP_COUNTS if config.get(name) is not None), "")
     value = config.get(name, 0)
     with checkpoint_errors("config.json"):

@@ -75,8 +75,8 @@ class Decoder(Model):
         mask = self._visible(query, store)
         if mask is None and self._has_paradec_attention:
             mask = SEE_ALL
-        attended = thread.attended
-        attended.value = False
+        flag = thread.attention_flag
+        flag.value = False
         logits = self._evaluate(
             query,
             input_ids=query.tokens,
@@ -85,7 +85,7 @@ class Decoder(Model):
             use_cache=store is not None,
             **arguments,
         )
-        if self._has_paradec_attention and not attended.value:
+        if self._has_paradec_attention and not flag.value:
             raise RuntimeError(
                 f"{self.facts.name} does not attend through transformers' AttentionInterface, and cannot be evaluated "
                 f"with topology={self.facts.topology!r}"

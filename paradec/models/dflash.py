@@ -124,7 +124,7 @@ class DFlashDrafter(FeatureDrafter):
             num_context = features.shape[1]
             cache = store.bind(query)
             output = self.module(
-                noise_embeds=self._embedded(query.tokens[:, num_context:]).to(self.device, self.dtype),
+                noise_embeds=self._embed(query.tokens[:, num_context:]).to(self.device, self.dtype),
                 context_hidden_states=features.to(self.device, self.dtype),
                 attention_mask=self._masks(query, store, num_context),
                 position_ids=query.positions,
@@ -138,7 +138,7 @@ class DFlashDrafter(FeatureDrafter):
         cap = self.settings.cap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def _embed(self, ids: Tensor) -> Tensor:
         """Embeddings [R, Q, D] of ids [R, Q]."""
         get_embeddings = getattr(self.base.module, "get_input_embeddings", None)
         if self.settings.raw or get_embeddings is None:

@@ -119,7 +119,7 @@ class MarkovWalk:
         inputs = torch.cat((state, embedded), -1) if head.proj.in_features > state.shape[-1] else state
         return head.proj(inputs)[: len(previous), 0]
 
-    def drafted_logits(self, slot: int, previous: Tensor) -> Tensor:
+    def draft_logits(self, slot: int, previous: Tensor) -> Tensor:
         """Logits [R, Vd] of a slot, over the drafter's vocabulary. Slots must be called in order."""
         logits, head = self.base_logits[:, slot], self.drafter.module.markov_head
         if head is not None:
@@ -129,7 +129,7 @@ class MarkovWalk:
 
     def logits(self, slot: int, previous: Tensor) -> Tensor:
         """Logits [R, V] of a slot after the tokens `previous` [R]; minus infinity for tokens that the drafter lacks."""
-        return self.drafter.expand_logits(self.drafted_logits(slot, previous))
+        return self.drafter.expand_logits(self.draft_logits(slot, previous))
 
 
 class DSparkDrafter(WalkDrafter):
@@ -153,9 +153,9 @@ class DSparkDrafter(WalkDrafter):
             return super().logits(states)
         return self.module.lm_head(states).to(self.base.dtype)
 
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def _embed(self, ids: Tensor) -> Tensor:
         table = self.module.embed_tokens
-        return super()._embedded(ids) if table is None else table(ids)
+        return super()._embed(ids) if table is None else table(ids)
 
 
 def load_dspark(

@@ -31,7 +31,7 @@ from paradec.models.family import Family, read_block_length, read_facts, read_to
 from paradec.models.gguf import SHIFT, GgufFile
 from paradec.models.lora import LoRA
 from paradec.models.rotary import replace_base
-from paradec.models.saving import Published, check_weights
+from paradec.models.saving import PublishedCheckpoint, check_weights
 from paradec.models.text import dream, llada, llada2, llada_moe, nemotron_diffusion, rnd1, sdar, stable_diffcoder
 from paradec.models.wrapping import default_attention, registered_attention
 
@@ -151,7 +151,7 @@ def load_masked(
     )
     model.own_drafts = drafts
     location = os.path.abspath(source) if os.path.isdir(source) else source
-    model.published = Published(location, family, config, generation, names)
+    model.published = PublishedCheckpoint(location, family, config, generation, names)
     return model
 
 

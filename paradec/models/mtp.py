@@ -38,7 +38,7 @@ from paradec.models.drafter import FeatureDrafter, check_base
 from paradec.models.layers import decoder_layers, require_decoder_layers
 from paradec.models.saving import file_weights
 
-SAME = (
+MATCHING_FIELDS = (
     *("hidden_size", "vocab_size", "model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta"),
 )
@@ -46,14 +46,14 @@ SAME = (
 
 
 class MtpLayer(nn.Module):
-    """One head. like_layer: index of the model's layer whose form its block has. index: of the head."""
+    """One head. template_layer: index of the model's layer whose form its block has. index: of the head."""
 
-    def __init__(self, config: Any, layer_class: Any, norm_class: Any, like_layer: int, index: int):
+    def __init__(self, config: Any, layer_class: Any, norm_class: Any, template_layer: int, index: int):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm, self.norm = (norm_class(width, eps=eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = layer_class(config, like_layer)
+        self.block = layer_class(config, template_layer)
         for part in self.block.modules():
             if hasattr(part, "layer_idx"):
                 part.layer_idx = index  # its layer in the store
@@ -155,8 +155,8 @@ def load_mtp(
     check_mtp_base(base)
     _check_config(source, config, base)
     headers = read_weight_headers(source, revision)
-    weights = find_mtp_weights(headers, config)
-    count = 1 + max((int(module_name.split(".")[1]) for module_name in weights.renamed.values()), default=-1)
+    names = find_mtp_weights(headers, config).module_names
+    count = 1 + max((int(module_name.split(".")[1]) for module_name in names.values()), default=-1)
     num_stated = count_mtp_layers(config)
     if not count:
         raise CheckpointError(
@@ -165,12 +165,12 @@ def load_mtp(
         )
     if num_stated not in (0, count):
         raise CheckpointError(f"config.json of {source!r} states {num_stated} MTP layers; the weights have {count}")
-    check_dtypes(source, {name: headers[name].dtype for name in weights.renamed})
+    check_dtypes(source, {name: headers[name].dtype for name in names})
     with torch.device("meta"):
-        module = MtpNetwork(base, min(count, len(headers)), any(".input_proj." in name for name in weights.renamed))
+        module = MtpNetwork(base, min(count, len(headers)), any(".input_proj." in name for name in names))
     check_fit(
         _weight_slots(module),
-        {module_name: headers[name] for name, module_name in weights.renamed.items()},
+        {module_name: headers[name] for name, module_name in names.items()},
         f"{source} (MTP)",
         "config.json",
     )
@@ -185,8 +185,8 @@ def load_mtp(
             setattr(part, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
     module = module.to_empty(device=base.device).requires_grad_(False)
     slots = _weight_slots(module)
-    for name, tensor in read_tensors(source, list(weights.renamed), revision).items():
-        slots[weights.renamed[name]].copy_(tensor)
+    for name, tensor in read_tensors(source, list(names), revision).items():
+        slots[names[name]].copy_(tensor)
     return MtpDrafter(module, base, f"{os.path.basename(source.rstrip('/')) or source} (MTP)")
 
 
@@ -201,7 +201,7 @@ def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
     sizes = check_object(name, config.get(name, config), f"config.json of {source!r}")
     base_sizes = base.text_config.to_dict()
     sizes, base_sizes = ({**(fields.get("rope_parameters") or {}), **fields} for fields in (sizes, base_sizes))
-    for name in SAME:
+    for name in MATCHING_FIELDS:
         size = sizes.get(name)
         if None not in (size, base_sizes.get(name)) and size != base_sizes[name]:
             raise CheckpointError(

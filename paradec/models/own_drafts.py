@@ -47,7 +47,7 @@ class DraftAdapter:
             shutil.copyfile(file, folder / file.name)
 
     @contextmanager
-    def applied_to(self, module: nn.Module) -> Iterator[None]:
+    def apply_to(self, module: nn.Module) -> Iterator[None]:
         """A context in which the module's layers add the products."""
         with ExitStack() as hooks:
             for name, product in self.products.items():

@@ -36,7 +36,7 @@ from paradec.models.family import Family, read_end_ids
 
 SAVED_CLASSES = ("ForCausalLM", "ForMaskedLM", "ForBlockDiffusion")
 """Endings of the names of transformers' classes that `wrap` accepts."""
-REPLACED = re.compile(
+CHECKPOINT_FILES = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|"
     r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.(jinja|json)|additional_chat_templates"
@@ -44,14 +44,14 @@ REPLACED = re.compile(
 """Files of an earlier checkpoint that would be read with the new one."""
 FOREIGN_FILES = ("adapter_config.json", "model_index.json")
 """Files of a folder that is not the checkpoint of one model."""
-DRAFT_PREFIX = ".saving-"
+STAGING_PREFIX = ".saving-"
 DTYPE_CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
 """safetensors' names of torch's dtypes."""
 _replacing_files = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCheckpoint:
     """Facts of the checkpoint that a module was loaded from, for writing it again.
 
     source: the folder or hub repository. config, generation: config.json, and generation_config.json ({} if missing).
@@ -100,7 +100,7 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
             f"{model.facts.name} is not a text model from paradec.load, and {name} is not a causal or masked language "
             "model of transformers. Its format is unknown here: save it with the code that it comes from"
         )
-    with _draft_folder(path) as draft:
+    with _staging_folder(path) as draft:
         module.save_pretrained(draft, max_shard_size=max_shard_size)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(draft)
@@ -130,7 +130,7 @@ def _save_published(
         except ValueError as error:
             raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
     split = _split_shards(sizes, max_shard_size)
-    with _draft_folder(path) as draft:
+    with _staging_folder(path) as draft:
         for file, tensor_names in split.filename_to_tensors.items():
             write_safetensors(draft / file, {name: sizes[name] for name in tensor_names}, _make_reader(module, state))
         if split.is_sharded:
@@ -317,7 +317,7 @@ def _check_experts(source: str, stored_names: Collection[str], state: Mapping[st
             )
 
 
-def published_weights(module: nn.Module, published: Published) -> dict[str, StackedWeight]:
+def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict[str, StackedWeight]:
     """The file's weights by name. Aliases of other tensors are left out unless the file has them. Raises ValueError for
     weights that are not plain numbers."""
     state, names = module.state_dict(), published.names
@@ -448,7 +448,7 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 @contextmanager
-def _draft_folder(folder: Path) -> Iterator[Path]:
+def _staging_folder(folder: Path) -> Iterator[Path]:
     """A draft folder inside `folder` for a new checkpoint, whose files replace the old ones by renames at the end.
 
     An error leaves `folder` unchanged. config.json is moved out first and moved in last: if the process is killed
@@ -456,7 +456,7 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=folder))
+    draft = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
     new_files, old_files = draft / "new", draft / "old"
     try:
         new_files.mkdir()
@@ -481,7 +481,9 @@ def _draft_folder(folder: Path) -> Iterator[Path]:
 def _replace_files(folder: Path, new_files: Path, old_files: Path) -> None:
     """Move the old checkpoint's files to `old_files`, then the new ones in. On an error, move all back."""
     incoming = sorted((path.name for path in new_files.iterdir()), key=lambda name: (name == "config.json", name))
-    outgoing = [path.name for path in folder.iterdir() if path.name in incoming or REPLACED.fullmatch(path.name)]
+    outgoing = [
+        path.name for path in folder.iterdir() if path.name in incoming or CHECKPOINT_FILES.fullmatch(path.name)
+    ]
     try:
         for name in sorted(outgoing, key=lambda name: (name != "config.json", name)):
             os.replace(folder / name, old_files / name)

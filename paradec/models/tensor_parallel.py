@@ -31,14 +31,14 @@ _numbers, _failures = itertools.count(), list[str]()
 class TensorParallelModel:
     """Methods of a model that is spread over processes."""
 
-    def check_user(self: Any, user: str, *_: Any, **__: Any) -> Any:
+    def check_use(self: Any, user: str, *_: Any, **__: Any) -> Any:
         """Raise ValueError for a use that does not run on all ranks together."""
         if user not in ("generate", "infill") and not user.startswith("sampler "):
             raise ValueError(f"{user} does not work with {self.facts.name}, which is spread over processes (tp_plan)")
 
-    update_weights = partialmethod(check_user, "update_weights")
-    save_pretrained = partialmethod(check_user, "save_pretrained")
-    __getstate__ = partialmethod(check_user, "a copy or pickle")
+    update_weights = partialmethod(check_use, "update_weights")
+    save_pretrained = partialmethod(check_use, "save_pretrained")
+    __getstate__ = partialmethod(check_use, "a copy or pickle")
 
     def store_bytes(self: Any, *args: Any) -> int:
         """As in `Decoder`, for this rank's heads."""
@@ -52,7 +52,7 @@ class TensorParallelModel:
             raise RuntimeError("a model that is spread over processes is used by one thread: calls need one order")
         if _failures:
             raise ConnectionError(f"this process cannot go on after {_failures[0]}: end all processes and restart")
-        self.check_user("compile=True" if request.compile else "generate")
+        self.check_use("compile=True" if request.compile else "generate")
         local_fields, generator = {name: getattr(request, name) for name in OBJECTS}, request.generator
         if request.seed is None and generator is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))

@@ -149,7 +149,7 @@ def test_labels_of_membranes() -> None:
     ("arguments", "words"),
     [
         (("--fixed", "C3"), "--fixed 'C3': small has no such residue"),
-        (("--fixed", "3"), "--fixed '3' names no chain, and small has A, B"),
+        (("--fixed", "3"), "--fixed '3' needs a chain: small has A, B"),
         (("--fixed", "A-x"), "--fixed 'A-x' is no residue"),
         (("--chains", "Q"), "unknown chain: 'Q'"),
         (("--temperature", "-1"), "--temperature=-1"),

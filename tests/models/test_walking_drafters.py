@@ -82,7 +82,7 @@ def test_recorded_drafts_and_their_distributions(
                 continue
             assert_close_to_recorded(walked.base_logits[0], tensors[f"{key}/base_logits"])
             repeated = type(walked)(drafter, states, walked.guide)
-            logits = torch.cat([repeated.drafted_logits(slot, before[slot][None]) for slot in range(len(drafts))])
+            logits = torch.cat([repeated.draft_logits(slot, before[slot][None]) for slot in range(len(drafts))])
             assert_close_to_recorded(logits, tensors[f"{key}/logits"])
             if f"{key}/confidence_logit" in tensors:
                 confidence = torch.cat([repeated.confidence(slot, before[slot][None]) for slot in range(len(drafts))])

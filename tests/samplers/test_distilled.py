@@ -94,7 +94,7 @@ def replay_steps(
         else:
             assert state.plan[state.index] == ("student", step["t"])
             if "kept" in step:
-                assert (query.kept, state.split) == (step["kept"], step["discrete"])
+                assert (query.num_data, state.split) == (step["kept"], step["discrete"])
             assert_checksum(query.tokens, step["input"])
             outputs = {"continuous": proposal.continuous, "logits": proposal.logits, "result": proposal.values}
             for key, value in outputs.items():
@@ -371,7 +371,7 @@ def test_one_call_is_the_network_s() -> None:
     state = decode(Distilled(), student, Distilled().start(student, [3], seed=0))
     x, book = state.noise, student.codes()
     for stage in (0, stages.second):
-        kept, split = stages.kept[stage], stages.kept[stages.split]
+        kept, split = stages.data_counts[stage], stages.data_counts[stages.split]
         inputs = torch.cat((x[:, :kept], state.noise[:, kept:]), 1)
         continuous, logits = student.module(torch.tensor([3]), inputs, kept)
         ids = logits.argmax(-1)

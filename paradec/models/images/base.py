@@ -40,12 +40,12 @@ class ImageRequest:
 
 
 @dataclass
-class Reading:
-    """A state's `B` pictures of `N` tokens after `S` steps."""
+class Snapshot:
+    """The `B` pictures of a state, with `N` tokens each, after `S` steps."""
 
     tokens: Tensor
     """[B, N] int64 on the host; [B, N, C'] float if tokens are continuous."""
-    whole: bool
+    is_complete: bool
     """Whether all tokens are final."""
     accepted: np.ndarray
     """[S, B] int64: tokens that became final at each step."""
@@ -55,8 +55,8 @@ class Reading:
 
 
 class PictureModel:
-    """Base of all image models. A subclass states its samplers and conditions, and implements `grid`, `read` and others
-    as needed."""
+    """Base of all image models. A subclass sets the attributes below, and implements `grid`, `read` and, where they
+    differ, other methods."""
 
     makes: ClassVar[str] = ""
     """The kind, one of `paradec.core.checks.MODELS`."""
@@ -66,7 +66,7 @@ class PictureModel:
     sampler_names: ClassVar[Mapping[str, tuple[str, str | None]]] = {}
     """Aliases of samplers for this kind of model -> (sampler, preset)."""
     sampler_settings: ClassVar[tuple[str, ...]] = ()
-    """Arguments of a request that are settings of these samplers."""
+    """Arguments of a request that these samplers take as settings."""
     title: ClassVar[str] = ""
     """The model's name in messages about samplers; by default `facts.name`."""
     conditions: str = "class_labels"
@@ -78,7 +78,7 @@ class PictureModel:
     other_sizes: ClassVar[str] = ""
     """A hint for messages: how to get pictures of another size."""
     module: Any
-    evaluating: Any
+    evaluation_context: Any
     device: torch.device
     facts: Any
 
@@ -89,7 +89,7 @@ class PictureModel:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Options for loading a model that drafts for this one."""
+        """Arguments of `paradec.load` that a model which drafts for this one shares with it."""
         return {}
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
@@ -111,14 +111,14 @@ class PictureModel:
             if pixels_to_codes(name, value, side, scale) != side:
                 pixels = side * scale
                 raise ValueError(
-                    f"{name}={short_repr(value)} is not what {self.facts.name} makes: {pixels} x {pixels} pixels"
+                    f"{name}={short_repr(value)} must be {pixels}: {self.facts.name} makes {pixels} x {pixels} pixels"
                     f"{self.other_sizes}"
                 )
         return Grid(side, side, range(codes))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Lay out one request: `num_images` adjacent rows for every prompt or label. Here conditions are class labels,
-        an int or several, below `facts.classes`. Raises ValueError or TypeError for other conditions."""
+        """Lay out one request: `num_images` adjacent rows for every prompt or label. In this base class the conditions
+        are class labels, an int or several, below `facts.classes`. Raises ValueError or TypeError for others."""
         self.refuse_negative_prompt(negative_prompt)
         return ImageRequest(self, list_labels(conditions, self.facts.classes, num_images))
 
@@ -126,7 +126,7 @@ class PictureModel:
         """Start one request: `sampler.start`, with this kind of model's additions to a `paradec.Request`."""
         return sampler.start(image_request.model, image_request.prompts, request)
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         """Read the pictures of a state, finished or not."""
         raise NotImplementedError
 
@@ -145,7 +145,7 @@ class PictureModel:
     def decode(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
         """Tokens of whole answers [B, grid.length] -> images [B, C, H, W] float32 in [0, 1]."""
         self.check_decodes()
-        with self.evaluating():
+        with self.evaluation_context():
             images = self._pixels(self.latent(tokens.to(self.device), grid or self.grid()))
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
@@ -154,7 +154,8 @@ class PictureModel:
         return self.decoder.decode(latent)
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
-        """The pictures after each step, [B, C, H, W] in [0, 1], for traces; empty unless steps change all pixels."""
+        """Yield the pictures after each step, [B, C, H, W] in [0, 1], for traces; none unless a step changes all
+        pixels."""
         return ()
 
     def refuse_negative_prompt(self, negative_prompt: Any) -> None:
@@ -216,10 +217,10 @@ class ImageModel(PictureModel, Decoder):
         guided = {} if request.guidance_scale == 1 else {"negative_prompt": image_request.unconditional}
         return sampler.start(image_request.model, image_request.prompts, request, grid=grid, **guided)
 
-    def read(self, state: Any, grid: Grid) -> Reading:
-        return Reading(
+    def read(self, state: Any, grid: Grid) -> Snapshot:
+        return Snapshot(
             tokens=picture_tokens(state, grid),
-            whole=state.done,
+            is_complete=state.done,
             accepted=np.array(state.accepted, np.int64).reshape(-1, state.batch),
             prompt_lengths=[int(length) for length in state.prompt_length],
             draft_nfe=state.draft_nfe.tolist(),
@@ -234,7 +235,7 @@ class ImageModel(PictureModel, Decoder):
         return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
-        """[R, 1, Q, K] bool: the store's and the call's keys that each column sees, those up to its position."""
+        """[R, 1, Q, K] bool: the keys that each column sees, those of the store and the call up to its position."""
         mask, keys = store.visible(query)
         causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
         return causal if mask is None else causal & mask
@@ -252,7 +253,8 @@ def picture_tokens(state: Any, grid: Grid) -> Tensor:
 
 
 def list_labels(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
-    """List class labels, each `copies` times. Raises ValueError for none or one out of range, TypeError for others."""
+    """List class labels, each `copies` times. Raises ValueError for no label or one out of range, TypeError for
+    others."""
     if hasattr(class_labels, "tolist"):
         class_labels = class_labels.tolist()
     if not isinstance(class_labels, Sequence) or isinstance(class_labels, (str, bytes)):
@@ -277,7 +279,7 @@ def merge_defaults(published: Mapping[str, Any], overrides: Mapping[str, Any] | 
     return {**published, **(overrides or {})}
 
 
-def check_alike(role: str, peer: Any, model: Any, peer_config: Any, config: Any, fields: Sequence[str]) -> None:
+def check_same_fields(role: str, peer: Any, model: Any, peer_config: Any, config: Any, fields: Sequence[str]) -> None:
     """Raise ValueError unless a peer model's configuration equals the model's in these fields."""
     for name in fields:
         if getattr(peer_config, name) != getattr(config, name):
@@ -288,7 +290,7 @@ def check_alike(role: str, peer: Any, model: Any, peer_config: Any, config: Any,
 
 
 def request_rows(query: Query, batch: int) -> Tensor:
-    """[R] int64: the request's row of each row of a call; rows of the guidance branch have `batch` added."""
+    """[R] int64: the request's row for each row of a call; for the guidance branch `batch` is added."""
     rows = torch.as_tensor(query.rows, device=query.tokens.device)
     if isinstance(query, WindowQuery) and query.window.num_drafts is not None:
         rows = rows.repeat_interleave(torch.as_tensor(query.window.num_drafts, device=rows.device))

@@ -1,4 +1,4 @@
-"""The transformer block that MAR, LPD and the masked models share; parameter names are timm's."""
+"""The transformer block of MAR, LPD and U-ViT; parameter names are timm's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Attention(nn.Module):
-    """Self-attention of all heads, with one matrix for queries, keys and values. layer: its number in a store."""
+    """Self-attention with one matrix for queries, keys and values. layer: its index in a store."""
 
     def __init__(self, width: int, heads: int, layer: int, bias: bool = True):
         super().__init__()
@@ -22,8 +22,8 @@ class Attention(nn.Module):
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, Q, D] each
         if store is not None:
             key, value = store.update(key, value, self.layer)
-        attended = scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.proj(attended.transpose(1, 2).flatten(2))
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.proj(output.transpose(1, 2).flatten(2))
 
 
 def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool = True) -> nn.Sequential:
@@ -32,7 +32,8 @@ def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool 
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block. inner: width of the feed-forward; by default 4 `width`."""
+    """A pre-norm transformer block. layer: its index in a store. inner: width of the feed-forward, by default 4
+    `width`."""
 
     def __init__(
         self, width: int, heads: int, layer: int, eps: float = 1e-5, inner: int | None = None, bias: bool = True

@@ -1,7 +1,7 @@
-"""Anole (Chern et al., arXiv 2407.06135) and Lumina-mGPT (Liu et al., arXiv 2408.02657), which draw with Chameleon
-(arXiv 2405.09818), on transformers' class.
+"""Anole (Chern et al., arXiv 2407.06135) and Lumina-mGPT (Liu et al., arXiv 2408.02657): image models with the network
+of Chameleon (arXiv 2405.09818), on transformers' class.
 
-The class suppresses image tokens in its forward, so the adapter runs its parts. Its VQ has no decoder:
+The class suppresses image tokens in its forward, so the adapter calls its parts. Its VQ has no decoder:
 `paradec.models.images.vq` reads Chameleon's `vqgan.ckpt`.
 """
 
@@ -59,11 +59,11 @@ PIXELS_PER_SIZE = 32
 
 
 class ChameleonModel(TextToImageModel):
-    """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start (and
-    its sizes), which is all of the guidance branch's prompt. Raises ValueError for an unfit codebook or vocabulary.
+    """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start token
+    (and its sizes); the guidance branch's prompt is only these. Raises ValueError for an unfit codebook or vocabulary.
 
     layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
-    vq: the VQ autoencoder with its decoder; with None only tokens are made. tokenizer: with None, prompts are ids."""
+    vq: the VQ autoencoder with its decoder; None makes only tokens. tokenizer: None requires prompts of ids."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ChameleonModel(TextToImageModel):
             side = pixels_to_codes(name, value, layout.side, self.scale)
             if layout.first_size is None and side != layout.side:
                 pixels = layout.side * self.scale
-                raise ValueError(f"{name}={value} is not what {self.facts.name} makes: {pixels} x {pixels} pixels")
+                raise ValueError(f"{name}={value} must be {pixels}: {self.facts.name} makes {pixels} x {pixels} pixels")
             if layout.first_size is not None and side * self.scale % PIXELS_PER_SIZE:
                 raise ValueError(f"{name}={value} must be a multiple of {PIXELS_PER_SIZE}, the unit of sizes")
             sides.append(side)

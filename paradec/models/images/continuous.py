@@ -1,4 +1,4 @@
-"""Continuous tokens (MAR, arXiv 2406.11838, section 3): query, answer, and the network that draws tokens from noise."""
+"""Continuous tokens (MAR, arXiv 2406.11838, section 3): query, answer, and the head that draws tokens from noise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Keys = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class ReusedKeys:
-    """Keys and values of a full evaluation, per branch and row, which local evaluations of its group reuse."""
+    """Keys and values of a full step, for each branch and row. Local steps of the same group reuse them."""
 
     encoder: Keys
     decoder: Keys
@@ -27,8 +27,9 @@ class ReusedKeys:
 
 @dataclass
 class ContinuousQuery:
-    """One evaluation of encoder, decoder and head (`paradec.models.images.mar`) for `B` rows. Positions are in raster
-    order. With `branches == 2` the model evaluates every row a second time, without its class."""
+    """One call of encoder, decoder and head (`paradec.models.images.mar`) for `B` rows. A full step decodes all
+    positions of the image, a local step those of a group. Positions are in raster order. With `branches == 2` the model
+    evaluates every row a second time, without its class."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -37,7 +38,7 @@ class ContinuousQuery:
     known: Tensor
     """[B, N] int64: their positions in the image."""
     targets: Tensor
-    """[B, M] int64: positions to decode: all, or a group's."""
+    """[B, M] int64: positions to decode."""
     columns: Tensor
     """[B, N] int64: indices in `targets` of the known positions."""
     wanted: Tensor
@@ -49,10 +50,11 @@ class ContinuousQuery:
     temperature: float
     guidance: float | None
     """The scale at this step; None evaluates one branch."""
-    kept: ReusedKeys | None = None
-    """Keys and values that a local step reads; None evaluates everything."""
+    reused_keys: ReusedKeys | None = None
+    """Keys and values that a local step reads; None for a full step."""
     drop: Tensor | None = None
-    """[B, U] int64: positions (the group's) whose keys and values a full step does not return; None returns none."""
+    """[B, U] int64: the group's positions, whose keys and values a full step leaves out; None returns no keys at
+    all."""
     keep_buffer: bool = False
     """Whether the class tokens' keys and values are reused too; else local steps evaluate these tokens again."""
     branches: int = 1
@@ -60,19 +62,19 @@ class ContinuousQuery:
     """[B] int64, on the host: positions of the image decoded for each row in one branch."""
     kind: str = "full"
     sections: tuple[int, ...] | None = None
-    """Numbers of the head's steps in equal sections of its training steps; None spaces all steps evenly."""
+    """The head's steps in each of equal sections of its training steps; None spaces all steps evenly."""
 
 
 @dataclass
 class TokenDistribution:
-    """The last step of a head's chain: a normal distribution per token and channel, all [..., channels]."""
+    """The normal distribution of the head's last step for each token and channel; all fields are [..., channels]."""
 
     mean: Tensor
-    """Of the last step: the token itself, since the last step adds no noise."""
+    """The token itself: the last step adds no noise."""
     std: Tensor
     """Of the noise that the last step would add, times the temperature."""
     half_log_variance: Tensor
-    """Half the logarithms of the variances of all other steps, summed; without the temperature."""
+    """Sum over the other steps of half the logarithm of the variance, without the temperature."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ class ContinuousAnswer:
 
     tokens: Tensor
     conditions: Tensor
-    kept: ReusedKeys | None
+    reused_keys: ReusedKeys | None
     distribution: TokenDistribution | None = None
 
 
@@ -90,8 +92,8 @@ TRAINED_STEPS = 1000
 
 
 class DiffusionHead(nn.Module):
-    """Draws a token from noise and the decoder's state: DDPM with some of the 1000 steps of a cosine schedule, and a
-    learned variance between its bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
+    """Draws a token from noise and the decoder's state: DDPM over some of the 1000 steps of a cosine schedule, with a
+    learned variance between its two bounds (Nichol and Dhariwal, arXiv 2102.09672)."""
 
     def __init__(self, channels: int, condition: int, width: int, depth: int):
         super().__init__()
@@ -115,9 +117,9 @@ class DiffusionHead(nn.Module):
         """Draw tokens, as the mean of the returned distribution.
 
         condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
-        noise: [n, steps + 1, channels] standard normal: the start, then one row per step (the last is not used). Draws
-            have its dtype, float32 at least.
-        temperature: scales the noise of steps, not the start's.
+        noise: [n, steps + 1, channels] standard normal: the initial x, then one row per step (the last is not used).
+            Draws have its dtype, float32 at least.
+        temperature: factor of the noise of each step, but not of the initial noise.
         guidance: s in uncond + s (cond - uncond), only for the predicted noise; None evaluates no second branch.
         sections: as `ContinuousQuery.sections`; they sum up to `steps`."""
         times, table = solver(sections or (noise.shape[1] - 1,))
@@ -145,10 +147,10 @@ class DiffusionHead(nn.Module):
 
 @lru_cache(maxsize=16)
 def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]:
-    """The evaluated training times, ascending, and the coefficients of each step. Raises ValueError for a section
-    without steps, or with more than its training steps.
+    """Compute the evaluated training times, ascending, and the coefficients of each step. Raises ValueError for a
+    section without steps, or with more steps than training steps.
 
-    sections: steps, evenly spaced, in equal sections of the training steps; (100,) is 100 of all."""
+    sections: numbers of evenly spaced steps in equal sections of the training steps; (100,) is 100 steps over all."""
     times: list[int] = []
     start = 0
     for section_index, steps in enumerate(sections):
@@ -165,7 +167,7 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
     betas = np.array([min(1 - alpha_bar((t + 1) / TRAINED_STEPS) / alpha_bar(t / TRAINED_STEPS), 0.999) for t in grid])
     alphas_cumprod = np.cumprod(1 - betas)[times]
     alphas_cumprod_prev = np.append(1.0, alphas_cumprod[:-1])
-    betas = 1 - alphas_cumprod / alphas_cumprod_prev  # of the evaluated steps
+    betas = 1 - alphas_cumprod / alphas_cumprod_prev  # between evaluated times
     posterior = betas * (1 - alphas_cumprod_prev) / (1 - alphas_cumprod)
     table = {
         "log_beta": np.log(betas),

@@ -1,4 +1,4 @@
-"""One adapter around diffusers' class-conditional transformers: it answers a `LatentQuery` with the model's output."""
+"""Adapter around diffusers' class-conditional transformers, which evaluates a `LatentQuery`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class DiffusionModel(Adapter):
 
         check_type("module", module, DiTTransformer2DModel)
         if module.training:
-            raise ValueError("module is in training mode, where it drops class labels by chance; call module.eval()")
+            raise ValueError("module is in training mode, which drops class labels at random; call module.eval()")
         super().__init__(module)
         self.channels: int = module.config.in_channels
         self.null_label: int = module.config.num_embeds_ada_norm
         """The label of the unconditional branch, after the classes."""
 
     def positions(self, latent: Tensor) -> int:
-        """Patches that the transformer evaluates for one row of a latent [B, C, H, W]."""
+        """Number of patches of one row of a latent [B, C, H, W]."""
         patch = self.module.config.patch_size
         return (latent.shape[-2] // patch) * (latent.shape[-1] // patch)
 
@@ -41,7 +41,7 @@ class DiffusionModel(Adapter):
         """Check a request's latent and conditions: "class_labels" [branches * B] int64. Raises ValueError for another
         condition or shape, or a label out of range.
 
-        latent: [B, C, H, W]. branches: 1, or 2 to append the unconditional rows.
+        latent: [B, C, H, W]. branches: 1; 2 appends the unconditional rows.
         values: "class_labels", an int for all rows or one per row; the label after the last class is unconditional."""
         size = self.module.config.sample_size
         if tuple(latent.shape[1:]) != (self.channels, size, size):
@@ -49,7 +49,8 @@ class DiffusionModel(Adapter):
         if set(values) != {"class_labels"}:
             raise ValueError(f"conditions {sorted(values)} must be: class_labels")
         labels = list_labels(values["class_labels"], self.null_label + 1)
-        labels = labels * len(latent) if not isinstance(values["class_labels"], (Sequence, Tensor)) else labels
+        is_single = not isinstance(values["class_labels"], (Sequence, Tensor))
+        labels = labels * len(latent) if is_single else labels
         if len(labels) != len(latent):
             raise ValueError(f"class_labels has {len(labels)} entries for {len(latent)} rows; give one, or one per row")
         labels = labels + [self.null_label] * len(labels) * (branches - 1)
@@ -57,7 +58,7 @@ class DiffusionModel(Adapter):
 
     def __call__(self, query: LatentQuery) -> Tensor:
         """Evaluate one query: [R, C, H, W] in the module's dtype, without a learned variance."""
-        with self.evaluating():
+        with self.evaluation_context():
             output = self.module(
                 query.latent.to(self.module.dtype),
                 timestep=torch.as_tensor(query.timestep, device=self.device).expand(len(query.latent)),

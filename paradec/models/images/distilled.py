@@ -1,4 +1,4 @@
-"""Distilled Decoding (Liu et al., arXiv 2412.17153): students' query, answer and adapter.
+"""Distilled Decoding (Liu et al., arXiv 2412.17153): query, answer and adapter of a student.
 
 A student maps one noise vector per token to its teacher's picture, in one or a few calls. Its network is a variant of
 the teacher's (`distilled_llamagen`, `distilled_var`).
@@ -17,7 +17,7 @@ from torch.nn.functional import layer_norm
 
 from paradec.core.checks import check_int
 from paradec.models.base import Adapter
-from paradec.models.images.base import PictureModel, Reading, merge_defaults, widen
+from paradec.models.images.base import PictureModel, Snapshot, merge_defaults, widen
 from paradec.models.images.grid import Grid
 
 
@@ -25,12 +25,12 @@ from paradec.models.images.grid import Grid
 class Stages:
     """The stages that a student was trained for. Raises ValueError for a stage out of range."""
 
-    kept: tuple[int, ...]
-    """[T + 1]: K(t), the number of data tokens at stage t, from 0 to all; the noise after them is decoded again."""
+    data_counts: tuple[int, ...]
+    """[T + 1]: K(t), the number of data tokens at stage t, from 0 to all. A call replaces the noise after them."""
     second: int
     """The stage of the second of two calls."""
     split: int
-    """The first K(split) tokens become codes at every call; later tokens remain the continuous head's vectors."""
+    """After every call the first K(split) tokens are codes; later tokens stay vectors of the continuous head."""
     scales: bool = False
     """Whether a stage is a scale of VAR; otherwise it is a cell of the raster."""
 
@@ -41,7 +41,7 @@ class Stages:
     @property
     def last(self) -> int:
         """T: the stage at which all tokens are data."""
-        return len(self.kept) - 1
+        return len(self.data_counts) - 1
 
 
 @dataclass
@@ -54,7 +54,7 @@ class DistilledQuery:
     """[B] int64."""
     tokens: Tensor
     """[B, N, C]: data, then noise."""
-    kept: int
+    num_data: int
     """The number of data tokens."""
     branches: int = 1
     forwarded: np.ndarray | None = None
@@ -120,7 +120,7 @@ class DistilledModel(PictureModel, Adapter):
         raise NotImplementedError
 
     def check_teacher(self, teacher: Any) -> None:
-        """Raise TypeError or ValueError unless it is a teacher of this student's kind and sizes."""
+        """Raise TypeError or ValueError unless the teacher has this student's kind and sizes."""
         raise NotImplementedError
 
     # ---- shared ---------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ class DistilledModel(PictureModel, Adapter):
         return {"vq": self.vq}
 
     def __call__(self, query: DistilledQuery) -> DistilledAnswer:
-        with self.evaluating():
-            continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.kept)
+        with self.evaluation_context():
+            continuous, logits = self.module(query.labels, query.tokens.to(self.dtype), query.num_data)
         return DistilledAnswer(widen(continuous), widen(logits))
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
@@ -142,7 +142,9 @@ class DistilledModel(PictureModel, Adapter):
             fields["top_k"] = None
         return {"temperature": 1.0} | fields
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        prompt_lengths = [self.facts.stages.kept[-1] - grid.length] * state.batch  # VAR's last scale is the grid
-        return Reading(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)
+        prompt_lengths = [
+            self.facts.stages.data_counts[-1] - grid.length
+        ] * state.batch  # of VAR's scales only the last one is the grid
+        return Snapshot(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)

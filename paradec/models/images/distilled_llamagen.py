@@ -1,5 +1,5 @@
-"""The student of a class-conditional LlamaGen (Distilled Decoding; Liu et al., arXiv 2412.17153), which reads vectors
-in place of ids. Parameter names are the published checkpoints' (`llamagen-B.pt`, `llamagen-L.pt`)."""
+"""The student of a class-conditional LlamaGen (Distilled Decoding; Liu et al., arXiv 2412.17153); its inputs are code
+vectors, not ids. Parameter names are the published checkpoints' (`llamagen-B.pt`, `llamagen-L.pt`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paradec.core.checks import check_choice, check_int
 from paradec.models.checkpoint import CheckpointError
-from paradec.models.images.base import check_alike
+from paradec.models.images.base import check_same_fields
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
 from paradec.models.images.grid import Grid
 from paradec.models.images.llamagen import (
@@ -32,7 +32,7 @@ from paradec.models.weights import NESTED
 SPLITS = {768: 80, 1024: 130}
 """The published students' `split`, by their widths (B and L)."""
 SECOND = 80
-"""The published students' second stage, of 256 tokens."""
+"""The published students' second stage, for 256 tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class DistilledLlamaGenConfig(LlamaGenConfig):
         super().__post_init__()
         check_int("codebook_dim", self.codebook_dim, low=1)
         check_choice("condition", self.condition, ("c2i",))  # students read class labels
-        tokens, published = self.grid**2, self.grid == 16
+        tokens, has_published_grid = self.grid**2, self.grid == 16
         second = max(1, SECOND * tokens // 256) if self.second is None else self.second
         split = self.split
         if split is None:
-            split = SPLITS.get(self.dim, second) if published else second
+            split = SPLITS.get(self.dim, second) if has_published_grid else second
         for name, value in (("second", second), ("split", split)):
             check_int(name, value, low=name == "second", high=tokens)
             object.__setattr__(self, name, value)
@@ -122,9 +122,9 @@ class DistilledLlamaGenModel(DistilledModel):
 
     def check_teacher(self, teacher: Any) -> None:
         if type(teacher) is not LlamaGenModel:
-            raise TypeError(f"teacher must be a LlamaGen; {self.facts.name} is the student of one")
+            raise TypeError(f"teacher must be a LlamaGen, as {self.facts.name} is the student of a LlamaGen")
         fields = ("condition", "grid", "vocab_size", "num_classes")
-        check_alike("teacher", teacher, self, teacher.module.config, self.module.config, fields)
+        check_same_fields("teacher", teacher, self, teacher.module.config, self.module.config, fields)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         return self.square_grid(self.module.config.grid, self.facts.vocab_size, height, width)
@@ -134,15 +134,15 @@ class DistilledLlamaGenModel(DistilledModel):
         return tokens.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
 
     def _pixels(self, latent: Tensor) -> Tensor:
-        entry = self.vq.post_quant_conv  # vectors need not be codes
-        return self.vq.decoder(entry(latent.to(entry.weight.dtype)))
+        projection = self.vq.post_quant_conv  # not `vq.decode`: vectors need not be codes
+        return self.vq.decoder(projection(latent.to(projection.weight.dtype)))
 
 
 FORMAT = Format(
     "student of LlamaGen",
     DistilledLlamaGenConfig,
     DistilledLlamaGen,
-    marks=("n_d_embed.weight", "tok_embeddings.bias", "final_layer_conti.linear.weight"),
+    required_weights=("n_d_embed.weight", "tok_embeddings.bias", "final_layer_conti.linear.weight"),
     sizes=lambda state, config: {"codebook_dim": state["tok_embeddings.weight"].shape[1]},
     grid=16,
     nested=("ema", *NESTED),

@@ -1,4 +1,4 @@
-"""The student of a VAR (Distilled Decoding; Liu et al., arXiv 2412.17153), which reads vectors of all scales at once.
+"""The student of a VAR (Distilled Decoding; Liu et al., arXiv 2412.17153); its inputs are code vectors of all scales.
 Parameter names are the published checkpoints' (`VAR-DD/var-d16.pth` to `d24`)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paradec.core.checks import check_type
-from paradec.models.images.base import check_alike
+from paradec.models.images.base import check_same_fields
 from paradec.models.images.distilled import ContinuousHead, DistilledFacts, DistilledModel, Stages
 from paradec.models.images.multi_scale_vq import PUBLISHED_SCALES, MultiScaleVQ
 from paradec.models.images.var import VAR, ScalePictures, VARModel, read_network
@@ -24,7 +24,7 @@ EXTRA_WEIGHTS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_laye
 
 
 class DistilledVAR(VAR):
-    """A VAR that reads the tokens' vectors, with the class as a level before all scales. scales, sizes: as in `VAR`."""
+    """A VAR with code vectors as inputs; the class is a level before all scales. scales, sizes: as in `VAR`."""
 
     def __init__(self, scales: Sequence[int] = PUBLISHED_SCALES[256], **sizes: Any):
         super().__init__(scales, **sizes)
@@ -77,8 +77,8 @@ class DistilledVARModel(ScalePictures, DistilledModel):
         check_type("module", module, DistilledVAR)
         check_type("vq", vq, MultiScaleVQ, f": {name} reads code vectors")
         check_codebook(vq, module.codebook_size, name, module.code_dim)
-        published = SECOND_STAGES.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
-        second = published or max(1, len(module.scales) // 2) if second is None else second
+        published_second = SECOND_STAGES.get(module.width) if module.scales == tuple(PUBLISHED_SCALES[256]) else None
+        second = published_second or max(1, len(module.scales) // 2) if second is None else second
         split = second if split is None else split
         stages = Stages((0, *module.ends), second, split, scales=True)
         facts = DistilledFacts(name, stages, module.classes, module.codebook_size, module.code_dim)
@@ -90,11 +90,11 @@ class DistilledVARModel(ScalePictures, DistilledModel):
 
     def check_teacher(self, teacher: Any) -> None:
         if not isinstance(teacher, VARModel):
-            raise TypeError(f"teacher must be a VAR; {self.facts.name} is the student of one")
+            raise TypeError(f"teacher must be a VAR, as {self.facts.name} is the student of a VAR")
         fields = ("scales", "classes", "codebook_size", "code_dim")
-        check_alike("teacher", teacher, self, teacher.module, self.module, fields)
+        check_same_fields("teacher", teacher, self, teacher.module, self.module, fields)
         if not torch.equal(teacher.codes.float().cpu(), self.codes().float().cpu()):
-            raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: give both the same vq")
+            raise ValueError(f"teacher {teacher.facts.name} has other codes than its student: load both with one vq")
 
 
 def load_distilled_var(

@@ -1,5 +1,5 @@
-"""Emu3 (Wang et al., arXiv 2409.18869) on transformers' class: text and picture in one vocabulary, every row of the
-picture closed by a token. Checkpoints: BAAI/Emu3-Gen-hf."""
+"""Emu3 (Wang et al., arXiv 2409.18869) on transformers' class: text and picture share a vocabulary, and a token ends
+every row of the picture. Checkpoints: BAAI/Emu3-Gen-hf."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DEFAULT_SIDE = 90
 class Emu3Model(TextToImageModel):
     """The adapter of transformers' `Emu3ForConditionalGeneration`. The prompt ends with the picture's size in tokens;
     the guidance branch reads the negative prompt, by default an empty one, in the same form. After the last row come
-    end of frame, image and text. Without a tokenizer prompts are ids. Raises ValueError for a vocabulary that lacks a
-    token."""
+    the ends of frame, image and text. Without a tokenizer prompts are ids. Raises ValueError for a vocabulary that
+    lacks a token."""
 
     defaults = {"guidance_scale": 3.0, "top_k": 2048, "temperature": 1.0, "top_p": None}
 
@@ -54,7 +54,7 @@ class Emu3Model(TextToImageModel):
 
     def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{self.facts.name} was made without a tokenizer: guidance needs negative_prompt, as ids")
+            raise ValueError(f"{self.facts.name} has no tokenizer: guidance needs a negative_prompt of ids")
         return self._prompt("", grid)
 
     @property

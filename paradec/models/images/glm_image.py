@@ -29,7 +29,7 @@ PREVIEW = 16
 @dataclass(frozen=True)
 class PreviewGrid(Grid):
     """A small raster of `preview` rows and columns ((0, 0): none), then the large one of `height` and `width`. `codes`
-    are the large one's. Raises ValueError for tokens outside the rasters."""
+    returns codes of the large one. Raises ValueError for tokens outside the rasters."""
 
     preview: tuple[int, int] = field(default=(0, 0))
 
@@ -38,7 +38,7 @@ class PreviewGrid(Grid):
         for side in self.preview:
             check_int("preview", side, low=min(1, max(self.preview)))
         if self.head or self.tail or self.row_end is not None:
-            raise ValueError("a grid with a preview has only its rasters; leave head, tail and row_end out")
+            raise ValueError("a grid with a preview has no head, tail or row_end; leave them out")
 
     @property
     def preview_length(self) -> int:
@@ -67,7 +67,7 @@ class PreviewGrid(Grid):
         return torch.arange(self.preview_length, self.length)
 
     def prior_token_ids(self, tokens: Tensor) -> Tensor:
-        """GlmImagePipeline's ids [B, 4 height width] int64 of sequences [B, length]: each code twice per side."""
+        """Sequences [B, length] -> GlmImagePipeline's ids [B, 4 height width] int64: each code repeated 2 x 2."""
         return self.codes(tokens).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
@@ -102,7 +102,7 @@ class GlmImageModel(TextToImageModel):
     """The adapter of transformers' `GlmImageForConditionalGeneration`, without guidance. Its pictures are codes
     (`output_type="latent"`); GlmImagePipeline accepts `out.prior_token_ids`. An end token is never drawn.
 
-    tokenizer: the checkpoint's processor (`GlmImageProcessor`); with None, prompts are ids."""
+    tokenizer: the checkpoint's processor (`GlmImageProcessor`); None requires prompts of ids."""
 
     _token_positions: Tensor | None = field(default=None, metadata=ROWS)
     """[B, L, 3] int64 of a request's rows."""
@@ -126,8 +126,8 @@ class GlmImageModel(TextToImageModel):
         small = (int(math.sqrt(ratio) * PREVIEW), int(math.sqrt(1 / ratio) * PREVIEW))
         if not min(small):
             raise ValueError(
-                f"height={height}, width={width} leaves the preview no cell; one side may be {PREVIEW**2} times the "
-                "other at most"
+                f"height={height}, width={width} leaves no cell for the preview; one side may be at most {PREVIEW**2} "
+                "times the other"
             )
         return self.make_grid(large, small)
 
@@ -140,7 +140,7 @@ class GlmImageModel(TextToImageModel):
         rows = [row for row in self._rows("prompts", conditions, grid) for _ in range(num_images)]
         if any(self.end in row for row in rows):
             raise ValueError(
-                "prompts hold pictures, whose rows and columns are unknown: edit with the pipeline, "
+                "prompts hold pictures of unknown rows and columns: edit pictures with the pipeline, "
                 "paradec.accelerate(pipe, prior=...)"
             )
         return self.lay_out(rows, [()] * len(rows), grid)
@@ -154,13 +154,13 @@ class GlmImageModel(TextToImageModel):
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
         if request.guidance_scale != 1:
-            raise ValueError(f"guidance_scale={request.guidance_scale}: {self.facts.name} is not guided; guide the DiT")
+            raise ValueError(f"guidance_scale={request.guidance_scale} must be 1; guide the DiT, not {self.facts.name}")
         return super().begin(sampler, image_request, grid, request)
 
     def check_decodes(self) -> None:
         raise ValueError(
-            f"{self.facts.name} makes codes, and a DiT draws the picture: give output_type='latent', and "
-            "out.prior_token_ids to GlmImagePipeline; or attach to it with paradec.accelerate(pipe, prior=...)"
+            f"{self.facts.name} makes codes, and a DiT draws the picture: request output_type='latent', and "
+            "give out.prior_token_ids to GlmImagePipeline; or attach to it with paradec.accelerate(pipe, prior=...)"
         )
 
     # ---- prompts from the pipeline's processor ----------------------------------------------------------------------
@@ -169,7 +169,7 @@ class GlmImageModel(TextToImageModel):
         """Replace the image placeholders in ids [B, L] by the codes of the source pictures.
 
         grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
-        counts: [B] int64: the number of each row's pictures; None for one row. pixels: of the sources, or None."""
+        counts: [B] int64: each row's number of pictures; None for one row. pixels: of the sources; None without any."""
         if pixels is None:
             return ids
         model = self.module.model
@@ -182,8 +182,8 @@ class GlmImageModel(TextToImageModel):
     def read_grids(
         self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
     ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
-        """The grid of all rows, and each row's source pictures; arguments as in `insert_codes`. Raises ValueError if
-        rows have different targets."""
+        """Return the common grid, and the sizes of each row's source pictures; arguments as in `insert_codes`. Raises
+        ValueError if rows have different targets."""
         sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
         per_row = [len(sizes)] if counts is None else counts.tolist()
         target_sets, sources, start = set(), [], 0
@@ -194,7 +194,7 @@ class GlmImageModel(TextToImageModel):
             start += count
         targets = next(iter(target_sets))
         if len(target_sets) != 1 or not 1 <= len(targets) <= 2:
-            raise ValueError(f"image_grid_thw={grids.tolist()} requests different pictures; give them one by one")
+            raise ValueError(f"image_grid_thw={grids.tolist()} has targets of several sizes; request them one by one")
         return self.make_grid(targets[0], targets[1] if len(targets) == 2 else None), sources
 
     # ---- the network ----------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class GlmImageModel(TextToImageModel):
     def _positions(self, query: Query) -> Tensor:
         """[3, R, Q] int64: the positions of a call's columns."""
         if (table := self._token_positions) is None:
-            raise ValueError(f"{self.facts.name} needs a request's token positions: call the model from request()")
+            raise ValueError(f"{self.facts.name} needs a request's token positions: call the model of request()")
         table = table[request_rows(query, len(table)).to(table.device)]
         index = query.positions.clamp(0, table.shape[1] - 1)
         return table.gather(1, index.unsqueeze(-1).expand(-1, -1, 3)).permute(2, 0, 1)
@@ -225,6 +225,6 @@ def load_glm_image(
         if os.path.isfile(os.path.join(folder, "processor_config.json")):
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(folder)  # a plain tokenizer adds no sizes to prompts
+            processor = AutoProcessor.from_pretrained(folder)  # a plain tokenizer would add no sizes to prompts
             break
     return GlmImageModel(module if device is None else module.to(device), processor)

@@ -18,7 +18,7 @@ class Grid:
     """The layout of all tokens after the prompt: `head`, then `height` rows of `width` image tokens, each followed by
     `row_end` unless None, then `tail`. Offsets count from the end of the prompt. Samplers choose only the image tokens.
 
-    cells: ids that may be in the image, in the order of the codebook: `cells[c]` is the id of code c.
+    cells: ids of image tokens, in the order of the codebook: `cells[c]` is the id of code c.
     row_end: id after every row, or None. head, tail: ids before the first row and after the last.
     Raises ValueError: an argument out of its range."""
 
@@ -41,11 +41,11 @@ class Grid:
             for entry in (min(ids), max(ids)) if isinstance(ids, range) else ids:
                 check_int(name, entry, low=0)
         if len(set(self.cells)) != len(self.cells):
-            raise ValueError(f"cells={short_repr(self.cells)} names an id twice")
+            raise ValueError(f"cells={short_repr(self.cells)} has an id twice")
 
     @property
     def stride(self) -> int:
-        """Tokens from one image token to the one below it."""
+        """Offset from an image token to the one below it."""
         return self.width + (self.row_end is not None)
 
     @property
@@ -54,7 +54,7 @@ class Grid:
         return ((len(self.head), self.height, self.width),)
 
     def line(self, offsets: Tensor) -> tuple[Any, Any]:
-        """The `stride` at offsets (int64 of any shape), and the offset at which their raster begins."""
+        """Strides of the rasters at `offsets` (int64 of any shape), and the offsets at which these rasters begin."""
         return self.stride, len(self.head)
 
     @property
@@ -73,7 +73,7 @@ class Grid:
         return (self.layout < 0).nonzero().squeeze(1)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """[V] bool: ids that may be in the image. Raises ValueError for ids outside the vocabulary."""
+        """[V] bool: ids of image tokens. Raises ValueError for ids outside the vocabulary."""
         ids = [*self.cells, *self.head, *self.tail] + ([] if self.row_end is None else [self.row_end])
         if max(ids) >= vocab_size:
             raise ValueError(f"the grid holds id {max(ids)}, outside the vocabulary (0 to {vocab_size - 1})")
@@ -94,7 +94,7 @@ class Grid:
 
 
 def pixels_to_codes(name: str, pixels: int | None, default: int, scale: int) -> int:
-    """Codes along one side. Raises ValueError unless pixels are a multiple of the code's size."""
+    """Number of codes along one side; `default` for None. Raises ValueError unless `scale` divides `pixels`."""
     check_int(name, pixels, low=1, none=True)
     if pixels is not None and pixels % scale:
         raise ValueError(f"{name}={short_repr(pixels)} must be a multiple of {scale}, the side of one token in pixels")

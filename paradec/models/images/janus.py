@@ -1,5 +1,5 @@
 """Janus (Wu et al., arXiv 2410.13848) and Janus-Pro (Chen et al., arXiv 2501.17811) on transformers' class: image
-tokens have their own embeddings, output matrix and ids. Checkpoints: deepseek-community/Janus-Pro-1B and -7B."""
+tokens have separate embeddings, output matrix and ids. Checkpoints: deepseek-community/Janus-Pro-1B and -7B."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paradec.models.images.text_to_image import TextToImageModel, load_pretraine
 
 
 class JanusModel(TextToImageModel):
-    """The adapter of transformers' `JanusForConditionalGeneration`. Samplers see image ids 0 to V - 1 unchanged and
-    text id t (only in prompts) as V + t. In the guidance branch's prompt, padding replaces all ids except the
-    beginnings of text and of image. Without a tokenizer prompts are ids."""
+    """The adapter of transformers' `JanusForConditionalGeneration`. For samplers, image ids are 0 to V - 1, and
+    text id t (only in prompts) is V + t. In the guidance branch's prompt, padding replaces all ids except the
+    beginning-of-text and beginning-of-image ids. Without a tokenizer prompts are ids."""
 
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 

@@ -1,10 +1,10 @@
-"""LlamaGen (Sun et al., arXiv 2406.06525): a Llama with two-dimensional rotary angles that writes codes row by row.
+"""LlamaGen (Sun et al., arXiv 2406.06525): a Llama with two-dimensional rotary angles, for codes row by row.
 
 Parameter names are those of the published checkpoints. Unlike a plain Llama, the published code
 
 - rotates adjacent numbers of a head as pairs, half of them by the row and half by the column of the token's cell;
-- rotates condition tokens by zero in cosine and sine: their queries and keys vanish, and every query scores them 0;
-- pads captions on the left (not here, with equal results: angles depend only on the cell).
+- multiplies queries and keys of condition tokens by 0 (cosine and sine are 0), so every query scores them 0;
+- pads captions on the left. Here they are not padded, with equal results: angles depend only on the cell.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LlamaGenConfig:
     dim, n_layer, n_head: width, layers, heads (a head's width must be a multiple of 4).
     n_kv_head: heads of keys and values; as many as queries by default.
     ffn_dim: width of the feed-forward; by default 8/3 dim, rounded up to a multiple of `multiple_of`.
-    grid: codes along one side of the square that it was trained on.
+    grid: codes along one side of the (square) training images.
     condition: "c2i" (a class label; `num_classes` is unconditional) or "t2i" (features of a caption).
-    caption_dim, caption_length: for t2i: width of a feature, and the most features of a caption."""
+    caption_dim, caption_length: for t2i: width of a feature, and maximum number of features of a caption."""
 
     dim: int
     n_layer: int
@@ -83,7 +83,7 @@ class LlamaGenConfig:
         for name in ("rope_base", "norm_eps"):
             check_number(name, getattr(self, name), low=0, open_low=True)
         if self.dim % self.n_head or self.head_dim % 4:
-            raise ValueError(f"n_head={self.n_head} must split dim={self.dim} into heads that are a multiple of 4 wide")
+            raise ValueError(f"n_head={self.n_head} must divide dim={self.dim} into widths that are multiples of 4")
         check_divides("n_kv_head", self.num_key_value_heads, "n_head", self.n_head)
 
     head_dim = property(lambda self: self.dim // self.n_head)
@@ -166,7 +166,7 @@ class Block(nn.Module):
 
 
 class LabelEmbedding(nn.Module):
-    """Classes, and the unconditional label after them."""
+    """Embeddings of the classes, and of the unconditional label after them."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -174,7 +174,7 @@ class LabelEmbedding(nn.Module):
 
 
 class CaptionEmbedding(nn.Module):
-    """Features of captions, and learned ones for the unconditional branch."""
+    """Projection of captions' features, and learned features for the unconditional branch."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -214,14 +214,14 @@ class LlamaGen(nn.Module):
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
-    """Rotations of pairs for cells [R, Q] (clamped): unit complex [R, 1, Q, head_dim / 2]; 0 for the condition."""
+    """Rotations of pairs for cells [R, Q] (clamped): complex units [R, 1, Q, head_dim / 2]; 0 for the condition."""
     table = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
     return embedding(cells.clamp(-1, len(table) - 2) + 1, table).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
 def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
-    """Rotations [1 + grid * grid, half] of the condition, then all cells; cached, since every call reads them."""
+    """Rotations [1 + grid * grid, half] of the condition, then of all cells; cached, since every call reads them."""
     with torch.inference_mode(False):  # gradients may flow through rotated tensors
         cells = torch.arange(grid * grid, device=device)
         frequency = base ** -(torch.arange(0, half, 2, device=device).float() / half)
@@ -243,12 +243,12 @@ class Format:
     name: str
     config: type[LlamaGenConfig]
     network: type[nn.Module]
-    marks: tuple[str, ...] = ()
+    required_weights: tuple[str, ...] = ()
     """Weights that this network must have and a LlamaGen lacks."""
     sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
-    """(weights, LlamaGen's configuration for them) -> the fields that differ in `config`."""
+    """(weights, their `LlamaGenConfig`) -> the fields of `config` that differ from it."""
     grid: int | None = None
-    """The grid, if the published files' names do not state it."""
+    """The grid of all published files, if their names do not state it."""
     nested: tuple[str, ...] = NESTED
 
 
@@ -262,8 +262,8 @@ LLAMAGEN = Format("LlamaGen", LlamaGenConfig, LlamaGen)
 class LlamaGenModel(ImageModel):
     """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
-    vq: its VQ autoencoder; with None only tokens are made.
-    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); with None, captions are features.
+    vq: its VQ autoencoder; None makes only tokens.
+    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None requires captions of features.
     defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, if not the published ones.
     Raises ValueError: a codebook of another size than the network's vocabulary."""
 
@@ -274,9 +274,9 @@ class LlamaGenModel(ImageModel):
     module: LlamaGen
 
     _captions: Tensor | None = field(default=None, metadata=row_layout(axis=1))
-    """[2, B, T, dim] of a request for captions; the unconditional branch is the second."""
+    """[2, B, T, dim]: a request's projected captions; index 1 is the unconditional branch."""
     _prompt_length: Tensor | None = field(default=None, metadata=row_layout(axis=1))
-    """[2, B] int64; None for classes."""
+    """[2, B] int64: numbers of features; None for classes."""
 
     def __init__(
         self,
@@ -318,18 +318,18 @@ class LlamaGenModel(ImageModel):
         """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for another codebook.
 
         source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
-            (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, if it
-            decodes, `vq.safetensors`.
+            (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, to
+            decode, `vq.safetensors`.
         vq: the VQ autoencoder, or its file; needed for pixels if the folder has none.
         text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
         grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
-        n_head: heads; known from the width for the published sizes."""
+        n_head: heads; the width implies them for the published sizes."""
         return cls(*read_network(cls.format, source, vq, text_encoder, dtype, device, grid, n_head))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`conditions`: class labels (an int or several), or captions: texts or features [T, caption_dim]."""
         if negative_prompt is not None:
-            raise ValueError("negative_prompt: LlamaGen has a fixed unconditional input; leave it out")
+            raise ValueError("LlamaGen has no negative_prompt: its unconditional input is fixed; leave it out")
         vocab = self.facts.vocab_size
         if self.conditions == "class_labels":
             classes = self.module.config.num_classes
@@ -338,16 +338,16 @@ class LlamaGenModel(ImageModel):
         captions = [caption for caption in self._features(conditions) for _ in range(num_images)]
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
-        learned, project = embedding.uncond_embedding, embedding.cap_proj
-        # the published code pads captions on the left: the last learned features replace a caption's
-        branches = captions + [learned[-len(caption) :] for caption in captions]
+        uncond_features, project = embedding.uncond_embedding, embedding.cap_proj
+        # the published code pads captions on the left: a caption of T features has the last T unconditional ones
+        branches = captions + [uncond_features[-len(caption) :] for caption in captions]
         with torch.no_grad():
-            bound = self._copy_with(
+            adapter = self._copy_with(
                 _captions=project(nn.utils.rnn.pad_sequence(branches, batch_first=True)).unflatten(0, (2, -1)),
                 _prompt_length=torch.tensor([len(features) for features in branches], device=self.device).view(2, -1),
             )
         rows = [list(range(vocab, vocab + len(caption))) for caption in captions]
-        return ImageRequest(bound, exact_prompts(rows), exact_prompts(rows))
+        return ImageRequest(adapter, exact_prompts(rows), exact_prompts(rows))
 
     def _features(self, captions: Any) -> list[Tensor]:
         config = self.module.config
@@ -355,7 +355,7 @@ class LlamaGenModel(ImageModel):
             texts = [captions] if isinstance(captions, str) else list(captions)
             if self.text_encoder is None:
                 raise ValueError(
-                    f"{self.facts.name} reads features of flan-t5-xl, not text: give load(..., text_encoder=...) or "
+                    f"{self.facts.name} reads features of flan-t5-xl, not text: give load(..., text_encoder=...), or "
                     f"features [tokens, {config.caption_dim}]"
                 )
             return self._encode(texts)
@@ -373,7 +373,7 @@ class LlamaGenModel(ImageModel):
         return [torch.as_tensor(features).to(self.device, self.dtype) for features in captions]
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
-        """Features of captions in lower case, as in training, but without its other cleaning (links and the like)."""
+        """Encode captions in lower case, as in training; training also cleaned texts (of links, for example)."""
         tokenizer, encoder = self.text_encoder
         tokens = tokenizer(
             [text.strip().lower() for text in texts],
@@ -389,7 +389,7 @@ class LlamaGenModel(ImageModel):
 
     def _rows(self, query: Query) -> Tensor:
         if self._prompt_length is None:
-            raise ValueError(f"{self.facts.name} needs a request's captions: call the model from request()")
+            raise ValueError(f"{self.facts.name} needs a request's captions: call the model that request() returns")
         return request_rows(query, self._prompt_length.shape[1])
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -425,7 +425,7 @@ class LlamaGenModel(ImageModel):
 
 UNUSED = re.compile(r"freqs_cis$|\.kv_cache\.")
 SIZES = {"256": 16, "384": 24, "512": 32}
-"""Codes along a side, by the pixels that the published files are named after (16 pixels a code)."""
+"""Pixels in the names of published files -> codes along a side (16 pixels per code)."""
 
 
 def read_network(
@@ -449,8 +449,8 @@ def read_network(
             f"{str(path)!r} is neither a folder with a checkpoint nor a {format.name}: {error}"
         ) from error
     state = {key: tensor for key, tensor in weights.items() if not UNUSED.search(key)}
-    if missing := [key for key in format.marks if key not in state]:
-        raise CheckpointError(f"{str(path)!r} holds no {format.name}: {', '.join(missing)} missing")
+    if missing := [key for key in format.required_weights if key not in state]:
+        raise CheckpointError(f"{str(path)!r} holds no {format.name}: it lacks {', '.join(missing)}")
     if os.path.isdir(source):
         with checkpoint_errors(f"config.json of {os.fspath(source)!r} is not a {format.name}'s", ValueError, TypeError):
             config = format.config(**{key: value for key, value in fields.items() if key not in NOT_SIZES})
@@ -467,7 +467,7 @@ def read_network(
 
         encoder, tokenizer = load_pretrained(text_encoder, "T5EncoderModel", None, None)
         if tokenizer is None:
-            raise CheckpointError(f"{text_encoder!r} has no tokenizer that can be read, and its T5 encoder needs one")
+            raise CheckpointError(f"{text_encoder!r} has no readable tokenizer, which its T5 encoder needs")
         text_encoder = (tokenizer, encoder)
     if device is not None:
         module = module.to(device)
@@ -484,13 +484,13 @@ def _config(
     if n_head is None:
         n_head = next((sizes["n_head"] for sizes in PRESETS.values() if sizes["dim"] == dim), None)
         if n_head is None:
-            raise CheckpointError(f"{str(path)!r} is {dim} wide, unlike all published sizes; give n_head")
+            raise CheckpointError(f"no published size has the width {dim} of {str(path)!r}; give n_head")
     if grid is None:
         match = re.search(r"_(256|384|512)(?!\d)", path.name)
         if match is None:
             raise CheckpointError(
-                f"the name of {str(path)!r} does not say how large its pictures are (c2i_B_256.pt does); give grid, "
-                "the codes along one side"
+                f"the name of {str(path)!r} does not state the size of its pictures (c2i_B_256.pt does); give grid, "
+                "the number of codes along one side"
             )
         grid = SIZES[match[1]]
     head_dim = dim // n_head

@@ -31,7 +31,7 @@ FAMILIES = {
     "var": ("var", "load_var", "VARModel"),
     "lpd": ("lpd", "load_lpd", "LPDModel"),
 }
-"""Module, loader and adapter of image models, by the `model_type` of config.json."""
+"""`model_type` of config.json -> names of the module, the loader and the adapter."""
 MARKER_TENSORS = {
     "medusa_norm.weight": "nar",
     "medusa_output.weight": "nar",
@@ -41,7 +41,7 @@ MARKER_TENSORS = {
     "pos_1LC": "var",
     "token_emb.weight": "lpd",
 }
-"""Tensor's name -> `model_type` of a single file; the first name that is in the file decides."""
+"""Name of a tensor -> `model_type` of a single file; the first name that the file has decides."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "digits-var", "digits-var-small")
 
 PACKAGED_PIPELINES = ("digits-dit",)
@@ -54,8 +54,8 @@ def packaged_image(name: str) -> str:
 
 
 def find_files(source: str | os.PathLike[str], decoder: str, option: Any) -> tuple[str, Path, dict[str, Any], Any]:
-    """Find a network's files: name of the model, file of its weights, fields of config.json, and the decoder or its
-    file. Raises CheckpointError for a folder without a config.json.
+    """Return a model's name, the file of its weights, the fields of config.json, and the decoder or its file. Raises
+    CheckpointError for a folder without a config.json.
 
     decoder: the field of config.json with the decoder's file, "vq" or "vae". option: the caller's decoder or file."""
     from paradec.models.checkpoint import read_json
@@ -86,7 +86,7 @@ def file_type(source: str | os.PathLike[str]) -> str:
         if str(source).endswith(".safetensors"):
             with safe_open(source, framework="pt") as file:
                 names = set(file.keys())
-        else:  # mapped: only names are read
+        else:  # mmap: only names are read
             with torch.serialization.safe_globals([argparse.Namespace]):
                 data = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
             nested = ("model_ema", "ema", "trainer.ema_parameters", "model", "module", "state_dict")
@@ -105,7 +105,7 @@ def image_loader(model_type: Any) -> Callable[..., Any] | None:
 
 
 def image_adapter(model_type: str) -> type[PictureModel]:
-    """The adapter of this `model_type`, a key of `FAMILIES`: it states the samplers for such models."""
+    """The adapter class of this `model_type`, a key of `FAMILIES`."""
     module, _, name = FAMILIES[model_type]
     return getattr(importlib.import_module(f"paradec.models.images.{module}"), name)
 

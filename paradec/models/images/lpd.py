@@ -1,7 +1,7 @@
-"""LPD (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957): codes of a picture in any order, in groups.
+"""LPD (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957): codes of a picture in groups, in any order.
 
 Parameter names are those of the published checkpoints. Inputs are the class, tokens, and masks at positions to predict;
-the caller decides which inputs each of them sees.
+the caller decides by a mask which inputs see each other.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LPD(nn.Module):
         return self.norm(x)
 
     def forward(self, codes: Tensor, labels: Tensor, order: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All groups at once, as in training: logits [B, S, V], float32 or wider; entry r is cell `order[:, r]`.
+        """Logits of all groups at once, as in training: [B, S, V], float32 or wider; entry r is cell `order[:, r]`.
 
         Args:
             codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is unconditional.
@@ -137,7 +137,7 @@ class LPD(nn.Module):
         masks = torch.full_like(order, self.config.vocab_size)
         ids = torch.cat((classes, codes.gather(1, order)[:, :num_known], masks), 1)
         positions = torch.cat((torch.zeros_like(classes), 1 + order[:, :num_known], 1 + order), 1)
-        # the class is in group -1; tokens see tokens up to their group; masks see earlier groups and masks of theirs
+        # the class is group -1; tokens see tokens up to their group; masks see earlier tokens and masks of their group
         groups = torch.cat((group.new_full((1,), -1), group[:num_known], group))
         is_mask = torch.arange(len(groups), device=device) > num_known
         is_earlier = groups.unsqueeze(0) < groups.unsqueeze(1) + (~is_mask).unsqueeze(1)
@@ -157,7 +157,7 @@ class LPD(nn.Module):
 
 class LPDModel(ImageModel):
     """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) is a cell to predict, and
-    `vocab_size` + 1 + a label is a class, which is the whole prompt.
+    `vocab_size` + 1 + a label is a class. A prompt is one class.
 
     vq: its VQ autoencoder (LlamaGen's); with None only codes are made.
     defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
@@ -187,22 +187,22 @@ class LPDModel(ImageModel):
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As in the base class; the guidance is the authors' for this number of groups, 1 for unpublished sizes."""
+        """As in the base class, with the authors' guidance for this number of groups, and 1 for unpublished sizes."""
         fields = super().defaults_with(sampler)
         if fields.get("guidance_scale") is None:
             cells = self.module.config.grid**2
             published = GUIDANCE.get(self.module.config.dim, {})
-            groups = _count(getattr(sampler, "order", None), cells)
+            groups = _count_groups(getattr(sampler, "order", None), cells)
             default_scale = published.get((cells, len(group_sizes(cells))), 1.0)
             fields["guidance_scale"] = published.get((cells, groups), default_scale)
         return fields
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
-        """As in the base class; LPD's order gets the model's repulsion, if there is one and the sampler sets none."""
+        """As in the base class. LPD's order gets the model's repulsion in `REPULSION`, unless the sampler sets one."""
         order, cells = getattr(sampler, "order", None), grid.height * grid.width
         if isinstance(order, LPDOrder) and order.repulsion is None:
             groups = len(group_sizes(cells)) if request.steps is None else request.steps
-            groups = groups if order.sizes is None else _count(order, cells)
+            groups = groups if order.sizes is None else _count_groups(order, cells)
             repulsion = REPULSION.get((self.module.config.dim, cells, groups))
             if repulsion is not None:
                 sampler = replace(sampler, order=replace(order, repulsion=repulsion))
@@ -216,11 +216,11 @@ class LPDModel(ImageModel):
         return ImageRequest(self, exact_prompts(rows), exact_prompts(uncond))
 
     def check_prompts(self, name: str, rows: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError unless every row is the id of one class, or of no class."""
+        """Raise ValueError unless every row is one id: a class, or the unconditional label."""
         min_id, max_id = self.blank_id + 1, self.blank_id + 1 + self.module.config.num_classes
         for row in rows:
             if len(row) != 1:
-                raise ValueError(f"{name} has {len(row)} ids; {self.facts.name} reads one: {min_id} + a label")
+                raise ValueError(f"{name} has {len(row)} ids; {self.facts.name} reads one id, {min_id} + a label")
             check_int(name, row[0], low=min_id, high=max_id)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -228,18 +228,19 @@ class LPDModel(ImageModel):
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         if not isinstance(query, RankedQuery):
             return super().__call__(query, store)
-        with self.evaluating():
+        with self.evaluation_context():
             return ranked_logits(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:
-        """The model as an any-order model: a row is the class, then all cells, with `blank_id` at undecided ones."""
+        """Return the model as an any-order model: a row is the class, then all cells; undecided cells are
+        `blank_id`."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
         return self._copy_with(facts=facts, any_order=True, first_position=1, branches=branches)
 
     branches = 1
 
     def keep_decided(self, rows: int, length: int) -> Any:
-        """A store for `rows` rows of each branch, whose slots are ranks."""
+        """Make a store for `rows` rows of each branch; a slot is a rank of the order."""
         return self.make_store(self.branches * rows, length)
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -252,7 +253,7 @@ class LPDModel(ImageModel):
         return self.module.logits(hidden)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
-        raise ValueError(f"{self.facts.name} needs a store, and queries with `visible_end`")
+        raise ValueError(f"{self.facts.name} needs a store and queries with `visible_end`")
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
         if not isinstance(query, GroupQuery) or query.visible_end is None:
@@ -262,7 +263,7 @@ class LPDModel(ImageModel):
         return visible if mask is None else visible & mask
 
 
-def _count(order: Any, cells: int) -> int:
+def _count_groups(order: Any, cells: int) -> int:
     sizes = getattr(order, "sizes", None)
     if sizes is None:
         return len(group_sizes(cells))
@@ -328,20 +329,20 @@ def _config(path: Path, weights: Mapping[str, Tensor], fields: Mapping[str, Any]
             "num_classes": weights["class_emb.weight"].shape[0],
             "inner": weights["blocks.0.mlp.fc1.weight"].shape[0],
         }
-    published = next((entry["n_head"] for entry in PRESETS.values() if entry["dim"] == sizes["dim"]), None)
+    published_heads = next((entry["n_head"] for entry in PRESETS.values() if entry["dim"] == sizes["dim"]), None)
     overrides = {key: value for key, value in fields.items() if key not in NOT_SIZES}
     heads = overrides.pop("n_head", None) if n_head is None else n_head
-    heads = published if heads is None else heads
+    heads = published_heads if heads is None else heads
     if heads is None:
-        raise CheckpointError(f"n_head: no published LPD is {dim} wide; give n_head=...")
+        raise CheckpointError(f"no published LPD has the width {dim}; give its number of heads, n_head=...")
     with checkpoint_errors(f"{str(path)!r} does not hold an LPD", TypeError, ValueError):
         config = LPDConfig(**(sizes | overrides | {"n_head": heads}))
     return config
 
 
 def ranked_logits(module: Any, query: RankedQuery, store: Any) -> Tensor:
-    """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask, 0
-    for padding. W' is the largest number of wanted positions in a row. A token sees tokens up to its rank; a wanted
+    """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask id,
+    0 for padding. W' is the largest number of wanted positions in a row. A token sees tokens up to its rank; a wanted
     position sees tokens of lower rank and itself. Keys and values are stored by rank.
 
     module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`."""
@@ -370,7 +371,7 @@ def ranked_logits(module: Any, query: RankedQuery, store: Any) -> Tensor:
         uncond_tokens.masked_fill_(uncond_tokens > blank, blank + 1 + module.config.num_classes)
     slots = slots.repeat(query.branches, 1)
     call = StoreCall(row_index, slots, index, query.store.visible_length, step=query.store.step)
-    # positions are ranks here, as slots are: the store then hides the slots that this call evaluates
+    # the query's positions are ranks, like the slots: the store then hides the slots that this call evaluates
     call_query = Query(query.rows, tokens, ranks, valid=valid, visible=visible, store=call, branches=query.branches)
     cache = store.bind(call_query)
     mask, _ = store.visible(call_query)

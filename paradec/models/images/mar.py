@@ -1,4 +1,4 @@
-"""MAR (Li et al., arXiv 2406.11838): a masked autoencoder over continuous image tokens, drawn by a diffusion head.
+"""MAR (Li et al., arXiv 2406.11838): a masked autoencoder over continuous image tokens, which a diffusion head draws.
 
 Parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the positions, with
 the other positions' keys and values from an earlier evaluation (ReCAP, arXiv 2505.19089).
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paradec.core.checks import check_divides, check_int, check_type
 from paradec.models.base import Adapter
 from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
-from paradec.models.images.base import PictureModel, Reading, merge_defaults
+from paradec.models.images.base import PictureModel, Snapshot, merge_defaults
 from paradec.models.images.blocks import Block
 from paradec.models.images.continuous import (
     ContinuousAnswer,
@@ -40,13 +40,13 @@ PRESETS = {
     "mar_large": {"width": 1024, "depth": 16, "heads": 16, "head_depth": 8, "head_width": 1280},
     "mar_huge": {"width": 1280, "depth": 20, "heads": 16, "head_depth": 12, "head_width": 1536},
 }
-"""The published models (class-conditional ImageNet, 256 pixels: 16 x 16 tokens of KL-16's 16 channels)."""
+"""Sizes of the published models (class-conditional ImageNet, 256 pixels: 16 x 16 tokens of KL-16's 16 channels)."""
 PUBLISHED_WIDTHS = {
     768: {"heads": 12, "guidance_scale": 2.9},
     1024: {"heads": 16, "guidance_scale": 3.0},
     1280: {"heads": 16, "guidance_scale": 3.2},
 }
-"""Facts missing in the weights: heads, and the authors' guidance."""
+"""Width -> numbers that the weights do not state: heads, and the authors' guidance."""
 
 
 class MAR(nn.Module):
@@ -55,7 +55,7 @@ class MAR(nn.Module):
     Args:
         side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
         classes: their number; the label `classes` is unconditional (for guidance).
-        buffer: class tokens before the image's.
+        buffer: number of class tokens, which precede the image's.
         head_depth, head_width: residual blocks of the diffusion head, and their width.
         eps: of the blocks' norms. decoder_depth: by default `depth`.
     """
@@ -142,25 +142,26 @@ class MAR(nn.Module):
 
 
 class GroupStore:
-    """Keys and values of a call's columns by layer, `computed`. The columns attend to those in `past` as well."""
+    """Keys and values of a call's columns by layer (`keys`). The columns also attend to those in `past`."""
 
     def __init__(self, past: Keys | None):
         self.past = past
-        self.computed: Keys = []
+        self.keys: Keys = []
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self.computed.append((key, value))
+        self.keys.append((key, value))
         if self.past is None:
             return key, value
         return torch.cat((self.past[layer][0], key), 2), torch.cat((self.past[layer][1], value), 2)
 
 
 def run(blocks: nn.ModuleList, x: Tensor, past: Keys | None) -> tuple[Tensor, Keys]:
-    """Run blocks on x [R, n, width], which also attend to `past`; return also the keys and values of x."""
+    """Run blocks on x [R, n, width], whose columns also attend to `past`. Returns the output, and keys and values of
+    x."""
     store = GroupStore(past)
     for block in blocks:
         x = block(x, None, store)
-    return x, store.computed
+    return x, store.keys
 
 
 # ---- the adapter ----------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class MARModel(PictureModel, Adapter):
         self.defaults = merge_defaults({"steps": min(64, module.positions), "guidance_scale": 1.0}, defaults)
 
     def __call__(self, query: ContinuousQuery) -> ContinuousAnswer:
-        with self.evaluating():
+        with self.evaluation_context():
             module = self.module
 
             def repeat(x: Tensor) -> Tensor:
@@ -214,9 +215,9 @@ class MARModel(PictureModel, Adapter):
 
             null = torch.full_like(query.labels, module.classes)
             labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
-            buffer = query.kept is None or not query.keep_buffer
+            buffer = query.reused_keys is None or not query.keep_buffer
             tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
-            past = (None, None) if query.kept is None else (query.kept.encoder, query.kept.decoder)
+            past = (None, None) if query.reused_keys is None else (query.reused_keys.encoder, query.reused_keys.decoder)
             encoded, encoder = module.encode(tokens.to(module.mask_token.dtype), known, labels, past[0], buffer)
             decoded, decoder = module.decode(encoded, columns, targets, past[1], buffer)
             index = repeat(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
@@ -224,17 +225,15 @@ class MARModel(PictureModel, Adapter):
             noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)
             flat = conditions.flatten(0, 1)
             output = module.diffloss.distribution(flat, noise, query.temperature, query.guidance, query.sections)
-            parts = (
-                part.unflatten(0, query.wanted.shape) for part in (output.mean, output.std, output.half_log_variance)
-            )
-            distribution = TokenDistribution(*parts)
-            kept_keys = (
-                None if query.drop is None else self._kept_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
-            )
-            return ContinuousAnswer(distribution.mean, conditions, kept_keys, distribution)
+            fields = (output.mean, output.std, output.half_log_variance)
+            distribution = TokenDistribution(*(field.unflatten(0, query.wanted.shape) for field in fields))
+            reused_keys = None
+            if query.drop is not None:
+                reused_keys = self._select_reused_keys(encoder, decoder, repeat(query.drop), query.keep_buffer)
+            return ContinuousAnswer(distribution.mean, conditions, reused_keys, distribution)
 
-    def _kept_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
-        """Keys and values of a full step, without the positions `drop` [R, U], which its group decides."""
+    def _select_reused_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
+        """Keys and values of a full step, without the positions `drop` [R, U] of its group."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
         index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]
@@ -259,19 +258,19 @@ class MARModel(PictureModel, Adapter):
         if draft.device != self.device:
             raise ValueError(f"draft {draft_name} is on {draft.device}, {name} on {self.device}; use one device")
         if self.vae is not None and draft.vae is not None and not have_same_latents(self.vae, draft.vae):
-            raise ValueError(f"draft {draft_name} has another VAE than {name}, so its tokens mean other pictures")
+            raise ValueError(f"draft {draft_name} has another VAE than {name}, so its tokens mean different pictures")
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         num_written = -np.diff(state.num_left[: state.index + 1])  # the same for all rows
         accepted = num_written.reshape(-1, 1).repeat(state.batch, 1)
-        return Reading(state.tokens.cpu(), state.done, accepted, [0] * state.batch, state.draft_nfe.tolist())
+        return Snapshot(state.tokens.cpu(), state.done, accepted, [0] * state.batch, state.draft_nfe.tolist())
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
         return self.image(tokens)
 
     def image(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, positions, channels] -> the VAE's latent [B, channels, side, side], times its scale (0.2325 for
-        KL-16)."""
+        """Tokens [B, positions, channels] -> latent [B, channels, side, side], which includes the VAE's `latent_scale`
+        (0.2325 for KL-16)."""
         return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
@@ -305,7 +304,7 @@ def load_mar(
         sizes: dict[str, Any] = read_sizes(weights) | ({"eps": fields["eps"]} if "eps" in fields else {})
         heads = fields.get("heads", published.get("heads")) if heads is None else heads
         if heads is None:
-            raise CheckpointError(f"heads: no published MAR is {sizes['width']} wide; give heads=...")
+            raise CheckpointError(f"no published MAR has the width {sizes['width']}; give heads=...")
         module = MAR(heads=heads, **sizes)
     check_fit(module.state_dict(), weights, str(path), "a MAR")
     module.load_state_dict(weights)

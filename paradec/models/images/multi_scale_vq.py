@@ -20,7 +20,7 @@ from paradec.models.images.vq import Codebook, ConvDecoder, ConvEncoder, VQConfi
 from paradec.models.weights import read_weights
 
 CONVOLUTIONS = 4
-"""Convolutions that smooth the upsampled codes; neighbouring scales share one."""
+"""Number of convolutions that smooth the upsampled codes; neighbouring scales share one."""
 PUBLISHED_SCALES = {256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)}
 """Sides of the code maps of the published models, by the side of their pictures in pixels."""
 UNUSED = re.compile(r"^quantize\.ema_vocab_hit_SV$|^loss\.")
@@ -47,7 +47,7 @@ class MultiScaleVQConfig(VQConfig):
 
 
 class Smoothing(nn.Module):
-    """phi of the paper: the mean of an upsampled code map and its convolution."""
+    """The mean of an upsampled code map and its convolution (phi of the paper)."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -88,7 +88,7 @@ class MultiScaleVQ(nn.Module):
         return self.quantize.codes
 
     def add(self, features: Tensor, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
-        """Add scale `index` to features [B, C, s, s]: codes [B, n * n, C], row by row."""
+        """Add the codes [B, n * n, C], row by row, of scale `index` to features [B, C, s, s]."""
         return features + self.smooth_codes(codes, index, scales)
 
     def smooth_codes(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
@@ -128,8 +128,8 @@ class MultiScaleVQ(nn.Module):
         return self.quantise(self.features(images), scales)
 
     def inputs(self, codes: Tensor, scales: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales but the first [B, L - 1, C]
-        (fewer where codes end earlier), and the features [B, C, s, s]."""
+        """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales except the first [B, L - 1,
+        C] (fewer if `codes` has only the first scales), and the features [B, C, s, s]."""
         features = codes.new_zeros(len(codes), codes.shape[-1], scales[-1], scales[-1])
         outputs, begin = [], 0
         for index, side in enumerate(scales):
@@ -148,7 +148,7 @@ class MultiScaleVQ(nn.Module):
     def forward(
         self, images: Tensor, scales: Sequence[int], commitment: float = 0.25
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """For training: (reconstructions, codebook loss, ids of every scale); gradients pass straight through."""
+        """For training: (reconstructions, codebook loss, ids of every scale), with straight-through gradients."""
         features = self.features(images)
         residual, total = features.detach(), torch.zeros_like(features)
         loss, all_ids = features.new_zeros(()), []

@@ -1,5 +1,5 @@
-"""NAR (He et al., arXiv 2503.10696): LlamaGen with one more layer and head, which writes a picture diagonal by
-diagonal. LlamaGen's head predicts a cell's right neighbour, the other (`medusa_*`, as published) the lower one."""
+"""NAR (He et al., arXiv 2503.10696): LlamaGen with one more layer and head, for pictures diagonal by diagonal.
+LlamaGen's head predicts a cell's right neighbour, the new head (`medusa_*`, as published) the lower neighbour."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAR_FORMAT = Format(
     "NAR",
     NARConfig,
     NAR,
-    marks=("medusa_norm.weight", "medusa_output.weight"),
+    required_weights=("medusa_norm.weight", "medusa_output.weight"),
     sizes=lambda state, config: {"n_layer": config.n_layer - 1},
 )
 
@@ -58,8 +58,8 @@ class NARModel(LlamaGenModel):
     """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call returns logits
     [R, W, 2, V] of the right and the lower neighbour. A cell sees the condition and all cells up to its own diagonal.
 
-    The public code loads files without a second head, and draws from a random one; here such files are refused (the
-    authors' link to the 256-pixel text model leads to LlamaGen's file)."""
+    The public code accepts files without a second head, and draws from a random one. Here such files raise an error
+    (the authors' link to the 256-pixel text model leads to LlamaGen's file)."""
 
     makes = "neighbour image"
     family = "groups"
@@ -81,7 +81,7 @@ class NARModel(LlamaGenModel):
         return self.module.head(hidden.unflatten(-1, (2, -1)))
 
     def _visible(self, query: Query, store: Any = None) -> Tensor:
-        """[R, 1, Q, Q] bool: which of the call's own columns each column sees."""
+        """[R, 1, Q, Q] bool: the call's columns that each column sees."""
         rank = self._rank(query, query.positions)
         visible = rank.unsqueeze(-1) >= rank.unsqueeze(-2)
         if query.valid is not None:
@@ -97,7 +97,7 @@ class NARModel(LlamaGenModel):
         return visible.unsqueeze(1) if mask is None else visible.unsqueeze(1) & mask
 
     def _rank(self, query: Query, positions: Tensor) -> Tensor:
-        """[R, K] int64: the diagonals of positions [R, K]; ascending negative numbers for the condition's."""
+        """[R, K] int64: the diagonals of positions [R, K]; for the condition, ascending negative numbers."""
         cells = positions - (query.positions - self.cells(query))[:, :1]
         side = self.module.config.grid
         return torch.where(cells < 0, cells, cells // side + cells % side)

@@ -1,4 +1,4 @@
-"""A diffusers pipeline for class-conditional DiTs (Peebles and Xie, arXiv 2212.09748) over pixels, with any number of
+"""A diffusers pipeline for class-conditional DiTs (Peebles and Xie, arXiv 2212.09748) on pixels, with any number of
 classes. (diffusers' `DiTPipeline` needs a VAE and 1000 classes.)"""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PixelDiTPipeline(DiffusionPipeline):
     """Pictures from class labels: `PixelDiTPipeline.from_pretrained(folder)`.
 
     Args:
-        transformer: a `DiTTransformer2DModel` over images in [-1, 1]; a learned variance in its output is left out.
+        transformer: a `DiTTransformer2DModel` over images in [-1, 1]; a learned variance in its output is dropped.
     """
 
     model_cpu_offload_seq = "transformer"
@@ -51,8 +51,8 @@ class PixelDiTPipeline(DiffusionPipeline):
         """Denoise one picture per label. Raises ValueError for an argument out of its range, before any work is done.
 
         guidance_scale: s in uncond + s (cond - uncond), both evaluated in one call; 1 is off.
-        generator: for the initial noise and the scheduler's; one, or one per picture.
-        latents: initial noise [B, C, H, W], instead of drawing it.
+        generator: for the initial noise and the scheduler's noise; one, or one per picture.
+        latents: initial noise [B, C, H, W]; None draws it.
         output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W], both float in [0, 1]."""
         config = self.transformer.config
         labels = list_labels(class_labels, config.num_embeds_ada_norm)
@@ -65,7 +65,7 @@ class PixelDiTPipeline(DiffusionPipeline):
             latents = randn_tensor(shape, generator=generator, device=device, dtype=self.transformer.dtype)
         elif tuple(latents.shape) != shape:
             raise ValueError(f"latents have shape {tuple(latents.shape)}; expected {shape}")
-        self._guidance_scale = guidance_scale  # the name in diffusers' pipelines; `paradec.tune_steps` reads it
+        self._guidance_scale = guidance_scale  # as in diffusers' pipelines; `paradec.tune_steps` reads it
         branches = 1 if guidance_scale == 1 else 2
         null = [config.num_embeds_ada_norm] * len(labels)
         conditions = torch.tensor(labels + null * (branches - 1), device=device)

@@ -25,7 +25,7 @@ class TextToImageModel(ImageModel):
     `head`.
 
     module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
-    tokenizer: of the checkpoint; with None, prompts are ids."""
+    tokenizer: of the checkpoint; None requires prompts of ids."""
 
     conditions = "prompts"
     cells: Sequence[int]
@@ -51,7 +51,7 @@ class TextToImageModel(ImageModel):
         return self.module.model.language_model
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
-        """Ids of a whole prompt, up to the first token of the picture."""
+        """Ids of a prompt, up to the first token of the picture."""
         raise NotImplementedError
 
     def _unconditional(self, prompt: list[int], grid: Grid) -> list[int]:
@@ -74,7 +74,7 @@ class TextToImageModel(ImageModel):
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """`conditions`: captions, one or several; or rows of the tokenizer's ids of complete prompts, up to the
-        picture's first token. `negative_prompt`: as `conditions`, one for all or one for each."""
+        picture's first token. `negative_prompt`: of the same form, one for all or one for each."""
         rows = self._rows("prompts", conditions, grid)
         if negative_prompt is None:
             uncond_rows = [self._unconditional(row, grid) for row in rows]
@@ -83,7 +83,7 @@ class TextToImageModel(ImageModel):
             uncond_rows = uncond_rows * len(rows) if len(uncond_rows) == 1 else uncond_rows
             if len(uncond_rows) != len(rows):
                 raise ValueError(
-                    f"negative_prompt has {len(uncond_rows)} entries for {len(rows)} prompts; give one or as many"
+                    f"negative_prompt has {len(uncond_rows)} entries for {len(rows)} prompts; give one, or one for each"
                 )
         self._check_prompts(rows + uncond_rows, grid)
         batches = (rows, uncond_rows)
@@ -99,7 +99,8 @@ class TextToImageModel(ImageModel):
             )
 
     def _check_length(self, grid: Grid, scale: int) -> Grid:
-        """Return the grid. Raises ValueError if it is too long for the model. scale: pixels along a token's side."""
+        """Return the grid. Raises ValueError if it is too long for the model. scale: pixels along one side of a
+        token."""
         max_length = self.facts.max_length
         if max_length is not None and grid.length >= max_length:
             raise ValueError(
@@ -119,7 +120,7 @@ class TextToImageModel(ImageModel):
         for entry in prompts:
             if isinstance(entry, str):
                 if self.tokenizer is None:
-                    raise ValueError(f"{name} is text, and {self.facts.name} was made without a tokenizer; give ids")
+                    raise ValueError(f"{name} is text, and {self.facts.name} has no tokenizer; give ids")
                 rows.append(self._prompt(entry, grid))
                 continue
             entry = entry.tolist() if hasattr(entry, "tolist") else entry
@@ -147,7 +148,7 @@ class TextToImageModel(ImageModel):
         return query.positions
 
     def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
-        """[vocab_size, d]: row `cells[c]` is row c of the table [codes, d]; other rows are NaN."""
+        """[vocab_size, d]: row `cells[c]` is row c of `table` [codes, d]; other rows are NaN."""
         codes = table.new_full((self.facts.vocab_size, table.shape[1]), torch.nan)
         codes[torch.tensor(list(cells), device=table.device)] = table
         return codes
@@ -157,7 +158,7 @@ def order_ids(codes: dict[int, int], size: int, name: str) -> tuple[int, ...]:
     """Ids in the order of the codebook, from {code: id}. Raises ValueError for a code without an id."""
     missing = [code for code in range(size) if code not in codes]
     if missing:
-        raise ValueError(f"{name} names no token for code {missing[0]} of {size}")
+        raise ValueError(f"{name} has no token for code {missing[0]} of {size}")
     return tuple(codes[code] for code in range(size))
 
 
@@ -195,7 +196,7 @@ def load_pretrained(
             f"the weights of {name!r} do not fit config.json: {format_problems({'missing': missing})}"
         )
     if not any(fetch(name, file, revision) for file in VOCABULARIES):
-        return module, None  # for some, transformers would build a tokenizer without a vocabulary
+        return module, None  # for some models transformers would build a tokenizer without a vocabulary
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError):

@@ -1,7 +1,7 @@
-"""The U-ViT of the MaskGIT-r checkpoints (AutoNAT, ReCAP): transformer blocks with long skips over a class token and
-image tokens. Parameter names are the files'; diffusers' `UVit2DModel` is another network.
+"""The U-ViT of the MaskGIT-r checkpoints (AutoNAT, ReCAP): transformer blocks with long skip connections over a class
+token and image tokens. Parameter names are those of the files. diffusers' `UVit2DModel` is another network.
 
-Every sampler of masked text decodes it (Chang et al., "MaskGIT", arXiv 2202.04200).
+All samplers of masked text models decode it (Chang et al., "MaskGIT", arXiv 2202.04200).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query, take_columns
 from paradec.models.checkpoint import check_fit, checkpoint_errors
 from paradec.models.decoder import Decoder, needs_hidden
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, list_labels, merge_defaults, picture_tokens
+from paradec.models.images.base import ImageRequest, PictureModel, Snapshot, list_labels, merge_defaults, picture_tokens
 from paradec.models.images.blocks import Block
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import count_blocks, find_files
@@ -37,7 +37,7 @@ class UViT(nn.Module):
     codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 means the null class (for
     guidance), which is the last class.
 
-    size: tokens per side. codebook_size: image tokens. classes: the null class included.
+    size: tokens per side. codebook_size: number of image ids. classes: number of classes with the null class.
     width, depth, heads: of the transformer; depth is the number of blocks besides the middle one, half on each side."""
 
     def __init__(
@@ -105,8 +105,8 @@ class UViT(nn.Module):
         return self.norm(x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Last hidden states [R, W, width] -> logits [R, W, vocab_size]; those of other ids are the dtype's minimum,
-        which is finite, since guidance subtracts logits."""
+        """Last hidden states [R, W, width] -> logits [R, W, vocab_size]. Ids that are not codes have the dtype's finite
+        minimum, since guidance subtracts logits."""
         logits = self.mlm_layer(x, self.token_emb.word_embeddings.weight)[..., : self.codebook_size]
         num_others = self.vocab_size - self.codebook_size
         return nn.functional.pad(logits, (0, num_others), value=torch.finfo(logits.dtype).min)
@@ -123,7 +123,7 @@ class UViT(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """A token's embedding plus its position's, normalized."""
+    """Embedding of a token plus that of its position, normalised."""
 
     def __init__(self, tokens: int, positions: int, width: int):
         super().__init__()
@@ -136,7 +136,7 @@ class Embeddings(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block whose input is first joined with the output of its counterpart before the middle."""
+    """A block after the middle one. Its input is joined with the output of its counterpart before the middle."""
 
     def __init__(self, width: int, heads: int, layer: int):
         super().__init__(width, heads, layer, bias=False)
@@ -158,7 +158,7 @@ class Head(nn.Module):
 
 
 class UViTModel(Decoder):
-    """The adapter of a `UViT`: prompts are one class token, answers all image tokens, by default as one block."""
+    """The adapter of a `UViT`: a prompt is one class token, an answer all image tokens, by default as one block."""
 
     makes = "codes"
     has_head = True
@@ -181,7 +181,7 @@ class UViTModel(Decoder):
         return self.module.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def token_embeddings(self) -> Tensor:
-        """[vocab_size, width]: of image tokens, the mask and the classes, before positions are added."""
+        """[vocab_size, width]: embeddings of image tokens, mask and classes, without positions."""
         parts = (self.module.token_emb, self.module.context_embed)
         return torch.cat([part.word_embeddings.weight for part in parts])
 
@@ -195,7 +195,7 @@ class UViTModel(Decoder):
 
 
 def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
-    """Read a checkpoint by its parameter names; all sizes but the number of heads follow from the weights. Raises
+    """Read a checkpoint by its parameter names; the weights imply all sizes except the number of heads. Raises
     CheckpointError for a wrong file, ValueError for wrong `heads`.
 
     source: a safetensors file, or a `.pth` (only its tensors are read). heads: 8 in the published models."""
@@ -212,8 +212,8 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
 
 
 class MaskedImageModel(PictureModel, UViTModel):
-    """Prompts are one class token; answers are all codes of a picture, as one block. Guidance masks the class token.
-    Raises ValueError for another codebook than the network's, or an unknown default.
+    """A `UViTModel` whose answers are all codes of a picture, as one block. Guidance masks the class token. Raises
+    ValueError for another codebook than the network's, or an unknown default.
 
     module: the network, whose last class is the null class. vq: its VQ autoencoder; with None only codes are made.
     defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`."""
@@ -236,7 +236,7 @@ class MaskedImageModel(PictureModel, UViTModel):
         self.vq, self.defaults = vq, merge_defaults(DEFAULTS, defaults)
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As in the base class; samplers that choose a group's targets in a full step also get the cache "recap"."""
+        """As in the base class. Samplers that choose a group's targets in a full step also get the cache "recap"."""
         return super().defaults_with(sampler) | ({"cache": "recap"} if hasattr(sampler, "targets") else {})
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
@@ -245,11 +245,11 @@ class MaskedImageModel(PictureModel, UViTModel):
         return ImageRequest(self, [[self.class_token(label)] for label in labels])
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
-        """The state of one request for all codes of a picture, with a trace: codes are not written in order."""
-        overrides = {"max_new_tokens": grid.length, "suppress_tokens": self.suppressed, "trace": True}
+        """Start a request for all codes of a picture. Its trace records the order in which codes are written."""
+        overrides = {"max_new_tokens": grid.length, "suppress_tokens": self.non_code_ids, "trace": True}
         return sampler.start(image_request.model, image_request.prompts, replace(request, **overrides))
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         tokens = picture_tokens(state, grid)
         steps = [] if state.trace is None else state.trace.steps
         accepted = np.zeros((len(steps), state.batch), np.int64)
@@ -257,10 +257,10 @@ class MaskedImageModel(PictureModel, UViTModel):
             rows = [row for row, _, token, _ in step.commits if token != self.facts.mask_token_id]
             accepted[index] = np.bincount(rows, minlength=state.batch)
         is_complete = not tokens.eq(self.facts.mask_id).any()
-        return Reading(tokens, is_complete, accepted, state.prompt_length.tolist(), [0] * state.batch)
+        return Snapshot(tokens, is_complete, accepted, state.prompt_length.tolist(), [0] * state.batch)
 
     @property
-    def suppressed(self) -> tuple[int, ...]:
+    def non_code_ids(self) -> tuple[int, ...]:
         """Ids that are not codes."""
         return tuple(range(self.module.codebook_size, self.facts.vocab_size))
 
@@ -277,8 +277,8 @@ def load_masked_image(
 ) -> MaskedImageModel:
     """Read a masked image model from a folder. Raises CheckpointError for files that are missing or do not fit.
 
-    source: has `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
-        `model.safetensors` with the names of MaskGIT-r's checkpoints (single files, which `load_uvit` reads).
+    source: the folder, with `config.json` ("heads"; optionally "vq", the VQ's file, and "defaults" of requests) and
+        `model.safetensors` with MaskGIT-r's names. (`load_uvit` reads the published single files.)
     vq: the VQ autoencoder, or its file, if the folder states none. dtype: of the parameters; float32 by default."""
     name, path, fields, vq = find_files(source, "vq", vq)
     with checkpoint_errors(f"{os.fspath(source)!r} is not a masked image model", TypeError, ValueError, KeyError):

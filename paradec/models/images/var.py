@@ -1,4 +1,4 @@
-"""VAR (Tian et al., "Visual Autoregressive Modeling", arXiv 2404.02905): a picture scale by scale, each in one step.
+"""VAR (Tian et al., "Visual Autoregressive Modeling", arXiv 2404.02905): pictures scale by scale, one scale per step.
 
 Parameter names are those of the published checkpoints (`var_d16.pth` to `var_d36.pth`).
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import layer_norm, linear, normalize, scaled_dot_produc
 from paradec.core.checks import check_bool, check_divides, check_int, check_type, short_repr
 from paradec.models.base import Adapter
 from paradec.models.checkpoint import CheckpointError, check_fit, checkpoint_errors
-from paradec.models.images.base import PictureModel, Reading, merge_defaults
+from paradec.models.images.base import PictureModel, Snapshot, merge_defaults
 from paradec.models.images.blocks import mlp
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import count_blocks, find_files
@@ -31,12 +31,12 @@ from paradec.models.weights import NESTED, read_weights
 HEAD = 64
 """Head width of the published models."""
 BUFFERS = ("lvl_1L", "attn_bias_for_masking")
-"""Tensors of published files that are ignored: both follow from the scales."""
+"""Tensors of published files that are not read: both follow from the scales."""
 MAX_LOG_QUERY_FACTOR = math.log(100)
 """Bound of `scale_mul_1H11`, the logarithm of the factor of normalised queries."""
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
-"""Settings of the authors' figures; their guidance of 1.5 is 2.5 here (they use `1 + cfg`)."""
+"""Settings of the authors' figures. Their cfg of 1.5 is a guidance scale of 2.5 here (`1 + cfg`)."""
 
 
 def scale_ends(scales: Sequence[int]) -> list[int]:
@@ -93,10 +93,11 @@ class ScaleQuery:
     """Holds the scales before `first`; the call appends its own."""
     branches: int = 1
     wanted: int = 1
-    """Branches whose logits are returned."""
+    """Number of branches whose logits are returned."""
     masked: bool = True
     """Whether finer scales of the call are hidden from coarser ones."""
-    drafting: bool = False
+    is_draft: bool = False
+    """Whether the drafter answers the query, not the model."""
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: positions evaluated for each row in one branch."""
     kind: str = "window"
@@ -119,10 +120,10 @@ class VAR(nn.Module):
     """The network. Raises ValueError for a size out of its range.
 
     Args:
-        scales: sides of the code maps, ascending. depth: number of blocks. width, heads: their sizes.
+        scales: sides of the code maps, ascending. depth: number of blocks. width, heads: of a block.
         classes: number of classes; label `classes` is unconditional (for guidance).
         codebook_size, code_dim: of the VQ autoencoder. mlp_ratio: feed-forward width divided by `width`.
-        shared_adaln: whether one layer modulates all blocks (the 512-pixel model), or each has its own.
+        shared_adaln: whether one layer modulates all blocks (the 512-pixel model); otherwise each block has a layer.
         l2_norm: whether queries and keys are normalised (all published models).
     """
 
@@ -205,7 +206,7 @@ class VAR(nn.Module):
 
         Args:
             labels: [R] int64; `classes` is unconditional. inputs: [R, n', code_dim], of these scales without scale 0.
-            store: has the scales before `first`, and records the evaluated ones.
+            store: has the scales before `first`; the call appends its own.
             wanted: return logits of the first `wanted` rows and the last scale only; None returns all.
             masked: whether finer scales of the call are hidden from coarser ones, as in training.
         """
@@ -222,7 +223,7 @@ class VAR(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block; the class scales, shifts and gates both branches."""
+    """A pre-norm block; the class scales, shifts and gates attention and feed-forward."""
 
     def __init__(self, width: int, heads: int, hidden: int, shared_adaln: bool, l2_norm: bool, eps: float):
         super().__init__()
@@ -242,9 +243,9 @@ class Block(nn.Module):
         store: ScaleStore | None,
         layer: int,
         begin: int,
-        between: Tensor | None = None,
+        addend: Tensor | None = None,
     ) -> Tensor:
-        """x [R, n, width]; condition [R, width], or [R, 1, 6, width] with shared_adaln; between [n, width] is added
+        """x [R, n, width]; condition [R, width], or [R, 1, 6, width] with shared_adaln; addend [n, width] is added
         after attention."""
         if hasattr(self, "ada_gss"):
             modulation = self.ada_gss + condition
@@ -252,11 +253,11 @@ class Block(nn.Module):
             modulation = self.ada_lin(condition).unflatten(-1, (1, 6, -1))
         gate_attn, gate_ffn, scale_attn, scale_ffn, shift_attn, shift_ffn = modulation.unbind(2)  # [R, 1, width] each
         size = (x.shape[-1],)
-        attended = self.attn(
+        attention_output = self.attn(
             torch.addcmul(shift_attn, layer_norm(x, size, eps=self.eps), scale_attn + 1), mask, store, layer, begin
         )
-        x = torch.addcmul(x, gate_attn, attended)
-        x = x if between is None else x + between
+        x = torch.addcmul(x, gate_attn, attention_output)
+        x = x if addend is None else x + addend
         return torch.addcmul(
             x, gate_ffn, self.ffn(torch.addcmul(shift_ffn, layer_norm(x, size, eps=self.eps), scale_ffn + 1))
         )
@@ -285,8 +286,8 @@ class Attention(nn.Module):
             key = normalize(key, dim=-1)
         if store is not None:
             key, value = store.append(layer, begin, key, value)
-        attended = scaled_dot_product_attention(query.to(value.dtype), key, value, mask, scale=self.scale)
-        return self.proj(attended.transpose(1, 2).flatten(2))
+        output = scaled_dot_product_attention(query.to(value.dtype), key, value, mask, scale=self.scale)
+        return self.proj(output.transpose(1, 2).flatten(2))
 
 
 class HeadNorm(nn.Module):
@@ -343,7 +344,7 @@ class ScalePictures(PictureModel):
 class VARModel(ScalePictures, Adapter):
     """The adapter of a `VAR`.
 
-    vq: its multi-scale VQ autoencoder; sampling needs it, since a scale's codes are the next one's input.
+    vq: its multi-scale VQ autoencoder. Sampling needs it: the codes of a scale are the input of the next one.
     defaults: defaults of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
     Raises TypeError: another kind of module. ValueError: the codebook does not fit the network, an unknown default."""
 
@@ -356,7 +357,7 @@ class VARModel(ScalePictures, Adapter):
         self, module: VAR, vq: MultiScaleVQ, defaults: Mapping[str, Any] | None = None, name: str | None = None
     ):
         check_type("module", module, VAR)
-        check_type("vq", vq, MultiScaleVQ, ": a scale's codes are the next's input")
+        check_type("vq", vq, MultiScaleVQ, ": the codes of a scale are the input of the next")
         super().__init__(module.eval())
         check_codebook(vq, module.codebook_size, name or "VAR", module.code_dim)
         self.vq = vq.eval()
@@ -376,7 +377,7 @@ class VARModel(ScalePictures, Adapter):
         return super().defaults_with(sampler) | dict(sampler.request_defaults)
 
     def __call__(self, query: ScaleQuery, store: Any = None) -> ScaleAnswer:
-        with self.evaluating():
+        with self.evaluation_context():
             null = torch.full_like(query.labels, self.module.classes)
             labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
             inputs = query.inputs.repeat(query.branches, 1, 1).to(self.module.word_embed.weight.dtype)
@@ -385,7 +386,7 @@ class VARModel(ScalePictures, Adapter):
         return ScaleAnswer(logits, self.codes, self.add_scale)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
-        """Make an empty store for the first `scales` scales. rows: rows of a call, counting each branch. Under autocast
+        """Make an empty store for the first `scales` scales. rows: rows of a call, times its branches. Under autocast
         keys are rounded to the parameters' dtype when stored."""
         module = self.module
         length = module.begin(scales)
@@ -400,12 +401,12 @@ class VARModel(ScalePictures, Adapter):
         is_last = index == len(scales) - 1
         return features, None if is_last else self.vq.downsample(features, scales[index + 1])
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         sides = self.module.scales[: state.index]
         accepted = np.array([[side**2] * state.batch for side in sides], np.int64).reshape(-1, state.batch)
         tokens = state.tokens if state.codes is None else state.codes
         prompt_lengths = [self.module.begin(len(self.module.scales) - 1)] * state.batch
-        return Reading(tokens.cpu(), state.done, accepted, prompt_lengths, state.draft_nfe.tolist())
+        return Snapshot(tokens.cpu(), state.done, accepted, prompt_lengths, state.draft_nfe.tolist())
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
         for stop in self.module.ends:
@@ -439,8 +440,8 @@ def load_var(
     scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
     heads: by default as in `scale_mul_1H11`, else width // 64.
     dtype: of the network's parameters; float32 by default."""
-    module, vq, name, fields, published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
-    return VARModel(module, vq, (PUBLISHED_DEFAULTS if published else {}) | fields.get("defaults", {}), name)
+    module, vq, name, fields, is_published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
+    return VARModel(module, vq, (PUBLISHED_DEFAULTS if is_published else {}) | fields.get("defaults", {}), name)
 
 
 def read_network(
@@ -456,10 +457,10 @@ def read_network(
     nested: Sequence[str] = NESTED,
     to_var_weights: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> tuple[Any, MultiScaleVQ, str, dict[str, Any], bool]:
-    """Read the parts of the adapter of a VAR or its student: the network, the VQ, its name, the fields of config.json,
-    and whether the scales are those of published models. Raises as `load_var`.
+    """Read the parts of the adapter of a VAR or its student: network, VQ, name of the model, fields of config.json, and
+    whether the scales were inferred from the weights. Raises as `load_var`.
 
-    kind: its name in messages. extra: weights that this kind needs besides a VAR's. nested: as for `read_weights`.
+    kind: the network's name in messages. extra: weights that it needs besides a VAR's. nested: as for `read_weights`.
     to_var_weights: converts the weights to the sizes of a VAR's, for `read_sizes`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
@@ -467,12 +468,12 @@ def read_network(
     weights, metadata = read_weights(path, "|".join(BUFFERS), nested)
     weights = {key: tensor for key, tensor in weights.items() if key not in BUFFERS}
     if missing := [key for key in extra if key not in weights]:
-        raise CheckpointError(f"{str(path)!r} holds no {kind}: {', '.join(missing)} missing")
+        raise CheckpointError(f"{str(path)!r} holds no {kind}: it lacks {', '.join(missing)}")
     config = fields or metadata.get("config", {})
     scales = scales or config.get("scales") or config.get("patch_nums")
     with checkpoint_errors(f"{str(path)!r} holds no {kind}", LookupError, ValueError):
         sizes = read_sizes(to_var_weights(weights), scales, heads or config.get("heads") or config.get("num_heads"))
-        module = network(**sizes).to(dtype or torch.float32)  # before loading: weights may be wider
+        module = network(**sizes).to(dtype or torch.float32)  # before loading: the file may have a wider dtype
     # buffers, which are zeros, may be missing in files
     check_fit(module.state_dict(), weights, str(path), optional={key for key, _ in module.named_buffers()})
     module.load_state_dict(weights, strict=False)
@@ -485,7 +486,7 @@ def read_network(
 def read_sizes(
     weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
 ) -> dict[str, Any]:
-    """Infer the sizes of a `VAR` from its weights, including scales and heads where None. Raises KeyError for a
+    """Infer the sizes of a `VAR` from its weights, and `scales` and `heads` if they are None. Raises KeyError for a
     missing tensor, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:

@@ -29,14 +29,14 @@ from paradec.models.weights import read_weights
 class VQConfig:
     """Sizes of a VQ autoencoder; the defaults are LlamaGen's `vq_ds16`.
 
-    codebook_size, codebook_embed_dim: codes, and numbers in each.
+    codebook_size, codebook_embed_dim: number of codes, and numbers in a code vector.
     l2_norm: whether codes and latents are compared on the unit sphere, and codes normalised when looked up.
     channels: feature maps at full resolution; each level has `channel_mult` times that, at half the resolution.
-    res_blocks: of an encoder's level; a decoder's level has one more.
+    res_blocks: blocks in a level of the encoder; a level of the decoder has one more.
     attention: whether the lowest resolution has attention after each block (the middle always has).
     z_channels: feature maps between the codebook's projection and the convolutions.
-    image_channels: 3, or 1 for grey images. norm_groups: of every group norm; divides all widths.
-    encoder: whether there is an encoder; decoding needs none."""
+    image_channels: 3, or 1 for grey images. norm_groups: groups of every group norm; must divide all widths.
+    encoder: whether the model has an encoder; decoding needs none."""
 
     codebook_size: int = 16384
     codebook_embed_dim: int = 8
@@ -200,7 +200,7 @@ class ConvEncoder(nn.Module):
 
 
 class Codebook(nn.Module):
-    """`embedding.weight` [codebook_size, codebook_embed_dim]: the codes as stored."""
+    """The code vectors; `embedding.weight` [codebook_size, codebook_embed_dim] has them as stored."""
 
     def __init__(self, size: int, dim: int, l2_norm: bool):
         super().__init__()
@@ -209,11 +209,11 @@ class Codebook(nn.Module):
 
     @property
     def codes(self) -> Tensor:
-        """[codebook_size, codebook_embed_dim]: the codes as they are used."""
+        """[codebook_size, codebook_embed_dim]: the code vectors, normalised with `l2_norm`."""
         return normalize(self.embedding.weight, dim=-1) if self.l2_norm else self.embedding.weight
 
     def nearest(self, latents: Tensor) -> Tensor:
-        """Latents [..., dim] -> ids [...] int64 of the codes that are closest."""
+        """Latents [..., dim] -> ids [...] int64 of the closest codes."""
         latents = normalize(latents, dim=-1) if self.l2_norm else latents
         return torch.cdist(latents.flatten(0, -2), self.codes).argmin(-1).view(latents.shape[:-1])
 
@@ -232,12 +232,13 @@ class VQModel(nn.Module):
             self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for bad ids."""
+        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for invalid
+        ids."""
         if codes.ndim != 3:
             raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
             raise ValueError(
-                f"codes reach from {int(codes.min())} to {int(codes.max())}; the codebook has "
+                f"codes are from {int(codes.min())} to {int(codes.max())}; the codebook has "
                 f"{self.config.codebook_size} entries"
             )
         return self.decoder(self.post_quant_conv(rearrange(self.quantize.codes[codes], "b h w c -> b c h w")))
@@ -253,7 +254,7 @@ class VQModel(nn.Module):
         return rearrange(self.quant_conv(self.encoder(images)), "b c h w -> b h w c")
 
     def forward(self, images: Tensor, commitment: float = 0.25) -> tuple[Tensor, Tensor, Tensor]:
-        """For training: (reconstructions, codebook loss, ids [B, h, w]); gradients pass straight through the codes."""
+        """For training: (reconstructions, codebook loss, ids [B, h, w]), with straight-through gradients."""
         latents = self.latents(images)
         if self.config.l2_norm:
             latents = normalize(latents, dim=-1)
@@ -265,8 +266,8 @@ class VQModel(nn.Module):
 
 
 def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename a state dict in taming-transformers' names (Chameleon's `vqgan.ckpt`) to those of `VQModel`. There,
-    `decoder.up.0` is full resolution; here `conv_blocks` begin at the lowest."""
+    """Rename taming-transformers' weights (Chameleon's `vqgan.ckpt`) to the names of `VQModel`. In taming,
+    `decoder.up.0` is full resolution; in `VQModel`, `decoder.conv_blocks` begin at the lowest."""
     levels = count_blocks(state, "decoder.up")
     middle = {"block_1": "0", "attn_1": "1", "block_2": "2"}
     renamed = {}
@@ -279,9 +280,9 @@ def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Fields of `VQConfig` by a decoder's weights, except the codebook's and `norm_groups`. Raises KeyError for a
-    missing tensor."""
-    levels = max(1, count_blocks(state, "decoder.conv_blocks"))  # without any, the next lines raise KeyError
+    """Infer fields of `VQConfig` from a decoder's weights, except the codebook's and `norm_groups`. Raises KeyError for
+    a missing tensor."""
+    levels = max(1, count_blocks(state, "decoder.conv_blocks"))  # without blocks, `widths` below raises KeyError
     lowest = re.compile(r"decoder\.conv_blocks\.0\.res\.\d+\.conv1\.weight")
     widths = [state[f"decoder.conv_blocks.{level}.res.0.conv1.weight"].shape[0] for level in range(levels)][::-1]
     return {
@@ -295,7 +296,7 @@ def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
-"""Prefixes of tensors that may be unused: those of training, and the encoder."""
+"""Prefixes of names of tensors that are not needed: those of training, and the encoder."""
 NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
 
 
@@ -303,7 +304,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
     """Read a VQ autoencoder from a file. Raises CheckpointError for a wrong file, ValueError for an unknown name.
 
     source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
-    config: sizes, or a name of `PUBLISHED`; None reads a safetensors file's metadata, else it is "vq_ds16"."""
+    config: sizes, or a name of `PUBLISHED`; None reads the metadata of safetensors, and is "vq_ds16" without them."""
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
@@ -331,24 +332,24 @@ def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> 
 
 
 def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> None:
-    """Raise ValueError unless a codebook (if any) has `size` entries (of `dim` numbers), as the model `name` needs."""
+    """Raise ValueError if `vq` has a codebook of another size than the model `name`: `size` codes of `dim` numbers."""
     if vq is None:
         return
     if vq.config.codebook_size != size:
-        raise ValueError(f"the codebook has {vq.config.codebook_size} entries; {name} writes {size} codes")
+        raise ValueError(f"the codebook has {vq.config.codebook_size} entries; {name} predicts {size} codes")
     if dim not in (None, vq.config.codebook_embed_dim):
         raise ValueError(f"codes have {vq.config.codebook_embed_dim} numbers; {name} reads {dim}")
 
 
 DECODING = ("decoder.", "post_quant_conv.")
-"""Prefixes of the decoding parts; checkpoints also hold the encoder, and sometimes tensors of the training."""
+"""Prefixes of the decoder's names; checkpoints also hold the encoder, and sometimes tensors of training."""
 
 
 class KLDecoder(nn.Module):
     """A decoder of continuous latents to images.
 
     config: sizes; `z_channels` is the latents' width, and the codebook's sizes are unused.
-    latent_scale: factor that models' latents include; 0.2325 is MAR's for KL-16."""
+    latent_scale: factor that a model's latents include; 0.2325 is MAR's for KL-16."""
 
     def __init__(self, config: VQConfig, latent_scale: float = 0.2325):
         super().__init__()
@@ -362,7 +363,7 @@ class KLDecoder(nn.Module):
 
 
 def have_same_latents(vae_a: KLDecoder, vae_b: KLDecoder) -> bool:
-    """Whether two decoders read the same latents, by their sizes and their first layer."""
+    """Whether two decoders read the same latents: their sizes and first layers are equal, up to rounding."""
     if vae_a is vae_b:
         return True
     if (vae_a.config, vae_a.latent_scale) != (vae_b.config, vae_b.latent_scale):

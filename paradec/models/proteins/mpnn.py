@@ -1,9 +1,9 @@
-"""ProteinMPNN as a model that masked samplers decode with: residues for a given backbone.
+"""ProteinMPNN as a model for masked samplers: residues for a given backbone.
 
 A row is a structure's token, then a letter or the mask for each residue, or for each group of tied residues
-(`paradec.models.proteins.rules`). In the order of a call the prompt's residues come first, then the decided ones by
-step, each in the order of the chain; every other residue is evaluated as if it came next. One residue per step is the
-published ancestral sampling. Residues decided in the same step do not see each other when they are drawn.
+(`paradec.models.proteins.rules`). The order of a call begins with the prompt's residues. The decided residues follow,
+ordered by step. Within both, residues have the order of the chain. Every undecided residue is evaluated as if it came
+next. One residue per step is the published ancestral sampling. Residues of one step do not see each other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MASK = "-"
 FIRST_STRUCTURE = MASK_ID + 1
 
 
-class Residues:
-    """The vocabulary: letters are residues, "-" is the mask, and "<name>" is the structure of that name."""
+class ResidueTokenizer:
+    """The tokenizer: letters are residues, "-" is the mask, and "<name>" is the structure of that name."""
 
     mask_token_id = MASK_ID
     eos_token_id = unk_token_id = chat_template = None
@@ -77,14 +77,14 @@ class Residues:
 class DecidedStates:
     """A store for `B` rows of `L` columns: the structure's token, then its residues.
 
-    A residue's decoder states depend on residues before it in the order, not on its own letter: they are final once
-    the residues before it are decided. Later calls evaluate the others, and those whose letter has changed.
+    A residue's decoder states depend on the residues before it in the order, not on its letter. They are final once
+    these are decided. Later calls evaluate the other residues, and residues whose letter has changed.
 
-    layers: of the decoder, without the last one. width: D, of a state.
-    extra: the largest number of a row's residues minus its columns (tied residues share a column)."""
+    layers: number of decoder layers without the last one. width: D, of a state.
+    extra: the maximum over rows of the number of residues minus that of columns (tied residues share a column)."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64: -1 after a row's end."""
+    """[B, L] int64; -1 after a row's end."""
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: `decided_at` of the last query that contained the column."""
     states: tuple[Tensor, ...] = field(metadata=row_layout(columns=1))
@@ -98,8 +98,8 @@ class DecidedStates:
         self.states = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers))
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
-        """Record a query, and return its complete rows: tokens and `decided_at` [R, L] int64, and [R, L] bool, the
-        columns that it evaluates."""
+        """Record a query. Returns its rows with all columns: tokens and `decided_at` [R, L] int64, and [R, L] bool, the
+        columns that the query evaluates."""
         assert query.store_rows is not None
         valid = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         index, column = valid.nonzero(as_tuple=True)
@@ -111,7 +111,7 @@ class DecidedStates:
         evaluated[index, position] = True
         return tokens, self.decided_at[rows], evaluated
 
-    def keep(self, query: AnyOrderQuery, states: list[Tensor]) -> None:
+    def write_states(self, query: AnyOrderQuery, states: list[Tensor]) -> None:
         """Store the states [R, L - 1 + extra, D] of each layer for a query's rows."""
         for stored, computed in zip(self.states, states, strict=True):
             stored[query.store_rows] = computed
@@ -130,11 +130,11 @@ class DecidedStates:
 
 
 class ProteinMPNNModel(Opaque):
-    """ProteinMPNN with a list of structures, which the constructor encodes once. There is no guidance. The logits of a
+    """ProteinMPNN with a list of structures, which the constructor encodes once; without guidance. The logits of a
     decided residue depend on the residues before it. Raises ValueError or TypeError for wrong structures or rules.
 
     structures: one or several; a repeated name gets a number.
-    rules: bias, excluded letters and ties of all structures, or of each."""
+    rules: bias, excluded letters and ties for all structures, or a list with one entry for each."""
 
     module: ProteinMPNN
     reads_order = any_order = pads = True
@@ -178,7 +178,7 @@ class ProteinMPNNModel(Opaque):
             max_length=1 + max(map(len, self.columns)),
             name=name,
         )
-        super().__init__(module, facts, tokenizer=Residues(self.names), default_max_new_tokens=1)
+        super().__init__(module, facts, tokenizer=ResidueTokenizer(self.names), default_max_new_tokens=1)
         self.encodings: list[Encoding] = []
         with torch.inference_mode(False), torch.no_grad():
             self.encodings = [module.encode(structure) for structure in backbones]
@@ -190,7 +190,7 @@ class ProteinMPNNModel(Opaque):
     def on(
         self, structures: Structure | Sequence[Structure], rules: DesignRules | Sequence[DesignRules] | None = None
     ) -> ProteinMPNNModel:
-        """A model of these structures and rules with the same network."""
+        """Return a model for other structures and rules with the same network."""
         return type(self)(self.module, structures, self.facts.name, rules)
 
     def prompt(
@@ -201,15 +201,15 @@ class ProteinMPNNModel(Opaque):
         redesign: str | Iterable[str | int] | None = None,
         chains: Iterable[str] | None = None,
     ) -> list[int]:
-        """A row for `paradec.generate`: a structure with masks where residues are to be designed. Residues whose
-        backbone is incomplete keep their letter, as in the public code.
+        """Make a row for `paradec.generate`: a structure with masks at the residues to design. Residues with an
+        incomplete backbone keep their letter, as in the public code.
 
-        structure: its number or name.
+        structure: its index or name.
         fixed: residues that keep the structure's letter, by name (`Structure.find_residues`) or index from 0 over all
-            chains; residues tied to them get it too.
-        redesign: residues to design, given likewise, except the fixed ones; all others keep their letter.
+            chains; residues tied to them get this letter too.
+        redesign: the only residues to design (except `fixed`), by name or index; None is all.
         chains: labels of the chains to design, by default all; other chains keep their letters.
-        Raises ValueError: no such structure, residue or chain, a tie with unequal kept letters, or nothing to design.
+        Raises ValueError: an unknown structure, residue or chain, a tie whose kept letters differ, nothing to design.
         """
         if isinstance(structure, str):
             check_choice("structure", structure, self.names)
@@ -217,17 +217,17 @@ class ProteinMPNNModel(Opaque):
         check_int("structure", structure, low=0, high=len(self.structures) - 1)
         target_index = int(structure)
         target = self.structures[target_index]
-        frozen = {*target.find_residues(fixed, "fixed")}
+        fixed_residues = {*target.find_residues(fixed, "fixed")}
         if redesign is not None:
-            frozen |= {*range(len(target))} - {*target.find_residues(redesign, "redesign")}
-        designed = target.select_chains(chains)
+            fixed_residues |= {*range(len(target))} - {*target.find_residues(redesign, "redesign")}
+        designed_chains = target.select_chains(chains)
         row = [FIRST_STRUCTURE + target_index]
         is_complete, chain_of = target.complete.tolist(), target.chains or ()
         for residues in self.columns[target_index].residues:
             letters = {
                 target.sequence[residue]
                 for residue in residues
-                if chain_of[residue] not in designed or not is_complete[residue] or residue in frozen
+                if chain_of[residue] not in designed_chains or not is_complete[residue] or residue in fixed_residues
             }
             if len(letters) > 1:
                 raise ValueError(
@@ -237,7 +237,7 @@ class ProteinMPNNModel(Opaque):
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
             has_ties = len(row) <= len(target)
-            hint = "; a kept residue keeps the others of its tie: redesign all of a tie" if has_ties else ""
+            hint = "; a residue that keeps its letter fixes its tie: redesign all of a tie" if has_ties else ""
             name = self.names[target_index]
             raise ValueError(f"fixed, redesign, chains and the backbone of {name} leave no residue to design{hint}")
         return row
@@ -248,12 +248,12 @@ class ProteinMPNNModel(Opaque):
         designs: Tensor | str | Sequence[str],
         orders: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """[R] float64: the mean log-probability of the residues that a prompt leaves open, each given those before it
+        """[R] float64: the mean log-probability of the residues with a mask in the prompt, each given those before it
         in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
-        prompt: a row with masks. Its residues come first, in the order of the chain, with the letters of the design.
-        designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`; or one or several sequences as texts
-            of all residues, with or without colons between chains.
+        prompt: a row with masks. Its other residues come first, in the order of the chain, with the design's letters.
+        designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`; or a text with the letters of all
+            residues, with or without colons between chains, or a list of such texts.
         orders: a permutation of the L residues (columns, where residues are tied) for each row; None is the order of
             the chain.
         Raises ValueError or TypeError for an argument of another form, or tied residues with several letters."""
@@ -268,9 +268,9 @@ class ProteinMPNNModel(Opaque):
             texts = [designs] if isinstance(designs, str) else designs
             check_type("designs", texts, Sequence, ": rows as in Output.sequences, or sequences as texts")
             designs = torch.tensor([[prompt[0], *self._read_letters(target_index, text)] for text in texts])
-        rows, most = designs.cpu(), torch.where(masked, RESIDUES - 1, MASK_ID - 1)
+        rows, max_ids = designs.cpu(), torch.where(masked, RESIDUES - 1, MASK_ID - 1)
         has_size = rows.dim() == 2 and rows.shape[1] == 1 + size and len(rows) > 0
-        if not has_size or (rows[:, 0] != prompt[0]).any() or not ((rows[:, 1:] >= 0) & (rows[:, 1:] <= most)).all():
+        if not has_size or (rows[:, 0] != prompt[0]).any() or not ((rows[:, 1:] >= 0) & (rows[:, 1:] <= max_ids)).all():
             raise ValueError(
                 f"designs of shape {tuple(rows.shape)} must be [R, {1 + size}] int64: rows of the prompt's structure "
                 "without masks, and without X where the prompt has masks"
@@ -288,7 +288,7 @@ class ProteinMPNNModel(Opaque):
         columns, column_of = self.columns[target_index], self.columns[target_index].by_residue.to(self.device)
         positions = torch.arange(len(masked))
         rank = torch.where(masked, torch.tensor([list(order) for order in orders]).argsort(1) + len(masked), positions)
-        with self.evaluating():
+        with self.evaluation_context():
             rank = rank.to(self.device)[:, column_of]
             logits = self.module(self.encodings[target_index], letters[:, column_of], rank)
         row, residue = torch.ones_like(letters[:, column_of]).nonzero(as_tuple=True)
@@ -298,13 +298,13 @@ class ProteinMPNNModel(Opaque):
         return log_probs[:, is_designed].gather(2, letters[:, is_designed].unsqueeze(2)).squeeze(2).mean(1).cpu()
 
     def _read_letters(self, target_index: int, text: str) -> list[int]:
-        """Ids of the columns of a sequence. Raises ValueError for another length or letter, or tied letters that
-        differ."""
+        """Ids of the columns of a sequence. Raises ValueError for a wrong length or letter, or a tie with several
+        letters."""
         name, columns = self.names[target_index], self.columns[target_index]
         letters = text.replace(":", "").upper() if isinstance(text, str) else ""
         if len(letters) != len(columns.by_residue) or {*letters} - {*LETTERS}:
             raise ValueError(
-                f"designs={short_repr(text)} has {len(letters)} letters, and must be a text of "
+                f"designs={short_repr(text)} has {len(letters)} letters; it must be a text of "
                 f"{len(columns.by_residue)} letters of {LETTERS}, one for each residue of {name}"
             )
         for residues in columns.residues:
@@ -316,21 +316,21 @@ class ProteinMPNNModel(Opaque):
         return [LETTERS.index(letters[residues[0]]) for residues in columns.residues]
 
     def letters(self, rows: Tensor) -> list[str]:
-        """The letters of all residues of each row, for `Structure.by_chain`; ties are written out.
+        """The letters of all residues of each row, for `Structure.by_chain`; tied residues repeat their letter.
 
         rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out."""
         texts = []
         for row in rows.tolist():
             start = next((index for index, token in enumerate(row) if token >= FIRST_STRUCTURE), None)
             if start is None:
-                raise ValueError(f"rows hold no structure: {short_repr(row)}")
+                raise ValueError(f"a row has no structure's token: {short_repr(row)}")
             columns = self.columns[row[start] - FIRST_STRUCTURE]
             letters = row[start + 1 : start + 1 + len(columns)]
             texts.append(self.tokenizer.decode([letters[column] for column in columns.by_residue.tolist()]))
         return texts
 
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
-        """A store for the states of decided residues: `rows` rows of `length` columns."""
+        """Make a store for the states of decided residues: `rows` rows of `length` columns."""
         layers, width = len(self.module.decoder_layers) - 1, self.module.W_s.embedding_dim
         return DecidedStates(rows, length, layers, width, self.device, self.dtype, self._tied_residues)
 
@@ -340,17 +340,17 @@ class ProteinMPNNModel(Opaque):
 
     @property
     def _tied_residues(self) -> int:
-        """The largest number of residues minus columns in any structure."""
+        """Maximum over the structures of the number of residues minus that of columns."""
         return max(len(columns.by_residue) - len(columns) for columns in self.columns)
 
     def _find_structures(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
-        """The structure of each row of tokens [R, Q]. Raises ValueError for a row without one, or of another length."""
+        """Index of each row's structure; tokens [R, Q]. Raises ValueError for a row without one, or a wrong length."""
         indices = []
         for row, token in enumerate(tokens[:, 0].tolist()):
             if token < FIRST_STRUCTURE:
                 raise ValueError(
-                    f"row {row} of a call begins with {self.tokenizer.tokens[token]!r}, and not with a structure, "
-                    f"one of {', '.join(self.tokenizer.tokens[FIRST_STRUCTURE:])}: make prompts with model.prompt()"
+                    f"row {row} of a call begins with {self.tokenizer.tokens[token]!r}, not with a structure's "
+                    f"token ({', '.join(self.tokenizer.tokens[FIRST_STRUCTURE:])}): make prompts with model.prompt()"
                 )
             index = token - FIRST_STRUCTURE
             if lengths[row] - 1 != len(self.columns[index]):
@@ -360,12 +360,12 @@ class ProteinMPNNModel(Opaque):
                 )
             indices.append(index)
         if (tokens[:, 1:] >= FIRST_STRUCTURE).any():
-            raise ValueError("a row names a second structure; a row has one, at its beginning")
+            raise ValueError("a row has a second structure's token; a row has one, at its beginning")
         return indices
 
     def _logits(self, query: Query, store: Any) -> Tensor:
         if query.branches > 1:
-            raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; leave it at 1")
+            raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; it must be 1")
         row_states: list[Tensor] = []
         if store is None:
             tokens, decided_at = query.tokens, getattr(query, "decided_at", None)
@@ -379,7 +379,7 @@ class ProteinMPNNModel(Opaque):
         logits = torch.full((*tokens.shape, self.facts.vocab_size), -torch.inf, dtype=self.dtype, device=tokens.device)
         logits[..., :RESIDUES] = 0  # finite for columns that are not evaluated: structure tokens, padding
         for target in dict.fromkeys(targets):
-            rows = torch.tensor([row for row, other in enumerate(targets) if other == target], device=tokens.device)
+            rows = torch.tensor([row for row, index in enumerate(targets) if index == target], device=tokens.device)
             columns, column_of = self.columns[target], self.columns[target].by_residue.to(tokens.device)
             span = slice(1, 1 + len(columns))
             letters = tokens[rows, span]
@@ -400,7 +400,7 @@ class ProteinMPNNModel(Opaque):
             for stored, computed in zip(row_states, states or (), strict=True):
                 stored[rows[row], residue] = computed[row, residue]
         if store is not None:
-            store.keep(query, row_states)
+            store.write_states(query, row_states)
             logits = take_columns(logits, query.positions)
         return logits if query.wanted is None else take_columns(logits, query.wanted)
 
@@ -420,7 +420,7 @@ def load_protein_mpnn(
     >>> out = paradec.generate(model, model.prompt(), temperature=0.1)  # sampler="jacobi", one residue per step exactly
 
     LigandMPNN also reads a structure's atoms outside the protein, membrane models its labels (`Structure.membrane`).
-    The side-chain model (ligandmpnn_sc_*) designs nothing, and is refused.
+    The side-chain model (ligandmpnn_sc_*) designs no residues; its file raises CheckpointError.
 
     Args:
         source: the file of weights; it is read with `weights_only=True`.
@@ -432,7 +432,7 @@ def load_protein_mpnn(
         CheckpointError (a ValueError): a wrong file. ValueError, TypeError: structures that cannot be read.
     """
     if isinstance(structures, (str, os.PathLike)) and os.fspath(structures).endswith(".pt"):
-        raise ValueError(f"structures={os.fspath(structures)!r} is a file of weights: give weights first")
+        raise ValueError(f"structures={os.fspath(structures)!r} is a file of weights; it must be the first argument")
     is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
     backbones = [
         read_structure(entry) if isinstance(entry, (str, os.PathLike)) else entry
@@ -468,8 +468,8 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
 def _build_network(weights: dict[str, Tensor], counts: dict[str, int], source: str) -> ProteinMPNN:
     width = weights["W_e.weight"].shape[0] if "W_e.weight" in weights else 128
     layers = [
-        len({name.split(".")[1] for name in weights if name.startswith(f"{half}_layers.")})
-        for half in ("encoder", "decoder")
+        len({name.split(".")[1] for name in weights if name.startswith(f"{part}_layers.")})
+        for part in ("encoder", "decoder")
     ]
     sizes = (width, (layers[0], layers[1]), counts["num_edges"])
     module: ProteinMPNN

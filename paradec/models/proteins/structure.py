@@ -19,7 +19,7 @@ from paradec.core.checks import check_int, short_repr, unknown_name
 from paradec.core.text_files import number_lines
 
 LETTERS = "ACDEFGHIKLMNPQRSTVWYX"
-"""The residues in the order of ProteinMPNN's ids; X is an unknown one."""
+"""Letters of residues in the order of ProteinMPNN's ids; X is an unknown residue."""
 ATOMS = ("N", "CA", "C", "O")
 RESIDUES = "ALA CYS ASP GLU PHE GLY HIS ILE LYS LEU MET ASN PRO GLN ARG SER THR VAL TRP TYR"
 NAMES = dict(zip(RESIDUES.split(), LETTERS, strict=False))
@@ -34,11 +34,11 @@ ELEMENTS = (
 )
 """Symbols of the elements by their numbers, from 1."""
 NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(?:\1:|\2)?(-?\d+)([A-Za-z]?))?")
-"""Chain, which a colon ends where it is longer than a letter, number and insertion code; or a range."""
+"""A residue (chain, number, insertion code) or a range of residues. A colon ends a chain of several letters."""
 LAST_CODE = "~"
-"""After all insertion codes: a range holds those of its last number."""
+"""Sorts after all insertion codes: a range contains all residues with its last number."""
 MEMBRANE = {0: "none of the others", 1: "interface", 2: "buried"}
-"""Labels of residues for models of membrane proteins; the model with one label for all accepts 0 (soluble) and 1."""
+"""Residue labels for models of membrane proteins. The model with one label per protein accepts 0 (soluble) and 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +48,14 @@ class Structure:
     Args:
         coordinates: [L, 4, 3] float: of N, CA, C and O, in angstrom; NaN where an atom is missing.
         sequence: L letters of `LETTERS` ("-" reads as "X").
-        chains, numbers, insertions: L labels, residue numbers and insertion codes ("" for most) of the file.
+        chains, numbers, insertions: L labels, residue numbers and insertion codes ("" for none), as in the file.
         atoms: [A, 3] float, in angstrom: atoms of ligands, metals and nucleic acids, which LigandMPNN reads.
         elements: the atoms' A symbols, of `ELEMENTS`.
-        membrane: L labels for membrane models: 2 buried in the membrane, 1 at its interface, 0 neither; for the model
-            with one label, 1 (transmembrane) or 0 for all. An integer is the label of all residues.
+        membrane: L labels for membrane models: 2 is buried in the membrane, 1 at its interface, 0 neither; for the
+            model with one label, 1 (transmembrane) or 0 for all. An integer is the label of all residues.
 
     Raises:
-        ValueError, TypeError: parts that do not fit each other; the message names them.
+        ValueError, TypeError: fields that are wrong or do not fit each other; the message names them.
     """
 
     coordinates: Tensor
@@ -109,8 +109,8 @@ class Structure:
         elements = tuple(str(element).upper() for element in self.elements)
         if tuple(atoms.shape) != (len(elements), 3):
             raise ValueError(
-                f"atoms of {self.name} have shape {tuple(atoms.shape)}; expected [{len(elements)}, 3], one for each of "
-                "its elements"
+                f"atoms of {self.name} have shape {tuple(atoms.shape)}; expected [{len(elements)}, 3], a row for each "
+                "element"
             )
         if not atoms.isfinite().all():
             raise ValueError(f"atoms of {self.name} hold NaN or infinite coordinates; leave such atoms out")
@@ -133,7 +133,7 @@ class Structure:
 
     @property
     def index(self) -> list[int]:
-        """L positions along the chain. A repeated residue number shifts all later ones by one."""
+        """L positions along the chain: the residue numbers, but a repeated number shifts all later ones by one."""
         indices: list[int] = []
         num_repeated, previous = 0, None
         for number in self.numbers or ():
@@ -143,43 +143,43 @@ class Structure:
         return indices
 
     def find_residues(self, names: str | Iterable[str | int], argument: str = "names") -> list[int]:
-        """Return the places of residues, from 0, that have names: `find_residues("H100A, H95-H102")`.
+        """Return the indices, from 0, of residues with these names: `find_residues("H100A, H95-H102")`.
 
         names: chain, number and insertion code as in the file, or ranges of these ("A20-24"; "AA:12" for a chain of
-            several letters), in a text with commas or a list. Integers are places.
-        argument: what an error calls the names.
-        Raises ValueError for another name, or residues that are not there.
+            several letters), in a text with commas or a list. Integers are indices.
+        argument: the argument's name in errors.
+        Raises ValueError for an invalid name, or a residue that does not exist.
         """
-        places: list[int] = []
+        indices: list[int] = []
         labels = list(zip(self.chains or (), self.numbers or (), self.insertions or (), strict=True))
         chains = {chain for chain, *_ in labels}
         parts = names.split(",") if isinstance(names, str) and names else names
         for part in parts:
             if not isinstance(part, str):
                 check_int(argument, part, low=0, high=len(self) - 1)
-                places.append(part)
+                indices.append(part)
                 continue
             match = NAMED_RESIDUES.fullmatch(part.strip())
             if match is None:
-                raise ValueError(
-                    f"{argument} {part!r} is no residue: chain and number, like A12, H100A, A20-24 or AA:12"
-                )
+                raise ValueError(f"{argument} {part!r} must be a chain and a number, like A12, H100A, A20-24 or AA:12")
             chain, first = match[1] or match[2], (int(match[3]), match[4].upper())
             last = first if match[5] is None else (int(match[5]), match[6].upper() or LAST_CODE)
             if not chain and len(chains) > 1:
-                raise ValueError(f"{argument} {part!r} names no chain, and {self.name} has {', '.join(sorted(chains))}")
+                raise ValueError(f"{argument} {part!r} needs a chain: {self.name} has {', '.join(sorted(chains))}")
             if first > last:
-                raise ValueError(f"{argument} {part!r} is a reversed range: write the lower number first")
-            several = [
-                i for i, (of, *label) in enumerate(labels) if chain in ("", of) and first <= tuple(label) <= last
+                raise ValueError(f"{argument} {part!r} is a reversed range; write the lower number first")
+            matches = [
+                index
+                for index, (label_chain, *label) in enumerate(labels)
+                if chain in ("", label_chain) and first <= tuple(label) <= last
             ]
-            if not several:
+            if not matches:
                 raise ValueError(f"{argument} {part!r}: {self.name} has no such residue")
-            places += several
-        return places
+            indices += matches
+        return indices
 
     def select_chains(self, chains: Iterable[str] | None) -> list[str]:
-        """List chains; None is all. Raises ValueError for an unknown chain."""
+        """List `chains`; None lists all. Raises ValueError for an unknown chain."""
         labels = dict.fromkeys(self.chains or ())
         selected = [*labels] if chains is None else list(chains)
         for chain in selected:
@@ -188,8 +188,8 @@ class Structure:
         return selected
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Ties of a homo-oligomer, for `DesignRules`: groups of residues, from 0, with the same number in at least two
-        of the chains (None is all). Raises ValueError for an unknown chain, or no number in common."""
+        """Ties of a homo-oligomer, for `DesignRules`: groups of residues, from 0, with one number in at least two of
+        the chains (None is all). Raises ValueError for an unknown chain, or chains without a common number."""
         selected = self.select_chains(chains)
         groups: dict[tuple[int, int], list[int]] = {}
         occurrences: dict[tuple[str, int], int] = {}
@@ -199,13 +199,15 @@ class Structure:
                 groups.setdefault((key[1], occurrences[key]), []).append(residue)
         ties = [tie for tie in groups.values() if len(tie) > 1]
         if not ties:
-            raise ValueError(f"chains {', '.join(selected)} of {self.name} have no residue number in common; list ties")
+            raise ValueError(
+                f"chains {', '.join(selected)} of {self.name} have no common residue number; list the ties"
+            )
         return ties
 
     def by_chain(self, text: str) -> dict[str, str]:
-        """The parts of a text of L letters, by chain. Raises ValueError for another length."""
+        """Split a text of L letters by chain. Raises ValueError for another length."""
         if len(text) != len(self):
-            letters = "with ties, model.letters(out.sequences) has the letters of all"
+            letters = "for a model with ties, model.letters(out.sequences) returns all letters"
             raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues ({letters})")
         texts: dict[str, str] = {}
         for chain, letter in zip(self.chains or (), text, strict=True):
@@ -214,7 +216,7 @@ class Structure:
 
 
 class _Atom(NamedTuple):
-    """One atom of a file. Only residues of proteins need an integer as `number`."""
+    """One atom of a file. `number` is an integer for residues of proteins, any text for others."""
 
     is_residue: bool
     chain: str
@@ -228,20 +230,20 @@ class _Atom(NamedTuple):
 
 
 def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None = None) -> Structure:
-    """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3), or in mmCIF format by its name
-    (`.cif`, `.mmcif`; with the package gemmi). Names that end in `.gz` are unpacked.
+    """Read a backbone and its ligands from a file in PDB format (wwPDB, format 3.3), or in mmCIF format if its name
+    ends in `.cif` or `.mmcif` (needs the package gemmi). Files whose names end in `.gz` are unpacked.
 
-    Of several models, and of alternative locations of an atom, the first is read. Atoms of occupancy 0 count as
+    The first of several models is read, and the first of an atom's alternative locations. Atoms of occupancy 0 count as
     missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); their
-    other three atoms may be missing. Unknown names read as X. Other molecules (ligands, metals, nucleic acids) are
-    context, without water and hydrogen. The element of an atom is by default that of its name; unknown elements are
+    other three atoms may be missing. Residues with unknown names read as X. Other molecules (ligands, metals, nucleic
+    acids) are context, without water and hydrogen. The atom's name implies an unstated element; unknown elements are
     left out. mmCIF files have two names for chains and residues: the author's are read, as in PDB files.
 
     Args:
         chains: labels of the chains to read, in the file's order; None reads all.
 
     Raises:
-        ValueError: a line that is cut off, no structure, no such chain, or nothing to read. OSError: no such file.
+        ValueError: a line that is cut off, an unknown chain, or a file without residues. OSError: a missing file.
         ImportError: an mmCIF file without gemmi.
     """
     selected = None if chains is None else {*chains}
@@ -255,7 +257,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{path.name} is not a gzip file, or is cut off: {error}") from None
     read = _read_mmcif if name.lower().endswith((".cif", ".mmcif")) else _read_pdb
-    # by residue or other molecule, the position and the element of each atom
+    # residue or other molecule -> name of an atom -> position and element
     groups: dict[tuple[str, str, str, str], dict[str, tuple[list[float], str]]] = {}
     letters: dict[tuple[str, str, str, str], str] = {}
     protein = set[tuple[str, str, str, str]]()
@@ -265,7 +267,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
         if not all(map(math.isfinite, atom.xyz)):
             raise ValueError(f"an atom of residue {atom.chain}{atom.number} of {path.name} has no finite coordinates")
         symbols = "".join(letter for letter in atom.name[:2] if letter.isalpha()).upper()
-        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # by default the name's
+        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # the name's
         atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()
         is_residue = atom.is_residue or atom.residue in MODIFIED
         key = (atom.chain, atom.number, atom.insertion, "" if is_residue else atom.residue)
@@ -334,12 +336,13 @@ def _read_mmcif(name: str, text: str) -> Iterator[_Atom]:
         if model != rows[0][11]:
             break
         try:
-            xyz, share = [float(value) for value in (x, y, z)], float(occupancy or 1)
+            xyz, atom_occupancy = [float(value) for value in (x, y, z)], float(occupancy or 1)
             int(number)
         except ValueError:
-            raise ValueError(f"atom {index + 1} of {name} has no number, or no coordinates") from None
+            raise ValueError(f"atom {index + 1} of {name} has no number or no coordinates") from None
         padded_name = atom if len(element) == 2 else f" {atom}"  # as PDB files write it
-        yield _Atom(group == "ATOM", chain, number, insertion, residue, padded_name, element.upper(), xyz, share)
+        names = (chain, number, insertion, residue, padded_name, element.upper())
+        yield _Atom(group == "ATOM", *names, xyz, atom_occupancy)
 
 
 def _type_name(value: object) -> str:

@@ -195,7 +195,7 @@ class SelfSpeculative(CausalSampler):
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self.adapter is not False and own_drafts is not None and own_drafts.adapter is not None:
-                stack.enter_context(own_drafts.adapter.applied_to(model.module))
+                stack.enter_context(own_drafts.adapter.apply_to(model.module))
             logits = model(query, state.store)
         drafting.nfe += Cost([query], state.batch).nfe
         return read_logits(state, [logits], [query])

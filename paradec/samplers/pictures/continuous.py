@@ -260,7 +260,7 @@ class MAR(ContinuousSampler):
                 noise=self._noise(state, chunks[step_in_group], step_in_group > 0),
                 temperature=self.temperature,
                 guidance=self.guidance(state) if guided else None,
-                kept=state.reused_keys if step_in_group else None,
+                reused_keys=state.reused_keys if step_in_group else None,
                 drop=drop,
                 keep_buffer=self.keep_buffer,
                 branches=2 if guided else 1,
@@ -292,7 +292,7 @@ class MAR(ContinuousSampler):
             positions=query.targets.gather(1, query.wanted),
             made_at=state.commits,
             kind=query.kind,
-            reused_keys=answer.kept,
+            reused_keys=answer.reused_keys,
             conditions=answer.conditions,
         )
 

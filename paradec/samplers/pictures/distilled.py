@@ -298,7 +298,7 @@ class Distilled(Sampler):
         plan = self.plan(stages, request.steps)
         device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)
         keys, seeds = make_row_keys(request, [[label] for label in labels], device)
-        shape = (len(labels), stages.kept[-1], facts.channels)
+        shape = (len(labels), stages.data_counts[-1], facts.channels)
         if noise is None:
             positions = torch.arange(shape[1], device=device).expand(shape[:2])
             zero = torch.zeros(len(labels), dtype=torch.int64, device=device)
@@ -319,7 +319,7 @@ class Distilled(Sampler):
             noise=noise,
             tokens=noise.clone(),
             ids=torch.full(shape[:2], -1, device=device),
-            split=stages.kept[split],
+            split=stages.data_counts[split],
         )
         if self.teacher is not None:
             model.check_teacher(self.teacher)
@@ -357,13 +357,13 @@ class Distilled(Sampler):
         if kind == "teacher":
             assert state.teacher is not None  # only a plan with a teacher has such steps
             return [state.teacher.query(state.ids, state.codes, stage, state.commits)]
-        num_kept = state.stages.kept[stage]
+        num_data = state.stages.data_counts[stage]
         return [
             DistilledQuery(
                 rows=state.rows,
                 labels=state.labels,
-                tokens=torch.cat((state.tokens[:, :num_kept], state.noise[:, num_kept:]), 1),
-                kept=num_kept,
+                tokens=torch.cat((state.tokens[:, :num_data], state.noise[:, num_data:]), 1),
+                num_data=num_data,
                 forwarded=np.full(state.batch, state.tokens.shape[1]),
             )
         ]
@@ -381,9 +381,9 @@ class Distilled(Sampler):
         if not isinstance(answer, DistilledAnswer):
             return self._draw_ids(state, answer, query)
         position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
-        is_kept = (position < query.kept).expand(state.batch, -1)
-        ids = torch.where(is_kept, nearest(query.tokens, state.codes), answer.logits.argmax(-1))
-        vectors = torch.where(is_kept.unsqueeze(-1), query.tokens, answer.continuous.to(state.tokens.dtype))
+        is_data = (position < query.num_data).expand(state.batch, -1)
+        ids = torch.where(is_data, nearest(query.tokens, state.codes), answer.logits.argmax(-1))
+        vectors = torch.where(is_data.unsqueeze(-1), query.tokens, answer.continuous.to(state.tokens.dtype))
         result = torch.where((position < state.split).unsqueeze(-1), state.codes[ids], vectors)
         return DistilledProposal(
             rows=query.rows,
@@ -438,7 +438,7 @@ class Distilled(Sampler):
         if kind == "teacher" and state.teacher is not None:
             state.teacher.stored = stage + 1
         start = state.num_final
-        state.num_final = state.tokens.shape[1] if next_step is None else state.stages.kept[next_step[1]]
+        state.num_final = state.tokens.shape[1] if next_step is None else state.stages.data_counts[next_step[1]]
         state.accepted.append(np.full(state.batch, state.num_final - start, np.int64))
         positions = torch.arange(start, state.num_final, device=state.tokens.device).expand(state.batch, -1)
         values, selected = state.tokens[:, start : state.num_final], torch.ones_like(positions, dtype=torch.bool)

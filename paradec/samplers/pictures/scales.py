@@ -19,7 +19,7 @@ from paradec.core.protocol import Commit, Proposal, Sampler, State, check_finite
 from paradec.core.query import Cost
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import argmax, draw
-from paradec.models.images.base import check_alike
+from paradec.models.images.base import check_same_fields
 from paradec.models.images.var import ScaleAnswer, ScaleQuery, ScaleStore, scale_ends
 from paradec.request import Request, request_for
 from paradec.samplers.distributions import apply_temperature, filter_logits
@@ -374,7 +374,7 @@ class CoDe(VAR):
         if self.drafter is None:
             raise ValueError(f"sampler 'code' needs drafter=..., a larger model than {model.facts.name}")
         fields = ("scales", "classes", "vocab_size", "code_dim")
-        check_alike("drafter", self.drafter, model, self.drafter.facts, model.facts, fields)
+        check_same_fields("drafter", self.drafter, model, self.drafter.facts, model.facts, fields)
         if not torch.equal(model.codes.cpu(), self.drafter.codes.to("cpu", model.codes.dtype)):
             raise ValueError(f"drafter={self.drafter.facts.name} has another codebook than {model.facts.name}")
         if self.num_drafted(len(model.facts.scales)) > len(model.facts.scales):
@@ -386,7 +386,7 @@ class CoDe(VAR):
         return state
 
     def query(self, state: ScaleState) -> list[ScaleQuery]:
-        return [replace(query, drafting=self.is_drafting(state)) for query in super().query(state)]
+        return [replace(query, is_draft=self.is_drafting(state)) for query in super().query(state)]
 
     def is_drafting(self, state: ScaleState) -> bool:
         """Whether the drafter makes the next scale."""

@@ -299,7 +299,7 @@ def test_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields, "n_layer": 3}))
     refuses(lambda: paradec.load(tmp_path), "missing weights: layers.2", paradec.CheckpointError)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields, "n_head": 5}))
-    refuses(lambda: paradec.load(tmp_path), "n_head=5 must split dim=48", paradec.CheckpointError)
+    refuses(lambda: paradec.load(tmp_path), "n_head=5 must divide dim=48", paradec.CheckpointError)
 
 
 class Payload:
@@ -318,8 +318,8 @@ def test_wrong_files_are_described(tmp_path: Path) -> None:
     state = {name: tensor.float() for name, tensor in tiny_llamagen().module.state_dict().items()}
     file = tmp_path / "network.pt"
     torch.save(state, file)
-    refuses(lambda: paradec.load(file), "48 wide, unlike all published sizes; give n_head", paradec.CheckpointError)
-    refuses(lambda: paradec.load(file, n_head=4), "does not say how large its pictures are", paradec.CheckpointError)
+    refuses(lambda: paradec.load(file), "no published size has the width 48", paradec.CheckpointError)
+    refuses(lambda: paradec.load(file, n_head=4), "does not state the size of its pictures", paradec.CheckpointError)
     refuses(lambda: paradec.load(file, vqgan="x"), "unknown option of 'llamagen' models: 'vqgan'.*allowed: .*vq")
     refuses(lambda: paradec.load(file, device_map="auto"), "device_map='auto' is not for image models")
     refuses(lambda: paradec.load(vq="x"), "unknown argument: 'vq'", TypeError)

@@ -75,9 +75,9 @@ def test_replays_the_reference(path: Path) -> None:
     for encoder, decoder, head in calls:
         (query,) = sampler.query(state)
         assert encoder["kind"] == decoder["kind"] == ("local" if query.kind == "window" else "full")
-        if query.kept is not None:
-            assert query.kept.encoder[0][0].shape[2] == encoder["n_cached"]
-            assert query.kept.decoder[0][0].shape[2] == decoder["n_cached"]
+        if query.reused_keys is not None:
+            assert query.reused_keys.encoder[0][0].shape[2] == encoder["n_cached"]
+            assert query.reused_keys.decoder[0][0].shape[2] == decoder["n_cached"]
         assert (query.guidance or 1.0) == pytest.approx(head["cfg"], abs=1e-6)
         answer = model(query)
         torch.testing.assert_close(answer.conditions.flatten(0, 1), torch.tensor(head["z"]), atol=1e-5, rtol=0)

@@ -190,7 +190,7 @@ def test_files_without_the_second_head_are_refused(gone: tuple[str, ...], tmp_pa
     weights = {name: tensor for name, tensor in model.module.state_dict().items() if name not in gone}
     file = tmp_path / "t2i_XL_stage1_256.pt"
     torch.save(weights, file)
-    refuses(lambda: load_nar(file, n_head=4), f"holds no NAR: {', '.join(gone)} missing", CheckpointError)
+    refuses(lambda: load_nar(file, n_head=4), f"holds no NAR: it lacks {', '.join(gone)}", CheckpointError)
     if len(gone) == 1:  # the remaining one shows that a second head existed
         refuses(lambda: paradec.load(file, n_head=4), "holds no NAR", CheckpointError)
     folder = saved(model, tmp_path / "folder")

@@ -25,7 +25,7 @@ from paradec.core.memory import Memory
 from paradec.core.protocol import Commit, Sampler, State
 from paradec.core.query import Cost, Query
 from paradec.models.images import llamagen, lpd, mar
-from paradec.models.images.base import ImageRequest, PictureModel, Reading, list_labels, picture_tokens
+from paradec.models.images.base import ImageRequest, PictureModel, Snapshot, list_labels, picture_tokens
 from paradec.models.images.grid import Grid
 from paradec.models.images.loading import FAMILIES, image_adapter
 from paradec.request import DEFAULTS, Request, request_for
@@ -50,9 +50,9 @@ class Tiles(PictureModel):
         arguments = {"max_new_tokens": grid.length, "suppress_tokens": range(5, 9)}
         return sampler.start(self, laid.prompts, replace(request, **arguments))
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         tokens, accepted = picture_tokens(state, grid), np.zeros((state.commits, state.batch))
-        return Reading(tokens, state.done, accepted, [1] * 2, [0] * state.batch)
+        return Snapshot(tokens, state.done, accepted, [1] * 2, [0] * state.batch)
 
     def decode(self, tokens: Tensor, grid: Grid) -> Tensor:
         return grid.codes(tokens).unsqueeze(1) / 3
@@ -128,9 +128,9 @@ class Swept(PictureModel):
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         return ImageRequest(self, [shade for shade in given for _ in range(num_images)])
 
-    def read(self, state: Any, grid: Grid) -> Reading:
+    def read(self, state: Any, grid: Grid) -> Snapshot:
         accepted, nothing = np.full((state.commits, state.batch), 4), [0] * state.batch
-        return Reading(state.picture.flatten(1).unsqueeze(-1), state.done, accepted, nothing, nothing)
+        return Snapshot(state.picture.flatten(1).unsqueeze(-1), state.done, accepted, nothing, nothing)
 
     def latent(self, tokens: Tensor, grid: Grid) -> Tensor:
         return tokens.unflatten(1, (4, 4)).permute(0, 3, 1, 2)

@@ -208,14 +208,14 @@ def test_given_letters_of_ties(model: ProteinMPNNModel) -> None:
     gaps[8, 0] = torch.nan
     free = model.on(dimer("gaps", coordinates=gaps), DesignRules(ties=TIES))
     assert free.columns[0].residues == [[0, 6], [1, 7], [2, 10], [3], [4, 9], [5], [8]]
-    refuses(lambda: free.letters(torch.tensor([[1, 2]])), "rows hold no structure")
+    refuses(lambda: free.letters(torch.tensor([[1, 2]])), "a row has no structure")
 
 
 def test_copies() -> None:
     numbers = [1, 2, 2, 4, 5, 6, 2, 2, 4, 7, 1]
     assert dimer(numbers=numbers).copies() == [[0, 10], [1, 6], [2, 7], [3, 8]]
     assert dimer(numbers=numbers).copies("AB") == dimer(numbers=numbers).copies()
-    refuses(lambda: dimer(numbers=range(11)).copies(), "chains A, B of dimer have no residue number in common")
+    refuses(lambda: dimer(numbers=range(11)).copies(), "chains A, B of dimer have no common residue number")
     refuses(lambda: dimer().copies("AC"), "unknown chain: 'C'")
 
 
@@ -230,7 +230,7 @@ def test_copies() -> None:
         ({"omit": LETTERS[:19], "omit_at": {6: "Y"}, "ties": [(0, 6)]}, ValueError, "leave no letter for residue 0, 6"),
         ({"omit_at": {11: "A"}}, ValueError, "omit_at=11 must be an integer from 0 to 10"),
         ({"ties": [(0, 11)]}, ValueError, "ties=11 must be an integer from 0 to 10"),
-        ({"ties": [(0, 1), (1, 2)]}, ValueError, "name residue 1 more than once"),
+        ({"ties": [(0, 1), (1, 2)]}, ValueError, "have residue 1 more than once"),
         ({"ties": [(0, 1)], "tie_weights": [(0.5,)]}, ValueError, "tie_weights=.* a number for each residue"),
         ({"ties": [(0, 1)], "tie_weights": [None, (1, 2)]}, ValueError, "tie_weights=.* each tie"),
         ({"ties": [(0, 1)], "tie_weights": [(0.5, "x")]}, (ValueError, TypeError), "tie_weights='x'"),

@@ -197,8 +197,8 @@ def test_residues_have_the_names_of_the_file() -> None:
     assert [token == MASK_ID for token in rows.pop()[1:]] == [True] * 4 + [False] * 6
     assert model.prompt(redesign=range(4), fixed="H95").count(MASK_ID) == 3
     refuses(lambda: model.prompt(redesign=["H99"]), "redesign 'H99': antibody has no such residue")
-    refuses(lambda: model.prompt(fixed=["H95-L2"]), "fixed 'H95-L2' is no residue: chain and number")
-    refuses(lambda: antibody.find_residues("95"), "names '95' names no chain, and antibody has H, L")
+    refuses(lambda: model.prompt(fixed=["H95-L2"]), "fixed 'H95-L2' must be a chain and a number")
+    refuses(lambda: antibody.find_residues("95"), "names '95' needs a chain: antibody has H, L")
     refuses(lambda: model.prompt(redesign=[10]), "redesign=10 must be an integer from 0 to 9")
     refuses(lambda: model.prompt(redesign=[]), "leave no residue to design")
 
@@ -246,10 +246,10 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
 
 def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
     for row, words in (
-        ([0, MASK_ID], "begins with 'A', and not with a structure, one of <long>, <short>: make prompts with"),
-        ([MASK_ID] * 3, "begins with '-', and not with a structure"),
+        ([0, MASK_ID], "begins with 'A', not with a structure's token (<long>, <short>): make prompts with"),
+        ([MASK_ID] * 3, "begins with '-', not with a structure"),
         ([22, MASK_ID], "row 0 of a call has 1 residues; long has 24"),
-        ([22, *[MASK_ID] * 23, 23], "a row names a second structure"),
+        ([22, *[MASK_ID] * 23, 23], "a row has a second structure"),
     ):
         with pytest.raises(ValueError, match=words):
             paradec.generate(model, row)

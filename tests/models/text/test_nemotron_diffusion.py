@@ -105,7 +105,7 @@ def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     sees = None if is_causal else True if not case["causal"] else causal_mask(count)
     if not case["adapter"]:
         return evaluate(model, ids, start, store, sees, is_causal)
-    with model.own_drafts.adapter.applied_to(model.module):
+    with model.own_drafts.adapter.apply_to(model.module):
         return evaluate(model, ids, start, store, sees, is_causal)
 
 
