@@ -1,4 +1,4 @@
-"""Models: checkpoint formats, and the adapter that answers queries. Nothing here knows a sampler."""
+"""Models: checkpoint formats, and adapters that evaluate queries, independent of samplers."""
 
 from paradec.core.facts import ModelFacts
 

@@ -25,7 +25,7 @@ def eager(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of `sdpa`; also return its weights [R, heads, Q, K]."""
+    """As `sdpa`, but also return the attention weights [R, heads, Q, K]."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -55,13 +55,13 @@ def sdpa(
 
 
 def with_extras(function: Any) -> Any:
-    """Extend an attention function by two arguments: a `shared_prefix` that all rows see (`caches.kept_prefix`), and an
+    """Add two arguments to an attention function: `shared_prefix`, keys that all rows see (`caches.kept_prefix`), and
     `attention_plan` (`WindowQuery.attention`)."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        thread.attention_flag.value = True  # the adapter checks that the model calls this
+        thread.attention_flag.value = True  # the adapter checks that the module calls this function
         _check_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
             attention_mask = None  # `SEE_ALL`, or a single key

@@ -43,10 +43,10 @@ class Adapter:
         return self.module
 
     def evaluation_context(self) -> torch.no_grad:
-        """A context without gradients. Raises RuntimeError where the module is in training mode."""
+        """Return a context without gradients. Raises RuntimeError if the module is in training mode."""
         if self.module.training:
             raise RuntimeError(
-                f"the module of {self!r} is in training mode, with its dropout: call module.eval() before decoding"
+                f"the module of {self!r} is in training mode, which applies dropout: call module.eval() before decoding"
             )
         return torch.no_grad()
 
@@ -89,11 +89,11 @@ class Model(Adapter):
     """Whether a prediction depends only on the positions decided before it. Samplers of causal models can then decode
     in any order (`AnyOrderQuery`)."""
     first_position: int = 0
-    """For any-order models: the position that index 0 of a request's order means."""
+    """For any-order models: the position of index 0 in a request's order."""
     published: PublishedCheckpoint | None = None
     """The checkpoint's files as `load` read them, for `save_pretrained`."""
     own_drafts: Any = None
-    """How the model drafts for itself (`paradec.models.own_drafts.OwnDrafts`); None if it does not."""
+    """Settings for drafts by the model itself (`paradec.models.own_drafts.OwnDrafts`); None if it makes none."""
     module: Any
 
     def __init__(
@@ -151,13 +151,13 @@ class Model(Adapter):
         return self.supports_store and self.attn_implementation in ("paradec_sdpa", "paradec_eager")
 
     def keep_decided(self, rows: int, length: int) -> Any:
-        """Make an any-order model's store of decided positions; None if every call evaluates all positions."""
+        """Make the store of an any-order model's decided positions; None if every call evaluates all positions."""
         return None
 
     def unwrap(self) -> nn.Module:
         self.engines.clear()
         for config, name in self._previous_attention:
-            if config._attn_implementation == self.attn_implementation:  # else its owner has changed it since
+            if config._attn_implementation == self.attn_implementation:  # else the user has changed it since
                 config._attn_implementation = name
         self._previous_attention = []
         return self.module
@@ -190,12 +190,12 @@ class Model(Adapter):
         raise TypeError(f"a model is decoded by a function: write {MODELS[self.makes][1]}(model, prompt, ...)")
 
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
-        """Call with gradients, if enabled. Raises RuntimeError if the module's attention function has changed."""
+        """As a call, with gradients if they are enabled. Raises RuntimeError if the module's attention has changed."""
         name = self.attn_implementation
         if name is not None and (current := self.module.config._attn_implementation) != name:
             raise RuntimeError(
-                f"{self.facts.name} was unwrapped, wrapped anew or changed: it attends with {current!r}, and this "
-                f"model was made for {name!r}; wrap the module again"
+                f"{self.facts.name} was unwrapped, wrapped anew or changed: its attention is {current!r}, and this "
+                f"adapter needs {name!r}; wrap the module again"
             )
         return self._logits(query, store)
 
@@ -208,17 +208,17 @@ class Model(Adapter):
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
-        """Write new values into the weights in place, and return the new `weights_version`. Waits for requests of other
-        threads, except those stepped by hand. Prefixes and prompt pools of the old weights become invalid.
+        """Write new values into the weights in place, and return the new `weights_version`. Waits for running requests
+        of other threads, except those that a caller steps. Prefixes and prompt pools of the old weights become invalid.
 
         Args:
             state_dict: tensors by the names in the checkpoint's files, or in the module's `state_dict`; other weights
                 stay. Values are converted to the weights' dtype and device.
 
         Raises:
-            TypeError, ValueError: no tensors, unknown names, other shapes, weights that are spread over processes,
-                offloaded or quantised; nothing is written then. RuntimeError: a running request in this thread or
-                batch.
+            TypeError, ValueError: no tensors, unknown names, other shapes, or weights that are spread over processes,
+                offloaded or quantised; nothing is written then. RuntimeError: a running request of this thread, or a
+                batch with rows.
         """
         writes = plan_writes(self, state_dict)
         with self.weights_lock.update(self.facts.name):
@@ -246,13 +246,13 @@ class Model(Adapter):
 
     @property
     def has_head(self) -> bool:
-        """Whether the output matrix can be run by itself (`head`)."""
+        """Whether `head` can apply the output matrix."""
         return _call_accessor(self.module, "get_output_embeddings") is not None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: [..., d] -> [..., vocab_size]. Raises ValueError without one (`has_head`)."""
+        """Apply the output matrix: [..., d] -> [..., vocab_size]. Raises ValueError without one (`has_head`)."""
         if not self.has_head:
-            raise ValueError(f"{self.facts.name} has no output matrix that can be run by itself")
+            raise ValueError(f"{self.facts.name} has no output matrix that `head` can apply")
         return self.module.get_output_embeddings()(hidden)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def _call_accessor(module: nn.Module, name: str) -> Any:
 
 
 def count_text(number: int) -> str:
-    """A count with three significant digits: 1.86M."""
+    """Format a count with three significant digits: 1.86M."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 NAMES = ("cache", "past_key_values")
-"""transformers' name from 5.24 on, and the one before."""
+"""The argument's name in transformers from 5.24 on, and in earlier releases."""
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Name of the forward's argument for a key/value cache, from the first class in the MRO that has one; or None."""
+    """Name of the forward's argument for a key/value cache, in the first class of the MRO that has one; or None."""
     cls: Any = type(module)
     return _find_argument(cls)
 
@@ -35,7 +35,7 @@ def _find_argument(cls: type) -> str | None:
 
 
 class AttentionFlag:
-    """A flag that the attention functions of `paradec.models.attention` set when they run."""
+    """A flag that the functions of `paradec.models.attention` set when they run."""
 
     value = False
 

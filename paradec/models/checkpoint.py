@@ -43,9 +43,9 @@ DTYPES = {
 INT8 = "paradec_int8"
 """`quant_method` in the config.json of a model with int8 weights (`paradec.models.int8`)."""
 LFS = b"version https://git-lfs"
-"""First bytes of a pointer, which git leaves in the place of a large file without git-lfs."""
+"""First bytes of a pointer file, which git without git-lfs writes instead of a large file."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
-"""Fields of config.json that need not be integers."""
+"""Fields of config.json with positive numbers that need not be integers."""
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     "attention_dropout": 0.0,
@@ -56,16 +56,16 @@ COUNTERS = ("position_ids", "num_batches_tracked")
 """Endings of the names of integer buffers in image models."""
 MIN_PROGRESS_BYTES = 2**28
 REACH_SECONDS = 5
-"""How long the hub may take to answer before it counts as out of reach."""
+"""Timeout of the hub's first answer."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded: missing, corrupt, of another format, or asking for unsupported maths."""
+    """A checkpoint that cannot be loaded: missing, corrupt, of an unknown format, or with unsupported maths."""
 
 
 @contextmanager
 def checkpoint_errors(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise CheckpointError, "prefix: reason", in the place of these errors, by default ValueError."""
+    """Convert errors of these kinds, by default ValueError, to CheckpointError with the message "prefix: reason"."""
     kinds = kinds or (ValueError,)
     try:
         yield
@@ -111,8 +111,8 @@ def fetch(source: str, filename: str, revision: str | None) -> Path | None:
     from transformers.utils import cached_file
 
     if filename == "config.json" and not _can_reach(source, filename, revision):
-        raise CheckpointError(f"{source!r} is not a folder here, and the hub cannot be reached to look for it there")
-    with checkpoint_errors(f"{source!r} is neither a folder here nor a hub repository in reach", OSError, ValueError):
+        raise CheckpointError(f"{source!r} is not a folder here, and the hub cannot be reached")
+    with checkpoint_errors(f"{source!r} is neither a folder here nor a reachable hub repository", OSError, ValueError):
         cached = cached_file(source, filename, revision=revision, _raise_exceptions_for_missing_entries=False)
     return None if cached is None else Path(cached)
 
@@ -151,7 +151,7 @@ def read_json(source: str, filename: str, revision: str | None, required: bool =
 
 
 def read_positive(config: Mapping[str, Any], name: str) -> Any:
-    """A positive integer from the config, or number for `FRACTIONS`. Raises CheckpointError for anything else."""
+    """A positive integer from the config, or a positive number for `FRACTIONS`. Raises CheckpointError otherwise."""
     value = config.get(name)
     integral = name not in FRACTIONS
     kinds = int if integral else (int, float)
@@ -205,7 +205,7 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or os.path.basename(shard) != shard:
             raise CheckpointError(
                 f"{INDEX} of {source!r}: {short_repr(name)} is in {short_repr(shard)}; expected a .safetensors file "
-                "beside it"
+                "in the same folder"
             )
     files = sorted(set(weight_map.values()))
     if not os.path.isdir(source):  # download in parallel; `fetch` below reports missing files
@@ -231,7 +231,7 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
 
 
 def read_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
-    """Read some of the stored tensors. Raises CheckpointError as `read_weight_headers`, which lists their names."""
+    """Read the stored tensors `names`, which `read_weight_headers` lists. Raises CheckpointError for wrong files."""
     from safetensors import SafetensorError, safe_open
 
     single = fetch(source, WEIGHTS, revision)
@@ -274,7 +274,7 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
 
 
 def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
-    """Whether config.json has a quantisation. Raises CheckpointError for one that transformers does not know."""
+    """Whether config.json has a quantisation. Raises CheckpointError if transformers does not know it."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return False
@@ -286,14 +286,14 @@ def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
         is_known = False
     if not is_known:
         raise CheckpointError(
-            f"config.json of {source!r}: quantization_config={short_repr(quantization)} names no quant_method of "
-            "transformers'"
+            f"config.json of {source!r}: quantization_config={short_repr(quantization)} has no quant_method "
+            "that transformers knows"
         )
     return True
 
 
 def is_int8(config: Mapping[str, Any]) -> bool:
-    """Whether `save_pretrained` wrote int8 weights."""
+    """Whether config.json states int8 weights of paradec's `save_pretrained`."""
     quantization = config.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == INT8
 
@@ -328,9 +328,9 @@ def check_fit(
     optional: Collection[str] = (),
     unused: tuple[str, ...] = (),
 ) -> None:
-    """Raise CheckpointError unless `weights` are the `expected` ones, by names and shapes.
+    """Raise CheckpointError unless `weights` have the names and shapes of `expected`.
 
-    source: name of the file in the message. target: name of what the weights must fit, in the message.
+    source, target: names, for the message, of the weights' file and of the module or file that they must fit.
     optional: names that may be missing. unused: prefixes of names that are ignored."""
     problems = {
         "missing": [name for name in expected if name not in weights and name not in optional],
@@ -372,13 +372,13 @@ def read_module(
     tp_plan: Any = None,
     **options: Any,
 ) -> Any:
-    """Run `cls.from_pretrained`. No weight may be missing, left over or of another size.
+    """Run `cls.from_pretrained`. No weight may be missing, unused or of another size.
 
-    state_dict: weights by the class's names, read by `[...]` when used, instead of files that transformers reads.
-    computed, read_elsewhere: endings and prefixes of names of stored tensors that may be left over.
+    state_dict: weights by the class's names, in place of files; `[...]` reads one when it is needed.
+    computed, read_elsewhere: endings and prefixes of names of stored tensors that may be unused.
     tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
-    Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' own, for
-    arguments."""
+    Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' errors
+    about arguments."""
     from safetensors import SafetensorError
 
     path = Path(source) if os.path.isfile(source) else fetch(source, gguf_file or WEIGHTS, revision)
@@ -394,7 +394,7 @@ def read_module(
     kinds = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)
     unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds)
     with unreadable, silence_loading(path):
-        # the check below reports all sizes that differ, where transformers would raise for the first
+        # `problems` reports all wrong sizes; transformers would raise for the first one
         location = source if state_dict is None else None
         module, loading_info = cls.from_pretrained(
             location, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options

@@ -20,7 +20,7 @@ from paradec.models.layers import LayerOutputs, require_decoder_layers
 from paradec.models.visibility import special_attention, visible_keys
 
 SEE_ALL = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""A mask that hides nothing; without a mask, transformers would make its causal one."""
+"""A mask that hides nothing; without a mask, transformers would make a causal mask."""
 PLAIN_CLASSES = frozenset(
     f"{name}ForCausalLM" for name in "Llama Mistral Ministral3 Qwen2 Qwen3 Qwen3Moe Glm4Moe SmolLM3 GptOss".split()
 )
@@ -35,7 +35,7 @@ class Decoder(Model):
     def __init__(self, module: nn.Module, facts: ModelFacts, *args: Any, **kwargs: Any):
         super().__init__(module, facts, *args, **kwargs)
         self._makes_causal_mask = getattr(getattr(module, "config", None), "is_causal", True) is not False
-        """Whether a causal module makes its causal mask (the modules that `load` makes do not)."""
+        """Whether a causal module itself makes a causal mask; masked models from `load` do not."""
 
     @cached_property
     def _slices_logits(self) -> bool:
@@ -55,7 +55,7 @@ class Decoder(Model):
     def _accepts_masks(self) -> bool:
         if self.facts.topology != "causal":
             return True
-        # causal modules keep their attention; a mask replaces the plain one only
+        # a causal module keeps its attention function; masks work only with plain sdpa
         name = self.attn_implementation or self.module.config._attn_implementation
         return name == "sdpa" and not special_attention(self.module)
 
@@ -94,15 +94,15 @@ class Decoder(Model):
             shared.check_read(self.facts.name)
         if (plan := arguments.get("attention_plan")) is not None and not plan.attended:
             raise RuntimeError(
-                f"{self.facts.name} does not pass its keyword arguments on to its attention, which a request with "
-                "attention=... needs; leave that out"
+                f"{self.facts.name} does not pass keyword arguments on to its attention, which a request with "
+                "attention=... needs; leave it out"
             )
         return logits
 
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
         module = self.module
         if calls_parts(module):
-            # embedding, layers and norm; then the output matrix on the wanted positions
+            # embedding, layers and norm of all positions, then the output matrix of the wanted ones
             hidden = module.model(**arguments).last_hidden_state
             if needs_hidden(query):
                 query.hidden = hidden
@@ -120,7 +120,7 @@ class Decoder(Model):
         return take_columns(output.logits, query.wanted)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
-        """[R, 1, Q or 1, K] bool: the keys, of the call or of a store, that each column sees; None for all keys."""
+        """[R, 1, Q or 1, K] bool: the keys of the call or the store that each column sees; None for all keys."""
         if self.facts.topology == "bidirectional" and store is None and query.valid is None and query.visible is None:
             return None
         return visible_keys(self.facts, query, store, self._makes_causal_mask)
@@ -160,8 +160,8 @@ def needs_hidden(query: Query) -> TypeGuard[CausalQuery]:
 
 
 def calls_parts(module: Any) -> bool:
-    """Whether a call of the module equals calls of its parts: a class in `PLAIN_CLASSES` without hooks, compiled code
-    or a replaced forward. (accelerate's forward, which aligns devices, is allowed.)"""
+    """Whether a call of the module equals calls of its parts: its class is in `PLAIN_CLASSES`, and it has no hooks,
+    compiled code or replaced forward. (accelerate's forward, which aligns devices, is allowed.)"""
     return (
         type(module).__name__ in PLAIN_CLASSES
         and type(module).__module__.startswith("transformers.")

@@ -3,11 +3,11 @@ forward.
 
 A draft block is the last final token and `block_size - 1` masks, embedded by the model. Each layer computes keys and
 values from the block and, with the same matrices, from the model's hidden states after layers `target_layer_ids`. The
-model's output matrix turns a mask's output into logits for the mask's own position.
+model's output matrix converts the state at a mask to logits for the position of this mask.
 
 The network is transformers' (`MuseGlimmerAssistantModel`), with our masks. Two formats are read: transformers', and
 z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's format sliding layers are causal unless `is_causal` is
-false, the window excludes its end, and embeddings are the model's rows, unscaled.
+false, a key at the distance of the window is hidden, and embeddings are rows of the model's table, unscaled.
 """
 
 from __future__ import annotations
@@ -66,31 +66,31 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class BlockSettings:
     """Settings of a drafter besides its weights.
 
-    block_size: the last final token and the masks. mask_token_id: the model's id that marks a token to draft.
+    block_size: number of tokens in a block. mask_token_id: the model's id for a token to draft.
     target_layer_ids: layers of the model, from 0, whose outputs are read.
     window: of sliding layers, in positions; 0 without such layers.
     causal: whether sliding layers see nothing to their right.
-    raw: whether embeddings are rows of the model's table, without the embedding module's further steps.
-    scale: factor of the embeddings. multiplier, cap: factor and soft cap of the logits; cap 0 is none.
-    first: index of the block's first row that drafts; 0 if the last final token's row drafts too.
-    anchored: whether windows of all rows start at the last final token, and include their end."""
+    raw_embeddings: whether embeddings are rows of the model's table, without other steps of its embedding module.
+    scale: factor of the embeddings. multiplier, soft_cap: of the logits; soft_cap 0 is none.
+    first_draft: index of the block's first row that drafts; 0 if the last final token's row drafts too.
+    anchored: whether the windows of all rows are those of the last final token, and include the distance `window`."""
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     window: int = 0
     causal: bool = False
-    raw: bool = False
+    raw_embeddings: bool = False
     scale: float = 1.0
     multiplier: float = 1.0
-    cap: float = 0.0
-    first: int = 1
+    soft_cap: float = 0.0
+    first_draft: int = 1
     anchored: bool = False
 
 
 class DFlashDrafter(FeatureDrafter):
     """A DFlash network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
-    `block_size - 1` drafts in one forward. A bad network costs acceptance, not exactness.
+    `block_size - 1` drafts in one forward. A bad network lowers acceptance; outputs stay exact.
 
     module: transformers' network. base: the model, loaded or wrapped."""
 
@@ -108,12 +108,12 @@ class DFlashDrafter(FeatureDrafter):
     @property
     def slots(self) -> int:
         """Slots of a window: the next token and all drafts."""
-        return self.settings.block_size + 1 - self.settings.first
+        return self.settings.block_size + 1 - self.settings.first_draft
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
         """Logits [R, n, V] of the rows that draft.
 
-        query: C columns of final tokens, which are written to the store, then the block.
+        query: C columns of final tokens, whose keys and values are stored, then the block.
         features: [R, C, layers * D]: of the final tokens."""
         with torch.no_grad():
             return self.logits(self.states(query, features, store))
@@ -130,18 +130,18 @@ class DFlashDrafter(FeatureDrafter):
                 position_ids=query.positions,
                 **cache_keyword(self.module, cache),
             )
-            return output.last_hidden_state[:, self.settings.first :]
+            return output.last_hidden_state[:, self.settings.first_draft :]
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, n, V] of states [R, n, D]."""
         logits = self.base.head(states.to(self.base.device, self.base.dtype)) * self.settings.multiplier
-        cap = self.settings.cap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        soft_cap = self.settings.soft_cap
+        return torch.tanh(logits / soft_cap) * soft_cap if soft_cap else logits
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Embeddings [R, Q, D] of ids [R, Q]."""
         get_embeddings = getattr(self.base.module, "get_input_embeddings", None)
-        if self.settings.raw or get_embeddings is None:
+        if self.settings.raw_embeddings or get_embeddings is None:
             return nn.functional.embedding(ids, self.base.token_embeddings()) * self.settings.scale
         embedding = get_embeddings()
         if hasattr(embedding, "embed_norm"):  # drafters are trained without that norm
@@ -200,14 +200,14 @@ def read_network(
     base: Model,
     dtype: torch.dtype | None,
     revision: str | None,
-    published: bool = True,
+    is_zlab: bool = True,
     unused_suffixes: tuple[str, ...] = (),
     **extra: Any,
 ) -> Any:
     """Read the network onto the base's device. Raises CheckpointError for weights that do not fit.
 
     cls: the network's class. fields: of transformers' config. extra: further config fields that `cls` reads.
-    published: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights."""
+    is_zlab: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights."""
     _check_sizes(source, fields, read_weight_headers(source, revision))
     check_stored_dtypes(source, {}, revision, unused_suffixes)
     ids = {"block_size": settings.block_size, "mask_token_id": settings.mask_token_id}
@@ -215,7 +215,7 @@ def read_network(
     for name, value in (extra | {"target_layer_ids": list(settings.target_layer_ids)}).items():
         setattr(config, name, value)
     config._attn_implementation = "sdpa"
-    options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if published else {}
+    options: dict[str, Any] = {"key_mapping": dict(KEY_MAPPING)} if is_zlab else {}
     options |= {"computed": unused_suffixes, "dtype": dtype or base.dtype}
     return read_module(cls, source, revision, config=config, **options).to(base.device).requires_grad_(False)
 
@@ -226,46 +226,46 @@ def network_classes(source: str) -> tuple[Any, Any]:
         from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     except ImportError:
         raise CheckpointError(
-            f"{source!r} is a DFlash drafter, whose network transformers has from 5.23 on; this is "
+            f"{source!r} is a DFlash drafter, which needs transformers 5.23 or newer; this is "
             f"{transformers.__version__}"
         ) from None
     return MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 
 def read_settings(
-    source: str, config: Mapping[str, Any], base: Model, published: bool = True
+    source: str, config: Mapping[str, Any], base: Model, is_zlab: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
-    """Read fields of transformers' config and settings. published: whether the format is z-lab's or speculators'."""
+    """Read fields of transformers' config and settings. is_zlab: whether the format is z-lab's or speculators'."""
     where = f"config.json of {source!r}"
     names = ("hidden_size", "vocab_size", "num_target_layers")
     check_base_sizes(source, base, **{name: config.get(name) for name in names})
     num_layers: Any = config.get("num_hidden_layers")
     with checkpoint_errors(where):
         check_int("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
-    layer_types = config.get("layer_types", ["full_attention" if published else "sliding_attention"] * num_layers)
-    known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
-    if not known or len(layer_types) != num_layers:
+    layer_types = config.get("layer_types", ["full_attention" if is_zlab else "sliding_attention"] * num_layers)
+    is_known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
+    if not is_known or len(layer_types) != num_layers:
         raise CheckpointError(
             f"{where}: layer_types={short_repr(layer_types)} must name num_hidden_layers={num_layers} of "
             f"{', '.join(LAYER_TYPES)}"
         )
     fields = read_layer_fields(source, config, max_position_embeddings=131072)
-    angles = read_angles(source, config, 10000.0 if published else 500000.0)
+    angles = read_angles(source, config, 10000.0 if is_zlab else 500000.0)
     fields |= {"num_hidden_layers": num_layers, "layer_types": layer_types, "rope_parameters": angles}
-    settings = _read_block_settings(source, config, base, published, "sliding_attention" in layer_types)
+    settings = _read_block_settings(source, config, base, is_zlab, "sliding_attention" in layer_types)
     return fields | {"target_layer_ids": config["target_layer_ids"]}, settings
 
 
-def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] = FIELDS) -> dict[str, Any]:
+def flatten_config(source: str, config: Mapping[str, Any], known_fields: Sequence[str] = FIELDS) -> dict[str, Any]:
     """Fields of config.json and z-lab's `dflash_config` as one object, without nulls. Raises CheckpointError for an
     unsupported variant.
 
-    known: fields that `dflash_config` may have."""
+    known_fields: of `dflash_config`."""
     where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
     dflash_config = {} if dflash_config is None else check_object("dflash_config", dflash_config, where)
     dflash_fields = {name: value for name, value in dflash_config.items() if value is not None}
     if unknown := sorted(
-        name for name, value in dflash_fields.items() if name not in known and value not in (None, False)
+        name for name, value in dflash_fields.items() if name not in known_fields and value not in (None, False)
     ):
         raise CheckpointError(f"{where}: dflash_config has {', '.join(unknown)}, of an unsupported variant of DFlash")
     check_supported(config, NO_BIAS, where)
@@ -273,38 +273,38 @@ def flatten_config(source: str, config: Mapping[str, Any], known: Sequence[str] 
 
 
 def _read_block_settings(
-    source: str, config: Mapping[str, Any], base: Model, published: bool, has_window: bool
+    source: str, config: Mapping[str, Any], base: Model, is_zlab: bool, has_window: bool
 ) -> BlockSettings:
-    where, targets = f"config.json of {source!r}", config.get("target_layer_ids")
-    mask: Any = config.get("mask_token_id")
-    if not isinstance(targets, list) or not targets or not all(type(index) is int for index in targets):
-        raise CheckpointError(f"{where}: target_layer_ids={short_repr(targets)} must be a list of layers")
+    where, layers = f"config.json of {source!r}", config.get("target_layer_ids")
+    mask_token_id: Any = config.get("mask_token_id")
+    if not isinstance(layers, list) or not layers or not all(type(index) is int for index in layers):
+        raise CheckpointError(f"{where}: target_layer_ids={short_repr(layers)} must be a list of layers")
     config = {"sliding_window": 2048, "block_size": 16, **config}
     # transformers' window is one position wider than z-lab's
-    window = read_positive(config, "sliding_window") + (not published) if has_window else 0
+    window = read_positive(config, "sliding_window") + (not is_zlab) if has_window else 0
     max_block = base.facts.max_length or LARGEST_INT
-    scale, multiplier, cap = (config.get(name, default) for name, default in NUMBERS.items())
+    scale, multiplier, soft_cap = (config.get(name, default) for name, default in NUMBERS.items())
     with checkpoint_errors(where):
-        check_int("mask_token_id", mask, low=0)
+        check_int("mask_token_id", mask_token_id, low=0)
         check_int("block_size", config["block_size"], low=2, high=max_block)
         check_number("input_embedding_scale", scale, low=0, open_low=True)
         check_number("output_multiplier", multiplier, low=0, open_low=True)
-        check_number("final_logit_softcapping", cap, low=0)
+        check_number("final_logit_softcapping", soft_cap, low=0)
     return BlockSettings(
         block_size=config["block_size"],
-        mask_token_id=mask,
-        target_layer_ids=tuple(targets),
+        mask_token_id=mask_token_id,
+        target_layer_ids=tuple(layers),
         window=window,
-        causal=published and read_flag(config, "is_causal", True) is not False,
-        raw=published,
+        causal=is_zlab and read_flag(config, "is_causal", True) is not False,
+        raw_embeddings=is_zlab,
         scale=float(scale),
         multiplier=float(multiplier),
-        cap=float(cap),
+        soft_cap=float(soft_cap),
     )
 
 
 def _check_sizes(source: str, fields: Mapping[str, Any], headers: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError for sizes that the weights do not have, before a module is built."""
+    """Raise CheckpointError for sizes that differ from the weights', before a module is built."""
     heads, kv_heads, inner, width = (
         fields[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
     )

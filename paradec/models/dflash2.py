@@ -3,8 +3,8 @@
 A short convolution over the block precedes and follows every attention and MLP; its kernel is computed from the
 sublayer's normed input. At each position the model's output matrix proposes `selector_top_k` candidates; a low-rank
 table scores them given the previous draft. q is 0 for other tokens. Two formats are read: z-lab's (`architectures`
-"DFlash2DraftModel"), whose `target_layer_ids` count layers' outputs, and speculators' (`speculators_model_type`
-"dflash2"), whose numbers count inputs.
+"DFlash2DraftModel"), where layer number l means the output of layer l, and speculators' (`speculators_model_type`
+"dflash2"), where it means the input.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Convolution(nn.Module):
         return self.base_kernel + dynamic.repeat_interleave(self.group, -1)
 
     def forward(self, y: Tensor, kernel: Tensor) -> Tensor:
-        """y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]: over each position and the `taps - 1` before it."""
+        """Convolve each position and the `taps - 1` before it: y [R, n, D], kernel [R, n, taps, D] -> [R, n, D]."""
         terms = (kernel[:, tap:, tap] * y[:, : y.shape[1] - tap] for tap in range(min(self.taps, y.shape[1])))
         return sum(nn.functional.pad(term, (0, 0, y.shape[1] - term.shape[1], 0)) for term in terms)  # type: ignore[return-value]
 
 
 class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no-any-unimported]
-    """The decoder layer between convolutions; keys and values of the context are not convolved."""
+    """The decoder layer with convolutions; keys and values of the context are not convolved."""
 
     def __init__(self, config: Any, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -97,7 +97,7 @@ class SelectorWalk:
     """The scores of a block's candidates, token by token.
 
     unary, candidates: [R, n, K]: the candidates' logits, and their ids.
-    projected: [R, n, r]: the states, by `hidden_projection`. vocab: number of the model's tokens."""
+    projected: [R, n, r]: the states after `hidden_projection`. vocab: number of the model's tokens."""
 
     selector: Selector
     unary: Tensor
@@ -110,7 +110,7 @@ class SelectorWalk:
         return self.candidates[:, slot]
 
     def scores(self, slot: int, previous: Tensor) -> Tensor:
-        """Scores [R, K] of a slot's candidates after the tokens `previous` [R]; other ids count as 0."""
+        """Scores [R, K] of a slot's candidates after the tokens `previous` [R]; unknown ids are read as id 0."""
         previous = torch.where(previous < self.vocab, previous, 0)
         pair = self.selector.predecessor_codebook[previous] * self.projected[:, slot]
         gains = self.selector.successor_codebook[self.candidates[:, slot]] @ pair.unsqueeze(-1).to(pair.dtype)
@@ -128,7 +128,7 @@ class DFlash2Drafter(WalkDrafter):
     guidance, logits and scores of both branches are mixed before candidates are chosen."""
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
-        """The candidates' scores.
+        """Choose the candidates, and return their scores.
 
         states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
         allowed: [V] bool: tokens that may be drawn; None for all."""
@@ -158,7 +158,7 @@ def load_dflash2(
         with checkpoint_errors(f"config.json of {source!r}"):
             check_divides("conv_group_size", sizes["conv_group_size"], "hidden_size", width)
     network_fields, settings = read_settings(source, fields, base)
-    changes = {"first": 0 if read_flag(fields, "sample_from_anchor", False) else 1, "anchored": is_speculators}
+    changes = {"first_draft": 0 if read_flag(fields, "sample_from_anchor", False) else 1, "anchored": is_speculators}
     settings = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
     sizes["model_vocab_size"] = base.facts.vocab_size
     module = read_network(source, DFlash2Network, network_fields, settings, base, dtype, revision, **sizes)

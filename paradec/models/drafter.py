@@ -39,16 +39,16 @@ TABLES = ("d2t", "t2d")
 
 
 class FeatureDrafter(Adapter):
-    """A network that drafts from hidden states of the model that it was trained for. Raises TypeError: a base of
-    another kind. ValueError: a base that it cannot draft for."""
+    """Base of networks that draft from hidden states of a model, `base`, which they were trained for. Raises TypeError
+    or ValueError for a base that such a network cannot draft for."""
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
-    """How a drafter with `slots` fills a window: "block" (at once), "walk" (token by token) or "layers" (one each)."""
+    """How a drafter with `slots` fills a window: "block" (in one call), "walk" (by token) or "layers" (by layer)."""
     reads_features: ClassVar[bool] = True
     """Whether drafts start from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
-    """Layers of the model that are read; None reads its last hidden states."""
+    """Layers of the model whose outputs are read; None reads its last hidden states."""
     tokens: Tensor | None = None
     """[Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's."""
     pads = supports_store = supports_visibility = True
@@ -63,9 +63,9 @@ class FeatureDrafter(Adapter):
         self.facts = dataclasses.replace(base.facts, name=name)
 
     def __repr__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         name = type(self).__name__
-        return f"{name}({self.facts.name!r}: drafts for {self.base.facts.name!r}, {kind} on {self.device})"
+        return f"{name}({self.facts.name!r}: drafts for {self.base.facts.name!r}, {dtype} on {self.device})"
 
     def store_bytes(self, rows: int, length: int) -> int:
         """Bytes that a store of `rows` rows and `length` positions will take."""
@@ -89,15 +89,15 @@ class FeatureDrafter(Adapter):
         return expanded.index_copy_(-1, self.tokens, logits)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Features [R, F, layers * D] -> the input of the next position [R, F, D]; here unchanged."""
+        """Features [R, F, layers * D] -> inputs of the next positions [R, F, D]; by default unchanged."""
         return features
 
     def bind(self, model: Model) -> Self:
         """A copy of the drafter over `model`, a request's copy of the base. Raises ValueError for another model."""
         if getattr(model, "module", None) is not self.base.module:
             raise ValueError(
-                f"drafter {self.facts.name} was loaded for {self.base.facts.name}, whose features it reads, and cannot "
-                f"draft for {model.facts.name}: load it again with base= this model"
+                f"drafter {self.facts.name} reads features of {self.base.facts.name}, and cannot draft for "
+                f"{model.facts.name}: load it again with base= the latter"
             )
         drafter = copy.copy(self)
         drafter.base = model
@@ -105,7 +105,7 @@ class FeatureDrafter(Adapter):
 
 
 def check_base(base: Any) -> None:
-    """Raise TypeError for a model of another kind, ValueError for one that these drafters cannot draft for."""
+    """Raise TypeError or ValueError for a model that a `FeatureDrafter` cannot draft for."""
     facts = getattr(base, "facts", None)
     if facts is None:
         raise ValueError(f"base={short_repr(base)} must be a model from paradec.load or paradec.wrap")
@@ -121,7 +121,7 @@ def check_base(base: Any) -> None:
 
 
 def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
-    """Raise CheckpointError if the sizes of the drafter `name` are not the model's; None is an unstated size."""
+    """Raise CheckpointError if a size of the drafter `name` is not the model's; None is not compared."""
     base_sizes = {
         "hidden_size": base.hidden_size,
         "target_hidden_size": base.hidden_size,
@@ -137,7 +137,7 @@ def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
 
 
 def check_layers(name: str, indices: Iterable[int], base: Model, has_final: bool) -> None:
-    """Raise ValueError unless the base has these decoder layers, from 0. has_final: allow n, their number, as well."""
+    """Raise ValueError unless the base has these decoder layers, from 0. has_final: whether n, their number, is one."""
     count = len(require_decoder_layers(base))
     for index in indices:
         check_int(name, index, low=0, high=count if has_final else count - 1)
@@ -155,7 +155,7 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
     kv_heads, width = (read_positive(fields, name) for name in ("num_key_value_heads", "head_dim"))
     if heads % kv_heads or width % 2:
         raise CheckpointError(
-            f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not go "
+            f"{where}: num_attention_heads={heads}, num_key_value_heads={kv_heads} and head_dim={width} do not fit "
             "together"
         )
     with checkpoint_errors(where):
@@ -173,15 +173,15 @@ def read_layer_fields(source: str, config: Mapping[str, Any], **defaults: Any) -
 
 
 def make_drafter(cls: Any, source: str, *args: Any) -> Any:
-    """A drafter of class `cls`, named after its folder. Raises CheckpointError if the class refuses its arguments."""
+    """Make a drafter of class `cls`, named after its folder. Raises CheckpointError if `cls` raises ValueError."""
     with checkpoint_errors(repr(source)):
         drafter = cls(*args, os.path.basename(source.rstrip("/")) or source)
     return drafter
 
 
 def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """transformers' `rope_parameters` of a drafter's config.json, with base `theta` if that states none. Raises
-    CheckpointError for a field that is unknown or out of its range, or two bases."""
+    """Read transformers' `rope_parameters` from a drafter's config.json. Raises CheckpointError for a field that is
+    unknown or out of its range, or two bases. theta: the base if config.json states none."""
     base = config.get("rope_theta")
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
@@ -217,7 +217,7 @@ def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[st
 
 
 def build_config(source: str, cls: Any, **fields: Any) -> Any:
-    """A configuration of transformers' class `cls`. Raises CheckpointError for refused fields, or infinite angles."""
+    """Build a configuration of transformers' class `cls`. Raises CheckpointError for wrong fields or angles."""
     angles = fields["rope_parameters"]
     try:
         config = cls(**fields)
@@ -233,9 +233,9 @@ def build_config(source: str, cls: Any, **fields: Any) -> Any:
 
 
 def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
-    """Convert a config.json's numbers of layers to those of `CausalQuery.keep_layers`. Number l means the input of
-    layer l, which is the output of layer l - 1; the largest means the last layer's output before the final norm. Raises
-    CheckpointError for anything but a list of layers."""
+    """Convert layer numbers in config.json to those of `CausalQuery.keep_layers`. In config.json, l means the input of
+    layer l, which is the output of layer l - 1; the largest l means the last layer's output before the final norm.
+    Raises CheckpointError for anything but a list of layers."""
     count = base.text_config.num_hidden_layers
     if not isinstance(inputs, list) or not inputs or not all(type(n) is int and 0 < n <= count for n in inputs):
         raise CheckpointError(
@@ -254,13 +254,13 @@ def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, 
     count = vocab if rows is None else rows
     tokens = torch.arange(count)
     if "d2t" in tables:
-        steps = tables["d2t"]
-        if steps.shape != (count,) or steps.dtype.is_floating_point:
+        offsets = tables["d2t"]
+        if offsets.shape != (count,) or offsets.dtype.is_floating_point:
             raise CheckpointError(
                 f"{source!r}: d2t must be {count} integers, as many as lm_head.weight has rows; it has shape "
-                f"{tuple(steps.shape)} and dtype {steps.dtype}"
+                f"{tuple(offsets.shape)} and dtype {offsets.dtype}"
             )
-        tokens = tokens + steps.long()
+        tokens = tokens + offsets.long()
         if bool((tokens < 0).any() | (tokens >= vocab).any()) or len(tokens.unique()) < count:
             raise CheckpointError(f"{source!r}: d2t must lead to {count} different ids from 0 to {vocab - 1}")
     elif count != vocab:
@@ -273,7 +273,7 @@ def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, 
 def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
     if t2d.shape != (vocab,) or t2d.dtype.is_floating_point:
         raise CheckpointError(
-            f"{source!r}: t2d must have a truth value for each of {vocab} ids; its shape is {tuple(t2d.shape)}, its "
+            f"{source!r}: t2d must have a bool or integer for each of {vocab} ids; it has shape {tuple(t2d.shape)} and "
             f"dtype {t2d.dtype}"
         )
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, tokens, True)
@@ -289,7 +289,7 @@ def _check_t2d(source: str, t2d: Tensor, tokens: Tensor, vocab: int) -> None:
 
 def flatten_speculators_config(source: str, config: Mapping[str, Any], base: Model) -> dict[str, Any]:
     """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object. Layers are numbered as in
-    `CausalQuery.keep_layers`; `is_causal` is about sliding layers. Raises CheckpointError for a wrong field."""
+    `CausalQuery.keep_layers`; `is_causal` applies to sliding layers. Raises CheckpointError for a wrong field."""
     where = f"config.json of {source!r}"
     sublayer = check_object("transformer_layer_config", config.get("transformer_layer_config"), where)
     check_supported(sublayer, NO_BIAS, where)

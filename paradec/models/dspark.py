@@ -1,9 +1,9 @@
 """DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network, with logits biased by the previous token.
 
-A block is the last final token and `block_size - 1` masks; row j predicts the token after its own position, so the last
-final token's row drafts too (not with `sample_from_anchor` false). A low-rank Markov head computes the bias from the
-previous token (vanilla), from this and the row's state (gated), or from these and a recurrent memory (rnn); q is the
-softmax of the sum. A confidence head predicts a draft's acceptance before it is drawn.
+A block is the last final token and `block_size - 1` masks. Row j predicts the token at position j + 1 of the block, so
+the last final token's row drafts too (not with `sample_from_anchor` false). A low-rank Markov head computes the bias
+from the previous token (vanilla), also from the row's state (gated), or also from a recurrent memory (rnn). q is the
+softmax of logits plus bias. A confidence head predicts the acceptance of a draft before the draft is drawn.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MarkovHead(nn.Module):
     """The bias of a row's logits; parameters are named as in published checkpoints.
 
     kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
-    vocab, rows: numbers of tokens of the model and of the drafter."""
+    vocab, rows: sizes of the model's and the drafter's vocabulary."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
         super().__init__()
@@ -60,7 +60,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of the probability that a draft is accepted."""
+    """The logit of a draft's probability of acceptance."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -68,7 +68,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-unimported]
-    """transformers' network of DFlash with the parts of DSpark that the config lists in `dspark`."""
+    """transformers' DFlash network, with the parts of DSpark in the config's `dspark`."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -103,7 +103,7 @@ class MarkovWalk:
         """Return None: a draft may be any token."""
 
     def _embed_previous(self, previous: Tensor) -> Tensor:
-        """[branches * R, r]: the tokens `previous`, embedded; unknown ids count as 0."""
+        """[branches * R, r]: embeddings of the tokens `previous` [R]; unknown ids are read as id 0."""
         head = self.drafter.module.markov_head
         if head is None:
             return self.memory
@@ -111,7 +111,7 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: the logit that a draft is accepted, by the first branch. Raises ValueError without a confidence head."""
+        """[R]: logits of acceptance, from states of the first branch. Raises ValueError without a confidence head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
@@ -144,7 +144,7 @@ class DSparkDrafter(WalkDrafter):
         self.tokens = None if tokens is None else tokens.to(self.device)
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
-        """The rows' logits. states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X]."""
+        """The rows' logits. states: [branches * R, n, D]. guide: mixes branches: [branches * R, n, X] -> [R, n, X]."""
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -174,8 +174,8 @@ def load_dspark(
             f"config.json of {source!r}: target_layer_ids={list(settings.target_layer_ids)} has {num_layers - 1}, the "
             f"last layer of {base.facts.name}, which DSpark does not read"
         )
-    first = 0 if read_flag(fields, "sample_from_anchor", True) else 1
-    settings = dataclasses.replace(settings, first=first, anchored=is_speculators)
+    first_draft = 0 if read_flag(fields, "sample_from_anchor", True) else 1
+    settings = dataclasses.replace(settings, first_draft=first_draft, anchored=is_speculators)
     headers = read_weight_headers(source, revision)
     rows = next(iter(headers["lm_head.weight"].shape), 0) if "lm_head.weight" in headers else None
     tables = read_tensors(source, [name for name in TABLES if name in headers], revision)

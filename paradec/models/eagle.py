@@ -3,10 +3,10 @@
 Li et al., arXiv 2401.15077, section 4.1. EAGLE-2 (arXiv 2406.16858) and LANTERN (arXiv 2410.03355) have the same
 network.
 
-A position's feature is the model's last hidden state, after the final norm. The drafter reads the feature of position i
-- 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix turns it into
-logits, and it is the drafter's next input. A prompt's first token has no column. Token i has the rotary angles of
-position i - 1, or over LlamaGen those of its cell.
+A position's feature is the model's last hidden state, after the final norm. Column i of the drafter reads the feature
+of position i - 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix
+converts it to logits, and the drafter reads it in column i + 1. A prompt's first token has no column. Column i has the
+rotary angles of position i - 1, over LlamaGen those of the token's cell.
 
 A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with
 embed_tokens.weight, fc.weight, optionally fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's
@@ -66,7 +66,7 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Features [R, Q, D] of the tokens' positions.
 
-        tokens: [R, Q] int64. features: [R, Q, D], each of the position before its token.
+        tokens: [R, Q] int64. features: [R, Q, D], of the position before each token.
         rotation: cosine and sine [R, Q, head_dim].
         mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
         cache: `update(keys, values, layer)` returns keys and values to attend to."""
@@ -77,8 +77,8 @@ class EagleHead(nn.Module):
 
 
 class EagleDrafter(FeatureDrafter):
-    """An EAGLE head over the model that it was trained for, as `drafter` of the sampler "speculative". A bad head costs
-    acceptance, not exactness.
+    """An EAGLE head over the model that it was trained for, as `drafter` of the sampler "speculative". A bad head
+    lowers acceptance; outputs stay exact.
 
     As in the public code for image models, an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and
     guidance mixes the logits of both branches. Unlike in that code, a caption's padding is masked.
@@ -96,10 +96,11 @@ class EagleDrafter(FeatureDrafter):
             self.raster = dataclasses.replace(base.module.config, **heads)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the wanted columns, for tokens from position 1 on, and their features [R, W, D].
+        """Logits [R, W, V] of the wanted columns, and the predicted features [R, W, D]. Columns are tokens at positions
+        1 and later.
 
         query: must set `visible`.
-        features: [R, Q, D]: of the position before each column; for a draft, the output at its parent."""
+        features: [R, Q, D]: of the position before each column; for a draft, the predicted feature of its parent."""
         with torch.no_grad():
             features = features.to(self.device, self.dtype)
             cache = store.bind(query)

@@ -2,11 +2,12 @@
 
 Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix fuses three layers' outputs at a position into a
 feature. The attention reads the feature of position i - 1 and the embedding of token i, each normed, as one vector. The
-layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; the others have
-probability 0 in q.
+layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; q of other tokens
+is 0.
 
-Two formats are read: the paper's code's (`midlayer.`, a flat config.json) and speculators' (`speculators_model_type`
-"eagle3", sizes in `transformer_layer_config`). Both count layers by inputs: l is the output of layer l - 1.
+Two formats are read: that of the paper's code (`midlayer.`, a flat config.json) and speculators'
+(`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both, layer number l means the input of
+layer l, the output of layer l - 1.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ SUPPORTED = {
 class Eagle3Settings:
     """Settings of a drafter besides its sizes.
 
-    layers: model layers whose outputs are read, from 0; n, their number, is the last output before the final norm.
-    norm_before_residual: whether the layer's residual is the normed feature.
+    layers: model layers whose outputs are read, from 0; n, their number, means the last output before the final norm.
+    norm_before_residual: whether the residual branch starts from the normed feature.
     norm_output: whether the next feature is normed (3.1)."""
 
     layers: tuple[int, ...]
@@ -65,9 +66,9 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Any]):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        kind: Any = Qwen3Attention if "midlayer.self_attn.q_norm.weight" in weights else LlamaAttention
+        attention_class: Any = Qwen3Attention if "midlayer.self_attn.q_norm.weight" in weights else LlamaAttention
         config.layer_types = ["full_attention"]
-        self.self_attn = kind(config, 0)
+        self.self_attn = attention_class(config, 0)
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(self.self_attn, name)
             num_inputs = linear.in_features if name == "o_proj" else 2 * width
@@ -85,15 +86,15 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(feature)
         inputs = torch.cat((self.input_layernorm(embedded), normed), -1)
         cache_argument = cache_keyword(self.self_attn, cache)
-        attended = self.self_attn(inputs, attention_mask=mask, position_embeddings=rotation, **cache_argument)[0]
-        x: Tensor = (normed if normed_residual else feature) + attended
+        output = self.self_attn(inputs, attention_mask=mask, position_embeddings=rotation, **cache_argument)[0]
+        x: Tensor = (normed if normed_residual else feature) + output
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Head(nn.Module):
     """The network; parameter names are those of the paper's code.
 
-    weights: the file's, which decide which optional parts exist. base_width: width of the model's hidden states."""
+    weights: the file's; they imply the optional parts. base_width: width of the model's hidden states."""
 
     def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], base_width: int):
         super().__init__()
@@ -127,7 +128,7 @@ class Eagle3Head(nn.Module):
 
 class Eagle3Drafter(FeatureDrafter):
     """An EAGLE-3 head over the model that it was trained for, as `drafter` of the sampler "speculative". A bad head
-    costs acceptance, not exactness.
+    lowers acceptance; outputs stay exact.
 
     module: the network. base: the model, loaded or wrapped.
     tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all."""
@@ -145,7 +146,7 @@ class Eagle3Drafter(FeatureDrafter):
             return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """As `EagleDrafter.__call__`, with fused features; minus infinity for tokens that the drafter lacks."""
+        """As `EagleDrafter.__call__`, with fused features; -inf for tokens that the drafter lacks."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)
@@ -193,7 +194,7 @@ def load_eagle3(
     if module.embed_tokens is None and layer_config.hidden_size != base.hidden_size:
         raise CheckpointError(
             f"{source!r} has no embed_tokens.weight, and hidden_size={layer_config.hidden_size} is not "
-            f"{base.hidden_size}, that of {base.facts.name}, whose embeddings would replace it"
+            f"{base.hidden_size}, the width of the embeddings of {base.facts.name}, which would replace it"
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)

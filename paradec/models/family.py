@@ -28,7 +28,7 @@ from paradec.models.rotary import read_max_lengths
 
 @dataclass(frozen=True)
 class Family:
-    """How checkpoints of one `model_type` become a transformers module and facts.
+    """Rules that convert checkpoints of one `model_type` to a transformers module and facts.
 
     module: the transformers class with the same blocks.
     config: config.json -> that class's configuration; raises CheckpointError for unsupported maths.
@@ -39,15 +39,15 @@ class Family:
     published_names: pattern of published names, for checkpoints without these fields; its group is the block length.
     published_block: the block length for published names without a number.
     block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
-    default_block_length: for requests to a bidirectional family that set none; None is the whole answer.
+    default_block_length: for requests to a bidirectional family that set none; None makes the answer one block.
     mask_token: the mask token's text in the vocabulary, for checkpoints that do not state its id.
     qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
     float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
     experts: whether the family is a mixture of experts: files have one matrix per expert, the module stacks them.
-    fused: a file's weight, named within its layer -> the module's weights whose rows it contains, in order.
-    reader: returns the class that reads the files where `module` cannot; the result's class is then set to `module`.
-    modes: the topologies that a checkpoint may be loaded with, the default first; empty for a single one.
-    draft_adapter: the folder of the adapter with which a model drafts for itself.
+    fused: name in a layer of a file's weight -> names of the module's weights whose rows it contains, in order.
+    reader: returns the class that reads the files if `module` cannot; the result's class is then set to `module`.
+    modes: allowed values of load's `topology`, the default first; empty for families with one topology.
+    draft_adapter: folder, in the checkpoint, of the adapter with which a model drafts for itself.
     decoder: returns the subclass of `Decoder` for a configuration; None is `Decoder` itself.
     padding_ends: whether the tokenizer's end token, else the padding token, ends answers if no end id is stated."""
 
@@ -74,7 +74,7 @@ class Family:
 
     @property
     def topology(self) -> str:
-        """The attention of the family's training: the first of its modes, "bidirectional" or "block_causal"."""
+        """The topology of the family's training: the first of its modes, else "bidirectional" or "block_causal"."""
         if self.modes:
             return self.modes[0]
         return "bidirectional" if self.block_name is None else "block_causal"
@@ -83,8 +83,8 @@ class Family:
         """Block length of a block-causal checkpoint; None if neither config.json nor its name states one. Raises
         CheckpointError unless it is a positive integer."""
         for name in (self.block_name, self.second_block_name):
-            if name is not None and (stated := read_block_length(config, name)) is not None:
-                return stated
+            if name is not None and (length := read_block_length(config, name)) is not None:
+                return length
         match = self.published_names and self.published_names.fullmatch(os.path.basename(source.rstrip("/")))
         if not match:
             return None
@@ -110,11 +110,11 @@ def read_shared_fields(
     supported: Mapping[str, tuple[Any, ...]],
     is_fully_rotated: bool = True,
 ) -> dict[str, Any]:
-    """The fields that all configurations of transformers' decoders have, except the rotary angles. Raises
+    """Read the fields that all configurations of transformers' decoders have, except rotary angles. Raises
     CheckpointError for a missing, inconsistent or unsupported field.
 
     required: fields that config.json must state. supported: fields that change the maths, and their supported values.
-    is_fully_rotated: whether all of a head is rotated."""
+    is_fully_rotated: whether rotary angles apply to the full head width."""
     require_fields(config, required)
     check_supported(config, supported)
     sizes = {name: read_positive(config, name) for name in SIZES}
@@ -155,7 +155,7 @@ def read_facts(
     has_new_base: bool = False,
 ) -> ModelFacts:
     """Build a checkpoint's facts. Ids come from config.json, else generation_config.json, else the tokenizer.
-    has_new_base: whether `load` was called with another base of the rotary angles."""
+    has_new_base: whether `load` replaced the base of the rotary angles."""
     vocab = hf_config.vocab_size
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
@@ -195,7 +195,7 @@ def tokenizer_size(tokenizer: Any) -> int | None:
 
 
 def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Any, family: Family) -> list[Any]:
-    """The ids that end answers, as the checkpoint states them, unchecked."""
+    """The ids that end answers, from the checkpoint's files and tokenizer, unchecked."""
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     end_ids: list[Any] = []
     for fields in (config, generation):
@@ -210,7 +210,7 @@ def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], token
 def _first_id(
     source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
-    """The first stated id. Differing ids are logged; differing mask ids give a warning unless `argument` is set."""
+    """The first id in the order of `values`. Different ids are logged; for mask ids without `argument`, a warning."""
     values = {
         "argument": argument,
         "config.json": config.get(name),
@@ -220,9 +220,9 @@ def _first_id(
     values = {source_name: value for source_name, value in values.items() if value is not None}
     if not values:
         return None
-    first, value = next(iter(values.items()))
-    if any(other != value for other in values.values()):
-        message = f"{source!r}: {name}={value!r} is used, from its {first}; stated are {values!r}"
+    first_source, value = next(iter(values.items()))
+    if any(candidate != value for candidate in values.values()):
+        message = f"{source!r}: {name}={value!r} is used, from its {first_source}; the values are {values!r}"
         if name == "mask_token_id" and argument is None:
             warnings.warn(f"{message}; load(..., mask_token_id=...) overrides it", stacklevel=5)
         else:
@@ -231,7 +231,7 @@ def _first_id(
 
 
 def read_tokenizer(source: str, family: Family, revision: str | None) -> Any:
-    """The checkpoint's tokenizer, or None without one."""
+    """The checkpoint's tokenizer; None if it has none."""
     if not any(fetch(source, name, revision) for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's format): the header, weights that are unpacked one by one, and the config.json and tokenizer
 of masked models.
 
-The header is checked before anything else, and takes memory for its own entries alone. The package gguf unpacks.
+The header is checked first; reading it takes memory only for its entries. The package gguf unpacks weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from paradec.models.checkpoint import CheckpointError, checkpoint_errors, fetch
 from paradec.models.text import llada
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Kinds of values -> `struct`'s."""
+"""Kinds of scalars -> `struct`'s format characters."""
 TEXT, ARRAY = 8, 9
 MAX_ENTRIES = 2**22
-"""Entries of a table or list of texts at most; large vocabularies have 2^18."""
+"""Maximum number of entries in a table or list of texts; large vocabularies have 2^18."""
 CHUNK = 2**20
-"""Weights that are unpacked at a time, which bounds the memory in float32."""
+"""Number of weights that are unpacked at a time; it bounds the memory in float32."""
 PLAIN = ("F32", "F16", "BF16")
 """Kinds of tensors that are not packed in groups."""
 
 MASKED = ("llada", "dream", "llada-moe", "rnd1")
 """Architectures of masked diffusion models."""
 CAUSAL = ("llama", "qwen2", "qwen3", "qwen3moe")
-"""Architectures of causal models whose weights are read here; transformers reads those of others."""
+"""Architectures of causal models whose weights this file reads; transformers reads those of others."""
 INTERLEAVED = ("llada", "llama")
 """Architectures whose files interleave the two halves of each head of queries and keys."""
 SHIFT = "diffusion_shift_logits"
@@ -59,7 +59,7 @@ LAYER_WEIGHTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""GGUF's names of a layer's weights -> those of checkpoints with Llama's or Qwen's names. Braces: each expert."""
+"""GGUF's names of a layer's weights -> Llama's and Qwen's names. Braces stand for the index of an expert."""
 WEIGHTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 WEIGHTS |= {f"blk.{{}}.{name}": f"model.layers.{{}}.{published}" for name, published in LAYER_WEIGHTS.items()}
 LLADA_NAMES = {
@@ -68,7 +68,7 @@ LLADA_NAMES = {
 }
 """Llama's names -> LLaDA's."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""What Llama 3.1's scaling divides the rotary angles by."""
+"""The tensor with the divisors of rotary angles in Llama 3.1's scaling."""
 
 LLADA_FIELDS = {
     "d_model": "embedding_length",
@@ -94,7 +94,7 @@ FIELDS = {
     "llada-moe": QWEN_FIELDS | EXPERT_FIELDS | {"expert_intermediate_size": EXPERTS_INNER},
     "rnd1": QWEN_FIELDS | EXPERT_FIELDS | {"intermediate_size": INNER, "moe_intermediate_size": EXPERTS_INNER},
 }
-"""Fields of the published config.json -> those of the header, by architecture."""
+"""Architecture -> {field of the published config.json: field of the header}."""
 LLADA_CONSTANTS = {name: allowed[0] for name, allowed in llada.SUPPORTED.items()}
 CONSTANTS: dict[str, dict[str, Any]] = {
     "llada": LLADA_CONSTANTS | {"model_type": "llada", "architectures": ["LLaDAModelLM"]},
@@ -122,12 +122,12 @@ BAILING_SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 SPLITS = {"qwen2": QWEN_SPLIT, "gpt-2": ""} | dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), BAILING_SPLIT)
-"""`tokenizer.ggml.pre` -> the pattern by which the published tokenizer splits text; empty for GPT-2's own."""
+"""`tokenizer.ggml.pre` -> pattern by which the published tokenizer splits text; empty for GPT-2's built-in pattern."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A stored tensor, which `[...]` unpacks, as it reads a slice of a safetensors file.
+    """A stored tensor, which `[...]` unpacks, like a slice of a safetensors file.
 
     blocks: uint8 [rows, bytes]. kind: gguf's. shape: torch's. dtype: of the unpacked tensor.
     heads: number of heads whose rows are interleaved, 0 for none."""
@@ -161,12 +161,12 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def has_packed_layers(self, min_weights: int) -> bool:
-        """Whether a weight of a layer, of at least this size, is packed."""
+        """Whether a weight of a layer with at least `min_weights` entries is packed."""
         packed = {name: tensor.shape for name, tensor in self.tensors.items() if tensor.kind.name not in PLAIN}
         return any(name.startswith("blk.") and prod(shape) >= min_weights for name, shape in packed.items())
 
     def read_number(self, name: str, default: Any = None) -> Any:
-        """A positive number of the architecture. Raises CheckpointError for anything else."""
+        """Read a positive number from the architecture's fields. Raises CheckpointError for anything else."""
         key = f"{self.architecture}.{name}"
         value = self.fields.get(key, default)
         if value is None:
@@ -176,8 +176,8 @@ class GgufFile:
         return value if isinstance(value, int) else float(str(np.float32(value)))  # 1e-5, not 9.99999974e-06
 
     def read_weights(self, dtype: Any) -> dict[str, GgufTensor]:
-        """The tensors by the names of the published checkpoint. Raises CheckpointError for one that has no name there,
-        or a wrong shape."""
+        """Return the tensors by the published checkpoint's names. Raises CheckpointError for a tensor without such a
+        name, or with a wrong shape."""
         weights: dict[str, GgufTensor] = {}
         for name, tensor in self.tensors.items():
             if name == ROPE_FACTORS:
@@ -188,7 +188,7 @@ class GgufFile:
             published = WEIGHTS.get(part, "")
             published = LLADA_NAMES.get(published, "") if self.architecture == "llada" else published
             if not published or suffix not in ("weight", "bias"):
-                raise CheckpointError(f"{self.path!r} holds {name}, which is no weight of {self.architecture!r}")
+                raise CheckpointError(f"{self.path!r} holds {name}, which is not a weight of {self.architecture!r}")
             published = (published if layer is None else published.replace("{}", str(int(layer[1])), 1)) + f".{suffix}"
             tensor, heads = replace(tensor, dtype=dtype), 0
             if self.architecture in INTERLEAVED and part in ("blk.{}.attn_q", "blk.{}.attn_k"):
@@ -211,7 +211,7 @@ class GgufFile:
         heads = self.read_number("attention.head_count")
         width = self.read_number("attention.key_length", self.read_number("embedding_length") // heads)
         if self.read_number("rope.dimension_count", width) != width:
-            raise CheckpointError(f"{self.path!r} rotates a part of each head, which {self.architecture!r} does not")
+            raise CheckpointError(f"{self.path!r} rotates only a part of each head, unlike {self.architecture!r}")
         defaults = {"attention.head_count_kv": heads, "attention.key_length": width}
         fields = {name: self.read_number(key, defaults.get(key)) for name, key in FIELDS[self.architecture].items()}
         config = CONSTANTS[self.architecture] | fields
@@ -221,8 +221,8 @@ class GgufFile:
         prefix = f"{self.architecture}.rope.scaling"
         scaling = self.fields.get(f"{prefix}.type", "none")
         if scaling != "none":
-            stated = {key: name for key, name in SCALING_FIELDS.items() if f"{prefix}.{key}" in self.fields}
-            numbers = {name: self.read_number(f"rope.scaling.{key}") for key, name in stated.items()}
+            keys = [key for key in SCALING_FIELDS if f"{prefix}.{key}" in self.fields]
+            numbers = {SCALING_FIELDS[key]: self.read_number(f"rope.scaling.{key}") for key in keys}
             config["rope_scaling"] = {"rope_type": scaling} | numbers
         ids = {name: self.fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
         config |= {f"{name}_token_id": token_id for name, token_id in ids.items() if token_id is not None}
@@ -279,8 +279,8 @@ class GgufFile:
 
 
 def read_gguf(source: str, gguf_file: str, revision: str | None) -> GgufFile:
-    """Read the header of a file in a folder or repository. Raises CheckpointError, with its name, for a file that is
-    missing, cut short or damaged, or has a tensor of an unknown kind."""
+    """Read the header of a file in a folder or repository. Raises CheckpointError for a file that is missing, cut short
+    or damaged, or has a tensor of an unknown kind."""
     path = fetch(source, gguf_file, revision)
     if path is None:
         raise CheckpointError(f"{source!r} has no {gguf_file}")
@@ -294,7 +294,7 @@ def read_gguf(source: str, gguf_file: str, revision: str | None) -> GgufFile:
 
 
 class _HeaderReader:
-    """Reads a header from its beginning. Raises ValueError for a wrong one."""
+    """Reads a file's header from its beginning. Raises ValueError for a wrong header."""
 
     def __init__(self, path: Path):
         self.path, self.data, self.offset = path, np.memmap(path, np.uint8, "r"), 0
@@ -321,7 +321,7 @@ class _HeaderReader:
             raise ValueError(f"general.alignment={short_repr(alignment)} must be a positive integer")
         layers = fields.get(f"{architecture}.block_count")
         if isinstance(layers, int) and layers > num_tensors:
-            raise ValueError(f"it promises {layers:,} layers, and {num_tensors:,} tensors")
+            raise ValueError(f"it states {layers:,} layers, but only {num_tensors:,} tensors")
         entries = [self.read_entry() for _ in range(num_tensors)]
         start, tensors = -(-self.offset // alignment) * alignment, dict[str, GgufTensor]()
         for name, shape, kind, offset in entries:
@@ -342,7 +342,7 @@ class _HeaderReader:
     def read_count(self, noun: str) -> int:
         count = self.read_scalar("Q")
         if count > MAX_ENTRIES:
-            raise ValueError(f"it promises {count:,} {noun}; at most {MAX_ENTRIES:,} are read")
+            raise ValueError(f"it states {count:,} {noun}; at most {MAX_ENTRIES:,} are read")
         return int(count)
 
     def read_text(self) -> str:
@@ -354,12 +354,13 @@ class _HeaderReader:
             return self.read_scalar(SCALARS[kind])
         if kind == TEXT:
             return self.read_text()
-        item = self.read_scalar("I") if kind == ARRAY else None
-        if item == TEXT:
+        item_kind = self.read_scalar("I") if kind == ARRAY else None
+        if item_kind == TEXT:
             return [self.read_text() for _ in range(self.read_count(f"texts in {short_repr(name)}"))]
-        if item not in SCALARS:
-            raise ValueError(f"{short_repr(name)} has values of the unknown kind {kind if item is None else item}")
-        dtype = np.dtype(SCALARS[item]).newbyteorder("<")
+        if item_kind not in SCALARS:
+            unknown_kind = kind if item_kind is None else item_kind
+            raise ValueError(f"{short_repr(name)} has values of the unknown kind {unknown_kind}")
+        dtype = np.dtype(SCALARS[item_kind]).newbyteorder("<")
         return self.read_bytes(self.read_scalar("Q") * dtype.itemsize).view(dtype)
 
     def read_entry(self) -> tuple[str, tuple[int, ...], int, int]:

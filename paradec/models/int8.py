@@ -1,7 +1,7 @@
-"""Text models with int8 weights (`paradec.kernels.int8`): layers are rounded one by one while they are read.
+"""Text models with int8 weights (`paradec.kernels.int8`), which are rounded one by one while a file is read.
 
-A quantiser of transformers: it exchanges the layers of the empty module, and rounds each weight as it is read. Files of
-`save_pretrained` hold the module's names and config.json the settings, as `quantization_config`.
+A quantiser of transformers replaces layers of the empty module, and rounds each weight when it is read. In files of
+`save_pretrained`, weights have the module's names, and `quantization_config` in config.json holds the settings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Int8Config(QuantizationConfigMixin):
     """Settings of int8 weights.
 
     activations: bits of activations, 15 (two int8 rows) or 8. min_weights: smaller layers stay unchanged.
-    weight_bits: 8, or 7 where the processor needs it. dtype: of the other weights, in a saved model."""
+    weight_bits: 8, or 7 if the processor needs it; None chooses. dtype: of the other weights in a saved model."""
 
     activations: int = 15
     min_weights: int = 2**20
@@ -56,7 +56,7 @@ class Int8Config(QuantizationConfigMixin):
 
 @register_quantizer(INT8)
 class Int8Quantizer(HfQuantizer):
-    """Exchange layers, and round their weights unless the file has int8 weights."""
+    """Replaces layers, and rounds their weights unless the file has int8 weights."""
 
     def __init__(self, quantization_config: Int8Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -67,12 +67,12 @@ class Int8Quantizer(HfQuantizer):
         if self.pre_quantized and (quantization_config.weight_bits or 8) > bits:
             raise CheckpointError(
                 f"weight_bits={quantization_config.weight_bits}: sums of such products are not exact on this processor "
-                f"(it lacks VNNI); load the original checkpoint with quantization='int8', which takes {bits} bits here"
+                f"(it lacks VNNI); load the original checkpoint with quantization='int8', which uses {bits} bits here"
             )
         quantization_config.weight_bits = quantization_config.weight_bits or bits
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Exchange layers for empty int8 ones. A tied output matrix is exchanged at the end if weights are rounded."""
+        """Replace layers by empty int8 layers. If weights are rounded, a tied output matrix is replaced later."""
         settings, head = self.quantization_config, model.get_output_embeddings()
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         names = [name for name, layer in model.named_modules() if is_converted(name, layer, settings.min_weights)]
@@ -81,7 +81,7 @@ class Int8Quantizer(HfQuantizer):
             is_large = min(sizes, default=0) >= settings.min_weights and not isinstance(layer, nn.Conv1d)
             if is_large and name not in names and not self.pre_quantized:
                 kind = type(layer).__name__
-                raise CheckpointError(f"quantization='int8' does not work for mixtures with {kind}: leave it out")
+                raise CheckpointError(f"quantization='int8' does not work for experts of class {kind}: leave it out")
         for name in names:
             layer = model.get_submodule(name)
             if layer is head and f"{name}.weight" in tied:
@@ -108,27 +108,27 @@ class Int8Quantizer(HfQuantizer):
         return not self.pre_quantized and isinstance(layer, Int8Module) and name in weights
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        return None if dtype == torch.int8 else super().get_new_dtype(converter, param, dtype)  # checked when read
+        return None if dtype == torch.int8 else super().get_new_dtype(converter, param, dtype)  # not cast
 
     def get_quantize_ops(self) -> Any:
         return RoundWeights(self)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Round a tied output matrix, which leaves the embeddings unchanged, and make the module a plain one."""
+        """Round a tied output matrix (not the embeddings), pack weights, and remove the marks of a quantised module."""
         layers = [layer for layer in model.modules() if isinstance(layer, Int8Module)]
         for name, weight in ((name, weight) for layer in layers for name, weight in layer.named_parameters()):
             expected = torch.float32 if name.endswith("scale") else torch.int8
             if name != "bias" and weight.dtype != expected:
                 raise CheckpointError(f"a {name} of int8 layers is stored as {weight.dtype}, not {expected}")
-        for layer in layers:  # transformers before 5.21 takes a weight of any shape
+        for layer in layers:  # transformers before 5.21 accepts a weight of any shape
             if isinstance(layer, Int8Linear) and layer.weight.shape != (layer.in_features, layer.out_features):
                 raise CheckpointError(
-                    f"mismatched weights: one is {list(layer.weight.shape)}, which {layer} cannot take"
+                    f"mismatched weights: one is {list(layer.weight.shape)}, which does not fit {layer}"
                 )
-        stored, dtype = model.dtype, model.config.dtype
-        if self.pre_quantized and stored != dtype:  # transformers before 5.21 keeps the stored dtype
+        stored_dtype, dtype = model.dtype, model.config.dtype
+        if self.pre_quantized and stored_dtype != dtype:  # transformers before 5.21 keeps the stored dtype
             for name, weight in model.named_parameters():
-                if weight.dtype == stored and not name.endswith("scale"):
+                if weight.dtype == stored_dtype and not name.endswith("scale"):
                     weight.data = weight.to(dtype)
         head = model.get_output_embeddings()
         for name, layer in list(model.named_modules()):
@@ -152,7 +152,7 @@ class Int8Quantizer(HfQuantizer):
 
 
 class RoundWeights(ConversionOps):
-    """Round weights that have been read, each to an int8 tensor and scales."""
+    """Conversion of transformers that rounds each weight to an int8 tensor and scales."""
 
     def __init__(self, quantizer: Int8Quantizer):
         self.quantizer = quantizer
@@ -179,7 +179,7 @@ def stored_config(model: Any) -> dict[str, Any] | None:
     if not layers:
         return None
     for layer in layers:
-        layer.unpack()  # a save reads plain weights; the next product packs them again
+        layer.unpack()  # saving reads plain weights; the next product packs them again
     weights: list[Any] = [layer.down_proj if isinstance(layer, Int8Experts) else layer.weight for layer in layers]
     return {
         "quant_method": INT8,
@@ -191,15 +191,15 @@ def stored_config(model: Any) -> dict[str, Any] | None:
 
 
 def is_converted(name: str, layer: Any, min_weights: int) -> bool:
-    """Whether a layer gets int8 weights: linear layers but routers, and experts in stacks [E, N, K]."""
+    """Whether a layer gets int8 weights: a large linear layer that is not a router, or experts in stacks [E, N, K]."""
     if type(layer) is nn.Linear:
         is_router = name.rpartition(".")[2] in ROUTERS
         return not is_router and layer.weight.numel() >= min_weights and layer.in_features <= MAX_INPUTS
     stacks: list[Any] = [getattr(layer, weight, None) for weight in EXPERT_WEIGHTS]
     if not all(isinstance(stack, nn.Parameter) and stack.ndim == 3 for stack in stacks):
         return False
-    form = [getattr(layer, field, None) for field in ("has_gate", "is_concatenated", "has_bias", "is_transposed")]
-    is_plain = form == [True, True, False, False] and type(layer)._apply_gate.__name__ == "_default_apply_gate"
+    flags = [getattr(layer, field, None) for field in ("has_gate", "is_concatenated", "has_bias", "is_transposed")]
+    is_plain = flags == [True, True, False, False] and type(layer)._apply_gate.__name__ == "_default_apply_gate"
     return is_plain and min(stack.numel() for stack in stacks) >= min_weights
 
 

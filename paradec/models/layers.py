@@ -17,17 +17,17 @@ def decoder_layers(model: Any) -> nn.ModuleList | None:
 
 
 def require_decoder_layers(model: Any) -> nn.ModuleList:
-    """As `decoder_layers`. Raises ValueError without a list."""
+    """As `decoder_layers`, but raise ValueError without such a list."""
     if (layers := decoder_layers(model)) is None:
-        raise ValueError(f"{model.facts.name} has no list of decoder layers, whose outputs are read")
+        raise ValueError(f"{model.facts.name} has no list of decoder layers to read outputs from")
     return layers
 
 
 class LayerOutputs:
-    """A context in which calls of a network record outputs of its layers.
+    """A context that records outputs of a network's layers.
 
     layers: all layers of the network, in order.
-    indices: layers to read, from 0. With n layers, n is the last layer's output before the final norm, n - 1 after."""
+    indices: layers to read, from 0. With n layers, n is the last output before the final norm, n - 1 after it."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
         self.layers, self.indices = layers, tuple(indices)

@@ -24,7 +24,7 @@ ARCHITECTURES = {"DFlash2DraftModel": "dflash2", "Qwen3DSparkModel": "dspark"}
 """Formats of z-lab and DeepSpec by the class in config.json."""
 EAGLE3_PREFIXES = ("midlayer.", "layers.0.hidden_norm.", *TABLES)
 UNUSED = "rotary_emb.inv_freq"
-"""Ending of an unused name in old checkpoints."""
+"""Ending of the name of an unused tensor in old checkpoints."""
 NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
 """Names of tensors that are not weights, and may be integers."""
 
@@ -46,15 +46,15 @@ def load_drafter(
 
     Args:
         source: the folder or repository; for MTP a model from `paradec.load`, or the folder of its checkpoint.
-        base: the model that it was trained for: a causal transformers decoder (loaded or wrapped), a LlamaGen, or an
-            image model on a Llama-like backbone.
+        base: the model that the drafter was trained for: a causal transformers decoder (loaded or wrapped), a LlamaGen,
+            or an image model on a Llama-like backbone.
         kind: "mtp" reads the heads of a model's own checkpoint; None reads a drafter's folder.
         dtype: of the parameters; the base's by default. The device is the base's.
         revision: of a hub repository.
 
-    Raises:
-        CheckpointError (a ValueError): files that are missing or corrupt, weights that do not fit (named), other sizes
-            than the base's, or an unknown format. TypeError, ValueError: a base that the drafter cannot draft for.
+    Raises: CheckpointError (a ValueError): files that are missing or corrupt, weights that do not fit (the message
+        names them), other sizes than the base's, or an unknown format. TypeError, ValueError: a base that the drafter
+        cannot draft for.
     """
     if kind is not None:
         check_choice("kind", kind, ("mtp",))
@@ -79,7 +79,7 @@ def load_drafter(
         None,
     )
     if format_kind in ("dflash2", "dspark"):
-        network_classes(source)  # raises if transformers lacks them
+        network_classes(source)  # raises CheckpointError if transformers lacks them
         from paradec.models import dflash2, dspark
 
         load = dflash2.load_dflash2 if format_kind == "dflash2" else dspark.load_dspark
@@ -108,7 +108,7 @@ def _checkpoint_folder(model: Any) -> str:
     folder = getattr(model.text_config, "name_or_path", "") or getattr(model.module.config, "name_or_path", "")
     if not folder:
         raise ValueError(
-            f"{model.facts.name} was not read from a checkpoint that holds MTP heads: give load_drafter the folder, "
-            "with base= the model and kind='mtp'"
+            f"{model.facts.name} was not loaded from a folder: give load_drafter the folder of the MTP heads, with "
+            "base= the model and kind='mtp'"
         )
     return str(folder)

@@ -32,9 +32,9 @@ __all__ = ["FAMILIES", "known_family", "load", "wrap"]
 
 PACKAGED = "tiny-llada"
 MAX_COPIED = 2**28
-"""Most bytes that `lay_out_by_columns` copies: about a quarter of a second."""
+"""Maximum bytes that `lay_out_by_columns` copies, which takes about a quarter of a second."""
 LINE = 16
-"""float32 numbers in a cache line."""
+"""Number of float32 values in a cache line."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -62,16 +62,16 @@ def load(
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
 
     Masked models (LLaDA, Dream, SDAR, TraDo, Fast-dLLM v2, LLaDA-MoE, LLaDA2 and others: docs/models.md has the table)
-    run on transformers' modules, with the attention that they were trained with; DiffusionGemma on its own class.
-    Causal language models in transformers' format ("qwen3", "llama", ...) run on their own class, with the end and
-    padding ids of its `generate`. Weights must be safetensors or GGUF; remote code is never executed.
+    run on transformers' modules of similar models, with the attention of their training. DiffusionGemma and causal
+    language models in transformers' format ("qwen3", "llama", ...) run on transformers' class for them, causal models
+    with its end and padding ids. Weights must be safetensors or GGUF; remote code is never executed.
 
     Ids of mask, padding and end come from config.json, then generation_config.json, then the tokenizer. If these
     disagree, the first is used, with a warning for the mask; all end ids are used.
 
     Image models (docs/images.md) load from the published files and folders of LlamaGen, MAR, VAR, LPD and others, and
-    in transformers' format for Emu3, Chameleon, Janus and GLM-Image's prior. Inside the package are "digits-ar",
-    "digits-ar-drafter" (drafts for it), "digits-maskgit" (masked), "digits-lpd" (any order), "digits-var" and
+    in transformers' format for Emu3, Chameleon, Janus and GLM-Image's prior. The package contains "digits-ar",
+    "digits-ar-drafter" (its drafter), "digits-maskgit" (masked), "digits-lpd" (any order), "digits-var" and
     "digits-var-small".
 
     Args:
@@ -81,26 +81,26 @@ def load(
             packed ones become int8 and bfloat16 on a CPU.
         device: None is the CPU, or the devices of `device_map`/`tp_plan`.
         quantization: "int8" rounds the weights of text models to 8 bits, with a scale per output, while they are read
-            (except layers of less than a million weights, embeddings, norms and routers); "int8(min_weights=1)" or a
+            (except embeddings, norms, routers and layers of less than 2**20 weights); "int8(min_weights=1)" or a
             `paradec.models.int8.Int8Config` has settings. `save_pretrained` writes the int8 weights.
         device_map, quantization_config, revision, offload_folder: as in transformers' `from_pretrained`; mixtures of
             experts need a folder to offload to disk.
         tp_plan: "auto" under `torchrun`: each process reads a part of each matrix (docs/engines.md). A mapping (module
             names to styles) changes transformers' plan.
-        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, and SparseD for requests that set no attention.
+        attn_implementation: "sdpa", "eager", or "sparsed" (sdpa, with SparseD for requests that set no attention).
         mask_token_id: overrides the checkpoint's; needed if it states none.
         block_length: the block length of a block-causal checkpoint's training; overrides the checkpoint's, needed if it
             states none. (`generate(block_length=...)` sets the blocks of an answer.)
-        topology: None is the format's ("block_causal" in blocks of 32 for D2F's published adapters). "block_causal"
-            loads weights in LLaDA's or Dream's format that were trained with blocks from the prompt's end (D2F), and
-            needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal" (token by token) or
-            "block_causal".
-        rope_theta: another base of a masked model's rotary angles: a larger one stretches them over longer texts
-            (LongLLaDA). Rows may then be longer than in training, with a warning.
+        topology: None is that of the format ("block_causal" in blocks of 32 for D2F's published adapters).
+            "block_causal" loads weights in LLaDA's or Dream's format that were trained with blocks from the prompt's
+            end (D2F), and needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal" (token
+            by token) or "block_causal".
+        rope_theta: replaces the base of a masked model's rotary angles; a larger base suits longer texts (LongLLaDA).
+            Rows may then be longer than in training, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format, merged into the weights of LLaDA's,
             Dream's and similar formats. Models that draft for themselves apply it only to their drafts.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
-        tokenizer: a tokenizer of transformers, or a folder or hub id that has one, instead of the checkpoint's.
+        tokenizer: replaces the checkpoint's: a tokenizer of transformers, or a folder or hub id that has one.
         image_options: further arguments of image models, such as `vq=`, the VQ autoencoder's file (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and the other loaders.
 
@@ -176,7 +176,7 @@ def load(
     if config.get("model_type") == diffusion_gemma.MODEL_TYPE:
         for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
             if text_options.pop(name) is not None:
-                raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases of noise")
+                raise CheckpointError(f"{name} is for checkpoints with masks; {source!r} decodes canvases")
         if text_options.pop("tp_plan") is not None:
             raise CheckpointError(f"tp_plan={short_repr(tp_plan)} does not work for {source!r}, which decodes canvases")
         common = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
@@ -191,9 +191,9 @@ def load(
 def lay_out_by_columns(model: Any) -> Any:
     """Store the float32 matrices of a small CPU model's linear layers column by column; return the model.
 
-    Products with few positions read columns. The columns lie an odd number of cache lines apart, so that they do not
-    compete for the same cache sets. Nothing changes for matrices that several layers share, nor if all matrices exceed
-    `MAX_COPIED` bytes: processes share those as mapped files.
+    Products with few positions read a matrix by columns. Columns begin an odd number of cache lines apart, so that they
+    do not compete for the same cache sets. Matrices that several layers share stay unchanged, and so do all matrices
+    if together they exceed `MAX_COPIED` bytes: processes share those as memory-mapped files.
     """
     readers = Counter(id(weight) for part in model.module.modules() for weight in part.parameters(recurse=False))
     linears = [part for part in model.module.modules() if type(part) is nn.Linear and readers[id(part.weight)] == 1]
@@ -238,8 +238,7 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
 
 
 def _parse_quantization(options: Mapping[str, Any]) -> Any:
-    """The `Int8Config` of `quantization`, or None. Raises ValueError for another value, or for an option with which it
-    does not work."""
+    """The `Int8Config` for `quantization`, or None. Raises ValueError for a wrong value, or an excluded option."""
     value = options["quantization"]
     if value is None:
         return None
@@ -250,7 +249,7 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
         fields = ("activations", "min_weights", "weight_bits")
         if part is None or part.name != "int8" or not part.settings.keys() <= {*fields}:
             settings = f"with settings in parentheses: {', '.join(fields)}"
-            raise ValueError(f"quantization={short_repr(value)} must be 'int8', where needed {settings}")
+            raise ValueError(f"quantization={short_repr(value)} must be 'int8', also {settings}")
         value = Int8Config(**part.settings)
     for name in ("quantization_config", "adapter", "tp_plan", "device_map", "offload_folder"):
         if options[name] is not None:
@@ -262,10 +261,10 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
 
 
 def _parse_tokenizer(value: Any) -> Any:
-    """The tokenizer of `tokenizer`, read if it is a folder or hub id. Raises ValueError for another value."""
+    """Return the argument `tokenizer`, read if it is a folder or hub id. Raises ValueError for another value."""
     if isinstance(value, (str, os.PathLike)):
         check_path("tokenizer", value)
-        tokenizer = read_tokenizer(os.fspath(value), FAMILIES["Dream"], None)  # which may have only vocab.json
+        tokenizer = read_tokenizer(os.fspath(value), FAMILIES["Dream"], None)  # vocab.json alone is enough for Dream
         if tokenizer is None:
             raise CheckpointError(f"tokenizer={short_repr(value)} has no tokenizer.json")
         return tokenizer
@@ -281,15 +280,15 @@ def _refuse_image_options(options: Mapping[str, Any]) -> None:
 
 
 def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Location and config.json of a checkpoint; for an image model's single file only the `model_type`. Raises
+    """Find the location and config.json of a checkpoint; for an image model's single file only the `model_type`. Raises
     CheckpointError for a missing checkpoint, a diffusers pipeline, or a file of a text model's folder."""
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
-    pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
+    is_pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
     prior = os.path.join(source, "vision_language_encoder")
-    if pipeline and os.path.isfile(os.path.join(prior, "config.json")):  # GLM-Image's
-        source, pipeline = prior, False
-    if pipeline or (source in PACKAGED_PIPELINES and not os.path.exists(source)):
+    if is_pipeline and os.path.isfile(os.path.join(prior, "config.json")):  # GLM-Image's prior
+        source, is_pipeline = prior, False
+    if is_pipeline or (source in PACKAGED_PIPELINES and not os.path.exists(source)):
         raise CheckpointError(
             f"{source!r} is a diffusers pipeline: load it with diffusers (the packaged one is "
             "paradec.PixelDiTPipeline.digits()) and give it to paradec.accelerate, or give its name to `paradec image`"
@@ -309,8 +308,9 @@ def _load_gguf(
     from paradec.models.int8 import Int8Config
 
     quantization, is_unpacked_here = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
-    others = [options[name] for name in ("quantization_config", "adapter", "device_map", "offload_folder")]
-    can_choose = dtype == "auto" and (device is None or device.type == "cpu") and all(value is None for value in others)
+    other_options = [options[name] for name in ("quantization_config", "adapter", "device_map", "offload_folder")]
+    is_default = dtype == "auto" and all(value is None for value in other_options)
+    can_choose = is_default and (device is None or device.type == "cpu")
     if quantization is None and can_choose and is_unpacked_here and file.has_packed_layers(Int8Config.min_weights):
         quantization = Int8Config()
     if quantization is not None:
@@ -361,5 +361,5 @@ def _parse_device(device: str | torch.device | None) -> torch.device | None:
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"device={short_repr(device)} is not available here: {first_line(error)}") from error
     if parsed.type == "meta":
-        raise ValueError(f"device={short_repr(device)} holds no numbers; give a device that computes, e.g. 'cpu'")
+        raise ValueError(f"device={short_repr(device)} holds no values; give a device that computes, e.g. 'cpu'")
     return parsed

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format.
 
-adapter_config.json names matrices as the published checkpoint does, also by patterns. So peft adapts a module of empty
-linear layers with the published names; a family's `key_mapping` maps these names to the real module's weights.
+adapter_config.json names matrices as the published checkpoint does, also by patterns. Therefore peft adapts a module of
+empty linear layers with the published names; a family's `key_mapping` maps these names to the model's weights.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Fields of adapter_config.json that change the result, and their values for a plain product of two matrices. (Other
-initialisations change the base's weights too.)"""
+"""Fields of adapter_config.json that change the result -> their values for a plain product of two matrices. (Other
+initialisations also change the base's weights.)"""
 FIELDS = (
     "r",
     "lora_alpha",
@@ -85,7 +85,7 @@ class LoRA:
     weights: Mapping[str, Tensor]
 
     def layers(self, base: str, headers: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Build peft's layers for the adapted matrices of the checkpoint `base`, by their names there without
+        """Build peft's layers for the adapted matrices of the checkpoint `base`, by their published names without
         ".weight". Matrices that the config does not name are left out with a warning, as in peft. Raises
         CheckpointError for an adapter that does not fit.
 
@@ -93,15 +93,15 @@ class LoRA:
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
-        adapted = {key.rpartition(".lora_")[0]: None for key in self.weights}
+        matrix_names = dict.fromkeys(key.rpartition(".lora_")[0] for key in self.weights)
         shapes = {name.removesuffix(".weight"): e.shape for name, e in headers.items() if name.endswith(".weight")}
-        if unknown := [name for name in adapted if len(shapes.get(name, ())) != 2]:
+        if unknown := [name for name in matrix_names if len(shapes.get(name, ())) != 2]:
             raise CheckpointError(
                 f"the adapter {self.source!r} does not fit {base!r}: {format_problems({'unexpected': unknown})}"
             )
         config = replace(self.config)
         if config.target_modules is None or str(config.target_modules).lower() == "all-linear":
-            config.target_modules = set(adapted)  # peft resolves these only for transformers' modules
+            config.target_modules = set(matrix_names)  # peft resolves these only for transformers' modules
         try:
             with torch.device("meta"):
                 module = _linear_layers({name: shape for name, shape in shapes.items() if len(shape) == 2})
@@ -113,7 +113,7 @@ class LoRA:
             raise CheckpointError(f"{CONFIG} of {self.source!r}: a pattern ({patterns}) is wrong: {error}") from error
         except ValueError as error:
             layers, problem = {}, f" ({error})"
-        unused = [name for name in adapted if name not in layers]
+        unused = [name for name in matrix_names if name not in layers]
         listing = f"{', '.join(unused[:4])}{f' and {len(unused) - 4} more' if len(unused) > 4 else ''}"
         if not layers:
             raise CheckpointError(
@@ -150,7 +150,7 @@ class LoRA:
             weight.copy_(weight.to(wide_dtype) + layer.get_delta_weight("default"))
             if not weight.isfinite().all():
                 raise CheckpointError(
-                    f"{name} with the adapter {self.source!r} holds numbers that are not finite: check the adapter's "
+                    f"{name} with the adapter {self.source!r} has values that are not finite: check the adapter's "
                     "matrices, lora_alpha and alpha_pattern"
                 )
 
@@ -170,7 +170,7 @@ def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
 
 def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> LoRA:
     """Read an adapter from a source or its subfolder. Raises CheckpointError for a missing or wrong file, or an adapter
-    that is more than a product of two matrices; ModuleNotFoundError without peft."""
+    other than a product of two matrices; ModuleNotFoundError without peft."""
     file = os.path.join(subfolder, CONFIG)
     if fetch(source, file, revision) is None:
         raise CheckpointError(f"adapter={source!r} has no {CONFIG}")
@@ -182,7 +182,7 @@ def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> 
     for key, tensor in read_weights(path)[0].items():
         match = re.fullmatch(rf"{re.escape(PREFIX)}(.+\.lora_[AB])(?:\.default)?(\.weight)", key)
         if match is None:
-            raise CheckpointError(f"the adapter {source!r} holds {key} {list(tensor.shape)}, which is no LoRA matrix")
+            raise CheckpointError(f"the adapter {source!r} holds {key} {list(tensor.shape)}, not a LoRA matrix")
         weights[match[1] + match[2]] = tensor
     if not weights:
         raise CheckpointError(f"the adapter {source!r} holds no matrices")

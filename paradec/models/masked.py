@@ -54,15 +54,14 @@ UNSUPPORTED = {
     "(model_type 'nemotron_labs_diffusion')",
     "llava_llada": "LLaDA-V reads pictures as embeddings, not as tokens. For text, load its language model with its "
     "own code and give that to paradec.wrap",
-    "wedlm": "WeDLM moves decided tokens to the front, under causal attention, which no sampler here does. Its weights "
+    "wedlm": "WeDLM moves decided tokens to the front under causal attention; no sampler here does. Its weights "
     "are those of a Qwen3 or Qwen2: load them with transformers and give the module to paradec.wrap with "
     "topology='causal' for the causal samplers",
-    "omnivoice": "OmniVoice predicts several codebooks of audio at each position, samplers here one token. Use its own "
-    "code",
+    "omnivoice": "OmniVoice predicts several tokens at each position; samplers here predict one. Use its own code",
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
-"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and kin; Wang et al., arXiv 2508.09192): the prompt is
-one block, and blocks of the answer count from the prompt's end. The adapters' files do not state this."""
+"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192). The prompt
+is one block, and the answer's blocks count from the prompt's end. The adapters' files do not state this."""
 D2F_BLOCK_LENGTH = 32
 """Block length in most of D2F's published scripts. (Training used 16.)"""
 PROMPT_BLOCK = "prompt_block_length"
@@ -89,7 +88,7 @@ def load_masked(
 ) -> Decoder:
     """Load a masked language model, as `load` does; `options` are for `from_pretrained`.
 
-    gguf: the file at `source`, which replaces all files of a folder. tokenizer: instead of the checkpoint's."""
+    gguf: the GGUF file at `source`; other files are then not read. tokenizer: replaces the checkpoint's."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
         config = {**config, sdar.ARGUMENT_BLOCK: block_length}
     family = _find_family(source, config)
@@ -106,12 +105,12 @@ def load_masked(
         adapter = _read_adapter(source, family, quantised, adapter, options)
     elif gguf is None and fetch(source, lora.CONFIG, revision) is not None:
         raise CheckpointError(
-            f"{source!r} holds an adapter_config.json beside a config.json; to merge that adapter into the weights, "
+            f"{source!r} holds both adapter_config.json and config.json; to merge that adapter into the weights, "
             f"give adapter={source!r} too"
         )
     family, block_length = _resolve_blocks(source, config, family, block_length, topology, adapter)
     default_attention(attn_implementation, source, family.topology)
-    headers: dict[str, Any]  # sizes and dtypes, or tensors of a GGUF file that are unpacked later
+    headers: dict[str, Any]  # shapes and dtypes, or tensors of a GGUF file, which are unpacked later
     headers = dict(read_weight_headers(source, revision) if gguf is None else gguf.read_weights(options["dtype"]))
     if is_int8(config):  # int8 matrices are stored as [in, out]
         headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
@@ -137,14 +136,14 @@ def load_masked(
         adapter.merge(module, family.key_mapping or {}, layers)
     if device is not None:
         module = module.to(device)
-    default_new = generation.get("max_new_tokens")
-    if isinstance(default_new, bool) or not isinstance(default_new, int) or default_new < 1:
-        default_new = DEFAULT_NEW_TOKENS
+    max_new_tokens = generation.get("max_new_tokens")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        max_new_tokens = DEFAULT_NEW_TOKENS
     model = (Decoder if family.decoder is None else family.decoder(hf_config))(
         module,
         facts,
         tokenizer=tokenizer,
-        default_max_new_tokens=default_new,
+        default_max_new_tokens=max_new_tokens,
         default_block_length=family.default_block_length,
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
         attn_implementation="sdpa" if facts.topology == "causal" else name,
@@ -156,13 +155,13 @@ def load_masked(
 
 
 def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError for options that quantise or spread matrices which are split while they are read. With
-    `tp_plan="auto"`, restrict the plan to the experts."""
+    """Raise ValueError for options that quantise or spread matrices which are split while they are read. With a
+    `tp_plan`, leave attention out of transformers' plan."""
     plan, quantization = options.get("tp_plan"), options.get("quantization_config")
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
             f"quantization_config={short_repr(options['quantization_config'])} does not work for {source!r}: its "
-            "query_key_value matrices are split on reading. Load it without, and quantise model.module (for example "
+            "query_key_value matrices are split on reading. Load it without, then quantise model.module (for example "
             "with torchao.quantize_)"
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
@@ -176,7 +175,7 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
 
 
 def known_family(config: Mapping[str, Any]) -> Family | None:
-    """The masked family of a config.json, by its model_type or architecture; None if it is of no such family."""
+    """The masked family of a config.json, by its model_type or architecture; None for other models."""
     model_type = config.get("model_type")
     if model_type == "llada" and llada_moe.is_llada_moe(config):
         return llada_moe.FAMILY
@@ -190,9 +189,10 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
     model_type, family = config.get("model_type"), known_family(config)
     if family in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
         raise CheckpointError(
-            f"{source!r} has model_type={model_type!r}, and is I-DLM by its name or by block_size="
-            f"{short_repr(config.get(sdar.BLOCK_NAME))}: a causal model that verifies its last drafts in the call that "
-            "makes new ones, which no sampler here does. For an SDAR with such blocks give load(..., block_length=...)"
+            f"{source!r} has model_type={model_type!r}, and its name or block_size="
+            f"{short_repr(config.get(sdar.BLOCK_NAME))} means I-DLM: a causal model that verifies its last "
+            "drafts in the call that makes new ones. No sampler here supports it. For an SDAR with such blocks give "
+            "load(..., block_length=...)"
         )
     if family is not None:
         return family
@@ -217,7 +217,7 @@ def _read_adapter(source: str, family: Family, quantised: bool, adapter: str | L
     name = adapter if isinstance(adapter, str) else adapter.source
     problem = None
     if family.experts or family.fused is not None:
-        problem = "the module arranges its matrices in another way than the file"
+        problem = "the module arranges its matrices differently from the file"
     elif quantised or options.get("quantization_config") is not None:
         problem = "an adapter cannot be added to quantised weights"
     elif options.get("tp_plan") is not None:
@@ -238,8 +238,8 @@ def _resolve_blocks(
     topology: str | None,
     adapter: LoRA | None,
 ) -> tuple[Family, int | None]:
-    """The family with the checkpoint's topology, and the block length. Raises CheckpointError for a topology that does
-    not fit the checkpoint, or an unknown block length."""
+    """Return the family with the checkpoint's topology, and the block length. Raises CheckpointError for a topology
+    that does not fit the checkpoint, or an unknown block length."""
     if family.modes:
         return own_drafts.select_mode(source, family, topology), _resolve_block_length(
             source, config, family, block_length
@@ -295,7 +295,7 @@ def _read_pretrained(
             revision,
             config=hf_config,
             key_mapping=None if family.key_mapping is None else dict(family.key_mapping),
-            generation_config=transformers.GenerationConfig(),  # the file's may be invalid; `load_masked` reads it
+            generation_config=transformers.GenerationConfig(),  # not the checkpoint's, which may be invalid
             **options,
         )
     except (ImportError, ValueError) as error:
@@ -307,18 +307,18 @@ def _read_pretrained(
         ) from error
     if family.reader is not None:
         module.__class__ = cls
-    # let the module's `save_pretrained` write what transformers can load: its own weight names, and `is_causal` False,
-    # since config.json does not name our attention
-    renamed = {*(family.key_mapping or {}), *(family.fused or {})}
+    # let the module's `save_pretrained` write files that transformers can load: with its own weight names, and with
+    # `is_causal` False, since config.json does not name our attention
+    our_patterns = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
-    module._weight_conversions = [item for item in conversions if not renamed.issuperset(item.source_patterns)]
+    module._weight_conversions = [item for item in conversions if not our_patterns.issuperset(item.source_patterns)]
     module.config.is_causal = False
-    if family.experts:  # torch's grouped products need rows of multiples of 16 bytes, and not float64
+    if family.experts:  # torch's grouped products need rows of 16 n bytes, and have no float64
         sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
         if module.dtype == torch.float64 or any(size * module.dtype.itemsize % 16 for size in sizes):
             module.set_experts_implementation("eager")
-    half = module.dtype in (torch.bfloat16, torch.float16)
-    if half and family.float32_angles and config.get("rope_full_precision", True):
+    is_half = module.dtype in (torch.bfloat16, torch.float16)
+    if is_half and family.float32_angles and config.get("rope_full_precision", True):
         module.model.rotary_emb = _Float32Angles(module.model.rotary_emb)
     return module.eval()
 

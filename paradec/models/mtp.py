@@ -1,13 +1,13 @@
 """Heads for multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2): decoder layers that draft.
 
-Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm). Both are normed,
-joined by one matrix, and pass through a decoder layer of the model's kind and a norm. The output is the next hidden
-state; the model's output matrix turns it into logits. A single layer drafts repeatedly, as EAGLE's, also trees. With
-several, layer k makes draft k: its columns are one position further right than those of layer k - 1.
+Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm). Both are normed
+and joined by one matrix; a decoder layer of the model's class and a norm follow. The output is the next hidden state,
+which the model's output matrix converts to logits. A single head drafts repeatedly, as EAGLE does, also trees. With
+several heads, head k makes draft k: its columns are one position further right than those of head k - 1.
 
 Three layouts are read: `model.layers.N.` after the model's layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next, Mellum)
-and `mtp_layers.N.` (MiMo, speculators). The matrix reads (hidden state, token) in the last, else (token, hidden state).
-Copies of the model's embeddings and output matrix are not read.
+and `mtp_layers.N.` (MiMo, speculators). The matrix reads (hidden state, token) in the last layout, else (token, hidden
+state). Copies of the model's embeddings and output matrix are not read.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MATCHING_FIELDS = (
 
 
 class MtpLayer(nn.Module):
-    """One head. template_layer: index of the model's layer whose form its block has. index: of the head."""
+    """One head. template_layer: index of the model's layer that `block` is built like. index: of the head."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, template_layer: int, index: int):
         super().__init__()
@@ -74,14 +74,14 @@ class MtpNetwork(nn.Module):
         self.config, self.hidden_first = copy.deepcopy(base.text_config), hidden_first
         self.config._attn_implementation = "sdpa"
         last_layer: Any = layers[-1]
-        kinds = type(last_layer), type(last_layer.input_layernorm), len(layers) - 1
-        self.layers = nn.ModuleList(MtpLayer(self.config, *kinds, index) for index in range(count))
+        template = type(last_layer), type(last_layer.input_layernorm), len(layers) - 1
+        self.layers = nn.ModuleList(MtpLayer(self.config, *template, index) for index in range(count))
         self.config.num_hidden_layers = count
 
 
 class MtpDrafter(FeatureDrafter):
-    """The heads of a model that was trained with them, as `drafter` of the sampler "speculative". One layer drafts
-    chains of any length (`window`) and trees; several draft one token each.
+    """The heads of a model that was trained with them, as `drafter` of the sampler "speculative". A single head drafts
+    chains of any length (`window`) and trees; several heads draft one token each.
 
     module: the network. base: the model, loaded or wrapped."""
 
@@ -93,22 +93,23 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def num_reread(self) -> int:
-        """Number of last columns that each call evaluates again, because later layers evaluated them with drafts."""
+        """Number of last columns that each call evaluates again, since later heads have evaluated them with drafts."""
         return len(self.module.layers) - 1
 
     @property
     def slots(self) -> int | None:
-        """Slots of a window: the next token and a draft of each layer; None for one layer, which makes any number."""
+        """Slots of a window: the next token and a draft of each head; None for one head, which makes any number."""
         return len(self.module.layers) + 1 if self.num_reread else None
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the wanted columns, for tokens of positions 1 and on, and the outputs [R, W, D] (for
-        several layers of all columns, [R, Q, D]).
+        """Logits [R, W, V] of the wanted columns, and the outputs [R, W, D] (with several heads, of all columns: [R, Q,
+        D]). Columns are tokens at positions 1 and later.
 
-        query: must set `visible`. Positions and slots are the first layer's; tokens of layer `layer` are `layer`
-            positions further right.
-        features: [R, Q, D]: outputs of the previous layer; for the first layer the hidden states before the columns, or
-            the output at a draft's parent."""
+        query: must set `visible`. Positions and slots are those of the first head; tokens are `layer` positions further
+            right.
+        features: [R, Q, D]: outputs of the previous head. For the first head: the hidden states before the columns; for
+            a draft, the output at its parent.
+        layer: index of the head."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)
@@ -141,7 +142,7 @@ def check_mtp_base(base: Any) -> None:
     layers = decoder_layers(base)
     if layers is None or not hasattr(decoder, "rotary_emb") or not hasattr(layers[-1], "input_layernorm"):
         raise ValueError(
-            f"base {base.facts.name} has no list of decoder layers of transformers' usual form, which MTP heads need"
+            f"base {base.facts.name} has no list of decoder layers in transformers' usual form, which MTP heads need"
         )
 
 
@@ -180,7 +181,7 @@ def load_mtp(
     module = module.to(dtype or base.dtype)
     if dtype == torch.float64:  # kernels of experts have no float64
         module.config._experts_implementation = "eager"
-    for part in module.modules():  # buffers (routers' corrections) stay float32 at least
+    for part in module.modules():  # buffers (routers' corrections) are at least float32
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
     module = module.to_empty(device=base.device).requires_grad_(False)
@@ -191,7 +192,7 @@ def load_mtp(
 
 
 def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
-    """The module's tensors to write the file's weights into, by name; experts one by one."""
+    """The module's tensors for the file's weights, by name; a tensor for each expert."""
     state = module.state_dict()
     return {name: part.assemble(state.__getitem__) for name, part in file_weights(state, None).items()}
 

@@ -1,4 +1,4 @@
-"""Models that draft for themselves: they fill a block of masks over their causal store, with an adapter if any."""
+"""Causal models that draft for themselves: they fill a block of masks over the causal store, also with an adapter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from paradec.models.lora import CONFIG, LoRA, read_lora
 
 @dataclass(frozen=True)
 class OwnDrafts:
-    """How a model that decodes token by token also fills blocks of masks (`facts.mask_token_id`).
+    """Settings for a model that decodes token by token, and drafts by filling blocks of masks (`facts.mask_token_id`).
 
     block_length: the block length of its training, which counts the last final token.
-    adapter: added to the model's matrices while it fills blocks, or None."""
+    adapter: applied while the model drafts; None if the model has none."""
 
     block_length: int
     adapter: DraftAdapter | None = None
@@ -48,7 +48,7 @@ class DraftAdapter:
 
     @contextmanager
     def apply_to(self, module: nn.Module) -> Iterator[None]:
-        """A context in which the module's layers add the products."""
+        """Return a context in which the module's layers add the products."""
         with ExitStack() as hooks:
             for name, product in self.products.items():
                 handle = module.get_submodule(name).register_forward_hook(partial(_add_product, *product))
@@ -62,7 +62,7 @@ def _add_product(down: Tensor, up: Tensor, scale: float, layer: nn.Module, input
 
 
 def select_mode(source: str, family: Family, topology: str | None) -> Family:
-    """The family restricted to one of its modes, by default the first. Raises CheckpointError for an unknown mode."""
+    """Restrict a family to one of its modes, by default the first. Raises CheckpointError for an unknown mode."""
     mode = family.topology if topology is None else topology
     if mode not in family.modes:
         modes = ", ".join(map(repr, family.modes))
@@ -80,17 +80,17 @@ def read_own_drafts(
     revision: str | None,
     adapter: LoRA | None,
 ) -> OwnDrafts:
-    """How a checkpoint drafts: with this adapter, else the checkpoint's. Raises CheckpointError for a wrong adapter."""
+    """Read the settings for drafts; `adapter` replaces the checkpoint's. Raises CheckpointError for a wrong adapter."""
     if adapter is None and family.draft_adapter is not None:
         if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
             adapter = read_lora(source, revision, family.draft_adapter)
-    drafts = None
+    draft_adapter = None
     if adapter is not None:
         products = {}
         for name, layer in adapter.layers(source, headers).items():
             module_name = rename_weight(f"{name}.weight", family.key_mapping or {}).removesuffix(".weight")
-            down, up = (half["default"].weight.data for half in (layer.lora_A, layer.lora_B))
+            down, up = (part["default"].weight.data for part in (layer.lora_A, layer.lora_B))
             products[module_name] = (down, up, layer.scaling["default"])
-        drafts = DraftAdapter((adapter.file.with_name(CONFIG), adapter.file), products)
+        draft_adapter = DraftAdapter((adapter.file.with_name(CONFIG), adapter.file), products)
     assert block_length is not None  # families with modes state one
-    return OwnDrafts(block_length, drafts)
+    return OwnDrafts(block_length, draft_adapter)

@@ -1,4 +1,4 @@
-"""Bytes that a request needs: weights, key/value store and logits."""
+"""Calculation of a request's memory: weights, key/value store and logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paradec.core.checks import check_choice, check_int
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """Bytes, summed over all devices."""
+    """Bytes that a request needs, over all devices."""
 
     weights: int
     store: int
@@ -43,7 +43,7 @@ def request_memory(
     Args:
         source: a loaded text model, or the folder of a checkpoint (only its config.json is read).
         rows: rows decoded together; guidance counts twice. length: positions of a row.
-        wanted: positions of a row whose logits a step reads; None is `length`.
+        wanted: number of a row's positions whose logits a step reads; None is `length`.
         stores: whether keys and values are stored.
         dtype: of weights and logits; None is the model's, or config.json's (else bfloat16).
         store_dtype: of keys and values; None is `dtype`.
@@ -80,8 +80,8 @@ def _int8_difference(module: Any, itemsize: int) -> int:
     for name, layer in module.named_modules():
         if is_converted(name, layer, Int8Config.min_weights):
             for weight in (weight for weight in layer.parameters(recurse=False) if weight.ndim > 1):
-                replaced = 0 if weight is embeddings else itemsize
-                difference += weight.numel() * (1 - replaced) + 4 * weight.numel() // weight.shape[-1]
+                old_size = 0 if weight is embeddings else itemsize
+                difference += weight.numel() * (1 - old_size) + 4 * weight.numel() // weight.shape[-1]
     return difference
 
 

@@ -1,7 +1,7 @@
 """Rotary angles of checkpoints: their base and scaling.
 
-`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` are refused: they choose angles
-by the longest position of a call, so a row would depend on its neighbours, and stored keys would not fit later calls.
+`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` are not supported: they choose
+angles by the largest position in a call, so a row would depend on others, and stored keys would not fit later calls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
 BY_CALL = ("dynamic", "longrope")
-"""Types that choose angles by the longest position of a call."""
+"""Types that choose angles by the largest position in a call."""
 ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-"""Fields of config.json: transformers 5's, and the one of earlier releases."""
+"""Fields of config.json in transformers 5, and in earlier releases."""
 
 
 def rope_parameters(
@@ -34,10 +34,10 @@ def rope_parameters(
     """transformers' `rope_parameters` for a config.json. Raises CheckpointError for no base, two different bases, an
     unknown type, or wrong fields.
 
-    rotated_share: the rotated part of each head, if the family states it elsewhere; None is all of it.
-    extra_fields: fields of `rope_parameters` that the family also reads."""
+    rotated_share: rotated fraction of a head's width, if another field states it; None is 1.
+    extra_fields: further fields of `rope_parameters` that the family reads."""
     bases = {} if config.get("rope_theta") is None else {"rope_theta": float(read_positive(config, "rope_theta"))}
-    scaled: dict[str, dict[str, Any]] = {}
+    scalings: dict[str, dict[str, Any]] = {}
     for name in ROPE_FIELDS:
         fields = config.get(name)
         if fields is None:
@@ -45,14 +45,14 @@ def rope_parameters(
         check_object(name, fields)
         if fields.get("rope_theta") is not None:
             bases[name] = float(read_positive(fields, "rope_theta"))
-        scaled[name] = _read_scaling(name, fields, extra_fields)
+        scalings[name] = _read_scaling(name, fields, extra_fields)
     if not bases:
         raise CheckpointError("config.json has no 'rope_theta', nor 'rope_parameters' with one")
     if len(set(bases.values())) > 1:
         raise CheckpointError(f"config.json states two bases of the rotary angles: rope_theta is {bases}")
-    if len(scaled) > 1 and len({str(sorted(scaling.items())) for scaling in scaled.values()}) > 1:
-        raise CheckpointError(f"config.json scales the rotary angles in two ways: {short_repr(scaled)}")
-    parameters = next(iter(scaled.values()), {"rope_type": "default"}) | {"rope_theta": next(iter(bases.values()))}
+    if len({str(sorted(scaling.items())) for scaling in scalings.values()}) > 1:
+        raise CheckpointError(f"config.json has two scalings of the rotary angles: {short_repr(scalings)}")
+    parameters = next(iter(scalings.values()), {"rope_type": "default"}) | {"rope_theta": next(iter(bases.values()))}
     return parameters if rotated_share is None else parameters | {"partial_rotary_factor": rotated_share}
 
 
@@ -64,8 +64,8 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
     if kind in BY_CALL:
         raise CheckpointError(
             f"config.json: {name}={short_repr(fields)} is not supported: rope_type={kind!r} chooses the rotary angles "
-            "by the longest position of a call, so that a row's numbers would depend on its neighbours and stored keys "
-            f"would not fit later calls; supported: {', '.join(map(repr, REQUIRED))}"
+            "by the largest position in a call, so that a row would depend on others and stored keys would not fit "
+            f"later calls; supported: {', '.join(map(repr, REQUIRED))}"
         )
     if kind not in REQUIRED:
         raise CheckpointError(
@@ -81,7 +81,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
         if field not in allowed:
             raise CheckpointError(
                 f"config.json: {name}={short_repr(fields)} is not supported: {short_repr(field)}={short_repr(value)} "
-                f"has no meaning for rope_type={kind!r}; it has {', '.join(map(repr, ('rope_theta', *allowed)))}"
+                f"has no meaning for rope_type={kind!r}; supported: {', '.join(map(repr, ('rope_theta', *allowed)))}"
             )
         with checkpoint_errors("config.json"):
             if field == "truncate":
@@ -104,7 +104,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
 
 
 def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """The config.json with base `theta` of the rotary angles in every field for it; None changes nothing."""
+    """Set the base of the rotary angles to `theta` in all fields of config.json that state it; None changes nothing."""
     if theta is None:
         return dict(config)
     bases: dict[str, Any] = {
@@ -119,7 +119,7 @@ def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, An
 
 def read_max_lengths(config: Any, has_new_base: bool) -> tuple[int | None, int]:
     """The longest row that a model accepts (None for any length), and the longest in training. config: transformers'.
-    has_new_base: whether `load` was called with another base of the angles."""
+    has_new_base: whether `load` replaced the base of the angles."""
     trained = config.max_position_embeddings
     if has_new_base:
         return None, trained

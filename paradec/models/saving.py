@@ -41,9 +41,9 @@ CHECKPOINT_FILES = re.compile(
     r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.(jinja|json)|additional_chat_templates"
 )
-"""Files of an earlier checkpoint that would be read with the new one."""
+"""Names of a checkpoint's files; those of an earlier checkpoint are removed, since loading would read them."""
 FOREIGN_FILES = ("adapter_config.json", "model_index.json")
-"""Files of a folder that is not the checkpoint of one model."""
+"""Files that mark the folder of an adapter or a pipeline."""
 STAGING_PREFIX = ".saving-"
 DTYPE_CODES = {getattr(torch, dtype): code for code, dtype in DTYPES.items() if hasattr(torch, dtype)}
 """safetensors' names of torch's dtypes."""
@@ -52,10 +52,10 @@ _replacing_files = threading.Lock()
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """Facts of the checkpoint that a module was loaded from, for writing it again.
+    """The checkpoint that a module was loaded from, as far as saving needs it.
 
     source: the folder or hub repository. config, generation: config.json, and generation_config.json ({} if missing).
-    names: the module's names of the weights -> the file's (see `check_weights`)."""
+    names: the module's names of weights -> the file's names (see `check_weights`)."""
 
     source: str
     family: Family
@@ -83,7 +83,9 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
     # a device_map may leave weights on the disk, in the files that they were loaded from
     on_disk = "disk" in (getattr(model.module, "hf_device_map", None) or {}).values()
     if on_disk and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
-        raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
+        raise ValueError(
+            f"folder={str(path)!r} holds the weights that the model still reads from disk; give another folder"
+        )
     from paradec.models.int8 import stored_config
 
     quantization = stored_config(model)
@@ -100,16 +102,16 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
             f"{model.facts.name} is not a text model from paradec.load, and {name} is not a causal or masked language "
             "model of transformers. Its format is unknown here: save it with the code that it comes from"
         )
-    with _staging_folder(path) as draft:
-        module.save_pretrained(draft, max_shard_size=max_shard_size)
+    with _staging_folder(path) as staging:
+        module.save_pretrained(staging, max_shard_size=max_shard_size)
         if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(draft)
+            model.tokenizer.save_pretrained(staging)
 
 
 def _save_published(
     model: Any, path: Path, max_shard_size: int | str, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the published format. quantization: the config of int8 weights (`paradec.models.int8.stored_config`)."""
+    """Write the published format. quantization: settings of int8 weights (`paradec.models.int8.stored_config`)."""
     published, module = model.published, model.module
     if quantization is None:
         state = published_weights(module, published)
@@ -130,32 +132,31 @@ def _save_published(
         except ValueError as error:
             raise ValueError(f"{model.facts.name} no longer fits the format that it was loaded from: {error}") from None
     split = _split_shards(sizes, max_shard_size)
-    with _staging_folder(path) as draft:
+    with _staging_folder(path) as staging:
         for file, tensor_names in split.filename_to_tensors.items():
-            write_safetensors(draft / file, {name: sizes[name] for name in tensor_names}, _make_reader(module, state))
+            write_safetensors(staging / file, {name: sizes[name] for name in tensor_names}, _make_reader(module, state))
         if split.is_sharded:
-            _write_json(draft / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+            _write_json(staging / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
         if generation:
-            _write_json(draft / "generation_config.json", generation)
+            _write_json(staging / "generation_config.json", generation)
         if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(draft)
-        if (
-            published is not None and "auto_map" in config and os.path.isdir(published.source)
-        ):  # copy the code that config.json names; nothing here runs it
+            model.tokenizer.save_pretrained(staging)
+        # copy the code that config.json names; paradec does not run it
+        if published is not None and "auto_map" in config and os.path.isdir(published.source):
             for code in Path(published.source).glob("*.py"):
-                shutil.copyfile(code, draft / code.name)
-        drafts = None if published is None else published.family.draft_adapter
-        if drafts is not None and model.own_drafts.adapter is not None:
-            model.own_drafts.adapter.save(draft / drafts)
-        _write_json(draft / "config.json", config)
+                shutil.copyfile(code, staging / code.name)
+        adapter_folder = None if published is None else published.family.draft_adapter
+        if adapter_folder is not None and model.own_drafts.adapter is not None:
+            model.own_drafts.adapter.save(staging / adapter_folder)
+        _write_json(staging / "config.json", config)
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 
 def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The read config.json and generation_config.json, updated: together with the tokenizer they state the model's
-    facts, which arguments of `load` may have changed."""
+    """Update config.json and generation_config.json, as they were read. Together with the tokenizer they then state the
+    model's facts, which arguments of `load` may have changed."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
     if published is None:  # a causal model of transformers
         generation = json.loads(model.module.generation_config.to_json_string())
@@ -204,7 +205,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 GATE_UP = ".mlp.experts.gate_up_proj"
 DOWN = ".mlp.experts.down_proj"
-"""Endings of the names of a module's stacked experts; files have one matrix per expert."""
+"""Endings of the names of a module's stacked experts. Files have one matrix per expert."""
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(\d+)\.")
 STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
 
@@ -213,7 +214,7 @@ STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_
 class StackedWeight:
     """One weight of a file, assembled from the module's weights.
 
-    sources: names of the module's weights, whose rows are joined in order. index: of the part in each; () is all."""
+    sources: names of the module's weights, whose rows are joined in order. index: selects a part of each; () is all."""
 
     sources: tuple[str, ...]
     index: tuple[Any, ...] = ()
@@ -225,7 +226,7 @@ class StackedWeight:
 
 
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
-    """The weights of a module's file, by the module's names; fused weights and single experts by the file's names.
+    """The weights of a module's file, by the module's names; fused weights and experts have the file's names.
 
     state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
     weights: dict[str, StackedWeight] = {}
@@ -259,8 +260,8 @@ def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -
 
 def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any, family: Family) -> dict[str, str]:
     """Compare the stored weights with those of a module of this config, before memory is allocated. Returns the
-    module's names of weights -> the checkpoint's (for stacked or split weights: names after `family.key_mapping`).
-    Raises CheckpointError, with names, for weights that do not fit.
+    module's names of weights -> the checkpoint's (stacked or split weights: renamed by `family.key_mapping`).
+    Raises CheckpointError for weights that do not fit; the message names them.
 
     headers: by the checkpoint's names. config: transformers' configuration."""
     check_dtypes(source, {name: header.dtype for name, header in headers.items()})
@@ -293,7 +294,7 @@ def _needed_weights(source: str, stored_names: Collection[str], config: Any, fam
 
 
 def _check_experts(source: str, stored_names: Collection[str], state: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for a number of experts unlike the module's `state`, or weights of an unsupported form."""
+    """Raise CheckpointError if the number of experts differs from the module's, or weights have an unsupported form."""
     expert_indices: dict[str, set[int]] = {}
     for name in stored_names:
         if "language_model." in name or name.startswith("model.lm_head."):
@@ -318,8 +319,8 @@ def _check_experts(source: str, stored_names: Collection[str], state: Mapping[st
 
 
 def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict[str, StackedWeight]:
-    """The file's weights by name. Aliases of other tensors are left out unless the file has them. Raises ValueError for
-    weights that are not plain numbers."""
+    """The weights of the published file, by its names. Aliases of other tensors are left out unless the file has them.
+    Raises ValueError for quantised weights."""
     state, names = module.state_dict(), published.names
     parts = file_weights(state, published.family.fused)
     file_sources = {source for name in names if name in parts for source in parts[name].sources}
@@ -331,8 +332,8 @@ def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict
             if type(state[source]) is not Tensor:
                 raise ValueError(f"{source} is quantised ({type(state[source]).__name__}); save before quantising")
         tensor = state[part.sources[0]]
-        offloaded = tensor.device.type == "meta"
-        is_alias = tied.get(name) in names if offloaded else _storage_key(tensor) in storage
+        is_offloaded = tensor.device.type == "meta"
+        is_alias = tied.get(name) in names if is_offloaded else _storage_key(tensor) in storage
         if name in names or not is_alias:
             weights[names.get(name, name)] = part
     return weights
@@ -360,7 +361,7 @@ def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Calla
     def read_tensor(name: str) -> Tensor:
         if module_state[name].device.type != "meta":
             return module_state[name].detach().cpu()
-        from accelerate.utils import align_module_device  # accelerate's hooks know where the tensor is
+        from accelerate.utils import align_module_device  # accelerate's hooks load the tensor
 
         parent, _, attribute = name.rpartition(".")
         part = module.get_submodule(parent)
@@ -411,7 +412,7 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], get_tensor: Calla
 
 
 def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
-    """Plan and check an update of weights: (target, value) pairs. Raises as `Model.update_weights`."""
+    """Check an update of weights, and return its (target, value) pairs. Raises as `Model.update_weights`."""
     name = model.facts.name
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict={short_repr(state_dict)} must be a mapping of names to tensors")
@@ -449,15 +450,15 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def _staging_folder(folder: Path) -> Iterator[Path]:
-    """A draft folder inside `folder` for a new checkpoint, whose files replace the old ones by renames at the end.
+    """A context with an empty folder inside `folder`. At the end its files replace the old checkpoint by renames.
 
     An error leaves `folder` unchanged. config.json is moved out first and moved in last: if the process is killed
-    between, no mixture of old and new can be loaded, and all old files are in the draft.
+    between, no mixture of old and new can be loaded, and all old files are in the staging folder.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
-    new_files, old_files = draft / "new", draft / "old"
+    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
+    new_files, old_files = staging / "new", staging / "old"
     try:
         new_files.mkdir()
         old_files.mkdir()
@@ -470,20 +471,19 @@ def _staging_folder(folder: Path) -> Iterator[Path]:
             _replace_files(folder, new_files, old_files)
     except BaseException:
         if not old_files.is_dir() or not any(old_files.iterdir()):
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
             if is_new:
                 with suppress(OSError):
                     folder.rmdir()
         raise
-    shutil.rmtree(draft, ignore_errors=True)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _replace_files(folder: Path, new_files: Path, old_files: Path) -> None:
     """Move the old checkpoint's files to `old_files`, then the new ones in. On an error, move all back."""
     incoming = sorted((path.name for path in new_files.iterdir()), key=lambda name: (name == "config.json", name))
-    outgoing = [
-        path.name for path in folder.iterdir() if path.name in incoming or CHECKPOINT_FILES.fullmatch(path.name)
-    ]
+    names = [path.name for path in folder.iterdir()]
+    outgoing = [name for name in names if name in incoming or CHECKPOINT_FILES.fullmatch(name)]
     try:
         for name in sorted(outgoing, key=lambda name: (name != "config.json", name)):
             os.replace(folder / name, old_files / name)

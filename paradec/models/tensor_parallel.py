@@ -22,19 +22,19 @@ from torch import distributed
 from paradec.core.checks import short_repr
 
 FAILURE_WAIT = timedelta(seconds=10)
-"""Time that a failed rank waits for the others to leave the request."""
+"""Time for which a failed rank waits until the others leave the request."""
 OBJECTS = ("prefix", "generator", "streamer", "callback")
 """Fields of a request that are not sent: each rank uses its own."""
 _numbers, _failures = itertools.count(), list[str]()
 
 
 class TensorParallelModel:
-    """Methods of a model that is spread over processes."""
+    """Mixin with the methods of a model that is spread over processes."""
 
-    def check_use(self: Any, user: str, *_: Any, **__: Any) -> Any:
+    def check_use(self: Any, use: str, *_: Any, **__: Any) -> Any:
         """Raise ValueError for a use that does not run on all ranks together."""
-        if user not in ("generate", "infill") and not user.startswith("sampler "):
-            raise ValueError(f"{user} does not work with {self.facts.name}, which is spread over processes (tp_plan)")
+        if use not in ("generate", "infill") and not use.startswith("sampler "):
+            raise ValueError(f"{use} does not work with {self.facts.name}, which is spread over processes (tp_plan)")
 
     update_weights = partialmethod(check_use, "update_weights")
     save_pretrained = partialmethod(check_use, "save_pretrained")
@@ -47,19 +47,19 @@ class TensorParallelModel:
 
     def share_request(self: Any, prompts: Any, request: Any) -> tuple[Any, Any]:
         """Return rank 0's prompts and request, with this rank's `OBJECTS` and drafter. Raises ConnectionError after an
-        earlier failure, RuntimeError in another thread, SystemExit if rank 0 ends (it sends None)."""
+        earlier failure, RuntimeError in a second thread, SystemExit if rank 0 ends (it then sends None)."""
         if self.__dict__.setdefault("_thread", threading.get_ident()) != threading.get_ident():
-            raise RuntimeError("a model that is spread over processes is used by one thread: calls need one order")
+            raise RuntimeError("a model that is spread over processes must be used in one thread: calls need one order")
         if _failures:
-            raise ConnectionError(f"this process cannot go on after {_failures[0]}: end all processes and restart")
+            raise ConnectionError(f"this process cannot continue after {_failures[0]}: end all processes and restart")
         self.check_use("compile=True" if request.compile else "generate")
         local_fields, generator = {name: getattr(request, name) for name in OBJECTS}, request.generator
         if request.seed is None and generator is None:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
-        sent = replace(request, **dict.fromkeys(OBJECTS))
+        shared = replace(request, **dict.fromkeys(OBJECTS))
         if hasattr(getattr(request.sampler, "drafter", None), "facts"):
-            local_fields["sampler"], sent = request.sampler, replace(sent, sampler="threshold")
-        message = (prompts, sent, None if generator is None else generator.get_state())
+            local_fields["sampler"], shared = request.sampler, replace(shared, sampler="threshold")
+        message = (prompts, shared, None if generator is None else generator.get_state())
         if (message := exchange(message if distributed.get_rank() == 0 else None)[0]) is None:
             raise SystemExit
         prompts, request, state = message
@@ -70,19 +70,19 @@ class TensorParallelModel:
 
 
 def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
-    """Send a value and return those of all ranks, which must call this in the same order. Raises RuntimeError if a rank
-    is late, or without a store."""
+    """Send a value, and return the values of all ranks, which must make these calls in the same order. Raises
+    RuntimeError if a rank is late, or without a distributed store."""
     store, rank, number = distributed.distributed_c10d._get_default_store(), distributed.get_rank(), next(_numbers)
     keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
     store.wait(keys, *[] if wait is None else [wait])
-    store.delete_key(f"paradec/{number - 1}/{rank}")  # all ranks are here, so they have read it
+    store.delete_key(f"paradec/{number - 1}/{rank}")  # all ranks are in this call, so they have read the last value
     return [pickle.loads(store.get(key)) for key in keys]
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A context that all ranks leave together. Raises ConnectionError, with its error, if another rank has failed."""
+    """A context that all ranks leave together. Raises ConnectionError with its error if another rank failed."""
     failure, failures = None, list[str]()
     try:
         yield
@@ -125,22 +125,22 @@ def load_on_all_ranks(load: Callable[[], Any]) -> Any:
 
 
 def join_ranks(model: Any) -> Any:
-    """Return the model, which decodes with the other ranks if its module is spread over them."""
+    """Return the model; if its module is spread over ranks, it gets the methods of `TensorParallelModel`."""
     if (getattr(model.module, "_tp_size", None) or 1) > 1 and not isinstance(model, TensorParallelModel):
         model.__class__ = type(type(model).__name__, (TensorParallelModel, type(model)), {})
     return model
 
 
 def splits_heads(plan: Any) -> bool:
-    """Whether a plan gives each rank some of attention's heads."""
+    """Whether a plan divides the attention heads among the ranks."""
     return any(
         name.endswith(("k_proj", "qkv_proj", "_key_value")) and style == "colwise" for name, style in plan.items()
     )
 
 
 def distributed_config(plan: Any, config: Any, name: str) -> Any:
-    """transformers' `DistributedConfig` for a plan and a model's configuration. Raises ValueError for a single process,
-    no plan for the model, or heads that cannot be divided among the processes."""
+    """transformers' `DistributedConfig` for a plan and a model's configuration. Raises ValueError without several
+    processes or a plan for the model, or for heads that cannot be divided among the processes."""
     from transformers.distributed import DistributedConfig
 
     text_config, description = config.get_text_config(), f"tp_plan={short_repr(plan)} for {name!r}"

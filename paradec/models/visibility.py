@@ -17,8 +17,8 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask:
     """[R, 1, Q or 1, K] bool: the keys that each column sees; None if the module needs no mask. Raises ValueError for a
     query without the fields that the topology needs.
 
-    store: where the keys are; None for a call over its own columns (K = Q).
-    makes_causal_mask: whether a causal module makes its causal mask by itself."""
+    store: has the keys; None for a call over its own columns (K = Q).
+    makes_causal_mask: whether a causal module itself makes a causal mask."""
     if store is None:
         mask = None if query.valid is None else query.valid[:, None, None, :]
         keys, structure = query.positions, query.visible
@@ -31,17 +31,17 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask:
     if structure is None or mask is None:
         return mask if structure is None else structure[:, None]
     visible = structure[:, None] & mask
-    if store is None:  # let padding columns see themselves: their softmax is then defined, as it is over a store
+    if store is None:  # let padding columns see themselves, so that their softmax is defined (over a store it is)
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
 
 
 def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, module_masks: bool) -> Tensor | None:
-    """[R, Q, K] bool: the keys that each column sees by the topology of a model that is not bidirectional; None if it
-    sets no rule. Raises ValueError for a query without `origin` or `visible` where the topology needs it.
+    """[R, Q, K] bool: the keys that each column sees by a topology other than "bidirectional"; None if it adds no mask.
+    Raises ValueError for a query without `origin` or `visible` where the topology needs it.
 
-    keys: [R or 1, K] int64, the keys' positions. store: where the keys are; None for the call's own.
-    module_masks: whether a causal module makes its own mask."""
+    keys: [R or 1, K] int64, the keys' positions. store: has the keys; None for those of the call.
+    module_masks: whether a causal module makes the mask of this call."""
     if store is not None and isinstance(query, VisibleQuery):
         return None
     if facts.topology == "block_causal":
@@ -62,7 +62,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
 
 
 def special_attention(module: Any) -> dict[str, Any]:
-    """Config fields (name -> value) of a causal module whose attention a mask cannot replace; {} if one can."""
+    """Config fields (name -> value) because of which a mask cannot express a module's attention; {} if it can."""
     config = module.config
     layers = getattr(config, "layer_types", None)
     special: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}

@@ -32,12 +32,12 @@ def find_nested(mapping: Any, path: str) -> dict[str, Any] | None:
 def read_weights(
     source: str | os.PathLike[str], unused: str = NOTHING, nested: Sequence[str] = NESTED, mmap: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle). A pickle is read
-    with `weights_only=True`: code in it is not run.
+    """Read weights by name, and the metadata of a safetensors file (JSON values decoded; {} for a pickle). A pickle is
+    read with `weights_only=True`: code in it is not run.
 
     unused: pattern of the names of tensors that are not weights; these may have any dtype.
     nested: possible paths of the weights in a pickle, as for `find_nested`; the first that exists is used.
-    mmap: whether a pickle is mapped into memory, so that its other parts use no memory.
+    mmap: whether a pickle is memory-mapped, so that its other parts use no memory.
     Raises CheckpointError: a file that is missing, of another kind, or corrupt, or weights that are not floating-point
     numbers."""
     path = Path(source)
@@ -47,9 +47,9 @@ def read_weights(
         return _read_safetensors(path, unused)
     if path.suffix not in PICKLES:
         raise CheckpointError(f"{str(path)!r} must be a .safetensors file, or one of {', '.join(PICKLES)}")
-    # pickle, zip and torch each raise their own kinds
+    # pickle, zip and torch raise many kinds of errors
     unreadable = checkpoint_errors(f"{str(path)!r} cannot be read as plain tensors (code in it is not run)", Exception)
-    # training scripts store their arguments beside the weights; a Namespace holds only data
+    # training scripts also store their arguments; a Namespace holds only data
     with unreadable, torch.serialization.safe_globals([argparse.Namespace]):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     content = next((mapping for key in nested if (mapping := find_nested(content, key)) is not None), content)

@@ -23,7 +23,7 @@ from paradec.models.text import diffusion_gemma
 from paradec.models.visibility import special_attention
 
 CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
-"""Endings of transformers' names of causal language models."""
+"""Endings of the names of transformers' causal language models."""
 NOT_CAUSAL = {"cpmant": "its prompt sees in both directions", "xlm": "it predicts at a mask that its generate appends"}
 """`model_type` of classes with causal names -> why they are not causal."""
 DECODER_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "use_cache")
@@ -51,20 +51,20 @@ def wrap(
     `generate`. With a mask id, `prediction` and `topology` are required; any topology other than "causal" removes the
     causal mask. A custom class is treated as the transformers class that it extends. Any other module is called with
     ids only, without padding or a store. Until `Model.unwrap()` the module is in evaluation mode, with the attention
-    that the model needs.
+    function that the model needs.
 
     Args:
-        mask_token_id: the undecided token; by default the tokenizer's; not needed for topology="causal".
+        mask_token_id: the id of undecided tokens; by default the tokenizer's; not needed for topology="causal".
         eos_token_id: ids that end an answer; by default the tokenizer's.
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does; a causal LM's default).
         topology: "bidirectional", "block_causal" (with `block_length`), "causal", or "causal_context" (with
-            `block_length` and `block_align="prompt"`). A custom module gets no mask: it must implement the topology.
-        block_align: where blocks begin: "absolute" is position 0. "prompt" is the end of the prompt, which is then one
-            block (D2F); it works only for transformers' causal language models.
-        max_length: positions the model can take; by default the config's.
+            `block_length` and `block_align="prompt"`). A custom module gets no mask; it must implement the topology.
+        block_align: where blocks begin: "absolute" is position 0. "prompt" is the end of the prompt, and the prompt is
+            one block (D2F); it works only for transformers' causal language models.
+        max_length: number of positions that the model accepts; by default the config's.
 
     Raises:
-        ValueError: an argument that is missing (named) or out of its range. TypeError: not a module.
+        ValueError: an argument that is missing or out of its range (the message names it). TypeError: not a module.
     """
     check_type("module", module, nn.Module)
     if (base := _transformers_class(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
@@ -117,16 +117,15 @@ def wrap(
     )
     if adapter is not Decoder and facts.prompt_aligned:
         raise ValueError(f"block_align='prompt' does not work with {name}, whose calls do not mark a prompt's end")
-    sparse = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
+    attention_method = default_attention(attn_implementation, name, topology if adapter is Decoder else None)
     current_attention: str | None = None
     if adapter is Decoder and topology != "causal":
         current_attention = module.get_correct_attn_implementation(registered)  # type: ignore[operator]
-    elif adapter is Decoder and config._attn_implementation.startswith("paradec_"):  # a module that `load` made
+    elif adapter is Decoder and config._attn_implementation.startswith("paradec_"):  # from `load`
         current_attention = "sdpa"
     _check_experts(module, config)
-    return join_ranks(
-        adapter(module, facts, tokenizer=tokenizer, default_attention=sparse, attn_implementation=current_attention)
-    )
+    attention_options = {"default_attention": attention_method, "attn_implementation": current_attention}
+    return join_ranks(adapter(module, facts, tokenizer=tokenizer, **attention_options))
 
 
 def generation_ids(module: Any, tokenizer: Any = None) -> tuple[tuple[int, ...], int | None]:
@@ -149,9 +148,9 @@ def _select_adapter(module: nn.Module) -> type[Model]:
     accepts_kwargs = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if base.__name__.endswith("ForMaskedLM") and "attention_mask" in parameters:
         return Encoder
-    generates = _is_causal_lm(module) and getattr(module, "_supports_attention_backend", False)
+    has_backend = _is_causal_lm(module) and getattr(module, "_supports_attention_backend", False)
     cache = cache_argument(module)
-    if generates and (
+    if has_backend and (
         accepts_kwargs or cache is not None and all(name in parameters for name in (*DECODER_ARGUMENTS, cache))
     ):
         return Decoder
@@ -159,12 +158,12 @@ def _select_adapter(module: nn.Module) -> type[Model]:
 
 
 def _transformers_class(module: nn.Module) -> type | None:
-    """The transformers class that a module instantiates or extends; None for others (remote code, for example)."""
+    """The transformers class that a module instantiates or extends; None for other modules, such as remote code."""
     from transformers import PreTrainedModel
 
     for cls in type(module).__mro__:
-        abstract = cls.__name__.endswith("PreTrainedModel") or not issubclass(cls, PreTrainedModel)
-        if cls.__module__.startswith("transformers.") and not abstract:
+        is_abstract = cls.__name__.endswith("PreTrainedModel") or not issubclass(cls, PreTrainedModel)
+        if cls.__module__.startswith("transformers.") and not is_abstract:
             return cls
     return None
 
@@ -175,17 +174,17 @@ def _is_causal_lm(module: nn.Module) -> bool:
 
 
 def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
-    """Whether a causal language model shows no sign of training on masks, nor of running without a causal mask."""
+    """Whether nothing suggests that a causal language model was trained on masks, or runs without a causal mask."""
     values = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
     config_mask = getattr(module.config, "mask_token_id", None)
-    plain = all(value is None for value in (*values, config_mask))
-    return plain and getattr(module.config, "is_causal", True) is not False
+    has_no_masks = all(value is None for value in (*values, config_mask))
+    return has_no_masks and getattr(module.config, "is_causal", True) is not False
 
 
 def _resolve_conventions(
     module: nn.Module, adapter: type[Model], prediction: str | None, topology: str | None
 ) -> tuple[str, str]:
-    """Prediction and topology, by default those of the module's kind. Raises ValueError for unfit or missing ones."""
+    """Prediction and topology, by default those of the module's kind. Raises ValueError for wrong or missing ones."""
     name = type(module).__name__
     if topology == "causal" and prediction is None and _is_causal_lm(module):
         prediction = "shifted"
@@ -280,7 +279,7 @@ def _check_experts(module: nn.Module, config: Any) -> None:
 
 
 def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
-    """Positions that the config allows. RoBERTa's table of that length starts with padding_idx + 1 unused rows."""
+    """Positions that the config allows. In RoBERTa's table of that length the first padding_idx + 1 rows are unused."""
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
@@ -295,16 +294,16 @@ def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | N
 
 
 def registered_attention(attn_implementation: str) -> str:
-    """The registered name of an attention function without a causal mask. Raises ValueError for an unknown one."""
+    """The registered name of an attention function without a causal mask. Raises ValueError for an unknown function."""
     from paradec.models.attention import IMPLEMENTATIONS, PREFIX
 
-    bare = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
-    if bare not in IMPLEMENTATIONS:
+    name = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
+    if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"attn_implementation={short_repr(attn_implementation)} is not available without a causal mask; allowed: "
             f"{', '.join(sorted(IMPLEMENTATIONS))} (sdpa dispatches to flash kernels where the GPU has them)"
         )
-    return PREFIX + bare
+    return PREFIX + name
 
 
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:

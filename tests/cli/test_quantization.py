@@ -51,9 +51,8 @@ def test_commands_have_the_option() -> None:
     )
     for wrong in ("int4", "int8(bits=1)", "int8+int8"):
         assert "quantization" in refused("generate", "x", "--quantization", wrong)
-    assert (
-        "must be 'int8', where needed with settings in parentheses: activations, min_weights, weight_bits"
-        in refused("generate", "x", "--quantization", "int8(bits=1)")
+    assert "must be 'int8', also with settings in parentheses: activations, min_weights, weight_bits" in refused(
+        "generate", "x", "--quantization", "int8(bits=1)"
     )
 
 

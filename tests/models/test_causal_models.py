@@ -135,7 +135,7 @@ def test_shards_and_dtypes(tmp_path: Path) -> None:
         ({"num_hidden_layers": 4}, {}, r"missing weights: model.layers.3"),
         ({"num_hidden_layers": 2}, {}, r"unexpected weights: model.layers.2"),
         ({"vocab_size": VOCAB + 1}, {}, r"mismatched weights: .*embed_tokens"),
-        ({"quantization_config": {"quant_method": "none"}}, {}, "names no quant_method of transformers'"),
+        ({"quantization_config": {"quant_method": "none"}}, {}, "has no quant_method that transformers knows"),
     ],
 )
 def test_unsuitable_folders_give_one_line(

@@ -284,7 +284,7 @@ FILES: list[tuple[dict[str, bytes | None], str]] = [
     ({"config.json": b'{"model_type": "t5"}'}, "model_type='t5'; load reads 'llada', 'Dream'"),
     ({"config.json": None}, "has no config.json"),
     ({"config.json": None, "adapter_config.json": b'{"base_model_name_or_path": null}'}, "names no base_model_name_or"),
-    ({"adapter_config.json": b"{}"}, "holds an adapter_config.json beside a config.json"),
+    ({"adapter_config.json": b"{}"}, "holds both adapter_config.json and config.json"),
     ({"model.safetensors": None, "pytorch_model.bin": b""}, "no model.safetensors or index of shards; pickled"),
     ({"model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "a pointer of git-lfs"),
     *(({"model.safetensors": bytes(size)}, "cannot be read: model.safetensors") for size in (0, 4, 8, 100)),

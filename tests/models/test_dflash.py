@@ -279,10 +279,10 @@ def test_unsuitable_bases_are_refused(loaded: Any, tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="has no meaning with drafter='d'"):
         paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
     refuses(lambda: Lantern(drafter=drafter), "drafter='d' must be a causal model")
-    with pytest.raises(ValueError, match="was loaded for LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="reads features of LlamaForCausalLM"):
         speculative(drafter).start(tiny_base(layers=4), [1, 2], max_new_tokens=4)
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
-    refuses(lambda: loaded(base), "whose network transformers has from 5.23 on; this is", CheckpointError)
+    refuses(lambda: loaded(base), "needs transformers 5.23 or newer; this is", CheckpointError)
 
 
 assert VOCAB == 5  # what the checkpoints' mask is one of

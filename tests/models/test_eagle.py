@@ -408,4 +408,4 @@ def test_wrong_sources_and_bases(tmp_path: Path) -> None:
     eager.module.set_attn_implementation("eager")
     refuses(lambda: paradec.load_drafter(folder, base=eager), "does not run over a key/value store")
     sampler = paradec.samplers.create("speculative", drafter=paradec.load_drafter(folder, base=base))
-    refuses(lambda: sampler.start(tiny_base(seed=4), [1, 2], max_new_tokens=4), "was loaded for LlamaForCausalLM")
+    refuses(lambda: sampler.start(tiny_base(seed=4), [1, 2], max_new_tokens=4), "reads features of LlamaForCausalLM")

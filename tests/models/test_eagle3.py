@@ -105,7 +105,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
     (lambda c, w: w.pop("d2t"), "40 rows of lm_head.weight for 64 tokens"),
     (lambda c, w: w["d2t"].zero_(), r"d2t leads to id \d+, and t2d.\d+. is False"),
     (lambda c, w: w.update(t2d=torch.ones(64, dtype=torch.bool)), r"contradict each other for 24 ids: d2t does not"),
-    (lambda c, w: w.update(t2d=torch.ones(40, dtype=torch.bool)), "t2d must have a truth value for each of 64 ids"),
+    (lambda c, w: w.update(t2d=torch.ones(40, dtype=torch.bool)), "t2d must have a bool or integer for each of 64 ids"),
     (lambda c, w: c["transformer_layer_config"].update(num_hidden_layers=2), "num_hidden_layers=2"),
     (lambda c, w: c["transformer_layer_config"].update(vocab_size=65), "vocab_size=65"),
     (lambda c, w: c.update(target_hidden_size=64), "target_hidden_size=64"),

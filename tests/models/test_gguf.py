@@ -454,18 +454,18 @@ def tensor(name: str, kind: int, *sizes: int) -> bytes:
         (b"", "cannot mmap an empty file"),
         (b"PK\3\4" + bytes(60), "it does not begin with 'GGUF'"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it has version 50331648; versions 2 and 3 of little-endian files"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it promises 1,099,511,627,776 fields"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "it promises 1,152,921,504,606,846,976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it states 1,099,511,627,776 fields"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "it states 1,152,921,504,606,846,976 tensors"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "it is cut short: its header goes beyond its 32 bytes"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "it has no 'general.architecture'"),
-        (header(field("a", 9, struct.pack("<IQ", 8, 2**60))), "it promises .* texts in 'a'"),
+        (header(field("a", 9, struct.pack("<IQ", 8, 2**60))), "it states .* texts in 'a'"),
         (header(field("a", 9, struct.pack("<IQ", 6, 2**60))), "it is cut short"),
         (header(field("a", 9, struct.pack("<IQ", 9, 1))), "'a' has values of the unknown kind 9"),
         (header(field("a", 13, b"")), "'a' has values of the unknown kind 13"),
         (header(field("a", 0, b"1"), field("a", 0, b"1")), "it has 'a' twice"),
         (header(field("split.count", 2, b"\3\0")), "it is one of 3 parts; join them"),
         (header(field("general.alignment", 4, bytes(4))), "general.alignment=0 must be a positive integer"),
-        (header(field("dream.block_count", 4, b"\377" * 4)), "it promises 4,294,967,295 layers, and 0 tensors"),
+        (header(field("dream.block_count", 4, b"\377" * 4)), "it states 4,294,967,295 layers, but only 0 tensors"),
         (header(tensors=(tensor("x", 999, 4),)), "the tensor 'x' is of kind 999, which the package gguf does not"),
         (header(tensors=(tensor("x", 26, 4),)), "the tensor 'x' is of kind 26, which the package gguf does not"),
         (header(tensors=(tensor("x", 8, 4),)), r"the tensor 'x' is \[4\], which Q8_0 cannot hold"),
@@ -495,7 +495,7 @@ def test_wrong_contents(small: Path, tmp_path: Path) -> None:
         write_gguf(file, folder, extra=extra, **changes)
         assert "a.gguf" in refuses(lambda: paradec.load(file), message, CheckpointError)
 
-    refused("holds other.weight, which is no weight of 'llada'", {"other.weight": np.zeros(4, np.float32)})
+    refused("holds other.weight, which is not a weight of 'llada'", {"other.weight": np.zeros(4, np.float32)})
     refused("unexpected weights: model.transformer.blocks.7.attn_norm", {"blk.7.attn_norm.weight": np.zeros(16, "f4")})
     refused("mismatched weights: .*attn_norm", d_model=32)
     refused("embedding_length=0 must be a positive number", d_model=0)

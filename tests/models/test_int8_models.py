@@ -165,7 +165,7 @@ def test_mixtures_without_int8_experts_are_refused(tmp_path: Path) -> None:
     config = GptOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, pad_token_id=0)
     GptOssForCausalLM(config).save_pretrained(tmp_path)
     assert paradec.load(tmp_path).facts.topology == "causal"
-    with pytest.raises(CheckpointError, match="quantization='int8' does not work for mixtures with GptOssExperts"):
+    with pytest.raises(CheckpointError, match="quantization='int8' does not work for experts of class GptOssExperts"):
         paradec.load(tmp_path, quantization=SMALL)
 
 

@@ -59,7 +59,7 @@ def test_models_of_one_module() -> None:
     assert not torch.equal(logits(first), logits(second))
     expected, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **WRAP_IDS)
     assert torch.equal(logits(causal), plain(module))
-    refuses(lambda: logits(first), "wrapped anew or changed: it attends with 'sdpa'", RuntimeError)
+    refuses(lambda: logits(first), "wrapped anew or changed: its attention is 'sdpa'", RuntimeError)
     causal.unwrap()
     assert torch.equal(logits(first), expected)
     module.set_attn_implementation("eager")

@@ -200,7 +200,8 @@ def test_windows_causality_and_the_first_row(
 ) -> None:
     """Missing fields have the defaults of the public code."""
     drafter = paradec.load_drafter(rewritten(name, tmp_path, change), base=base)
-    assert (drafter.settings.causal, drafter.settings.anchored, drafter.settings.first) == (causal, anchored, first)
+    settings = drafter.settings
+    assert (settings.causal, settings.anchored, settings.first_draft) == (causal, anchored, first)
     assert drafter.slots == drafter.block_size + 1 - first
     seen = []
 

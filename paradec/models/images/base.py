@@ -205,7 +205,7 @@ class ImageModel(PictureModel, Decoder):
         raise NotImplementedError
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The output matrix alone: hidden states [R, W, d] -> logits [R, W, V]."""
+        """Apply the output matrix: hidden states [R, W, d] -> logits [R, W, V]."""
         raise NotImplementedError
 
     # ---- shared ---------------------------------------------------------------------------------------------------

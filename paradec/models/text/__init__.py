@@ -1,1 +1,1 @@
-"""Language models: one file for each checkpoint family, on transformers' own classes."""
+"""Language models: one file for each checkpoint family, on transformers' classes."""

@@ -65,7 +65,7 @@ CLASS_DEFAULTS = {
     "layer_norm_type": "default",
     "rope": False,
 }
-"""The published configuration class's defaults that differ from `SUPPORTED`."""
+"""Defaults of the published configuration class that `SUPPORTED` does not allow."""
 
 REQUIRED = ("d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_length")
 

@@ -1,7 +1,7 @@
-"""LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and kin) on transformers' Glm4Moe.
+"""LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and others) on transformers' Glm4Moe.
 
-Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. A mixture of experts with other names, and one
-matrix for queries, keys and values, which is split on reading (`paradec.models.text.llada2_modules`).
+Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. Glm4Moe with other names, and with one matrix
+for queries, keys and values, which is split on reading (`paradec.models.text.llada2_modules`).
 Block-causal over blocks of 32 counted from position 0; logits row i predicts token i. Published decoding: samplers
 "threshold" (2.0), "editing" (2.1) and "levenshtein" (2.2, which also chooses experts for whole blocks), with presets of
 these names.
@@ -36,7 +36,7 @@ FUSED = {
         "self_attn.v_proj.weight",
     )
 }
-"""A matrix of the file -> the module's matrices that it concatenates."""
+"""A matrix of the file -> the module's matrices whose rows it contains, in order."""
 PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
 """Published names, all trained with blocks of 32, which their config.json does not state."""
 BLOCK_NAME = "block_length"
@@ -57,7 +57,7 @@ SUPPORTED = {
     "router_dtype": ("fp32", None),
 }
 CAPACITY = "expert_capacity"
-"""The number of experts per block in LLaDA2.2, which also states the block length, as `BLOCK_SIZE`."""
+"""LLaDA2.2's field for the number of experts per block; `BLOCK_SIZE` is its field for the block length."""
 BLOCK_SIZE = "block_size"
 
 REQUIRED = (
@@ -86,7 +86,7 @@ def glm4_moe_config(config: Mapping[str, Any]) -> Any:
     if config.get("quantization_config") is not None and not is_int8(config):
         raise CheckpointError(
             f"config.json: quantization_config={short_repr(config['quantization_config'])} is not supported: the "
-            "published query_key_value matrices are split on reading, which quantised matrices cannot be"
+            "published query_key_value matrices are split on reading; quantised matrices cannot be split"
         )
     dense, layers = config["first_k_dense_replace"], fields["num_hidden_layers"]
     with checkpoint_errors("config.json"):
@@ -134,7 +134,7 @@ def _routing(config: Mapping[str, Any]) -> dict[str, Any]:
     num_groups, topk_group = (read_positive(config, name) for name in ("n_group", "topk_group"))
     if num_experts % num_groups or num_experts < 2 * num_groups:
         raise CheckpointError(
-            f"config.json: num_experts={num_experts} cannot be cut into n_group={num_groups} equal groups of at least 2"
+            f"config.json: num_experts={num_experts} must be a multiple of n_group={num_groups}, at least twice that"
         )
     with checkpoint_errors("config.json"):
         check_at_most("topk_group", topk_group, "n_group", num_groups)

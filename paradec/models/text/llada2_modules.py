@@ -1,8 +1,8 @@
-"""LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers choose for blocks.
+"""LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers work by blocks.
 
-Imported only for such a checkpoint, since it imports the model's code. transformers finds weight conversions by class
-name, so a subclass reads the files. In LLaDA2.2 an expert's score for a block is the largest that any position gives
-it, and every position chooses its experts from the block's `capacity` best.
+This file is imported only for such a checkpoint, since it imports Glm4Moe's code. transformers finds weight conversions
+by class name, so a subclass reads the files. In LLaDA2.2 an expert's score for a block is its maximum over the block's
+positions, and every position chooses among the `capacity` experts with the best scores for its block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paradec.models.decoder import Decoder
 
 
 class SplitRows(ConversionOps):
-    """Cut one matrix into several, with the row counts of the module's parameters."""
+    """Conversion that splits a matrix into several, with the row counts of the module's parameters."""
 
     @torch.no_grad()
     def convert(
@@ -40,7 +40,7 @@ class SplitRows(ConversionOps):
         matrix = matrices[0] if isinstance(matrices, list) else matrices
         names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
         rows = [model.get_submodule(name.rpartition(".")[0]).out_features for name in names]
-        # copies, so that no part keeps the whole matrix in memory
+        # copies, since a view would keep the whole matrix in memory
         return {target: part.clone() for target, part in zip(target_patterns, matrix.split(rows), strict=True)}
 
     @property
@@ -72,7 +72,7 @@ def register_reader(fused: Mapping[str, tuple[str, ...]]) -> type:
 
 
 class BlockRouter(Glm4MoeTopkRouter):
-    """Glm4Moe's router with a choice of experts per block."""
+    """Glm4Moe's router, which first chooses `capacity` experts for each block."""
 
     capacity: int
     block: int
@@ -99,18 +99,18 @@ class BlockRouter(Glm4MoeTopkRouter):
         return logits, weights * self.routed_scaling_factor, expert_ids
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """[R, Q] int64 below R * Q, one number for each block of each row; and [R, Q] bool, columns without padding."""
+        """[R, Q] int64: a number below R * Q for each block of each row; and [R, Q] bool: columns without padding."""
         row_start = torch.arange(rows, device=device).unsqueeze(1) * length
         if self.blocks is None:
             return row_start + torch.arange(length, device=device) // self.block, None
         blocks, valid = self.blocks[0].to(device), None if self.blocks[1] is None else self.blocks[1].to(device)
         valid_blocks = blocks if valid is None else blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
-        # the columns of a call are neighbours or whole rows, so that there are fewer blocks than columns
+        # a call's columns are adjacent or whole rows, so it has at most as many blocks as columns
         return row_start + (blocks - valid_blocks.amin(1, keepdim=True)).clamp(0, length - 1), valid
 
 
 class BlockRouted(Decoder):
-    """A decoder with block routing; a call holds complete blocks."""
+    """A decoder with `BlockRouter`s; a call must have complete blocks."""
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)

@@ -1,9 +1,9 @@
 """Nemotron-Labs-Diffusion (nvidia/Nemotron-Labs-Diffusion-3B, -8B, -14B; arXiv 2607.05722) on transformers' Ministral3.
 
-Ministral3's blocks under other names: YaRN angles, queries scaled by position. One model in three modes: token by token
-(`load(topology="causal")`); in blocks from the prompt's end, each over causal context (topology "causal_context", the
-default); in blocks over blocks (`topology="block_causal"`). Causal rows predict the next token; rows of an open block
-predict their own token.
+Ministral3's blocks under other names: YaRN angles, queries scaled by position. The model has three modes: token by
+token (`load(topology="causal")`); blocks from the prompt's end over a causal context (topology "causal_context", the
+default); block-causal (`topology="block_causal"`). Logits of causal columns predict the next token; logits of columns
+in an open block predict the column's own token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUPPORTED = {
     "sliding_window": (None,),
 }
 SCALE = "llama_4_scaling_beta"
-"""The field of `rope_parameters` for the growth of queries with the logarithm of their position."""
+"""The field of `rope_parameters` for the factor of queries, which grows with the logarithm of the position."""
 BLOCK_NAME = "block_size"
 ADAPTER = "linear_spec_lora"
 
@@ -38,7 +38,7 @@ def ministral3_config(config: Mapping[str, Any]) -> Any:
     fields = read_shared_fields(config, ("dlm_paradigm", *REQUIRED, "head_dim"), SUPPORTED)
     angles = {
         SCALE: 0.0,
-        "original_max_position_embeddings": fields["max_position_embeddings"],  # read even if nothing is scaled
+        "original_max_position_embeddings": fields["max_position_embeddings"],  # required even without scaling
         **rope_parameters(config, extra_fields=(SCALE,)),
     }
     inner = read_positive(config, "intermediate_size")

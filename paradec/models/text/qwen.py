@@ -32,7 +32,7 @@ REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen2Config` of a config.json of Qwen2's fields. Raises CheckpointError for unsupported fields."""
+    """The `Qwen2Config` of a config.json with Qwen2's fields. Raises CheckpointError for unsupported fields."""
     from transformers import Qwen2Config
 
     fields = _fields(config, REQUIRED, SUPPORTED)
@@ -42,23 +42,24 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
 
 
 def qwen3_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3Config`, as `qwen2_config`: with a stated head width and norms on queries and keys, without biases."""
+    """The `Qwen3Config`, as `qwen2_config`: with required head width, norms on queries and keys, and without biases."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), SUPPORTED | SUPPORTED_QWEN3), attention_bias=False)
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3MoeConfig`, as `qwen2_config`: with layers of experts, of which a few are chosen for each token."""
+    """The `Qwen3MoeConfig`, as `qwen2_config`, for mixtures of experts."""
     from transformers import Qwen3MoeConfig
 
     fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), SUPPORTED | SUPPORTED_QWEN3)
     layers = fields["num_hidden_layers"]
     num_experts, top_k = experts_per_token(config)
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(entry) is not int or not 0 <= entry < layers for entry in dense):
+    dense_layers = config.get("mlp_only_layers") or []
+    is_list = isinstance(dense_layers, list)
+    if not is_list or any(type(layer) is not int or not 0 <= layer < layers for layer in dense_layers):
         raise CheckpointError(
-            f"config.json: mlp_only_layers={short_repr(dense)} must be a list of layers, 0 to {layers - 1}"
+            f"config.json: mlp_only_layers={short_repr(dense_layers)} must be a list of layers, 0 to {layers - 1}"
         )
     return Qwen3MoeConfig(
         **fields,
@@ -68,7 +69,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
         num_experts_per_tok=top_k,
         norm_topk_prob=bool(read_flag(config, "norm_topk_prob", None)),
         decoder_sparse_step=read_positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step"),
-        mlp_only_layers=dense,
+        mlp_only_layers=dense_layers,
     )
 
 

@@ -1,9 +1,9 @@
-"""SDAR and TraDo (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct and kin) on transformers' Qwen3, and SDAR's mixtures
-of experts (JetLM/SDAR-30B-A3B-Chat and kin) on Qwen3Moe.
+"""SDAR and TraDo (JetLM/SDAR-8B-Chat, Gen-Verse/TraDo-8B-Instruct, ...) on transformers' Qwen3, and SDAR's mixtures of
+experts (JetLM/SDAR-30B-A3B-Chat, ...) on Qwen3Moe.
 
 Cheng et al., "SDAR", arXiv 2510.06303; Wang et al. (TraDo), arXiv 2509.06949. Block-causal over blocks counted from
-position 0, so a prompt's last block may contain the first undecided positions; the answer's last block is decoded
-whole, then cut. Logits row i predicts token i.
+position 0, so a prompt's last block may contain the first undecided positions. The answer's last block is decoded
+completely, then truncated. Logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paradec.models.family import Family
 from paradec.models.text.qwen import qwen3_config, qwen3_moe_config
 
 PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|TraDo-[\d.]+B-Instruct)")
-"""Published names: `-b16` means blocks of 16, no ending blocks of 4; their config.json may not state the length."""
+"""Published names, since config.json may not state the block length: `-b16` means 16, a name without a number 4."""
 
 BLOCK_NAME = "block_size"
 I_DLM = re.compile(r"\bI-DLM\b|^IDLM", re.IGNORECASE)
 """Names of I-DLM's checkpoints (arXiv 2604.11035), whose config.json has SDAR's model_type."""
 ARGUMENT_BLOCK = "block_length"
-"""The field of config.json in which `load` passes its argument block_length on; no published file has it."""
+"""The field in which `load` stores its argument `block_length`; no published config.json has it."""
 MIN_BLOCK = 4
-"""The smallest block length of a published SDAR; I-DLM's training configs state 1 to 3."""
+"""The smallest block length of a published SDAR; I-DLM's config.json states 1 to 3."""
 
 
 def is_i_dlm(config: Mapping[str, Any], source: str) -> bool:

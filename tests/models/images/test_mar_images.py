@@ -109,7 +109,7 @@ def test_load(model: MARModel, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, vae[name]) for name, tensor in other.vae.state_dict().items())
     assert loaded.facts.name == "my-mar" and loaded.defaults == fields["defaults"]
     assert paradec.load(folder, dtype="float64").module.mask_token.dtype == torch.float64
-    refuses(lambda: paradec.load(tmp_path / "checkpoint-last.pth"), "no published MAR is 16 wide", CheckpointError)
+    refuses(lambda: paradec.load(tmp_path / "checkpoint-last.pth"), "MAR has the width 16", CheckpointError)
     refuses(lambda: paradec.load(folder, vq="x"), "unknown option of 'mar' models: 'vq'.*allowed: device, dtype, heads")
     refuses(lambda: MARModel(model.module, defaults={"temperature": 1.0}), "unknown default of requests: 'temperature'")
     with pytest.raises(ValueError, match="vae decodes 8 channels; the tokens have 4"):

@@ -246,7 +246,7 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
 
 def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
     for row, words in (
-        ([0, MASK_ID], "begins with 'A', not with a structure's token (<long>, <short>): make prompts with"),
+        ([0, MASK_ID], "begins with 'A', not with a structure's token .<long>, <short>.: make prompts with"),
         ([MASK_ID] * 3, "begins with '-', not with a structure"),
         ([22, MASK_ID], "row 0 of a call has 1 residues; long has 24"),
         ([22, *[MASK_ID] * 23, 23], "a row has a second structure"),
@@ -401,7 +401,7 @@ def test_arguments_of_score_are_named() -> None:
         ((row, rows + 1), "designs of shape"),
         ((row, rows.tolist()), "designs=[22, 0"),
         ((row, 3), "designs must be a Sequence"),
-        ((row, "MKT"), f"has 3 letters, and must be a text of {size} letters"),
+        ((row, "MKT"), f"has 3 letters; it must be a text of {size} letters"),
         ((row, rows, order), "an entry of orders must be a Sequence, not int"),
         ((row, rows, 3), "orders must be a Sequence"),
         ((row, rows, [[0]]), f"must list each of {size} columns once"),
