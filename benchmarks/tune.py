@@ -33,7 +33,7 @@ from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.prompts import halves, to_questions
-from paradec.tools.tuning.scoring import Half, Scorer
+from paradec.tools.tuning.scoring import PromptHalf, Scorer
 
 SLOW = {"packaged": 0.1, "antibody": 0.3}
 """Maximum forwards per undecided position of a sampler's defaults; slower samplers are left out, to save time."""
@@ -50,7 +50,7 @@ def by_hand(
     **request: Any,
 ) -> list[dict[str, Any]]:
     """Measure all hand-made settings on these prompts: share of right tokens or answers, and forwards."""
-    half, rows = Half("hand", model, questions, None, None), []
+    half, rows = PromptHalf("hand", model, questions, None, None), []
     slow: set[str] = set()
     for configuration in configurations(names):
         if configuration.sampler in slow:

@@ -60,10 +60,10 @@ def evaluate(
         plan = evaluation.plan(merged)
         typer.echo(json.dumps(plan, indent=1, ensure_ascii=False) if shared["as_json"] else plan_text(plan))
         return
-    for sentence in evaluation.other_versions(merged):
+    for sentence in evaluation.describe_version_changes(merged):
         print(f"warning: {sentence}", file=sys.stderr)
     with show.waiting("loading the harness"):
-        evaluation.tasks_of(merged)
+        evaluation.build_task_manager(merged)
     show.quiet_loading()
     restore_interrupt()
     stored = None if use_cache is None else str(use_cache)

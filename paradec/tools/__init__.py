@@ -1,1 +1,1 @@
-"""What is built on decoding: comparing, tuning, training, looking at traces."""
+"""Tools on top of decoding: evaluation, tuning, training, drawings of traces."""

@@ -16,7 +16,7 @@ import paradec
 from paradec.models.adapter import Model
 from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, load_filter, save_filter
 from paradec.tools.evaluation import TASKS, get_task, load_prompts, read_questions
-from paradec.tools.evaluation.answers import Answering
+from paradec.tools.evaluation.answers import HarnessModel
 from paradec.tools.evaluation.compare import Comparison
 from paradec.tools.evaluation.likelihood import log_likelihoods
 from paradec.tools.evaluation.metrics import aup, bootstrap, wilson
@@ -108,7 +108,7 @@ def judge(pair: Any = ([3, 17], [5, 21]), of: Callable[[], Any] = model, **how: 
 
 
 def answering(**arguments: Any) -> Callable[[], Any]:
-    return lambda: Answering(arguments.pop("model", None) or packaged(), **arguments)
+    return lambda: HarnessModel(arguments.pop("model", None) or packaged(), **arguments)
 
 
 def tune(of: Callable[[], Any] = model, prompts: Any = ((1, 2), (3,)), **arguments: Any) -> Callable[[], Any]:
@@ -140,8 +140,8 @@ CALLS: list[tuple[Any, ...]] = [
     (answering(likelihood="exact"), "method='exact'"), (answering(mc_num=24), "samples=24"),
     (answering(dtype="float32"), "dtype='float32'"), (answering(seed=-1), "seed=-1"),
     (answering(num_return_sequences=2), "num_return_sequences=2"), (answering(tresh=1), "tresh"),
-    (answering(choices="best"), "choices: 'best'"), (lambda: Answering(wrap_kind("Bert")), "tokenizer"),
-    (lambda: Answering("digits-ar"), "language model"), (tune(objective="speed"), "objective: 'speed'"),
+    (answering(choices="best"), "choices: 'best'"), (lambda: HarnessModel(wrap_kind("Bert")), "tokenizer"),
+    (lambda: HarnessModel("digits-ar"), "language model"), (tune(objective="speed"), "objective: 'speed'"),
     (tune(eta=1), "eta=1"), (tune(tolerance=101), "tolerance=101"),
     (tune(samplers=["thresold"]), "'thresold'", "'threshold'"), (tune(samplers=["sjd"]), "'sjd'", "'draft_verify'"),
     (tune(caches=["duel"]), "'duel'", "'dual'"), (tune(blocks=[0]), "blocks=0"), (tune(sampler="threshold"), "sampler"),

@@ -1,4 +1,4 @@
-"""Tasks with checkable answers, the prompts shipped for them, and the comparison of samplers on them."""
+"""Tasks with checkable answers, packaged prompts for them, and the comparison of samplers on them."""
 
 from paradec.tools.evaluation.compare import Comparison as Comparison
 from paradec.tools.evaluation.compare import compare as compare

@@ -1,4 +1,4 @@
-"""Answers and log-likelihoods for an evaluation harness. `harness.py` adapts them to lm-evaluation-harness."""
+"""Answers and log-likelihoods for an evaluation harness. `harness.py` adapts this to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paradec.constraints.values import Constraint, build_sequence_automaton
 from paradec.core.checks import check_bool, check_choice, check_int, check_model
 from paradec.core.prompts import tokenize
 from paradec.request import Preset, Request
-from paradec.tools.evaluation.likelihood import MADE, Likelihood, greedily_decoded, log_likelihoods
+from paradec.tools.evaluation.likelihood import SUPPORTED_KINDS, Likelihood, check_greedy_decoding, log_likelihoods
 from paradec.tools.evaluation.recipe import CHOICES, cut_at_stops, generation_fields, request_from_arguments
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -31,14 +31,14 @@ TASKS = Path(__file__).parent / "lm_eval_tasks"
 
 
 @dataclass
-class Spent:
+class TotalCosts:
     """Total costs of all answers."""
 
     answers: int = 0
     row_calls: int = 0
-    """Sum of the answers' forwards."""
+    """Number of forwards, summed over answers."""
     tokens: int = 0
-    """Answer tokens, including end tokens and the token that completes a stop string, without padding after them."""
+    """Number of answer tokens, with end tokens and the end of a stop string, without padding after them."""
     forwarded_tokens: int = 0
     seconds: float = 0.0
 
@@ -58,7 +58,7 @@ class Spent:
         return sums
 
 
-class Answering:
+class HarnessModel:
     """A paradec model for a harness. Arguments passed here override those of a task.
 
     pretrained: source for `paradec.load`, or a model; None is the packaged model.
@@ -69,12 +69,12 @@ class Answering:
     max_length: maximum number of tokens of prompt and answer; by default the model's.
     likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal models are
         always exact. mc_num, mc_batch, order: `samples`, `stratum` and `order` of `log_likelihoods`.
-    check_greedy: whether log-likelihoods report if greedy decoding writes the continuation, which takes a forward per
-        token (LAMBADA's accuracy needs it, tasks with choices do not).
+    check_greedy: whether log-likelihoods include the check that greedy decoding writes the continuation. It takes a
+        forward per token (LAMBADA's accuracy needs it, tasks with choices do not).
     choices: "score", or "decode": the model decodes one of a context's continuations under a constraint. The
-        log-likelihood of the decoded one is 0, that of the others -inf.
-    arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task's length
-        counts.
+        log-likelihood of this continuation is then 0, that of the others -inf.
+    arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task
+        sets the length.
     Raises ValueError, TypeError: an unknown argument, or one out of its range."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Answering:
             model = paradec.load(pretrained, device=device, dtype=dtype, revision=revision)
         elif (device, dtype, revision) != (None, None, None):
             raise ValueError(f"device={device!r}, dtype={dtype!r}, revision={revision!r} need a model's name")
-        check_model("lm-eval's model", model, MADE)
+        check_model("lm-eval's model", model, SUPPORTED_KINDS)
         if "sampler" not in fields:
             request = Request(**{**request.changes(), **model_defaults(model)})
         if reason := why_unsupported(model, request):
@@ -125,7 +125,7 @@ class Answering:
         self.requested_length, self._device = max_length, model.device
         self.estimate: dict[str, Any] = {"method": likelihood, "samples": mc_num, "stratum": mc_batch, "order": order}
         log_likelihoods(model, [], **self.estimate)  # raises for wrong arguments before any decoding
-        self.spent = Spent()
+        self.spent = TotalCosts()
         self.likelihoods: list[Likelihood] = []
         """Log-likelihoods of all continuations so far, in order."""
         self._rendered: set[str] = set()
@@ -157,29 +157,28 @@ class Answering:
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokenise a text as `paradec.generate` does without a chat template: for causal models with a BOS token,
-        unless the text was rendered by the chat template. Raises ValueError: words that the tokenizer cannot write."""
-        causal = self.model.facts.topology == "causal" and string not in self._rendered
-        return tokenize(self.tokenizer, string, causal if add_special_tokens is None else add_special_tokens)
+        unless the chat template rendered the text. Raises ValueError: words that the tokenizer cannot encode."""
+        has_bos = self.model.facts.topology == "causal" and string not in self._rendered
+        return tokenize(self.tokenizer, string, has_bos if add_special_tokens is None else add_special_tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenise both. Spaces at the end of the context become part of the continuation."""
-        special = self.model.facts.topology == "causal" and context not in self._rendered
-        cut_at = len(context.rstrip())
-        context_ids = self.tok_encode(context[:cut_at], add_special_tokens=special)
-        ids = self.tok_encode(context + continuation, add_special_tokens=special)
+        """Tokenise a context and a continuation. Spaces at the context's end become part of the continuation."""
+        has_bos = self.model.facts.topology == "causal" and context not in self._rendered
+        context_ids = self.tok_encode(context.rstrip(), add_special_tokens=has_bos)
+        ids = self.tok_encode(context + continuation, add_special_tokens=has_bos)
         return context_ids, ids[len(context_ids) :]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a chat as text. Raises ValueError: no chat template, or one that refuses these messages."""
+        """Render a chat as text. Raises ValueError: no chat template, or one that rejects these messages."""
         from jinja2 import TemplateError
 
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"the tokenizer of {self.model.facts.name} has no chat template: pass --no-chat")
-        open_end = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
-            text = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **open_end)
+            text = self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ending)
         except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template does not take these messages: {error}") from error
+            raise ValueError(f"the tokenizer's chat template does not accept these messages: {error}") from error
         self._rendered.add(text)
         return text
 
@@ -192,7 +191,7 @@ class Answering:
         return ids[-room:]
 
     def keep(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Hook that is called with every answer, so that subclasses can cache it."""
+        """Hook for subclasses that cache answers; called with every answer."""
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
@@ -214,20 +213,20 @@ class Answering:
         self.spent.seconds += time.perf_counter() - start
         return texts
 
-    def _build_entry(self, context: str, of_task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def _build_entry(self, context: str, task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Build an entry for `generate_many`, and the stop strings at which its text is cut."""
-        fields, until = generation_fields(of_task)
+        fields, until = generation_fields(task_kwargs)
         fields = {name: value for name, value in fields.items() if name not in self.explicit_fields}
         if not self.until:
             until = []
         new = self.request.max_new_tokens if "max_new_tokens" in self.explicit_fields else fields.get("max_new_tokens")
         fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
-        constraint = fields.get("constraint", self.request.constraint)  # determines the end of an answer
+        constraint = fields.get("constraint", self.request.constraint)  # a constraint decides where an answer ends
         if until and "stop_strings" not in self.explicit_fields and constraint is None:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
         if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
-            raise ValueError(f"a prompt holds the mask id {mask}, at token {ids.index(mask)}: it would be filled in")
+            raise ValueError(f"a prompt holds the mask id {mask}, at token {ids.index(mask)}: the model would fill it")
         return {"prompt": self._cut_left(ids, self.max_length - new), **fields}, until
 
     # ---- log-likelihoods ----------------------------------------------------------------------------------------
@@ -250,7 +249,7 @@ class Answering:
         self, keys: list[Any], pairs: list[tuple[list[int], list[int]]]
     ) -> dict[int, tuple[float, bool]]:
         """Score continuations that share a context by decoding one of them. Returns (log-likelihood, is greedy) by
-        index: 0 for the decoded one, -inf for the others."""
+        index: 0 for the decoded continuation, -inf for the others."""
         groups = [[*indices] for _, indices in itertools.groupby(range(len(pairs)), lambda number: pairs[number][0])]
         groups = [group for group in groups if len(group) > 1]
         contexts = [
@@ -274,7 +273,7 @@ class Answering:
         is_causal, is_greedy = self.model.facts.topology == "causal", [False] * len(pairs)
         scale = self.request.guidance_scale
         if self.check_greedy and not is_causal:
-            is_greedy = greedily_decoded(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
+            is_greedy = check_greedy_decoding(self.model, pairs, guidance_scale=scale, batch_size=self.batch_size)
         scores: list[tuple[float, bool]] = []
         settings = {**self.estimate, "guidance_scale": scale, "seed": self.request.seed, "batch_size": self.batch_size}
         with self._bar(len(pairs), disable_tqdm, "log-likelihoods") as bar:
@@ -286,7 +285,7 @@ class Answering:
                 bar.update()
         return scores
 
-    # ---- what the harness reports ---------------------------------------------------------------------------------
+    # ---- reports for the harness ----------------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
         """Describe the request, the costs and the precision of log-likelihoods, for the harness' result."""
@@ -304,7 +303,7 @@ class Answering:
                 **{name: value for name, value in self.estimate.items() if value is not None},
                 "judged": len(errors),
                 "forwards": sum(entry.forwards for entry in self.likelihoods),
-                # JSON has no NaN, the error of a single draw
+                # JSON has no NaN, which is the error of a single draw
                 "median_standard_error": _number(errors.nanmedian().item()),
                 "largest_standard_error": _number(errors.where(~errors.isnan(), -1.0).max().item()),
                 "without_a_standard_error": int(errors.isnan().sum()),
@@ -323,7 +322,7 @@ def _number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Sequences(Constraint):
-    """One of several sequences of ids, independent of the texts that they spell."""
+    """One of several sequences of ids, whatever their texts."""
 
     ids: tuple[tuple[int, ...], ...]
 
@@ -337,15 +336,15 @@ class Sequences(Constraint):
 def decode_choices(
     model: Any, request: Request, contexts: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
-    """Decode each context, constrained to its continuations; yield the index of the decoded one, and the output.
+    """Decode each context, constrained to its continuations. Yields its index, and the output.
 
-    This takes a few forwards, where the log-likelihoods of masked models take about a hundred per continuation.
+    This takes a few forwards; log-likelihoods of masked models take about a hundred per continuation.
 
     request: decoding settings; the answer has room for the longest continuation and an end token.
     batch_size: rows decoded together.
     Raises ValueError: no end token, or a request that does not support constraints."""
     if not model.facts.eos_token_ids:
-        raise ValueError(f"choices='decode' needs an end token, and {model.facts.name} has none")
+        raise ValueError(f"choices='decode' needs an end token, which {model.facts.name} lacks")
     entries = [
         {
             "prompt": context,

@@ -1,8 +1,8 @@
 """Comparison of masked samplers on prompts with checkable answers: accuracy and forwards.
 
 Each sampler runs with its defaults and with the settings of its class attribute `sweep`; model, cache, canvas, seed and
-early stopping are shared. The baseline, threshold 0.9, is always measured. Right answers and forwards are reproducible
-on one machine; times are not.
+early stopping are equal for all. The baseline, threshold 0.9, is always measured. Right answers and forwards are
+reproducible on one machine; times are not.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from paradec.tools.evaluation.metrics import aup, wilson
 from paradec.tools.evaluation.questions import Question, packaged_questions
 
 SCHEMA = "paradec-compare/2"
-READ = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source")
-"""Fields of `Result` that a file holds unchanged."""
+STORED_FIELDS = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source")
+"""Fields of `Result` that files store unchanged."""
 Progress = Callable[["Comparison", "Configuration", float], None]
-"""Called after every batch with the comparison so far, the current configuration, and the share of work done."""
+"""Called after every batch with the comparison so far, the current configuration, and the share of the work done."""
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Result:
 
     configuration: Configuration
     tasks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By task: (right answers, prompts)."""
+    """Task -> (right answers, prompts)."""
     row_calls: int = 0
-    """Sum of the prompts' forwards."""
+    """Number of forwards, summed over prompts."""
     forwarded_tokens: int = 0
-    """Positions evaluated, padding excluded."""
+    """Number of evaluated positions, without padding."""
     tokens: int = 0
-    """Answer tokens, end tokens included and the padding after them excluded."""
+    """Number of answer tokens, with end tokens, without the padding after them."""
     seconds: float = 0.0
     """Wall time of decoding."""
     padding_forwards: int = 0
-    """Part of `row_calls`: forwards that decided only padding after the answer."""
+    """The part of `row_calls` that decided only padding after the answer."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """One entry per prompt, in the order of `Comparison.prompts`: "text" (without a tokenizer ids), "right", "nfe" and
     "tokens"."""
@@ -73,12 +73,12 @@ class Result:
     """Digest of a custom sampler's file; None for paradec's samplers."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
-        """(right answers, prompts) of the `tasks`, by default all."""
+        """(right answers, prompts) of the `tasks`, by default of all."""
         counts = [self.tasks[name] for name in (self.tasks if tasks is None else tasks) if name in self.tasks]
         return sum(right for right, _ in counts), sum(num_prompts for _, num_prompts in counts)
 
     def accuracy(self, tasks: Iterable[str] | None = None) -> float:
-        """Share of right answers in the `tasks`, by default all; in [0, 1]."""
+        """Share of right answers, in [0, 1], in the `tasks`, by default in all."""
         right, num_prompts = self.right(tasks)
         return right / num_prompts
 
@@ -105,7 +105,7 @@ class Comparison:
     machine: dict[str, Any]
     """Device, dtype, batch and versions of the run."""
     many: dict[str, bool | None]
-    """By task: whether its prompts have several right answers."""
+    """Task -> whether its prompts have several right answers."""
     results: list[Result] = field(default_factory=list)
     """The baseline first."""
     complete: bool = False
@@ -122,13 +122,13 @@ class Comparison:
         return self.results[0]
 
     def group(self, many: bool) -> list[str]:
-        """Tasks whose prompts have several right answers, or just one."""
+        """Tasks whose prompts have several right answers (`many`), or just one."""
         return [task for task, several in self.many.items() if several is many]
 
     def aup(self) -> dict[str, float]:
         """Area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`), by sampler. Areas are
-        comparable only for equal numbers of settings: samplers with another number than most, or with one, are left
-        out."""
+        comparable only for equal numbers of settings. So the result has the samplers with the most frequent number of
+        settings, if that is more than one."""
         best_accuracy = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
@@ -141,13 +141,13 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON data: the counts, and derived numbers for readers of the file."""
+        """Convert to JSON data: the counts, and numbers that follow from them."""
         rows = []
         for result in self.results:
             row: dict[str, Any] = {"sampler": result.configuration.sampler}
             row["changes"] = {name: to_data(value) for name, value in result.configuration.changes.items()}
             row["tasks"] = {name: list(counts) for name, counts in result.tasks.items()}
-            row |= {name: getattr(result, name) for name in (*READ, "nfe", "tokens_per_forward", "answers")}
+            row |= {name: getattr(result, name) for name in (*STORED_FIELDS, "nfe", "tokens_per_forward", "answers")}
             row |= {"accuracy": result.accuracy(), "interval": list(wilson(*result.right()))}
             row |= {"tokens_per_second": round(result.tokens_per_second, 1), "lost": self.lost(result)}
             rows.append(row | {"won": self.won(result), "versus_baseline": self.versus_baseline(result)})
@@ -188,7 +188,7 @@ class Comparison:
                     Configuration(row["sampler"], row["changes"]),
                     {name: (right, num_prompts) for name, (right, num_prompts) in row["tasks"].items()},
                     answers=list(row["answers"]),
-                    **{name: row[name] for name in READ},
+                    **{name: row[name] for name in STORED_FIELDS},
                 )
                 for row in data["results"]
             ]
@@ -197,7 +197,7 @@ class Comparison:
                     raise ValueError("answers and counts differ")
             return cls(data["setup"], data["machine"], data["many"], results, data["complete"], data["prompts"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{str(file)!r} is no comparison of schema {SCHEMA!r} ({error!r})") from None
+            raise ValueError(f"{str(file)!r} is not a comparison of schema {SCHEMA!r} ({error!r})") from None
 
     def columns(self) -> list[str]:
         """Column headings of `table`."""
@@ -259,15 +259,15 @@ def compare(
     questions: from `packaged_questions` or `read_questions`; None is all packaged ones.
     names: as in `configurations`; None is every masked sampler and combination that supports the request. The baseline
         is always added.
-    defaults: as in `configurations`: whether each sampler runs with its defaults only.
+    defaults: whether each sampler runs only with its defaults, as in `configurations`.
     cache: a name of `paradec.caches.names()`, with settings in parentheses if needed.
     attention, suffix, max_new_tokens, block_length: as in `paradec.generate`.
     batch: prompts decoded together; answers do not depend on it (in float32 up to near-ties).
     seed: for samplers that draw.
-    constraint: of questions without one; prompts decoded together share a constraint.
+    constraint: for questions without one; prompts that are decoded together share a constraint.
     resume: an earlier comparison with an equal setup, whose results are reused, except those of custom samplers whose
         file has changed.
-    progress: called after every batch.
+    progress: see `Progress`.
     Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
     Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the finished configurations, with
     `complete` False."""
@@ -309,7 +309,7 @@ def compare(
     comparison.results = [finished[name] for name in order if name in finished]
     done_work = 0.0
 
-    message = "the comparison was interrupted; what was measured is in .output"
+    message = "the comparison was interrupted; the results so far are in .output"
     with interruptible(lambda: comparison, message):
         for configuration, expected in zip(todo, work, strict=True):
             num_before = comparison.num_answered
@@ -362,7 +362,7 @@ def _measure(
         arguments = request | constraint | configuration.request(new, max(counts))
         if not seed_matters(method, arguments.get("temperature", 0), request["suffix"]):
             arguments["seed"] = None
-        if not result.answers:  # warm up: one-time work must not count
+        if not result.answers:  # warm up: one-time work must not be timed
             generate(model, prompts, sampler=method, **arguments)
         padding = PaddingCounter()
         output = generate(model, prompts, sampler=method, callback=padding, **arguments)
@@ -370,23 +370,23 @@ def _measure(
             filled = output.sequences[row, output.filled[row]].tolist()[: output.tokens[row]]
             ids = [*itertools.takewhile(lambda token: token not in model.facts.eos_token_ids, filled)]
             text = ids if output.text is None else output.text[row]
-            judged = tuple(ids) == question.truth if question.right is None else question.right(str(text))
-            right.setdefault(question.task, []).append(judged)
+            is_right = tuple(ids) == question.truth if question.right is None else question.right(str(text))
+            right.setdefault(question.task, []).append(is_right)
             counts_of = {"nfe": output.row_nfe[row], "tokens": output.tokens[row]}
-            result.answers.append({"text": text, "right": judged, **counts_of})
+            result.answers.append({"text": text, "right": is_right, **counts_of})
         result.row_calls += sum(output.row_nfe)
         result.forwarded_tokens += output.forwarded_tokens
         result.tokens += sum(output.tokens)
         result.seconds += output.seconds
         result.padding_forwards += padding.forwards(output)
         yield len(result.answers)
-    result.tasks = {task: (sum(judged), len(judged)) for task, judged in right.items()}
+    result.tasks = {task: (sum(flags), len(flags)) for task, flags in right.items()}
 
 
 def _is_supported(configuration: Configuration, model: Model, prompt: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a sampler that was not named by the caller supports the model and the request; warns if not."""
+    """Whether a sampler supports the model and the request; warns if not. For samplers that the caller did not name."""
     if configuration.sampler == BASELINE:
-        return True  # its failure is an error of the request itself
+        return True  # if it fails, the request is wrong
     try:
         configuration.make().start(model, prompt, **arguments)
     except ValueError as error:
@@ -406,10 +406,10 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
 
 def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
-        before, now = resume.setup.get(name), setup.get(name)
-        if before != now:
+        earlier, current = resume.setup.get(name), setup.get(name)
+        if earlier != current:
             raise ValueError(
-                f"the comparison to resume has {name}={short_repr(before)}, this one has {name}={short_repr(now)}"
+                f"the comparison to resume has {name}={short_repr(earlier)}, this one has {name}={short_repr(current)}"
             )
     results = [result for result in resume.results if result.source in (None, _source(result.configuration))]
     return {result.configuration.name: result for result in results}
@@ -428,12 +428,12 @@ def _digest(cls: type) -> str | None:
         return None
     try:
         return hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()[:16]
-    except (OSError, TypeError):  # typed into a notebook
+    except (OSError, TypeError):  # a class without a file, from a notebook
         return None
 
 
-UNWRITTEN = 2**62  # instead of a position: a step wrote nothing in a row
-WORTH_SAYING = 0.1  # share of forwards on padding from which `padding_lines` names a configuration
+NO_POSITION = 2**62  # a step wrote nothing in a row
+MIN_PADDING_SHARE = 0.1  # smallest share of forwards that `padding_lines` reports
 
 
 class PaddingCounter:
@@ -444,21 +444,21 @@ class PaddingCounter:
 
     def __call__(self, state: State, commit: Commit) -> None:
         if commit.selected is not None and commit.positions is not None:
-            first = torch.where(commit.selected, commit.positions, UNWRITTEN).amin(1)
+            first = torch.where(commit.selected, commit.positions, NO_POSITION).amin(1)
             self._first.append((commit.rows, first.cpu()))
 
     def forwards(self, output: Output) -> int:
         """Number of forwards, over all rows, that wrote tokens only after the end of the row's answer."""
         lengths = output.attention_mask.sum(1).cpu() - output.new_tokens.shape[1] + torch.tensor(output.tokens)
-        return sum(int(((first >= lengths[rows]) & (first < UNWRITTEN)).sum()) for rows, first in self._first)
+        return sum(int(((first >= lengths[rows]) & (first < NO_POSITION)).sum()) for rows, first in self._first)
 
 
 def padding_lines(results: Iterable[Any]) -> list[str]:
-    """A heading, and a line for each `Result` with a tenth or more of its forwards on padding alone; or no lines."""
+    """A heading, and a line for each `Result` with a tenth or more of its forwards on padding only; [] without any."""
     lines = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results
-        if result.padding_forwards >= WORTH_SAYING * result.row_calls
+        if result.padding_forwards >= MIN_PADDING_SHARE * result.row_calls
     ]
     heading = "forwards per prompt that decided only padding after the answer (a shorter --block-length saves most):"
     return [heading, *lines] if lines else []

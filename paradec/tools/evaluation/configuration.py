@@ -1,4 +1,4 @@
-"""Configurations of a comparison: a sampler with its defaults, or with some settings changed."""
+"""Configurations of a comparison: a sampler with its defaults, or with changed settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paradec.request import Request
 BASELINE = "threshold"
 """The sampler whose defaults are the baseline: confidence 0.9."""
 STAGED = "union(rules=['localleap'], stages=['credit'])"
-"""Credit's logits stage before the rule of localleap."""
+"""The logits stage of credit before the rule of localleap."""
 COMBINATIONS = ("credit+localleap", STAGED, "factor+localleap", "klass+persistence")
-"""Combinations that are compared in addition to the registered samplers: of a dozen tried on the packaged prompts, the
-three fastest and the most accurate one."""
+"""Combinations that are compared besides the registered samplers: the three fastest and the most accurate of a dozen on
+the packaged prompts."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Configuration:
 
     def make(self) -> Sampler:
         """Create the sampler. Raises ValueError: an unknown name, or a value out of its range."""
-        settings = self._own_settings()
+        settings = self._sampler_settings()
         return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in settings})
 
-    def _own_settings(self) -> Collection[str]:
+    def _sampler_settings(self) -> Collection[str]:
         return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
 
     def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
         """Arguments for `generate`, for an answer with `positions` undecided positions in `blocks` blocks."""
-        settings = self._own_settings()
+        settings = self._sampler_settings()
         fields = {name: value for name, value in self.changes.items() if name not in settings}
         if isinstance(fields.get("steps"), float):
             fields["steps"] = max(1, round(fields["steps"] * positions / blocks)) * blocks

@@ -1,4 +1,4 @@
-"""Evaluation of a recipe with lm-evaluation-harness, and a plan of it without running (`paradec eval`)."""
+"""Evaluation of a recipe with lm-evaluation-harness, and a plan of the evaluation (`paradec eval`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paradec.tools.evaluation.recipe import Recipe
 SCHEMA = "paradec-eval/1"
 PACKAGES = ("lm_eval", "torch", "transformers", "datasets", "triton")
 """Packages whose versions influence scores."""
-JUDGED = ("seed", "until", "likelihood", "mc_num", "mc_batch", "order", "check_greedy", "choices")
+HARNESS_FIELDS = ("seed", "until", "likelihood", "mc_num", "mc_batch", "order", "check_greedy", "choices")
 """Fields of a recipe that are passed to `ParadecLM`."""
 
 
@@ -39,12 +39,12 @@ def evaluate(
 
     Args:
         recipe: the evaluation.
-        model: a loaded model, instead of the recipe's.
+        model: a loaded model, which replaces the recipe's.
         device: as in `paradec.load`.
-        use_cache: prefix of the harness' file of answers, from which an interrupted run of an equal recipe continues.
-            The version of the draws is appended (`answers_draws2_rank0.db`).
+        use_cache: prefix of the name of the harness' file of answers (`answers_draws2_rank0.db`), from which an
+            interrupted run of an equal recipe continues. The name includes the version of the draws.
         log_samples: whether the result has every prompt and answer.
-        bootstrap_iters: resamples for standard errors without a formula; 0 leaves these errors out.
+        bootstrap_iters: number of resamples for standard errors without a formula; 0 leaves these errors out.
 
     Returns:
         JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, chat template), the harness'
@@ -59,7 +59,7 @@ def evaluate(
     check_int("bootstrap_iters", bootstrap_iters, low=0)
     import lm_eval
 
-    manager = tasks_of(recipe)  # raises for an unknown task before minutes of loading
+    manager = build_task_manager(recipe)  # raises for an unknown task before minutes of loading
     arguments = recipe.to_arguments()
     start = time.time()
     loading: dict[str, Any] = (
@@ -68,7 +68,7 @@ def evaluate(
     lm = ParadecLM(
         recipe.model if model is None else model,
         batch_size=recipe.batch,
-        **{name: getattr(recipe, name) for name in JUDGED},
+        **{name: getattr(recipe, name) for name in HARNESS_FIELDS},
         **loading,
         **arguments,
     )
@@ -85,13 +85,13 @@ def evaluate(
         apply_chat_template=chat,
         fewshot_as_multiturn=recipe.multiturn and chat,
         task_manager=manager,
-        **{f"{of}random_seed": recipe.seed for of in ("", "numpy_", "torch_", "fewshot_")},
+        **{f"{prefix}random_seed": recipe.seed for prefix in ("", "numpy_", "torch_", "fewshot_")},
         confirm_run_unsafe_code=recipe.unsafe_code,
     )
     assert scores is not None  # only None on ranks other than 0
     met = {
         "versions": versions(),
-        "weights": commit_of(recipe) if model is None else None,
+        "weights": find_commit(recipe) if model is None else None,
         "device": str(lm.model.device),
         "dtype": str(lm.model.dtype).removeprefix("torch."),
         "chat": chat,
@@ -102,7 +102,7 @@ def evaluate(
     return result | {name: scores[name] for name in keys if name in scores}
 
 
-def tasks_of(recipe: Recipe) -> Any:
+def build_task_manager(recipe: Recipe) -> Any:
     """Build the harness' task manager, with the packaged tasks and those of `recipe.include`. Raises
     ModuleNotFoundError: the extra `eval` is missing; ValueError: an unknown task, or `include` is not a folder."""
     from paradec.tools.evaluation.harness import TASKS
@@ -114,11 +114,11 @@ def tasks_of(recipe: Recipe) -> Any:
     folders = [str(TASKS), *([recipe.include] if recipe.include else [])]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if all(manager.match_tasks([task]) for task in recipe.tasks):
-        return manager  # without the harness' tasks: reading their thousands of files takes seconds
+        return manager  # the harness' tasks are not needed: reading their thousands of files takes seconds
     manager = TaskManager(include_path=folders)
     for task in recipe.tasks:
         if not manager.match_tasks([task]):
-            raise ValueError(f"tasks: the harness knows no task {task!r}; `lm-eval ls tasks` lists its own")
+            raise ValueError(f"tasks: the harness has no task {task!r}; `lm-eval ls tasks` lists its tasks")
     return manager
 
 
@@ -133,18 +133,18 @@ def versions() -> dict[str, str]:
     return releases
 
 
-def other_versions(recipe: Recipe) -> list[str]:
+def describe_version_changes(recipe: Recipe) -> list[str]:
     """Describe each package whose installed version differs from the recipe's `versions`."""
     installed = versions()
     return [
-        f"the recipe was written for {package} {expected}; installed is {installed.get(package, 'none')}"
+        f"the recipe was written for {package} {expected}; the installed version is {installed.get(package, 'none')}"
         for package, expected in recipe.versions.items()
         if installed.get(package) != expected
     ]
 
 
-def commit_of(recipe: Recipe) -> str | None:
-    """The commit of the downloaded weights of a hub id; None for folders, and without downloaded weights."""
+def find_commit(recipe: Recipe) -> str | None:
+    """The commit of the recipe's downloaded weights; None for folders, and if the weights are not downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     if recipe.model is None or os.path.exists(recipe.model):
@@ -159,23 +159,23 @@ def commit_of(recipe: Recipe) -> str | None:
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     """Describe a recipe's run without loading weights, for prompts of about `prompt_tokens` tokens. Returns JSON data:
     the recipe, the sampler with its settings, whether the harness knows the tasks, the commit of the downloaded
-    weights, versions, missing parts, and "memory", the bytes needed by a batch. Raises ValueError: as `tasks_of`."""
+    weights, versions, missing parts, and "memory", the bytes of a batch. Raises ValueError: as `build_task_manager`."""
     method = recipe.method()
     missing: list[str] = []
     try:
-        tasks_of(recipe)
+        build_task_manager(recipe)
         tasks_known: bool | None = True
     except ModuleNotFoundError as error:
         tasks_known = None
         missing.append(f"tasks were not checked: {error}")
-    if recipe.model is not None and not os.path.isdir(recipe.model) and commit_of(recipe) is None:
+    if recipe.model is not None and not os.path.isdir(recipe.model) and find_commit(recipe) is None:
         missing.append(f"the weights of {recipe.model} are not on this disk: a run downloads them")
-    missing += other_versions(recipe)
+    missing += describe_version_changes(recipe)
     return {
         "recipe": recipe.to_dict(),
         "sampler": method.to_dict(),
         "tasks_known": tasks_known,
-        "weights": commit_of(recipe),
+        "weights": find_commit(recipe),
         "versions": versions(),
         "missing": missing,
         "memory": _memory(recipe, prompt_tokens),
@@ -183,11 +183,11 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
 
 
 def _memory(recipe: Recipe, prompt_tokens: int) -> dict[str, Any]:
-    """Bytes needed by a batch of answers, or {"unknown": reason} without config.json on this disk."""
+    """Bytes that a batch of answers needs, or {"unknown": reason} without config.json on this disk."""
     request: Mapping[str, Any] = recipe.to_arguments()
     folder = str(Path(paradec.__file__).parent / "assets" / PACKAGED) if recipe.model is None else recipe.model
     if not os.path.isdir(folder):
-        commit = commit_of(recipe)
+        commit = find_commit(recipe)
         if commit is None:
             return {"unknown": "the model's config.json is not on this disk"}
         from huggingface_hub import snapshot_download

@@ -11,11 +11,11 @@ For a continuation x of L tokens after a context:
 - "chain": sum of log p(x_i | positions before i in an order, the others masked): the log-likelihood of decoding in that
   order. Its mean over all orders is the expectation above.
 
-For block-causal models the value is the sum over blocks, each given the blocks before; the positions after the end of
-the last block's tokens stay masked.
+For block-causal models the value is the sum over blocks, each given the earlier blocks. Positions of the last block
+after the continuation's end stay masked.
 
 Differences to LLaDA's code: it rounds the l of a batch to even numbers, which for some L favours even l; here every l
-is equally likely. If a continuation has at most as many maskings as samples, each is evaluated once without drawing.
+is equally likely. If a continuation has at most as many maskings as `samples`, each masking is evaluated once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Masking:
     """One row to evaluate."""
 
     tokens: list[int]
-    at: list[int]
+    positions: list[int]
     """Positions of `tokens` whose log-probabilities are summed."""
     ids: list[int]
     """The continuation's ids at these positions."""
@@ -57,12 +57,12 @@ class Masking:
     """Number of tokens before the continuation."""
     weight: float
     stratum: int
-    """The weighted values of a stratum add up to one estimate."""
+    """Index of a stratum; the weighted values of a stratum sum to one estimate."""
 
 
 @dataclass(frozen=True)
 class MaskingSpan:
-    """Maskings of a span: a whole continuation, or on a block-causal model its part in one block."""
+    """Maskings of a span: a continuation, or for a block-causal model its part in one block."""
 
     rows: list[Masking]
     samples: int
@@ -83,7 +83,7 @@ class _Span:
 def chain_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], order: str, samples: int, seed: int
 ) -> list[MaskingSpan]:
-    """Build a row for each position of each order: positions before it in the order are visible, the others masked."""
+    """Build a row for each position of each order: earlier positions of the order are visible, the others masked."""
     row, parts = context + continuation, []
     keys = _keys(seed, row)
     for span in _spans(facts, len(context), len(continuation)):
@@ -105,8 +105,8 @@ def chain_maskings(
 def random_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], samples: int, stratum: int, seed: int
 ) -> list[MaskingSpan]:
-    """Draw random maskings, in strata of `stratum` maskings whose numbers of masks are spread evenly; or list all
-    maskings if there are at most `samples`."""
+    """Draw random maskings, in strata of `stratum` maskings with evenly spread numbers of masks. If there are at most
+    `samples` maskings, list all instead."""
     row, parts = context + continuation, []
     keys = _keys(seed, row)
     for span in _spans(facts, len(context), len(continuation)):
@@ -115,7 +115,7 @@ def random_maskings(
         chosen: list[tuple[Sequence[int], float, int]] = []
         if is_exhaustive:
             for size in range(1, length + 1):
-                # L / size is the estimate's weight; each size has probability 1 / L, spread evenly over its subsets
+                # L / size is the estimate's weight; each size has probability 1 / L, divided evenly among its subsets
                 weight = 1 / (size * math.comb(length, size))
                 subsets = itertools.combinations(range(span.begin, span.end), size)
                 chosen += [(subset, weight, 0) for subset in subsets]
@@ -150,15 +150,15 @@ def _masking(
     span: _Span,
     context: int,
     hidden: Sequence[int],
-    judged: Sequence[int],
+    targets: Sequence[int],
     weight: float,
     stratum: int,
 ) -> Masking:
-    """Build a row of the span's width, with masks at `hidden` and after the span's end, to be judged at `judged`."""
+    """Build a row of the span's width, with masks at `hidden` and after the span's end; its targets are `targets`."""
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
     for position in hidden:
         tokens[position] = facts.mask_id
-    return Masking(tokens, [*judged], [row[position] for position in judged], context, weight, stratum)
+    return Masking(tokens, [*targets], [row[position] for position in targets], context, weight, stratum)
 
 
 def _keys(seed: int, row: list[int]) -> Tensor:
@@ -184,9 +184,9 @@ def _mask_counts(keys: Tensor, start: int, length: int, samples: int, stratum: i
 
 METHODS = ("exact", "monte_carlo", "chain")
 ORDERS = ("left_to_right", "right_to_left", "random")
-MADE = ("text",)
+SUPPORTED_KINDS = ("text",)
 """Supported kinds of models (of `paradec.core.checks.MODELS`)."""
-MOST_SAMPLES = 2**20
+MAX_SAMPLES = 2**20
 
 Pair = tuple[Sequence[int], Sequence[int]]
 """Ids of the context, and of the continuation."""
@@ -234,8 +234,8 @@ def log_likelihoods(
         pairs: (context, continuation) as ids. Masked models without a shift also accept an empty context.
         method: of `METHODS`; None is "exact" for causal models and "monte_carlo" for masked ones.
         samples: maskings of "monte_carlo" (128 is LLaDA's), and orders of "chain" with order "random".
-        stratum: number of maskings whose l are spread evenly over 1 to L (16 is LLaDA's batch); `samples` is a multiple
-            of it, or smaller. The variance is that of the strata's means.
+        stratum: number of maskings whose l are spread evenly over 1 to L (16 is LLaDA's batch); `samples` must be a
+            multiple of it, or smaller. The variance is that of the strata's means.
         order: of "chain".
         guidance_scale: as in `paradec.Request` (LLaDA's cfg + 1); the second branch has a masked context.
         seed: of the draws. batch_size: rows evaluated together.
@@ -244,10 +244,10 @@ def log_likelihoods(
         ValueError, TypeError: an argument out of its range, before any forward.
         FloatingPointError: NaN or +inf among the logits.
     """
-    check_model("log_likelihoods", model, MADE)
+    check_model("log_likelihoods", model, SUPPORTED_KINDS)
     facts: ModelFacts = model.facts
     if facts.topology == "causal_context":
-        raise ValueError(f"{facts.name} has a likelihood only as a causal model: load(..., topology='causal')")
+        raise ValueError(f"{facts.name} has a likelihood only as a causal model: load it with topology='causal'")
     causal = facts.topology == "causal"
     method = ("exact" if causal else "monte_carlo") if method is None else method
     check_choice("method", method, METHODS)
@@ -256,7 +256,7 @@ def log_likelihoods(
         allowed = "exact" if causal else "monte_carlo or chain"
         raise ValueError(f"method={method!r} is not for {facts.name}, a {kind} model: give {allowed}")
     check_choice("order", order, ORDERS)
-    check_int("samples", samples, low=1, high=MOST_SAMPLES)
+    check_int("samples", samples, low=1, high=MAX_SAMPLES)
     check_int("stratum", stratum, low=1)
     if samples % min(stratum, samples):
         raise ValueError(f"samples={samples} must be a multiple of stratum={stratum}, or smaller")
@@ -268,7 +268,7 @@ def log_likelihoods(
     for index, pair in enumerate(pairs):
         _check_pair(model, index, pair)
 
-    def parts_of(pair: Pair) -> list[MaskingSpan]:
+    def build_spans(pair: Pair) -> list[MaskingSpan]:
         context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
         if method == "exact":
             # one row: a causal model predicts every position from the tokens before it
@@ -278,7 +278,7 @@ def log_likelihoods(
             return chain_maskings(facts, context, continuation, order, samples, seed)
         return random_maskings(facts, context, continuation, samples, stratum, seed)
 
-    return _evaluate_pairs(model, [*pairs], parts_of, guidance_scale, batch_size)
+    return _evaluate_pairs(model, [*pairs], build_spans, guidance_scale, batch_size)
 
 
 def _check_pair(model: Any, index: int, pair: Pair) -> None:
@@ -286,14 +286,14 @@ def _check_pair(model: Any, index: int, pair: Pair) -> None:
     context, continuation = pair
     if isinstance(context, str) or isinstance(continuation, str):
         ids = "model.tokenizer(text, add_special_tokens=False)['input_ids']"
-        raise TypeError(f"pair {index} must hold ids, not texts: write {ids}")
+        raise TypeError(f"pair {index} must have ids, not texts: give {ids}")
     facts = model.facts
     if not len(continuation):
         raise ValueError(f"continuation {index} is empty; give at least one token")
     if not len(context) and facts.topology == "causal":
-        raise ValueError(f"context {index} is empty, and {facts.name} needs a token to begin with")
+        raise ValueError(f"context {index} is empty; {facts.name} needs at least one token")
     if not len(context) and facts.shift:
-        raise ValueError(f"context {index} is empty, and {facts.name} predicts each token from the one before")
+        raise ValueError(f"context {index} is empty; {facts.name} predicts each token from the previous one")
     row = [int(token) for token in (*context, *continuation)]
     check_rows(model, [row])
     if facts.mask_token_id is not None and facts.mask_token_id in row:
@@ -305,7 +305,7 @@ def _check_pair(model: Any, index: int, pair: Pair) -> None:
 
 
 def _evaluate_pairs(
-    model: Any, pairs: list[Pair], parts_of: Callable[[Pair], list[MaskingSpan]], scale: float, batch_size: int
+    model: Any, pairs: list[Pair], build_spans: Callable[[Pair], list[MaskingSpan]], scale: float, batch_size: int
 ) -> Iterator[Likelihood]:
     """Evaluate the rows of all pairs in batches of `batch_size`, which may mix pairs."""
     plans: list[list[MaskingSpan]] = []
@@ -315,7 +315,7 @@ def _evaluate_pairs(
 
     def rows() -> Iterator[tuple[int, int, Masking]]:
         for index, pair in enumerate(pairs):
-            plans.append(parts_of(pair))
+            plans.append(build_spans(pair))
             sums.append([np.zeros(part.rows[-1].stratum + 1) for part in plans[-1]])
             remaining[index] = sum(len(part.rows) for part in plans[-1])
             yield from ((index, part_index, row) for part_index, part in enumerate(plans[-1]) for row in part.rows)
@@ -358,19 +358,19 @@ def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[floa
 
 def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
     """Compute `_log_probs` of rows that fit into one call, padded on the right."""
-    facts, max_judged = model.facts, max(len(row.at) for row in rows)
-    ids = torch.zeros(len(rows), max_judged, dtype=torch.int64)
-    judged = torch.zeros_like(ids, dtype=torch.bool)
+    facts, max_targets = model.facts, max(len(row.positions) for row in rows)
+    ids = torch.zeros(len(rows), max_targets, dtype=torch.int64)
+    targets = torch.zeros_like(ids, dtype=torch.bool)
     for index, row in enumerate(rows):
-        ids[index, : len(row.at)] = torch.tensor(row.ids)
-        judged[index, : len(row.at)] = True
+        ids[index, : len(row.positions)] = torch.tensor(row.ids)
+        targets[index, : len(row.positions)] = True
     branches = 1 if scale == 1 else 2
     unconditional = [] if branches == 1 else [[facts.mask_id] * row.context + row.tokens[row.context :] for row in rows]
     branch_rows = rows * branches
     query = build_rows_query(
         model,
         [row.tokens for row in rows] + unconditional,
-        [row.at for row in branch_rows],
+        [row.positions for row in branch_rows],
         [row.context for row in branch_rows],
     )
     query = query.with_fields(
@@ -384,29 +384,29 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
         logits = logits if branches == 1 else apply_guidance(logits, scale)
         log_probs = StepLogProbs.from_logits(logits, ids.to(model.device), 1)
         chosen, is_best = log_probs.chosen.cpu(), (log_probs.best_tokens.squeeze(-1).cpu() == ids)
-    wrong = (log_probs.best.squeeze(-1).cpu().isnan() & judged).any(1).nonzero().flatten().numpy()
+    wrong = (log_probs.best.squeeze(-1).cpu().isnan() & targets).any(1).nonzero().flatten().numpy()
     if len(wrong):
         raise NotFinite(f"{facts.name} returned NaN or +inf for a row of {len(rows[wrong[0]].tokens)} tokens", wrong)
-    total = torch.where(judged, chosen, 0.0).sum(1).tolist()
-    return list(zip(total, (is_best | ~judged).all(1).tolist(), strict=True))
+    total = torch.where(targets, chosen, 0.0).sum(1).tolist()
+    return list(zip(total, (is_best | ~targets).all(1).tolist(), strict=True))
 
 
-def greedily_decoded(
+def check_greedy_decoding(
     model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
 ) -> list[bool]:
     """For each pair, whether a masked model writes the continuation when it decodes greedily, one token per forward by
     confidence (LLaDA's `suffix_greedy_prediction`). End tokens do not end the answer. Raises ValueError, TypeError: as
-    `log_likelihoods`, or a causal model, for which `Likelihood.greedy` tells."""
-    check_model("greedily_decoded", model, MADE)
+    `log_likelihoods`, or for a causal model (use `Likelihood.greedy`)."""
+    check_model("check_greedy_decoding", model, SUPPORTED_KINDS)
     if model.facts.topology == "causal":
-        raise ValueError(f"{model.facts.name} is causal: log_likelihoods says whether its tokens are the likeliest")
+        raise ValueError(f"{model.facts.name} is causal: use `greedy` in the results of log_likelihoods")
     for index, pair in enumerate(pairs):
         _check_pair(model, index, pair)
     is_greedy = [False] * len(pairs)
     by_length: dict[int, list[int]] = {}
     for index, (context, continuation) in enumerate(pairs):
         if not len(context):
-            raise ValueError(f"context {index} is empty; greedy decoding needs a token to begin with")
+            raise ValueError(f"context {index} is empty; greedy decoding needs at least one token")
         by_length.setdefault(len(continuation), []).append(index)
     blocks = None if model.facts.topology == "block_causal" else "whole"
     for length, indices in by_length.items():

@@ -11,11 +11,11 @@ import numpy as np
 from paradec.core.checks import check_int, check_number
 
 LARGEST_LOSS = 5.0
-"""Points of accuracy that a setting may lose to the method's slowest one; the area leaves out worse settings."""
+"""Maximum loss of accuracy, in points, against the method's slowest setting; the area leaves out worse settings."""
 DRAWS = 10_000
 """Resamples of a bootstrap."""
 DECAY = 3.0
-"""How fast the weight of an accuracy falls with its distance to the best one."""
+"""Rate at which the weight of an accuracy falls with its relative distance to the best one."""
 
 
 def wilson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -27,7 +27,7 @@ def wilson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, fl
     check_int("right", right, low=0, high=trials)
     check_number("confidence", confidence, low=0, high=1, open_low=True)
     if confidence == 1:
-        raise ValueError("confidence=1 must be below 1")
+        raise ValueError("confidence=1 must be less than 1")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share = right / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)

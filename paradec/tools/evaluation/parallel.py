@@ -19,9 +19,9 @@ from paradec.tools.evaluation.questions import Question, packaged_questions
 
 Changes = Mapping[str, Any]
 
-MOST_SETTINGS = 5
+MAX_SETTINGS = 5
 SCHEDULE: tuple[Changes, ...] = ({}, {"steps": 1 / 4}, {"steps": 1 / 2}, {"steps": 1 / 8}, {"steps": 1 / 16})
-"""Tokens per step 1, 4, 2, 8 and 16, for samplers that plan their steps."""
+"""1, 4, 2, 8 and 16 tokens per step, for samplers that plan their steps."""
 SWEEPS: dict[str, tuple[Changes, ...]] = {
     "threshold": ({}, {"threshold": 0.5}, {"threshold": 1.0}, {"threshold": 0.75}, {"threshold": 0.6}),
     "factor": ({}, {"factor": 1.9}, {"factor": 0.7}, {"factor": 1.6}, {"factor": 1.3}),
@@ -31,7 +31,7 @@ SWEEPS: dict[str, tuple[Changes, ...]] = {
     "entropy": SCHEDULE,
 }
 """Settings of ParallelBench's methods, the default first: thresholds in its range of 0.5 to 1, and its five factors. A
-sweep of n settings uses the first n."""
+sweep with n settings has the first n."""
 NAMES = (
     *("copy", "reverse", "sort", "shuffle", "insert_at", "insert_random", "remove_at", "remove_random", "replace_at"),
     *("replace_random", "latin_square"),
@@ -39,14 +39,14 @@ NAMES = (
 """The tasks of `paradec.tools.evaluation.TASKS` that are ParallelBench's waiting-line tasks and Latin squares."""
 
 
-def sweep(name: str, settings: int = MOST_SETTINGS) -> list[Configuration]:
+def sweep(name: str, settings: int = MAX_SETTINGS) -> list[Configuration]:
     """List `settings` configurations (2 to 5) of a sampler, including its default.
 
-    They are those of `SWEEPS`. For other samplers: thresholds if `sweep`, the class attribute, varies the threshold,
-    `SCHEDULE` if it varies the steps, else `sweep` itself.
+    Samplers in `SWEEPS` have its settings. For other samplers the class attribute `sweep` decides: if it varies only
+    the threshold, thresholds; if it varies only the steps, `SCHEDULE`; else `sweep` itself.
 
     Raises ValueError: an unknown name, another family, or too few known settings."""
-    check_int("settings", settings, low=2, high=MOST_SETTINGS)
+    check_int("settings", settings, low=2, high=MAX_SETTINGS)
     cls = samplers.get(name)
     if cls.family != "masked":
         raise ValueError(f"sampler {name!r} is of family {cls.family!r}; the bench takes the 'masked' family")
@@ -76,25 +76,25 @@ def parallel(
     model: Model | None = None,
     *,
     names: Iterable[str] | None = None,
-    settings: int = MOST_SETTINGS,
+    settings: int = MAX_SETTINGS,
     tasks: str | Iterable[str] | None = None,
     limit: int | None = None,
     max_new_tokens: int | None = None,
     block_length: int | None = None,
     cache: str = "none",
     suffix: Suffix | int | str | None = None,
-    **others: Any,
+    **options: Any,
 ) -> Comparison:
     """Compare samplers on the tasks, with several settings each, at temperature 0. The function
     `paradec.tools.evaluation.plot.frontier` draws the result.
 
     Args:
         model: a masked language model; None is the packaged one.
-        names: samplers; None is ParallelBench's (`SWEEPS`).
+        names: samplers; None is ParallelBench's samplers (`SWEEPS`).
         settings: number of settings of each sampler, 2 to 5.
         tasks, limit: as in `parallel_questions`.
-        max_new_tokens: by default the model's own.
-        block_length, cache, suffix, others: as in `paradec.tools.evaluation.compare`.
+        max_new_tokens: by default the model's.
+        block_length, cache, suffix, options: as in `paradec.tools.evaluation.compare`.
 
     Raises:
         ValueError: an argument out of its range, or a sampler that the model does not support, before any decoding.
@@ -105,11 +105,11 @@ def parallel(
     model = paradec.load() if model is None else model
     arguments: dict[str, Any] = {"cache": cache, "suffix": suffix, "block_length": block_length}
     arguments["max_new_tokens"] = max_new_tokens or model.default_max_new_tokens
-    for configuration in configurations:  # raise errors now, not after hours
+    for configuration in configurations:  # raise errors before hours of decoding
         with configuration.make().start(model, questions[0].prompt, **arguments).release_stores_on_exit():
             pass
     if all(configuration.sampler != BASELINE for configuration in configurations):
-        # `compare` measures the baseline anyway, so it gets a curve as well
+        # `compare` also measures the baseline, so add its other settings
         configurations = [*sweep(BASELINE, settings), *configurations]
     arguments["max_new_tokens"] = max_new_tokens
-    return compare(model, questions=questions, names=configurations, **arguments, **others)
+    return compare(model, questions=questions, names=configurations, **arguments, **options)

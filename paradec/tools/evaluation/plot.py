@@ -39,19 +39,19 @@ class Panel:
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Check that a plot can be written to `file`; call it before hours of work. Raises ModuleNotFoundError: matplotlib
+    """Check that a plot can be written to `file`, before hours of work. Raises ModuleNotFoundError: matplotlib
     is not installed; ValueError: not a PNG, PDF or SVG file in an existing folder."""
     path = Path(file)
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ValueError(f"plot={str(file)!r} must end in .png, .pdf or .svg")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ValueError(f"cannot write the plot to {str(file)!r}: not a file in an existing folder")
+        raise ValueError(f"cannot write the plot to {str(file)!r}: it is not a file in an existing folder")
     check_matplotlib()
 
 
 def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
-    """Draw a comparison: right answers over tokens per forward. If some prompts have one right answer and some many,
-    these are two panels. Raises ModuleNotFoundError, ValueError: as `check_plot`."""
+    """Draw a comparison: right answers over tokens per forward. Prompts with one right answer and prompts with many get
+    separate panels. Raises ModuleNotFoundError, ValueError: as `check_plot`."""
     groups = {"one right answer": comparison.group(many=False), "many right answers": comparison.group(many=True)}
     if not all(groups.values()):
         groups = {"all prompts": list(comparison.many)}
@@ -67,8 +67,8 @@ def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
 
 
 def shown_curves(panels: Sequence[Panel]) -> list[str]:
-    """Names of the at most `COLOURED` samplers whose curves get a colour, in the order of the panels: those whose best
-    point has the fewest points above and to the right of it, summed over the panels."""
+    """Names of at most `COLOURED` samplers whose curves get a colour, in the order of the panels: the samplers whose
+    best points have the fewest points above and to the right of them, summed over the panels."""
     score: dict[str, int] = {}
     for panel in panels:
         points = np.array([point[:2] for curve in panel.curves.values() for point in curve])
@@ -80,7 +80,7 @@ def shown_curves(panels: Sequence[Panel]) -> list[str]:
 
 
 def save(figure: Figure, file: str | os.PathLike[str]) -> None:
-    """Write a figure. An SVG file keeps text as text, has no background, and suits light and dark pages."""
+    """Write a figure. An SVG file has text as text and no background, and suits light and dark pages."""
     if Path(file).suffix.lower() != ".svg":
         figure.savefig(file, dpi=100)
         return

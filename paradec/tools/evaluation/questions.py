@@ -14,17 +14,17 @@ from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "constraint")
-"""Fields of a line of a file of prompts."""
+"""Fields of a line in a file of prompts."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and how to judge its answer.
+    """A prompt, and the judge of its answers.
 
     Attributes:
         prompt: a text, or ids (with the mask id at positions to fill); for tuning also a chat.
         key: prompt and answer as text; a comparison or study can only be continued with equal keys.
-        right: judges a text (without special tokens): whether it is a right answer; None: unknown.
+        right: returns whether a text (without special tokens) is a right answer; None: unknown.
         truth: the right ids of the filled positions, in order; None: unknown.
         task: name for counts per task; tuning spreads the prompts of a task over both halves.
         group: tuning keeps the prompts of a group in one half, and resamples them together for intervals; by default
@@ -71,8 +71,8 @@ def read_questions(
         {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
         {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
-    `answer` (a text, or a list of accepted texts) must be the whole answer, except for spaces around words and empty
-    lines at either end. `regex` (Python's) must match somewhere in the answer. `task` is "prompts" by default.
+    `answer` is the complete right answer (a text, or a list of accepted texts); spaces around words and empty lines at
+    either end are ignored. `regex` (Python's) must match somewhere in the answer. `task` is "prompts" by default.
     `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`. `answer_ids` are all filled ids before
     the end token.
 
@@ -107,7 +107,7 @@ def _question(line: str) -> Question:
 
 
 def read_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Check a row of token ids. Raises ValueError for another value; the message has the name."""
+    """Return a row of token ids. Raises ValueError for any other value. name: of the value in the error."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
         raise ValueError(f"{name}={short_repr(value)} must be a row of token ids")
@@ -117,9 +117,9 @@ def read_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a line of a prompt file. `allowed`: its allowed fields (None: any); `ids` allows
-    `input_ids` instead of `prompt`. Raises ValueError: not an object, an unknown field, or a prompt, task or group that
-    is not a text."""
+    """Read the JSON object in a line of a prompt file. `allowed`: its allowed fields; None allows any. `ids`: whether
+    `input_ids` may replace `prompt`. Raises ValueError: not an object, an unknown field, or a prompt, task or group
+    that is not a text."""
     fields = parse_json(line)
     if not isinstance(fields, dict):
         raise ValueError(f"{short_repr(fields)} is not an object with a prompt")
@@ -151,7 +151,7 @@ def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None
     try:
         pattern = re.compile(fields["regex"])
     except (re.error, TypeError) as error:
-        raise ValueError(f"regex={short_repr(fields['regex'])} is no regular expression ({error})") from None
+        raise ValueError(f"regex={short_repr(fields['regex'])} is not a regular expression ({error})") from None
     return (lambda text: pattern.search(text) is not None), None
 
 

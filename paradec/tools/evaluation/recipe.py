@@ -1,4 +1,4 @@
-"""Recipes: all settings of an evaluation that its score depends on, in one YAML file.
+"""Recipes: all settings on which the score of an evaluation depends, in one YAML file.
 
     model: GSAI-ML/LLaDA-8B-Instruct
     dtype: bfloat16
@@ -34,8 +34,8 @@ PATHS = ("preset", "include")
 """Fields with paths relative to the recipe's folder."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the answer's length in a task's generation_kwargs; if there are several, the first in this order counts, as
-in the harness."""
+"""Names of the answer's length in a task's generation_kwargs. Of several, the first in this order is used, as in the
+harness."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "constraint", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "bad_words", "min_new_tokens", "ignore_eos"),
@@ -47,7 +47,7 @@ NEUTRAL = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An evaluation with lm-evaluation-harness. Its fields are checked without the model and the harness.
+    """An evaluation with lm-evaluation-harness. The constructor checks the fields without the model and the harness.
 
     Args:
         tasks: names of the harness' tasks and groups, or packaged ones ("paradec", "paradec_sort").
@@ -55,7 +55,7 @@ class Recipe:
         revision: branch, tag or commit of a hub id.
         dtype: of the parameters; None is the checkpoint's.
         shots: examples before each prompt; None is the task's number.
-        chat: whether to apply the tokenizer's chat template; None: if there is one.
+        chat: whether to apply the tokenizer's chat template; None applies it if there is one.
         multiturn: whether examples become turns of the chat.
         system: system prompt.
         request: fields of `Request.to_dict`, and settings of the sampler.
@@ -67,7 +67,7 @@ class Recipe:
         seed: of paradec's draws and the harness' draws.
         include: a folder with further tasks.
         unsafe_code: whether tasks may run code that the model writes.
-        versions: versions of packages that the recipe was written for; other installed versions give a warning.
+        versions: package -> version that the recipe was written for; another installed version gives a warning.
         published: metric, value and source of a published score.
         about: one sentence.
 
@@ -171,7 +171,7 @@ class Recipe:
                 if name not in names:
                     raise ValueError(unknown_name("field", name, names))
             if "tasks" not in data:
-                raise ValueError("it names no tasks")
+                raise ValueError("it has no tasks")
             for name in PATHS:
                 if isinstance(data.get(name), str):
                     data[name] = str(path.parent / data[name])
@@ -183,9 +183,9 @@ class Recipe:
 def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
-    """Merge arguments and a preset into fields of a request, and the request. Names that are no field are settings of
-    the sampler. Raises TypeError for an unknown name, ValueError for a wrong value or settings of a sampler that
-    already has some."""
+    """Merge arguments and a preset. Returns the fields of the request, and the request. Names that are not fields are
+    settings of the sampler. Raises TypeError for an unknown name, ValueError for a wrong value or settings of a sampler
+    that already has some."""
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     request_fields = Request.merge_arguments(fields, preset)
@@ -206,8 +206,8 @@ def request_from_arguments(
 
 
 def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a task's generation_kwargs to fields of a request, and stop strings. Raises ValueError, which names the
-    argument, for an argument that paradec does not support."""
+    """Convert a task's generation_kwargs to fields of a request, and stop strings. Raises ValueError for an argument
+    that paradec does not support."""
     remaining = dict(task_kwargs)
     until = remaining.pop("until", None) or []
     until = [text for text in ([until] if isinstance(until, str) else until) if text]

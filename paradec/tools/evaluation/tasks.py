@@ -1,4 +1,4 @@
-"""Short list tasks that measure the loss of accuracy by parallel decoding.
+"""Short list tasks that measure how much accuracy parallel decoding loses.
 
 A sampler that commits several tokens in one step treats them as independent. This is harmless for prompts with one
 right answer (copy, sort, ...) and harmful for prompts with many (shuffle, "insert anywhere", ...). The difference
@@ -10,7 +10,7 @@ ParallelBench (arXiv 2510.04767), with words instead of names and short instruct
     Shuffle: pear fig apple                 -> any other order of the three
     Latin square: A B C                     -> three lines; no symbol twice in a row or column
 
-"Remove any" is a control: the likeliest word at each position, chosen independently, gives a right answer.
+"Remove any" is a control: the likeliest words, chosen independently at each position, give a right answer.
 
 A hash of the prompt decides its side of the split (:func:`is_held_out`), so training prompts (``held_out=False``) are
 never among the prompts packaged for evaluation (:func:`load_prompts`).
@@ -45,7 +45,7 @@ class Example:
         word: The word to insert or to substitute.
         target: The list member that the prompt names.
         index: The list position that the prompt names, from 0.
-        answer: One right answer; ``None`` in packaged prompts with many.
+        answer: One right answer; ``None`` in packaged prompts with many right answers.
     """
 
     task: str
@@ -68,8 +68,8 @@ class Task:
         accept: Judges an answer if several are right; ``None``: only ``solve``'s answer is right.
         alphabet: Source of ``{items}`` and ``{word}``.
         sizes: Allowed numbers of items.
-        slots: Positions that ``{index}`` may name beyond the items (1 for an insertion).
-        max_answer_tokens: Length of the longest answer in words and line breaks.
+        slots: Number of positions after the items that ``{index}`` may name (1 for an insertion).
+        max_answer_tokens: Number of words and line breaks in the longest answer.
     """
 
     name: str
@@ -111,13 +111,13 @@ class Task:
 
     def check(self, example: Example, text: str) -> bool:
         """Whether ``text`` (decoded, without special tokens) is a right answer to ``example``. Spaces around words and
-        empty lines at either end are ignored; case, order and line breaks are not."""
+        empty lines at either end are ignored; case, order and line breaks count."""
         if example.task != self.name:
-            raise ValueError(f"example.task={example.task!r} was given to task {self.name!r}")
+            raise ValueError(f"example.task={example.task!r} must be {self.name!r}")
         lines = [line.split() for line in text.strip().splitlines()]
         if self.accept is not None:
             return self.accept(example, lines)
-        return lines == self.solve(example, Random(0))  # one right answer: the rng is not used
+        return lines == self.solve(example, Random(0))  # with one right answer, the rng is not used
 
 
 def is_held_out(prompt: str) -> bool:
@@ -171,7 +171,7 @@ def _latin_square(x: Example, rng: Random) -> Lines:
     rows: Lines = []
     while len(rows) < len(x.items):
         row = rng.sample(x.items, len(x.items))
-        if all(a != b for above in rows for a, b in zip(above, row, strict=True)):
+        if all(a != b for earlier_row in rows for a, b in zip(earlier_row, row, strict=True)):
             rows.append(row)
     return rows
 

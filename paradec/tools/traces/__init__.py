@@ -1,7 +1,7 @@
 """Drawings of traces: HTML pages to step through, animations, plots.
 
-`paradec.core.trace.Trace` is the data. Its drawing methods find their functions in this registry, and so do outputs and
-reports for notebooks. A function is imported at its first use.
+`paradec.core.trace.Trace` has the data. Drawing methods of traces, and of outputs and reports in notebooks, find their
+functions in this registry. A function is imported at its first use.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ registry = Registry(
         "page": "paradec.tools.traces.files:page",
         "animation": "paradec.tools.traces.gif:write",
         "plot": "paradec.tools.traces.plot:figure",
-        "frame": "paradec.tools.traces.files:of_trace",
-        "output": "paradec.tools.traces.files:of_output",
-        "report": "paradec.tools.traces.files:of_report",
+        "frame": "paradec.tools.traces.files:trace_to_html",
+        "output": "paradec.tools.traces.files:output_to_html",
+        "report": "paradec.tools.traces.files:report_to_html",
     },
 )
 """Drawing functions, by the kind of drawing."""

@@ -22,7 +22,7 @@ HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 
 def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
-    """Check that traces can be written in the format of a suffix; call it before long work. `argument`: name in the
+    """Check that traces can be written in the format of a suffix, before long work. argument: the path's name in the
     error. Raises ValueError: an unknown suffix; ModuleNotFoundError: the format's library is not installed."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*DATA, *PAGES, *ANIMATIONS, *PLOTS):
@@ -44,7 +44,7 @@ def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[
     first, *other_traces = traces
     if suffix in DATA:
         if other_traces:
-            raise ValueError(f"path {str(path)!r}: a data file holds one run; several go into .html, .gif or a plot")
+            raise ValueError(f"path {str(path)!r}: a .json file holds one run; write several to .html, .gif or a plot")
         first.to_json(path)
     elif suffix in PAGES:
         first.to_html(path, beside=other_traces, names=names)
@@ -59,25 +59,25 @@ def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") ->
 
     traces: 1 to 4. names: of the runs; by default their samplers. title: of the page; by default the names.
     Raises TypeError: values that are not traces. ValueError: too many traces, or another number of names."""
-    called = check_runs(traces, names)
-    title = title or " beside ".join(called)
-    runs = [run_data(trace, name) for trace, name in zip(traces, called, strict=True)]
+    run_names = check_runs(traces, names)
+    title = title or " beside ".join(run_names)
+    runs = [run_data(trace, name) for trace, name in zip(traces, run_names, strict=True)]
     data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     for character, code in HARMLESS.items():
         data = data.replace(character, code)
     template = (resources.files("paradec.tools.traces") / "page.html").read_text(encoding="utf-8")
     head, tail = template.split("@DATA@")
     text = head.replace("@TITLE@", escape(title)) + data + tail
-    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be written
+    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be written
 
 
 FRAME_HEIGHT = 460
 """Pixels of a trace's frame."""
-MOST_TEXTS = 20
+MAX_TEXTS = 20
 """Maximum number of answers shown."""
-LONGEST_TEXT = 2000
+MAX_TEXT_LENGTH = 2000
 """Maximum number of characters of an answer."""
-MOST_CALLS = 200
+MAX_CALLS = 200
 """Maximum number of rows of a report's table."""
 
 
@@ -91,7 +91,7 @@ def table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
     return f"<table>{line(head, 'th') if head else ''}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def of_trace(trace: Trace) -> str:
+def trace_to_html(trace: Trace) -> str:
     """The trace's page in a sandboxed frame without access to the notebook or the network."""
     return (
         f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME_HEIGHT}px;border:1px solid #8888" '
@@ -99,30 +99,28 @@ def of_trace(trace: Trace) -> str:
     )
 
 
-def of_output(output: Any) -> str:
+def output_to_html(output: Any) -> str:
     """HTML of an output of `generate`: the answers, their costs, and the trace if it was recorded."""
     texts = [] if output.text is None else [output.text] if isinstance(output.text, str) else output.text
-    rows = [
-        (i + 1, text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "...", output.tokens[i], output.row_nfe[i])
-        for i, text in enumerate(texts[:MOST_TEXTS])
-    ]
-    more = f"<p>... {len(texts) - MOST_TEXTS} more</p>" if len(texts) > MOST_TEXTS else ""
+    cut = [text if len(text) <= MAX_TEXT_LENGTH else text[:MAX_TEXT_LENGTH] + "..." for text in texts[:MAX_TEXTS]]
+    rows = [(i + 1, text, output.tokens[i], output.row_nfe[i]) for i, text in enumerate(cut)]
+    more = f"<p>... {len(texts) - MAX_TEXTS} more</p>" if len(texts) > MAX_TEXTS else ""
     cost = (
         f"<p>{format_count(sum(output.tokens), 'token')}, {format_count(output.nfe, 'forward')}, "
         f"{output.tokens_per_forward:.1f} {throughput_unit(len(output.tokens))}, {output.seconds:.2f} s</p>"
     )
     answers = table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
-    return f"<div>{answers}{more}{cost}{'' if output.recorded_trace is None else of_trace(output.trace)}</div>"
+    return f"<div>{answers}{more}{cost}{'' if output.recorded_trace is None else trace_to_html(output.trace)}</div>"
 
 
-def of_report(report: Any) -> str:
+def report_to_html(report: Any) -> str:
     """HTML of the report of an `accelerate` session: the summary, and a table of calls."""
     calls = [
         (call.step, call.branch, call.kind, call.evaluated, call.forecast, f"{call.bytes / 1e6:.2f}",
          f"{call.seconds * 1000:.2f}")
-        for call in report.calls[:MOST_CALLS]
+        for call in report.calls[:MAX_CALLS]
     ]  # fmt: skip
-    more = f"<p>... {len(report.calls) - MOST_CALLS} more</p>" if len(report.calls) > MOST_CALLS else ""
+    more = f"<p>... {len(report.calls) - MAX_CALLS} more</p>" if len(report.calls) > MAX_CALLS else ""
     head = ("step", "branch", "kind", "evaluated", "forecast", "MB", "ms")
     summary = f"<pre>{escape(report.summary)}</pre>"
     return f"<div>{summary}<details><summary>calls</summary>{table(calls, head)}{more}</details></div>"

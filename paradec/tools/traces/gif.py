@@ -25,14 +25,14 @@ def write(
     seconds: float = 0.3,
     font: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Draw runs side by side, one frame per step; of runs longer than 120 steps, 120 evenly spaced steps.
+    """Draw runs side by side, one frame per step, but at most 120 evenly spaced steps.
 
     traces: 1 to 4. names: of the runs; by default their samplers.
-    row: the row drawn of a text; of images, the first 8 rows are drawn. width: of the animation, in pixels. seconds:
-    duration of a frame. font: a TrueType file; by default Pillow's font, which has Latin letters only.
+    row: of text runs, the row to draw; of image runs, the first 8 rows are drawn. width: of the animation, in pixels.
+    seconds: duration of a frame. font: a TrueType file; by default Pillow's font, which has Latin letters only.
     Raises ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or not a
     font file. OSError: the file cannot be written."""
-    library, names = import_pillow(), check_runs(traces, names)
+    pillow, names = import_pillow(), check_runs(traces, names)
     from PIL import ImageFont
 
     check_int("width", width, low=160, high=4000)
@@ -40,28 +40,28 @@ def write(
     for trace in traces:
         check_int("row", row, low=0, high=max(0, trace.batch - 1))
     try:
-        letters = ImageFont.load_default(15) if font is None else ImageFont.truetype(os.fspath(font), 15)
+        typeface = ImageFont.load_default(15) if font is None else ImageFont.truetype(os.fspath(font), 15)
     except (OSError, TypeError) as error:
-        raise ValueError(f"font={short_repr(font)} is no font file that can be read: {error}") from None
+        raise ValueError(f"font={short_repr(font)} is not a readable font file: {error}") from None
     panel = (width - MARGIN * (len(traces) + 1)) // len(traces)
-    layouts = [_layout(trace, row, panel, letters) for trace in traces]
+    layouts = [_layout(trace, row, panel, typeface) for trace in traces]
     bottom = max((box[3] for boxes in layouts for box in boxes.values()), default=0)
     last, frames = max(len(trace.steps) for trace in traces), []
-    for moment in sorted({round(i * last / (MAX_FRAMES - 1)) for i in range(MAX_FRAMES)}):
-        frames.append(library.new("RGB", (width, min(MAX_HEIGHT, 2 * MARGIN + 2 * LINE + bottom)), "white"))
+    for num_steps in sorted({round(i * last / (MAX_FRAMES - 1)) for i in range(MAX_FRAMES)}):
+        frames.append(pillow.new("RGB", (width, min(MAX_HEIGHT, 2 * MARGIN + 2 * LINE + bottom)), "white"))
         for index, (trace, name, boxes) in enumerate(zip(traces, names, layouts, strict=True)):
-            _draw(frames[-1], MARGIN + index * (panel + MARGIN), trace, name, boxes, moment, letters)
-    sample = library.new("RGB", (width, 2 * frames[0].height))
+            _draw(frames[-1], MARGIN + index * (panel + MARGIN), trace, name, boxes, num_steps, typeface)
+    sample = pillow.new("RGB", (width, 2 * frames[0].height))
     sample.paste(frames[0])
     sample.paste(frames[-1], (0, frames[0].height))
     palette = sample.quantize(96)  # one palette for all frames, so that only changed pixels are stored
-    quantized = [frame.quantize(palette=palette, dither=library.Dither.NONE) for frame in frames]
+    quantized = [frame.quantize(palette=palette, dither=pillow.Dither.NONE) for frame in frames]
     times = [round(seconds * 1000)] * (len(quantized) - 1) + [2500]
     quantized[0].save(path, format="GIF", save_all=True, append_images=quantized[1:], duration=times, loop=0)
 
 
-def _layout(trace: Trace, row: int, width: int, letters: Any) -> dict[tuple[int, int], tuple[int, int, int, int]]:
-    """Corners of boxes by (row, position), relative to the panel's body; position -1 is the whole image of a row."""
+def _layout(trace: Trace, row: int, width: int, typeface: Any) -> dict[tuple[int, int], tuple[int, int, int, int]]:
+    """Corners of boxes by (row, position), relative to the panel's body; position -1 is the complete image of a row."""
     boxes, x, y = {}, 0, 0
     if trace.cells is not None or trace.images or any(step.pictures for step in trace.steps) or not trace.canvas:
         side, columns, (high, wide) = min(SIDE, width), max(1, width // (SIDE + 6)), trace.grid or (1, 1)
@@ -76,7 +76,7 @@ def _layout(trace: Trace, row: int, width: int, letters: Any) -> dict[tuple[int,
     first = min(answer, default=0)
     for position in range(max(0, first - 60), len(final) if trace.ends is None else min(trace.ends[row], len(final))):
         if (position in answer or final[position] not in trace.special) and y < MAX_HEIGHT - 5 * LINE:
-            size = min(width, round(letters.getlength(_text(trace, final[position]))) + 10)
+            size = min(width, round(typeface.getlength(_text(trace, final[position]))) + 10)
             x, y = (0, y + LINE) if x + size > width or position == first and x else (x, y)
             boxes[row, position] = (x, y, x + size, y + LINE - 3)
             x += size + 3
@@ -88,16 +88,16 @@ def _text(trace: Trace, token: Any) -> str:
     return (text.strip("<|>[]")[:3] if token in trace.special else text.strip(" ").replace("\n", "¶")) or " "
 
 
-def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, moment: int, letters: Any) -> None:
-    """Draw one run in its state after `moment` steps."""
+def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, num_steps: int, typeface: Any) -> None:
+    """Draw one run in its state after `num_steps` steps."""
     from PIL import ImageDraw
 
-    pen, steps, over = ImageDraw.Draw(image), trace.steps[:moment], moment >= len(trace.steps)
+    pen, steps, is_last = ImageDraw.Draw(image), trace.steps[:num_steps], num_steps >= len(trace.steps)
     calls = [sum(step.nfe[i] if step.nfe else step.forwarded[i] > 0 for step in steps) for i in range(trace.batch)]
-    title = f"{name}\n{format_count(max(calls, default=0), 'forward')}{', done' * over}"
-    pen.text((left, MARGIN), title, font=letters, fill=INK, spacing=5)
+    title = f"{name}\n{format_count(max(calls, default=0), 'forward')}{', done' * is_last}"
+    pen.text((left, MARGIN), title, font=typeface, fill=INK, spacing=5)
     recorded = next((step.pictures for step in reversed(steps) if step.pictures), [])
-    pictures = [from_uri(uri) for uri in (trace.images if over or trace.cells is not None else None) or recorded]
+    pictures = [from_uri(uri) for uri in (trace.images if is_last or trace.cells is not None else None) or recorded]
     commit_of_cell = {commit[:2]: (index, commit[2]) for index, step in enumerate(steps) for commit in step.commits}
     for (i, position), corners in boxes.items():
         box = [value + (left, MARGIN + 2 * LINE)[index % 2] for index, value in enumerate(corners)]
@@ -108,9 +108,9 @@ def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, moment: in
             continue
         step, token = commit_of_cell.get((i, position), (-1, trace.canvas[i][position]))
         share, waiting = step / max(1, len(trace.steps) - 1) * (len(RAMP) - 1), token == trace.mask_id
-        if waiting or step >= 0 and (picture is None or step == moment - 1 and not over):
+        if waiting or step >= 0 and (picture is None or step == num_steps - 1 and not is_last):
             pen.rectangle(box, fill=WAITING if waiting else RAMP[round(share)])
         if trace.cells is None and not waiting:
             pen.text(
-                (box[0] + 4, box[1] + 1), _text(trace, token), font=letters, fill="white" if 0 <= share < 3 else INK
+                (box[0] + 4, box[1] + 1), _text(trace, token), font=typeface, fill="white" if 0 <= share < 3 else INK
             )

@@ -1,6 +1,6 @@
 """The data of a trace's HTML page, of bounded size and as plain JSON.
 
-A page has at most a few megabytes, however long the run is. The page names the parts that were left out.
+A page has at most a few megabytes, even for long runs. It lists the parts that were left out.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 from paradec.core.checks import short_repr
 from paradec.core.trace import Trace, TraceStep
 
-MOST_RUNS = 4
+MAX_RUNS = 4
 """Maximum number of runs side by side."""
-MOST_ROWS = 16
-"""Maximum number of rows of a run; further ones are left out."""
-MOST_WRITES = 120_000
+MAX_ROWS = 16
+"""Maximum number of rows of a run; further rows are left out."""
+MAX_WRITES = 120_000
 """Maximum number of committed tokens; further steps are merged into one step with the final result."""
-MOST_STEPS = 10_000
+MAX_STEPS = 10_000
 """Maximum number of steps; further steps are merged, too."""
-MOST_MARKS = 60_000
-"""Maximum number of evaluated spans, and of rejected drafts; further ones are left out."""
-LONGEST_TEXT = 60
+MAX_MARKS = 60_000
+"""Maximum number of evaluated spans, and of rejected drafts; those of further steps are left out."""
+MAX_TEXT_LENGTH = 60
 """Maximum number of characters of a token."""
-LONGEST_SETTING = 200
-MOST_IMAGE_TEXT = 4_000_000
+MAX_SETTING_LENGTH = 200
+MAX_IMAGE_TEXT = 4_000_000
 """Maximum number of characters of all encoded images together; further images are left out."""
 
 
@@ -37,30 +37,30 @@ def check_matplotlib() -> None:
 
 
 def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
-    """The names of the runs: `names`, or else their samplers. Raises TypeError: values that are not traces; ValueError:
-    no or too many traces, or another number of names."""
+    """The names of the runs: `names`, or by default their samplers. Raises TypeError: values that are not traces;
+    ValueError: no or too many traces, or another number of names."""
     for trace in traces:
         if not isinstance(trace, Trace):
             raise TypeError(f"beside={short_repr(trace)} must be a paradec.core.trace.Trace, or several")
-    if not 1 <= len(traces) <= MOST_RUNS:
-        raise ValueError(f"{len(traces)} traces: from 1 to {MOST_RUNS} can be side by side")
+    if not 1 <= len(traces) <= MAX_RUNS:
+        raise ValueError(f"{len(traces)} traces: from 1 to {MAX_RUNS} can be side by side")
     if names and len(names) != len(traces):
         raise ValueError(f"names has {len(names)} entries for {len(traces)} traces; give one for each, or none")
-    called = [str(name) for name in names]
-    for trace in () if called else traces:
+    run_names = [str(name) for name in names]
+    for trace in () if run_names else traces:
         cache = "" if trace.cache in ("", "none", "causal") else f", cache {trace.cache}"
-        called.append((trace.settings.get("sampler") or trace.family or "trace") + cache)
-    return called
+        run_names.append((trace.settings.get("sampler") or trace.family or "trace") + cache)
+    return run_names
 
 
 def run_data(trace: Trace, name: str) -> dict[str, Any]:
     """The data of one run."""
-    rows = range(min(trace.batch, MOST_ROWS))
+    rows = range(min(trace.batch, MAX_ROWS))
     left_out: list[str] = []
-    if trace.batch > MOST_ROWS:
-        left_out.append(f"rows {MOST_ROWS + 1} to {trace.batch}")
+    if trace.batch > MAX_ROWS:
+        left_out.append(f"rows {MAX_ROWS + 1} to {trace.batch}")
     images: list[str | None] = []
-    budget = MOST_IMAGE_TEXT
+    budget = MAX_IMAGE_TEXT
     for image in (trace.images or [])[: len(rows)]:
         fits = len(image) <= budget
         budget -= len(image) * fits
@@ -73,14 +73,14 @@ def run_data(trace: Trace, name: str) -> dict[str, Any]:
         "family": trace.family,
         "sampler": str(trace.settings.get("sampler", "")),
         "settings": {
-            key: text if len(text) <= LONGEST_SETTING else text[: LONGEST_SETTING - 3] + "..."
+            key: text if len(text) <= MAX_SETTING_LENGTH else text[: MAX_SETTING_LENGTH - 3] + "..."
             for key, text in ((key, str(value)) for key, value in trace.settings.items())
         },
         "cache": trace.cache,
         "score": trace.score,
         "unit": trace.unit,
         "mask": trace.mask_id,
-        "texts": {str(token): text[:LONGEST_TEXT] for token, text in trace.texts.items()},
+        "texts": {str(token): text[:MAX_TEXT_LENGTH] for token, text in trace.texts.items()},
         "special": trace.special,
         "rules": [name or str(trace.settings.get("sampler", "")) for name in trace.rules],
         "rows": [_row(trace, row, images) for row in rows],
@@ -111,28 +111,28 @@ def _token(token: Any) -> int | None:
 
 
 def _number(value: float) -> float | None:
-    """A score with four digits; None for infinite, NaN or extreme values, which some samplers use."""
+    """A score with four digits; None for infinite, NaN or extreme scores, which some samplers return."""
     return float(f"{value:.4g}") if math.isfinite(value) and abs(value) < 1e30 else None
 
 
 def _steps(trace: Trace, rows: int, images: int, left_out: list[str]) -> list[dict[str, Any]]:
-    """The data of the steps, within the limits above. images: characters left for images."""
+    """The data of the steps, within the limits above. images: number of characters that remain for images."""
     entries: list[dict[str, Any]] = []
     writes = spans = drafts = 0
     is_complete = (True, True, True)
     for index, step in enumerate(trace.steps):
         writes += len(step.commits)
-        if writes > MOST_WRITES or index >= MOST_STEPS:
-            entries.append(_rest(trace, index, rows))
-            left_out.append(f"steps {index + 1} to {len(trace.steps)} one by one: the last one here has all of them")
+        if writes > MAX_WRITES or index >= MAX_STEPS:
+            entries.append(_merge_steps(trace, index, rows))
+            left_out.append(f"steps {index + 1} to {len(trace.steps)} one by one: the last step here merges them")
             break
         spans += sum(len(row) for row in step.evaluated or ())
         drafts += len(step.rejected or ())
         images -= sum(len(picture) for picture in step.pictures or ())
-        is_complete = (spans <= MOST_MARKS, drafts <= MOST_MARKS, images >= 0)
+        is_complete = (spans <= MAX_MARKS, drafts <= MAX_MARKS, images >= 0)
         entries.append(_step(step, rows, *is_complete))
-    for is_kept, label in zip(is_complete, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
-        if not is_kept:
+    for fits, label in zip(is_complete, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
+        if not fits:
             left_out.append(f"{label}, in later steps")
     return entries
 
@@ -159,7 +159,7 @@ def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool)
     return data
 
 
-def _rest(trace: Trace, first: int, rows: int) -> dict[str, Any]:
+def _merge_steps(trace: Trace, first: int, rows: int) -> dict[str, Any]:
     """The steps from `first` on, merged into one."""
     last_commit: dict[tuple[int, int], Any] = {}
     forwarded, nfe = [0] * rows, [0] * rows

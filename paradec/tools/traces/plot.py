@@ -15,24 +15,24 @@ KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
 
 def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
-    """A matplotlib figure with a column for each run: above, the step that wrote each position (or image token) of the
-    first row; below, the cost of each step in the trace's unit. Raises ModuleNotFoundError: matplotlib is not
-    installed. TypeError, ValueError: as `paradec.tools.traces.files.page`."""
-    called = check_runs(traces, names)
+    """A matplotlib figure with a column for each run. The upper plot shows the step that wrote each position (or image
+    token) of the first row, the lower plot the cost of each step in the trace's unit. Raises ModuleNotFoundError:
+    matplotlib is not installed. TypeError, ValueError: as `paradec.tools.traces.files.page`."""
+    run_names = check_runs(traces, names)
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
-    axes = picture.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
-    for above, below, trace, name in zip(axes[0], axes[1], traces, called, strict=True):
-        above.set_title(f"{name}: {format_count(max(trace.row_nfe, default=0), 'forward')}")
-        _positions(picture, above, trace)
+    drawing = Figure(figsize=(1 + 4.5 * len(traces), 5.5), layout="constrained")
+    axes = drawing.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
+    for upper, lower, trace, name in zip(axes[0], axes[1], traces, run_names, strict=True):
+        upper.set_title(f"{name}: {format_count(max(trace.row_nfe, default=0), 'forward')}")
+        _positions(drawing, upper, trace)
         costs = [sum(step.forwarded) for step in trace.steps]
         colours = [KINDS.get(step.kind, "tab:green") for step in trace.steps]
-        below.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
-        below.set_xlabel("step")
-        below.set_ylabel(trace.unit)
-    return picture
+        lower.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
+        lower.set_xlabel("step")
+        lower.set_ylabel(trace.unit)
+    return drawing
 
 
 def _positions(figure: Any, axes: Any, trace: Trace) -> None:
@@ -69,12 +69,12 @@ def _positions(figure: Any, axes: Any, trace: Trace) -> None:
     decided = [entry for entry in commits if not entry[3]]
     scores = np.array([entry[2] for entry in decided], float)
     scores[~np.isfinite(scores) | (np.abs(scores) > 1e30)] = np.nan
-    moments, places = [entry[0] for entry in decided], [entry[1] for entry in decided]
-    points = axes.scatter(moments, places, c=scores, cmap="viridis", s=14, plotnonfinite=True)
+    step_indices, positions = [entry[0] for entry in decided], [entry[1] for entry in decided]
+    points = axes.scatter(step_indices, positions, c=scores, cmap="viridis", s=14, plotnonfinite=True)
     if np.isfinite(scores).any():
         figure.colorbar(points, ax=axes, label=trace.score)
-    if back := [entry for entry in commits if entry[3]]:
-        axes.plot([entry[0] for entry in back], [entry[1] for entry in back], "rx", label="taken back")
+    if reverted := [entry for entry in commits if entry[3]]:
+        axes.plot([entry[0] for entry in reverted], [entry[1] for entry in reverted], "rx", label="taken back")
         axes.legend()
     spans = trace.to_fill(0)
     if spans:

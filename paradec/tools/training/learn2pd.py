@@ -1,4 +1,4 @@
-"""Training of Learn2PD's filters: collect records of "extremely greedy" decoding, then fit a network to them.
+"""Training of Learn2PD's filters: collection of records of "extremely greedy" decoding, and fit of a network to them.
 
 "Learning to Parallel" (Learn2PD), arXiv 2509.25188, and its generate_training_data.py and train.ipynb.
 """
@@ -38,17 +38,17 @@ from paradec.tools.evaluation.tasks import TASKS
 
 PAPER_EPOCHS = 40_000
 FORMAT = "paradec-learn2pd-records/1"
-READ_BY_FILTERS = ("confidence", "margin", "minus_entropy")
-MOST_PER_TASK = 10_000
-"""Maximum number of prompts of each packaged task; the smallest task has some ten thousand."""
+FILTER_INPUTS = ("confidence", "margin", "minus_entropy")
+MAX_PER_TASK = 10_000
+"""Maximum number of prompts of each packaged task; the smallest task has about ten thousand."""
 Progress = Callable[[str, float], None]
-"""Called with the name of the current stage, and the share of the stage that is done, in [0, 1]."""
+"""Called with the name of the current stage, and the share of its work that is done, in [0, 1]."""
 
 
 def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
-    """Draw prompts of the packaged tasks, in random order, from the training side of their split: the evaluation's
-    prompts are not among them."""
-    check_int("per_task", per_task, low=1, high=MOST_PER_TASK)
+    """Draw prompts of the packaged tasks, in random order, from the training side of the split. The prompts packaged
+    for evaluation are on the other side."""
+    check_int("per_task", per_task, low=1, high=MAX_PER_TASK)
     prompts: dict[str, None] = {}
     for task in TASKS.values():
         rng = Random(f"learn2pd-{task.name}-{seed}")
@@ -76,17 +76,17 @@ class Records:
     """Training data of a filter: `N` records of blocks of `n` positions."""
 
     setup: dict[str, Any]
-    """The model and settings of the recording; only records with equal ones can be joined."""
+    """The model and settings of the recording; only records with equal setups can be joined."""
     done: int
-    """Number of prompts that are recorded."""
+    """Number of recorded prompts."""
     features: Tensor
     """[N, F, n] float32, in the order of `paradec.samplers.masked.rules.learn2pd_filter.FEATURES`."""
     final: Tensor
-    """[N, n] bool: the candidate is the final token of one-by-one decoding."""
+    """[N, n] bool: whether the candidate equals the final token of one-by-one decoding."""
     undecided: Tensor
     """[N, n] bool."""
     valid: Tensor
-    """[N, n] bool: False after the end of a block that is shorter than n."""
+    """[N, n] bool: False after the end of a block shorter than n."""
     prompt: Tensor
     """[N] int64: index of each record's prompt."""
 
@@ -97,8 +97,8 @@ class Records:
         features = torch.zeros(0, len(FEATURES), size)
         return cls(setup, 0, features, flags, flags, flags, torch.zeros(0, dtype=torch.int64))
 
-    def joined(self, parts: Sequence[Records], done: int) -> Records:
-        """Join these records and those of `parts`."""
+    def concatenate(self, parts: Sequence[Records], done: int) -> Records:
+        """Join these records and `parts`. done: number of recorded prompts."""
         names = ("features", "final", "undecided", "valid", "prompt")
         tensors = [torch.cat([getattr(part, name) for part in (self, *parts)]) for name in names]
         return Records(self.setup, done, *tensors)
@@ -125,10 +125,10 @@ class Records:
 
 @dataclass(frozen=True)
 class _Replay(MaskedSampler):
-    """Sampler that commits the masked positions marked by the caller in the proposal's quantity "agrees"."""
+    """Sampler that commits the masked positions which the caller marks in the proposal's quantity "agrees"."""
 
     name = "learn2pd replay"
-    needs = Needs(reads=READ_BY_FILTERS, decided_logits=True, may_wait=True)
+    needs = Needs(reads=FILTER_INPUTS, decided_logits=True, may_wait=True)
 
     def select(self, view: View) -> Tensor:
         return view.quantities["agrees"]
@@ -148,14 +148,14 @@ def collect(
 ) -> Records:
     """Record the steps of an "extremely greedy" decoding of every prompt.
 
-    Each prompt is first decoded with one token per step, the most confident first. It is then decoded again by blocks:
-    every step records the block's features and which candidates agree with the first decoding, and commits these
-    candidates. A block whose candidates do not change is filled from the first decoding.
+    Each prompt is first decoded with one token per step, the most confident first. It is then decoded again by blocks.
+    Every step of the second decoding records the block's features and the candidates that agree with the first
+    decoding, and commits these candidates. A block whose candidates do not change is filled from the first decoding.
 
     model: from `paradec.load` or `paradec.wrap`. prompts: texts, chats or rows of ids.
-    block_length, max_new_tokens: by default the model's own.
-    caches: names; the second decoding runs once with each cache, and the filter may be used with these caches.
-    batch: prompts decoded together. resume: records of the same setup, whose prompts are not decoded again.
+    block_length, max_new_tokens: by default the model's.
+    caches: names; the second decoding runs once with each cache, and the filter supports these caches.
+    batch: prompts decoded together. resume: records with an equal setup, whose prompts are not decoded again.
     checkpoint: called with all records so far after every fourth batch. progress: called after every step.
     Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
     Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the finished batches."""
@@ -164,7 +164,7 @@ def collect(
     check_int("max_new_tokens", max_new_tokens, low=1, none=True)
     length = block_length or model.facts.block_length or model.default_block_length
     if length is None:
-        raise ValueError(f"block_length=None: {model.facts.name} has no blocks of its own; give a length")
+        raise ValueError(f"block_length=None: {model.facts.name} has no block length; give one")
     if not caches or isinstance(caches, str):
         raise ValueError(f"caches={short_repr(caches)} must be a sequence of names, at least one")
     for name in caches:
@@ -181,32 +181,34 @@ def collect(
     records = Records.empty(setup) if resume is None else resume
     for name, value in setup.items():
         if records.setup.get(name) != value:
-            was = short_repr(records.setup.get(name))
-            raise ValueError(f"the records to resume have {name}={was}, this run has {name}={short_repr(value)}")
+            earlier = short_repr(records.setup.get(name))
+            raise ValueError(f"the records to resume have {name}={earlier}, this run has {name}={short_repr(value)}")
     request: dict[str, Any] = {name: setup[name] for name in ("block_length", "max_new_tokens")}
     request["eos_early_stop"] = False
     parts: list[Records] = []
     num_done = records.done
     message = "collecting was interrupted; the records so far are in .output"
-    with interruptible(lambda: records.joined(parts, num_done), message):
+    with interruptible(lambda: records.concatenate(parts, num_done), message):
         for first in range(num_done, len(rows), batch):
             chosen = Prompts(rows[first : first + batch], False, [0] * len(rows[first : first + batch]))
 
-            def tell(state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)) -> None:
+            def report_progress(
+                state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)
+            ) -> None:
                 if progress is not None:
                     decided, total = state.progress
                     progress("collecting", (first + count * decided / total) / len(rows))
 
             batch_records: list[Records] = []
-            targets = generate(model, chosen, sampler="low_confidence", callback=tell, **request).new_tokens
+            targets = generate(model, chosen, sampler="low_confidence", callback=report_progress, **request).new_tokens
             for cache in caches:
                 state = _Replay().start(model, chosen, cache=cache, **request)
                 batch_records += _replay(model, state, targets, first, setup)
-            parts += batch_records  # a batch is added as a whole
+            parts += batch_records  # only complete batches
             num_done = first + len(chosen.rows)
             if checkpoint is not None and (num_done // batch) % 4 == 0:
-                checkpoint(records.joined(parts, num_done))
-    return records.joined(parts, num_done)
+                checkpoint(records.concatenate(parts, num_done))
+    return records.concatenate(parts, num_done)
 
 
 def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
@@ -230,10 +232,10 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
             yield Records(
                 setup,
                 0,
-                _fit(torch.where(valid.unsqueeze(1), block, 0).float(), size),
-                _fit(final, size),
-                _fit(window.undecided(proposal.current, state.mask_id), size),
-                _fit(valid, size),
+                _resize(torch.where(valid.unsqueeze(1), block, 0).float(), size),
+                _resize(final, size),
+                _resize(window.undecided(proposal.current, state.mask_id), size),
+                _resize(valid, size),
                 torch.as_tensor(window.rows + first),
             )
             window.write(last_values, proposal.values.clone())
@@ -242,8 +244,8 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
             sampler.commit(state, proposal)
 
 
-def _fit(tensor: Tensor, size: int) -> Tensor:
-    """Cut the last dimension to `size`, or pad it with zeros, on the host."""
+def _resize(tensor: Tensor, size: int) -> Tensor:
+    """Cut or zero-pad the last dimension to `size`, on the host."""
     tensor = tensor[..., :size].cpu()
     return nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
 
@@ -280,7 +282,7 @@ def train(
         raise ValueError(f"records of {len(prompts)} prompts cannot be split; collect from at least 10")
     order = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed))]
     cuts = len(order) * 8 // 10, len(order) * 9 // 10
-    fit, choose, measure = (
+    training, validation, test = (
         torch.isin(records.prompt, part) for part in (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])
     )
     about = {name: records.setup[name] for name in ("model", "vocab_size", "block_length")}
@@ -293,22 +295,22 @@ def train(
     best_loss, best_state = float("inf"), network.state_dict()
     for epoch in range(1, epochs + 1):
         optimizer.zero_grad()
-        _loss(network, records, fit, false_accept_weight).backward()
+        _loss(network, records, training, false_accept_weight).backward()
         optimizer.step()
         if epoch % 50 == 0 or epoch == epochs:
             with torch.no_grad():
-                loss = float(_loss(network, records, choose, false_accept_weight))
+                loss = float(_loss(network, records, validation, false_accept_weight))
             if loss < best_loss:
                 best_loss, best_state = loss, {name: value.clone() for name, value in network.state_dict().items()}
             if progress is not None:
                 progress("training", epoch / epochs)
     network.load_state_dict(best_state)
-    held_out = _measure(network, records, measure, threshold)
+    held_out = _measure(network, records, test, threshold)
     return dataclasses.replace(facts, held_out=held_out | {"epochs": epochs, "prompts": len(prompts)}), network
 
 
 def check_settings(kind: str, epochs: int, lr: float, threshold: float, false_accept_weight: float, seed: int) -> None:
-    """Raise ValueError, which names the argument, for an argument of `train` out of its range."""
+    """Raise ValueError for an argument of `train` out of its range."""
     check_choice("kind", kind, tuple(KINDS))
     check_int("epochs", epochs, low=1)
     check_number("lr", lr, low=0, high=1, open_low=True)

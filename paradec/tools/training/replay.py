@@ -1,10 +1,10 @@
 """Log-probabilities of a rollout under a model's current weights, with gradients.
 
 Each decision is evaluated in the state of its step: the prompt and earlier writes, masks elsewhere. A rollout's row has
-one state per step. On a bidirectional model each state is a row of a call. On a block-causal model a decision depends
-on the final earlier blocks and on earlier writes in its own block. There one row of a call has the final tokens and,
-for each step of a block, a copy of the block in its state, which sees itself and the final blocks before it (TraceRL,
-arXiv 2509.06949). On a causal model a row of a call is the final tokens.
+one state per step. For a bidirectional model each state is a row of a call. For a block-causal model a decision depends
+on the final earlier blocks and on earlier writes in its block. There one row of a call has the final tokens and, for
+each step of a block, a copy of the block in the state of this step, which sees itself and the final earlier blocks
+(TraceRL, arXiv 2509.06949). For a causal model a row of a call is the final tokens.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def replay(
 
     Args:
         model: a bidirectional, block-causal or causal text model from `load` or `wrap`.
-        shrink: number of consecutive steps of a row (of a block, if block-causal) that are replayed in the state of the
-            first one: fewer calls, but another distribution. Must be 1 on causal models.
-        temperature: of the softmax, above 0; `rollout.logp_drawn` has the request's temperature.
+        shrink: number of consecutive steps of a row (of a block, for block-causal models) that are replayed in the
+            state of the first of them: fewer calls, but another distribution. Must be 1 for causal models.
+        temperature: of the softmax, above 0; that of `rollout.logp_drawn` is the request's.
         batch_size: states in a call (rows of the rollout with `one_forward`).
-        one_forward: whether all states of a row share one row of a call; for block-causal models that accept attention
-            masks and decode blocks one after the other. None: if possible; False replays state by state, which is
-            slower. Causal models always use one row.
-        writes: whether to return every write of samplers that revise, not only the last one at each position.
+        one_forward: whether all states of a row share one row of a call; only for block-causal models that accept
+            attention masks and decode blocks one after the other. None does so if possible; False replays state by
+            state, which is slower. Causal models always use one row.
+        writes: whether to return every write of samplers that revise, not only the last write at each position.
 
     Returns:
         [B, C] on the model's device, float32 or wider; NaN where nothing was decided. With `writes`: [N], in the order
@@ -71,7 +71,9 @@ def replay(
         name, value = ("shrink", shrink) if shrink > 1 else ("one_forward", False)
         raise ValueError(f"{name}={value} does not work with {model.facts.name}, which is causal")
     if writes and rollout.writes is None:
-        raise ValueError(f"writes=True: sampler {rollout.settings.get('sampler')!r} never revises; leave writes out")
+        raise ValueError(
+            f"writes=True: sampler {rollout.settings.get('sampler')!r} never revises tokens; leave writes out"
+        )
     if not rollout.exact:
         warnings.warn(
             f"the rollout was decoded with {rollout.approximation}, a policy other than the model on whole rows: "
@@ -82,8 +84,8 @@ def replay(
     why = None if causal else _why_not_one_row(model, states)
     if one_forward and why is not None:
         raise ValueError(f"one_forward=True does not work with {why}")
-    together = why is None and one_forward is not False
-    rows = _left_to_right if causal else _one_row if together else _row_per_state
+    shares_row = why is None and one_forward is not False
+    rows = _causal_row if causal else _row_with_copies if shares_row else _row_per_state
     scale, shape = float(rollout.settings.get("guidance_scale", 1.0)), rollout.tokens.shape
     size = len(states.writes) if writes and states.writes is not None else states.tokens.numel()
     logp = torch.full((size,), torch.nan, dtype=_logits_dtype(model), device=model.device)
@@ -93,8 +95,8 @@ def replay(
         for part in rows(model, states, row, _select_decisions(model, states, row, shrink, writes))
     ]
     for batch in _batches(parts, batch_size, model.pads):
-        into, batch_logp = _log_probs(model, states, batch, scale, temperature)
-        logp = logp.index_put((into,), batch_logp.to(logp.dtype))
+        targets, batch_logp = _log_probs(model, states, batch, scale, temperature)
+        logp = logp.index_put((targets,), batch_logp.to(logp.dtype))
     return logp if writes else logp.view(shape)
 
 
@@ -106,22 +108,22 @@ def check_replayed(model: Any, rollout: Any) -> None:
     facts = model.facts
     why = None
     if not isinstance(model, Model):
-        why = f"{facts.name}, a custom model without a known way to call it with gradients"
+        why = f"{facts.name}, a custom model, which replay cannot call with gradients"
     elif facts.topology not in ("bidirectional", "block_causal", "causal"):
         kind = facts.topology.replace("_", "-")
         why = f"{facts.name}, which is {kind}: a bidirectional, block-causal or causal model is needed"
     elif model.reads_order or model.any_order:
-        why = f"{facts.name}, whose logits depend on the order of decisions, too"
+        why = f"{facts.name}, whose logits also depend on the order of decisions"
     if why is not None:
         raise ValueError(f"replay does not work with {why}")
-    strange = rollout.settings.get("topology", facts.topology) != facts.topology
+    differs = rollout.settings.get("topology", facts.topology) != facts.topology
     if facts.topology == "causal":
         order = rollout.step_map.where(rollout.step_map != NEVER, torch.iinfo(torch.int64).max)
         decided_later = torch.nn.functional.pad(order, (1, 0), value=torch.iinfo(torch.int64).max)[:, :-1] > order
-        strange |= bool((decided_later & rollout.decided).any())  # not from left to right
+        differs |= bool((decided_later & rollout.decided).any())  # not from left to right
     else:
-        strange |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
-    if strange or int(rollout.tokens.max()) >= facts.vocab_size:
+        differs |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
+    if differs or int(rollout.tokens.max()) >= facts.vocab_size:
         raise ValueError(
             f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: vocabulary, mask token or topology "
             "differ"
@@ -145,21 +147,21 @@ class _Decisions(NamedTuple):
 
 def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes: bool) -> _Decisions:
     if writes and states.writes is not None and states.writes_logp is not None:
-        into = ((states.writes[:, 0] == row) & ~states.writes_logp.isnan()).nonzero().squeeze(1)
-        step, positions, token = states.writes[into, 1:].unbind(1)
+        targets = ((states.writes[:, 0] == row) & ~states.writes_logp.isnan()).nonzero().squeeze(1)
+        step, positions, token = states.writes[targets, 1:].unbind(1)
     else:
         decided = states.step_map[row] >= 0
         if states.writes is not None:  # moved tokens have no probability
             decided &= ~states.logp[row].isnan()
         positions = decided.nonzero().squeeze(1)
         step, token = states.step_map[row, positions], states.tokens[row, positions]
-        into = row * states.tokens.shape[1] + positions
+        targets = row * states.tokens.shape[1] + positions
     if shrink > 1:
         step, blocks = step.clone(), _blocks(model, states, row)[positions]
         for block in blocks.unique():
             block_steps, step_index = step[blocks == block].unique(return_inverse=True)
             step[blocks == block] = block_steps[step_index // shrink * shrink]
-    return _Decisions(step, positions, token, into)
+    return _Decisions(step, positions, token, targets)
 
 
 def _writes_of_row(states: Rollout, row: int) -> Tensor:
@@ -176,7 +178,7 @@ def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
     """The steps [S] of a row, and tokens [S + 1, L]: the state before each step, and the final one."""
     length, step_map = int(states.length[row]), states.step_map[row]
     positions = (step_map <= FORCED).nonzero().squeeze(1)
-    # tokens forced before step t are in its state, as if step t - 1 had written them
+    # tokens that were forced before step t are in its state, as if step t - 1 had written them
     forced = torch.stack((FORCED - step_map[positions] - 1, positions, states.tokens[row, positions]), 1)
     writes = torch.cat((_writes_of_row(states, row), forced))
     writes = writes[writes[:, 0].argsort(stable=True)]
@@ -235,13 +237,13 @@ class _Part(NamedTuple):
         """The unconditional branch of guidance."""
         if model.facts.topology != "causal":
             return self._replace(tokens=self.tokens.masked_fill(self.is_prompt, model.facts.mask_id))
-        start = int(self.is_prompt.sum()) - 1  # only the prompt's last id remains
+        start = int(self.is_prompt.sum()) - 1  # keep only the prompt's last id
         tokens = self.tokens[start:]
         return self._replace(tokens=tokens, positions=torch.arange(len(tokens)), columns=self.columns - start)
 
 
-def _left_to_right(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """The final tokens as one row, without the last decided one."""
+def _causal_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
+    """Yield the final tokens before the last decision as one row."""
     end = int(decisions.positions.max()) if len(decisions.positions) else 0
     if end:
         tokens, is_prompt = states.tokens[row, :end], states.step_map[row, :end] == GIVEN
@@ -249,7 +251,7 @@ def _left_to_right(model: Any, states: Rollout, row: int, decisions: _Decisions)
 
 
 def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """Each state as a row; on block-causal models up to the end of the last block with a decision."""
+    """Yield each state with decisions as a row; for block-causal models up to the end of the decisions' last block."""
     (steps, canvases), blocks = _canvases(model, states, row), _blocks(model, states, row)
     for step, canvas in zip(steps.tolist(), canvases, strict=False):
         step_decisions = _Decisions(*(field[decisions.step == step] for field in decisions))
@@ -266,14 +268,14 @@ def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions)
             )
 
 
-def _one_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """All states of a row: its final tokens, then for each step of a block a copy of the block in its state."""
+def _row_with_copies(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
+    """Yield one row for all states: the final tokens, then a copy of the block for each of its steps."""
     if not len(decisions.positions):
         return
     steps, canvases = _canvases(model, states, row)
     length = canvases.shape[1]
     block = _blocks(model, states, row)[:length]
-    # the copies as pairs of block and step, and the index of each decision's copy
+    # the copies, as pairs of block and step, and the index of each decision's copy
     copies, copy_index = torch.stack((block[decisions.positions], decisions.step), 1).unique(dim=0, return_inverse=True)
     copy_positions, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
     for block_index, step in copies.tolist():
@@ -282,9 +284,9 @@ def _one_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> It
         tokens.append(canvases[(steps == step).nonzero()[0, 0], copy_positions[-1]])
     positions = torch.cat(copy_positions)
     copy = torch.arange(-1, len(copies)).repeat_interleave(torch.tensor([len(part) for part in copy_positions]))
-    of_block = block[positions]
-    is_earlier = of_block[:, None] > of_block
-    is_same_copy = (of_block[:, None] == of_block) & (copy[:, None] == copy)
+    column_blocks = block[positions]
+    is_earlier = column_blocks[:, None] > column_blocks
+    is_same_copy = (column_blocks[:, None] == column_blocks) & (copy[:, None] == copy)
     # a shifted model predicts a block's first token in the column left of the block
     source = (decisions.positions - model.facts.shift).clamp(min=0)
     first = torch.tensor([int(part[0]) for part in copy_positions])[copy_index + 1]
@@ -318,11 +320,11 @@ def _log_probs(
     count, device, causal = len(parts), model.device, model.facts.topology == "causal"
     branch_parts = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
 
-    def padded(name: str) -> Tensor:
+    def pad_field(name: str) -> Tensor:
         values = [getattr(part, name) for part in branch_parts]
         return torch.nn.utils.rnn.pad_sequence(values, batch_first=True).to(device)
 
-    tokens = padded("tokens")
+    tokens = pad_field("tokens")
     sizes = torch.tensor([len(part.tokens) for part in branch_parts])
     valid = torch.arange(tokens.shape[1]) < sizes.unsqueeze(1)
     visible = None
@@ -334,8 +336,8 @@ def _log_probs(
     fields: dict[str, Any] = {
         "rows": np.arange(count),
         "tokens": tokens,
-        "positions": padded("positions"),
-        "wanted": padded("columns"),
+        "positions": pad_field("positions"),
+        "wanted": pad_field("columns"),
         "valid": None if valid.all() else valid.to(device),
         "visible": None if visible is None else visible.to(device),
         "branches": len(branch_parts) // count,
@@ -353,11 +355,11 @@ def _log_probs(
     sources = torch.arange(count).repeat_interleave(counts)
     columns = torch.cat([torch.arange(size) for size in counts.tolist()])
     chosen = logits[sources.to(device), columns.to(device)]
-    never = states.suppressed[[part.row for part in parts]][sources]
-    never = torch.where(never < 0, chosen.shape[-1], never).to(device)
-    out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device).scatter(1, never, True)
+    suppressed = states.suppressed[[part.row for part in parts]][sources]
+    suppressed = torch.where(suppressed < 0, chosen.shape[-1], suppressed).to(device)
+    out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device).scatter(1, suppressed, True)
     logp = (chosen.masked_fill(out[:, :-1], -torch.inf) / temperature).log_softmax(-1)
-    token, into = (
+    token, targets = (
         torch.cat([getattr(part.decisions, name) for part in parts]).to(device) for name in ("token", "targets")
     )
-    return into, logp.gather(1, token.unsqueeze(1)).squeeze(1)
+    return targets, logp.gather(1, token.unsqueeze(1)).squeeze(1)

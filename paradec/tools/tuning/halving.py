@@ -17,7 +17,7 @@ SMALLEST_RUNG = 8
 
 
 def rungs(prompts: int, eta: int, smallest: int = SMALLEST_RUNG) -> list[int]:
-    """Number of prompts that a trial has decoded at the end of each rung; at the last one, all prompts."""
+    """Number of prompts that a trial has decoded at the end of each rung; the last number is `prompts`."""
     sizes = [prompts]
     while (size := math.ceil(sizes[-1] / eta)) >= smallest and size < sizes[-1]:
         sizes.append(size)
@@ -31,7 +31,7 @@ def dominates(a: Point, b: Point) -> bool:
 
 
 def fronts(points: Sequence[Point]) -> list[int]:
-    """The front of each point: 0 where nothing dominates it, 1 where only points of front 0 do, and so on."""
+    """Index of each point's front: 0 if no point dominates it, 1 if only points of front 0 do, and so on."""
     remaining, front_of_point, level = set(range(len(points))), [0] * len(points), 0
     while remaining:
         front = {k for k in remaining if not any(dominates(points[j], points[k]) for j in remaining)}
@@ -43,8 +43,8 @@ def fronts(points: Sequence[Point]) -> list[int]:
 
 
 def is_promoted(point: Point, other_points: Sequence[Point], eta: int, loss: float) -> bool:
-    """Whether a trial with the result `point` continues after a rung, given the results `other_points`. loss: trials
-    more than this below the best score are dropped."""
+    """Whether a trial with the result `point` continues after a rung, given the results `other_points`. loss: a trial
+    whose score is more than this below the best one is dropped."""
     best_score = max([point[0], *(candidate[0] for candidate in other_points)])
     if point[0] < best_score - loss:
         return False

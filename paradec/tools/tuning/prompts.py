@@ -1,4 +1,4 @@
-"""Prompts of a tuning run, with known answers if any, in two halves."""
+"""Prompts of a tuning run, in two halves, with known answers if there are any."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
     order. `task` and `group`: see `Question`.
 
     Args:
-        limit: maximum number of prompts, counted from the first; None: all.
+        limit: number of prompts from the beginning of the file; None is all.
 
     Raises:
         ValueError: a malformed line (the message has its number), or no prompts. OSError: an unreadable file.
     """
     check_int("limit", limit, low=1, none=True)
-    questions = read_lines(file, _of_line)
+    questions = read_lines(file, _parse_line)
     if not questions:
         raise ValueError(f"{str(file)!r} has no prompts")
     return questions[:limit]
 
 
-def _of_line(line: str) -> Question:
+def _parse_line(line: str) -> Question:
     fields = read_fields(line, FIELDS, ids=True)
     right = judge(fields)[0] if "answer" in fields or "regex" in fields else None
     truth = read_ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
@@ -69,14 +69,16 @@ def to_questions(prompts: Any, answers: Sequence[Any] | None = None) -> list[Que
     if not len(prompts):
         raise ValueError("prompts is empty; give at least two")
     if answers is not None and (isinstance(answers, str) or len(answers) != len(prompts)):
-        raise ValueError(f"answers has {len(answers)} entries for {len(prompts)} prompts; give one each, None for none")
+        raise ValueError(
+            f"answers has {len(answers)} entries for {len(prompts)} prompts; give one for each prompt, or None for it"
+        )
     answer_of_prompt = [None] * len(prompts) if answers is None else answers
-    return [_of_entry(index, *entry) for index, entry in enumerate(zip(prompts, answer_of_prompt, strict=True))]
+    return [_parse_entry(index, *entry) for index, entry in enumerate(zip(prompts, answer_of_prompt, strict=True))]
 
 
-def _of_entry(index: int, prompt: Any, answer: Any) -> Question:
+def _parse_entry(index: int, prompt: Any, answer: Any) -> Question:
     if isinstance(prompt, Question) and answer is not None:
-        raise ValueError(f"prompt {index} is a Question, which has its judge; its entry of answers must be None")
+        raise ValueError(f"prompt {index} is a Question, which has a judge; its entry in answers must be None")
     if isinstance(prompt, Question):
         identity = _identity(prompt.prompt)
         return replace(prompt, key=prompt.key or identity, group=prompt.group or identity)
@@ -100,15 +102,15 @@ def _identity(prompt: Any) -> str:
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """Digest of the prompts and answers."""
+    """Digest of prompts and answers."""
     return hashlib.sha256("\n".join(entry.key for entry in questions).encode()).hexdigest()[:16]
 
 
 def halves(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
     """Split questions into the choosing half and the reported half, in decoding order.
 
-    The groups of each task are shuffled and go to the halves in turn, so both halves, and the beginning of each half,
-    sample every task. Raises ValueError: fewer than two groups.
+    The groups of each task are shuffled, and go to the two halves in turn. So both halves have all tasks, also at their
+    beginning. Raises ValueError: fewer than two groups.
     """
     groups: dict[str, list[Question]] = {}
     for entry in questions:

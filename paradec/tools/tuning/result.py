@@ -19,15 +19,15 @@ from paradec.tools.tuning.space import Candidate
 
 SCHEMA = "paradec-tuning/1"
 WIDTH = 80
-MOST_POINTS = 8
+MAX_POINTS = 8
 """Maximum number of reported points of a front."""
 FEW = 30
-"""Number of choosing prompts below which the report warns of a bad choice."""
+"""Number of choosing prompts below which the report warns of a choice by chance."""
 
 
 @dataclass
 class Point:
-    """A setting that was measured on the whole choosing half."""
+    """A setting that was measured on all prompts of the choosing half."""
 
     candidate: Candidate
     request: Request
@@ -35,7 +35,7 @@ class Point:
     reported: Measured | None = None
     """Measurements on the reported half; None if not measured."""
     by_hand: bool = False
-    """Whether the setting is a sampler's default or an entry of its `sweep`, not a proposal of the search."""
+    """Whether the setting is hand-made (a sampler's default or an entry of its `sweep`), not proposed by the search."""
 
     @property
     def name(self) -> str:
@@ -48,21 +48,21 @@ class Tuning:
     0 to 1. The prompts of the reported half had no influence on the choice."""
 
     setup: dict[str, Any]
-    """Model, prompts and search space, which must be equal for a study to continue."""
+    """Model, prompts and search space; a study continues only with an equal setup."""
     costs: tuple[str, ...]
     """The objectives besides the score: "forwards", "seconds" or both."""
     tolerance: float
-    """Points of score (of 100) that `choose` may lose, on the choosing half."""
+    """Points of score (of 100) that `choose` may lose on the choosing half."""
     points: list[Point]
-    """The front and the chosen point, the cheapest first."""
+    """The Pareto front and the chosen point, the cheapest first."""
     chosen: int | None
-    """Index of the preset in `points`; None if nothing is chosen yet."""
+    """Index in `points` of the chosen setting; None if nothing is chosen yet."""
     reference: Measured | None = None
-    """One token per step on the reported half; never a candidate."""
+    """Measurements of one token per step on the reported half; never a candidate."""
     default: Point | None = None
     """The baseline of `paradec compare`, `threshold` at its defaults; it need not be on the front."""
     hand: Point | None = None
-    """The choice of `choose` among the hand-made settings; it need not be on the front."""
+    """The choice among the hand-made settings (see `choose`); it need not be on the front."""
     groups: list[str] = field(default_factory=list)
     """Group of each reported prompt."""
     trials: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Tuning:
     failures: list[str] = field(default_factory=list)
     """The different reasons why trials failed."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Samplers, and pairs of sampler and cache, that do not work on this model, with the reason."""
+    """Samplers, and pairs of sampler and cache, that do not work on this model -> the reason."""
     complete: bool = False
     """Whether the search ended and the reported half was measured."""
 
@@ -97,21 +97,21 @@ class Tuning:
     # ---- intervals ----------------------------------------------------------------------------------------------
 
     def score(self, measured: Measured) -> list[float]:
-        """The scores that a report shows, by prompt: by known answers if all are known, else by the scorer."""
+        """The scores in a report, for each prompt: by known answers if all are known, else by the scorer."""
         truths = [value for value in measured.truth if value is not None]
         return truths if self.by_truth and len(truths) == len(measured) else measured.score
 
     @property
     def by_truth(self) -> bool:
-        """Whether reported scores are by known answers: every reported prompt has one, and there is no checker."""
+        """Whether reported scores are by known answers: all reported prompts have one, and there is no checker."""
         measured = next((point.reported for point in self.points if point.reported is not None), None)
         if measured is None or self.setup["score"] == "checker":
             return False
         return all(value is not None for value in measured.truth)
 
     def interval(self, values: Sequence[float]) -> tuple[float, float]:
-        """95 % interval of the mean of one number per reported prompt: Wilson's if all numbers are 0 or 1 and every
-        prompt is its own group, else a percentile bootstrap over groups."""
+        """95 % interval of the mean of `values`, one per reported prompt: Wilson's if all scores are 0 or 1 and every
+        prompt is a separate group, else a percentile bootstrap over groups."""
         if self.exact:
             return wilson(int(sum(values)), len(values))
         return bootstrap(values, self.groups)
@@ -130,17 +130,17 @@ class Tuning:
         return (sum(values) / len(values), *bootstrap(values, self.groups))
 
     def alike(self) -> list[list[int]]:
-        """For every point, the numbers (from 1) of points with similar scores on the reported half: the interval of the
-        paired difference contains 0."""
+        """For every point, the numbers (from 1) of points with similar scores on the reported half: 0 is in the
+        interval of the paired difference."""
 
-        def holds_zero(a: Measured | None, b: Measured | None) -> bool:
+        def contains_zero(a: Measured | None, b: Measured | None) -> bool:
             if a is None or b is None:
                 return False
             _, low, high = self.difference(a, b)
             return low <= 0 <= high
 
         numbered = list(enumerate(self.points, 1))
-        return [[k for k, b in numbered if a is not b and holds_zero(a.reported, b.reported)] for a in self.points]
+        return [[k for k, b in numbered if a is not b and contains_zero(a.reported, b.reported)] for a in self.points]
 
     # ---- as data ------------------------------------------------------------------------------------------------
 
@@ -235,19 +235,21 @@ class Tuning:
             cost = self.costs[-1]
             bound = f"at most {self.tolerance:g} points"
             notes.append(
-                f"*: chosen: the hand-made setting with the fewest {cost} {bound} below the best one, or one with "
-                f"fewer {cost} that scores at least as much and is {bound} below by a paired interval."
+                f"*: chosen: of the hand-made settings {bound} below their best, the one with the fewest {cost}; or a "
+                f"setting with fewer {cost}, at least this score and a paired interval {bound} below it."
             )
         if self.points and self.reference is None:
-            notes.append("Scores are those of the choosing half, which are optimistic: the other was not measured.")
+            notes.append(
+                "Scores are those of the choosing half, which are optimistic: the other half was not measured."
+            )
         elif self.points:
             exact = "Wilson's" if self.exact else "bootstraps over prompts"
-            notes.append(f"Intervals are {exact}. alike: points whose scores do not differ by these prompts.")
+            notes.append(f"Intervals are {exact}. alike: points whose scores do not differ significantly.")
         if self.setup["score"] == "agreement":
             reported = "truth" if self.by_truth and self.reference is not None else "agreement too"
             notes.append(f"Chosen by agreement with one token per step; the report shows {reported}.")
         if self.points and (num_choosing := self.setup["prompts"]["choose"]) < FEW:
-            notes.append(f"Only {num_choosing} prompts chose: settings that are right on these by chance look best.")
+            notes.append(f"Only {num_choosing} prompts chose: settings that are right by chance look best.")
         if not self.complete:
             notes.append("Incomplete: the same command with the same study continues.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]
@@ -259,8 +261,8 @@ def _under(name: str) -> list[str]:
 
 
 def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[Point]:
-    """The Pareto-optimal points in score and costs, the cheapest first; of equal points the first. Points more than
-    `loss` (a share) below the best score are left out."""
+    """The Pareto-optimal points in score and costs, the cheapest first; of equal points only the first. Points more
+    than `loss` (a share) below the best score are left out."""
     if not points:
         return []
     best_score = max(point.choosing.mean("score") for point in points)
@@ -270,7 +272,7 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
     for point, objective, level in zip(good, objectives, fronts(objectives), strict=True):
         if level == 0:
             by_objectives.setdefault(objective, point)
-    return [by_objectives[objective] for objective in sorted(by_objectives, key=lambda place: place[1:])]
+    return [by_objectives[objective] for objective in sorted(by_objectives, key=lambda objective: objective[1:])]
 
 
 def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
@@ -279,9 +281,9 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
     The hand-made choice has the lowest cost (the last of `costs`) among hand-made settings at most `tolerance` (a
     share) below their best score. The best score among hundreds of searched settings is partly luck. So a searched
     setting replaces the choice only if it costs less, scores at least as much, and the lower end of the 95 % interval
-    of the paired difference is at least -`tolerance`. Without hand-made settings, all points count as such.
+    of the paired difference is at least -`tolerance`. Without hand-made settings, all points are treated as hand-made.
 
-    points: measured on the whole choosing half. groups: of every choosing prompt.
+    points: measured on the choosing half. groups: the group of every choosing prompt.
     Returns [chosen, hand-made], which may be the same point; or [] without points."""
     if not points:
         return []
@@ -294,35 +296,36 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
 
     by_hand = [point for point in points if point.by_hand] or points
     # 1e-9 for rounding: 97.8 - 1 must count as 96.8
-    min_score = max(map(score, by_hand)) - tolerance - 1e-9
+    min_low = -tolerance - 1e-9
+    min_score = max(map(score, by_hand)) + min_low
+
     hand = min(
         (point for point in by_hand if score(point) >= min_score), key=lambda point: (cost(point), -score(point))
     )
     for point in sorted(points, key=lambda point: (cost(point), -score(point))):
         if cost(point) >= cost(hand):
             break
-        if score(point) >= score(hand) - 1e-9 and paired(point.choosing, hand.choosing, groups)[0] >= -tolerance - 1e-9:
+        if score(point) >= score(hand) - 1e-9 and paired_bootstrap(point.choosing, hand.choosing, groups)[0] >= min_low:
             return [point, hand]
     return [hand, hand]
 
 
 def surely_below(measured: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
-    """Whether one of the others, measured on the same prompts, is surely better by more than `loss` (a share): by the
-    95 % interval of the paired difference."""
+    """Whether one of `others`, measured on the same prompts, is surely better by more than `loss` (a share): the 95 %
+    interval of the paired difference is below -`loss`."""
     mean_score = measured.mean("score")
     # the condition on the means avoids most bootstraps
-    return any(
-        paired(measured, other, groups)[1] < -loss for other in others if mean_score < other.mean("score") - loss
-    )
+    better = [other for other in others if mean_score < other.mean("score") - loss]
+    return any(paired_bootstrap(measured, other, groups)[1] < -loss for other in better)
 
 
-def paired(first: Measured, second: Measured, groups: Sequence[str]) -> tuple[float, float]:
+def paired_bootstrap(first: Measured, second: Measured, groups: Sequence[str]) -> tuple[float, float]:
     """95 % interval of the mean paired difference of two scores, by a bootstrap over groups."""
     return bootstrap([a - b for a, b in zip(first.score, second.score, strict=True)], groups)
 
 
 def thin_front(
-    points: Sequence[Point], chosen: Point | None, costs: Sequence[str], max_points: int = MOST_POINTS
+    points: Sequence[Point], chosen: Point | None, costs: Sequence[str], max_points: int = MAX_POINTS
 ) -> tuple[list[Point], int | None]:
     """Reduce a front to `max_points`, including the chosen point. Points closest to a neighbour's score are removed
     first; the chosen, the cheapest and the best one stay. Returns the front and the chosen point's index in it."""

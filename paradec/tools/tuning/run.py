@@ -21,26 +21,26 @@ from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import is_promoted, rungs
 from paradec.tools.tuning.prompts import fingerprint, halves, to_questions
 from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thin_front
-from paradec.tools.tuning.scoring import Checker, Failed, Half, Measured, Scorer
+from paradec.tools.tuning.scoring import Checker, DecodingFailed, Measured, PromptHalf, Scorer
 from paradec.tools.tuning.space import Candidate, Space
 from paradec.tools.tuning.study import SCHEMA, Study, check_installed, read_rung, sum_to_rung
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
-"""Costs that each objective minimises, besides maximising the score; the last cost chooses the preset."""
-SHARED = (
+"""Objective -> the costs that it minimises, besides maximising the score; the last cost chooses the preset."""
+SHARED_FIELDS = (
     *("attention", "max_new_tokens", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "stop", "chat"),
     "compile",
 )
-"""Fields of a request that callers may set for the whole search; the preset contains them."""
+"""Fields of a request that callers may set for all settings; the preset contains them."""
 TRIALS = 40
 """Default number of proposed settings, in addition to the hand-made ones."""
 STATES = {"COMPLETE": "measured", "PRUNED": "stopped early", "FAIL": "failed", "RUNNING": "under way"}
 SLOW = 0.5
-"""Hand-made settings with at most this many forwards per position are dropped only if surely worse."""
+"""Hand-made settings with at most this number of forwards per position are dropped only if they are surely worse."""
 
 Progress = Callable[[str, float], None]
-"""Called after every rung and batch with the name of the measured setting and the share of work done, in [0, 1]."""
+"""Called after every rung and batch with the measured setting's name and the share of the work done, in [0, 1]."""
 
 
 def tune(
@@ -69,10 +69,10 @@ def tune(
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
     The choosing half of the prompts is decoded with all hand-made settings (defaults and sweeps), then with settings
-    that Optuna proposes. Successive halving drops the worse ones early (`paradec.tools.tuning.halving`); settings that
-    no other dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper one that is surely
-    not worse (`paradec.tools.tuning.result.choose`). On the reporting half only the front is measured, and the
-    reference: one token per step (`low_confidence` in the model's default blocks without a cache), never a candidate.
+    that Optuna proposes. Successive halving drops worse settings early (`paradec.tools.tuning.halving`); settings that
+    no other dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper setting that is
+    surely not worse (`paradec.tools.tuning.result.choose`). The reported half measures only the front, the default, the
+    hand-made choice and the reference: one token per step (`low_confidence` in default blocks without a cache).
 
     Args:
         model: from `paradec.load` or `paradec.wrap`, with a mask token.
@@ -82,22 +82,22 @@ def tune(
         score: "answers", "checker", or "agreement" with the reference's tokens. The default is the checker if there is
             one, else answers if all prompts have one, else agreement.
         checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
-        mask: text in a prompt that stands for one token to fill ("<mask>"), as in `paradec.infill`.
+        mask: the text in prompts for one token to fill ("<mask>"), as in `paradec.infill`.
         samplers: names and combinations; by default every masked sampler that supports the model and the prompts.
         caches: names; by default "none" if the objective is "forwards", else all.
-        blocks: block lengths, None for the model's; by default that, half and twice of it, and the whole answer.
+        blocks: block lengths; None is the model's. By default: the model's, half of it, twice it, and the whole answer.
         objective: "forwards", "seconds" (wall time on this machine), or "both".
         trials: number of proposed settings besides the hand-made ones, over all processes on one study.
-        minutes: no trial or rung starts after this time. The report takes additional time.
+        minutes: time after which no trial or rung starts. The report takes additional time.
         study: an SQLite file from which the same call continues, after Ctrl-C or a crash, or in several processes.
         tolerance: points (of 100) by which the preset may score below the best hand-made setting on the choosing
             half.
-        loss: settings more than `loss` points below the best score are dropped; hand-made ones only if surely below.
+        loss: settings more than `loss` points below the best score are dropped; fast hand-made ones only if surely so.
         eta: growth of the rungs; after each rung, about 1 in `eta` trials continues.
         batch: prompts decoded together.
         seed: of the split into halves, of the proposals and of samplers that draw.
-        progress: called with a label and the share of the work done.
-        arguments: fields of `paradec.Request` for all settings and the preset (`paradec.tools.tuning.run.SHARED`).
+        progress: see `Progress`.
+        arguments: fields of `paradec.Request` for all settings and the preset (names in `SHARED_FIELDS`).
 
     Returns:
         A `Tuning`; `.preset` is a `Request`.
@@ -113,15 +113,15 @@ def tune(
     check_search(objective, trials, minutes, tolerance, batch, seed)
     check_int("eta", eta, low=2)
     check_number("loss", loss, low=0, high=100)
-    check_names(arguments, SHARED)
+    check_names(arguments, SHARED_FIELDS)
     if mask is not None:
         arguments = {"max_new_tokens": 0, "holes_eos_inf": True, **arguments}
     Request(**arguments)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
-        raise ValueError(f"tune needs a model with a mask token; {facts.name} is autoregressive")
+        raise ValueError(f"tune needs a model with a mask token; {facts.name} is causal")
     if blocks is not None and (isinstance(blocks, (str, bytes, int)) or not len(blocks)):
-        raise ValueError(f"blocks={short_repr(blocks)} must be a sequence of block lengths, None for the model's own")
+        raise ValueError(f"blocks={short_repr(blocks)} must be a sequence of block lengths, None for the model's")
     names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
     if caches is None:
         caches = ["none", *(n for n in cache_plans.names() if n != "none" and objective != "forwards")]
@@ -135,8 +135,8 @@ def tune(
     search = _Search(
         model=model,
         base=arguments,
-        choosing=Half("choosing", model, first, chat, mask),
-        reporting=Half("reporting", model, second, chat, mask),
+        choosing=PromptHalf("choosing", model, first, chat, mask),
+        reporting=PromptHalf("reporting", model, second, chat, mask),
         scorer=scorer,
         batch=batch,
         seed=seed,
@@ -146,7 +146,7 @@ def tune(
         eta=eta,
         progress=progress,
     )
-    for half in (search.choosing, search.reporting):  # raise errors of the shared arguments
+    for half in (search.choosing, search.reporting):  # raises errors about the shared arguments
         method = Request(**arguments, sampler=spaces.REFERENCE, seed=seed)
         with registered.create(spaces.REFERENCE).start(model, half.prompts, method).release_stores_on_exit():
             pass
@@ -184,7 +184,7 @@ def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batc
 
 
 def fingerprint_checkpoint(model: Any) -> str:
-    """Digest of a checkpoint's names, shapes, dtypes and first values of all weights; "unknown" without a module."""
+    """Digest of the names, shapes, dtypes and first values of all weights; "unknown" without a module."""
     module = getattr(model, "module", None)
     if module is None:
         return "unknown"
@@ -192,7 +192,9 @@ def fingerprint_checkpoint(model: Any) -> str:
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
-            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # before reshape, which may copy it all
+            first = (
+                tensor.detach()[:32] if tensor.dim() else tensor.detach()
+            )  # first, since reshape may copy the tensor
             digest.update(repr(first.reshape(-1)[:32].double().cpu().tolist()).encode())
     return digest.hexdigest()[:16]
 
@@ -203,8 +205,8 @@ class _Search:
 
     model: Any
     base: dict[str, Any]
-    choosing: Half
-    reporting: Half
+    choosing: PromptHalf
+    reporting: PromptHalf
     scorer: Scorer
     batch: int
     seed: int
@@ -246,27 +248,27 @@ class _Search:
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
         with interruptible(self._front, "tuning was interrupted; the results so far are in .output"):
-            if "seconds" in self.costs:  # warm up: one-time work must not count
-                warm = Request(**self.base, seed=self.seed)
-                self.choosing.decode(warm, 0, min(2, self.rungs[0]))
-            refused = 0
-            while self._left() and time.monotonic() < self.end and refused < 10 * (trials + 1):
-                refused += not self._trial()
+            if "seconds" in self.costs:  # warm up: one-time work must not be timed
+                request = Request(**self.base, seed=self.seed)
+                self.choosing.decode(request, 0, min(2, self.rungs[0]))
+            num_refused = 0
+            while self._count_remaining() and time.monotonic() < self.end and num_refused < 10 * (trials + 1):
+                num_refused += not self._trial()
             result = self._front()
             if result.points:
                 self._report(result)
-                result.complete = not self._left()
+                result.complete = not self._count_remaining()
             return result
 
     # ---- trials -------------------------------------------------------------------------------------------------
 
-    def _left(self) -> int:
-        """Count the hand-made settings not yet started, and the proposals still to run."""
+    def _count_remaining(self) -> int:
+        """Count hand-made settings that have not started, and proposals that remain."""
         trials = self.study.trials()
         started = {
             frozen.user_attrs["start"]
             for frozen in trials
-            if "start" in frozen.user_attrs and not self.study.left_behind(frozen)
+            if "start" in frozen.user_attrs and not self.study.is_abandoned(frozen)
         }
         proposed = sum(
             frozen.state.name not in ("WAITING", "RUNNING") and not {"refused", "start"} & set(frozen.user_attrs)
@@ -286,7 +288,7 @@ class _Search:
             if spaces.is_reference(request, self.positions):
                 return self._refuse(trial, "it equals the reference, one token per step")
             trial.set_user_attr("candidate", candidate.to_data())
-            self._climb(trial, candidate, request, other_trials)
+            self._run_rungs(trial, candidate, request, other_trials)
         except BaseException:
             trial.set_user_attr("owner", "")  # another process may continue it
             raise
@@ -297,9 +299,8 @@ class _Search:
         self.study.tell(trial, "PRUNED")
         return False
 
-    def _climb(self, trial: Any, candidate: Candidate, request: Request, other_trials: list[Any]) -> None:
-        """Measure a trial rung by rung until it is complete, stopped, or out of time. Earlier measurements are
-        reused."""
+    def _run_rungs(self, trial: Any, candidate: Candidate, request: Request, other_trials: list[Any]) -> None:
+        """Measure a trial rung by rung until it is complete, stopped, or out of time. Reuses earlier measurements."""
         measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
         same_candidate = [trial, *(frozen for frozen in other_trials if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
@@ -310,10 +311,10 @@ class _Search:
                     return
                 start = self.rungs[rung - 1] if rung else 0
                 if self.scorer.kind == "agreement":  # needs the reference's tokens
-                    self._refer(self.choosing, stop)
+                    self._measure_reference(self.choosing, stop)
                 try:
                     part = self._measure(self.choosing, request, start, stop)
-                except Failed as error:
+                except DecodingFailed as error:
                     trial.set_user_attr("failed", f"{candidate.name}: {error}")
                     self.study.tell(trial, "FAIL")
                     return
@@ -324,31 +325,31 @@ class _Search:
             if stop == self.rungs[-1]:
                 self.study.tell(trial, "COMPLETE", list(objectives))
                 return
-            compared = [entry for frozen in other_trials if (entry := sum_to_rung(frozen, rung)) is not None]
+            other_results = [entry for frozen in other_trials if (entry := sum_to_rung(frozen, rung)) is not None]
             if by_hand and measured.mean("forwards") <= SLOW * self.positions:
-                continues = not surely_below(measured, compared, self.groups[:stop], self.loss)
+                continues = not surely_below(measured, other_results, self.groups[:stop], self.loss)
             else:
                 continues = is_promoted(
-                    objectives, [entry.point(self.costs) for entry in compared], self.eta, self.loss
+                    objectives, [entry.point(self.costs) for entry in other_results], self.eta, self.loss
                 )
             if not continues:
                 self.study.tell(trial, "PRUNED")
                 return
 
-    def _measure(self, half: Half, request: Request, start: int, stop: int) -> Measured:
+    def _measure(self, half: PromptHalf, request: Request, start: int, stop: int) -> Measured:
         request, references = dataclasses.replace(request, seed=self.seed), self.references[half.name]
         return half.measure(request, start, stop, self.batch, self.scorer, references)
 
     def _tell_progress(self, label: str, share: float | None = None) -> None:
         if self.progress is not None:
             # the report is the last tenth
-            done_share = 1 - self._left() / max(1, len(self.starts) + self.num_trials)
+            done_share = 1 - self._count_remaining() / max(1, len(self.starts) + self.num_trials)
             self.progress(label, 0.9 * done_share if share is None else share)
 
     # ---- the reference ------------------------------------------------------------------------------------------
 
-    def _refer(self, half: Half, stop: int) -> None:
-        """Measure the reference on the first `stop` prompts of a half, or load its batches from the study."""
+    def _measure_reference(self, half: PromptHalf, stop: int) -> None:
+        """Measure the reference on the first `stop` prompts of a half; batches in the study are loaded."""
         request = Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE), "seed": self.seed})
         stored = None
         measured, tokens = self.reference_measured[half.name], self.references[half.name]
@@ -361,7 +362,7 @@ class _Search:
                 ids: dict[int, list[int]] = {}
                 try:
                     part = half.measure(request, start, end, self.batch, self.scorer, ids, is_reference=True)
-                except Failed as error:
+                except DecodingFailed as error:
                     raise ValueError(f"one token per step does not work on these prompts: {error}") from error
                 self.study.study.set_user_attr(
                     key, {"ids": [ids[k] for k in range(start, end)], "measured": dataclasses.asdict(part)}
@@ -373,7 +374,7 @@ class _Search:
     # ---- results ------------------------------------------------------------------------------------------------
 
     def _front(self) -> Tuning:
-        """Build the result: the front of the candidates that were measured on the whole choosing half."""
+        """Build the result: the front of the candidates that were measured on all of the choosing half."""
         counts = dict.fromkeys(("measured", "stopped early", "refused", "failed", "under way"), 0)
         points: dict[str, Point] = {}
         failures: dict[str, None] = {}
@@ -408,8 +409,8 @@ class _Search:
         )
 
     def _report(self, result: Tuning) -> None:
-        """Measure the front, the default, the hand-made choice and the reference on the other half. Settings alternate
-        batch by batch, so that their times are comparable."""
+        """Measure the front, the default, the hand-made choice and the reference on the reported half. Settings
+        alternate batch by batch, so that their times are comparable."""
         half, to_report = self.reporting, list(result.points)
         for extra in (result.default, result.hand):
             if extra is not None and all(point is not extra for point in to_report):
@@ -417,13 +418,13 @@ class _Search:
         stored, parts = self.study.study.user_attrs, [Measured() for _ in to_report]
         for start in range(0, len(half), self.batch):
             end = min(start + self.batch, len(half))
-            self._refer(half, end)
+            self._measure_reference(half, end)
             for point, measured in zip(to_report, parts, strict=True):
                 key = f"reporting {point.name} {start}-{end}"
                 if key not in stored:
                     try:
                         part = self._measure(half, point.request, start, end)
-                    except Failed as error:
+                    except DecodingFailed as error:
                         raise ValueError(f"{point.name} failed on the reported half: {error}") from error
                     self.study.study.set_user_attr(key, dataclasses.asdict(part))
                 else:

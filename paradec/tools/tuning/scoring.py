@@ -20,7 +20,7 @@ Checker = Callable[[Any, Any], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer of answers, by which settings are chosen. `kind`: "answers" (known answers), "checker" (the caller's
+    """Scorer of the answers by which settings are chosen. kind: "answers" (known answers), "checker" (the caller's
     function), or "agreement" with one token per step."""
 
     kind: str
@@ -28,9 +28,9 @@ class Scorer:
 
     @classmethod
     def from_questions(cls, questions: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
-        """Build the scorer of a kind; by default the checker if there is one, else answers if all prompts have one,
-        else agreement. Raises ValueError: an unknown kind, or a missing or superfluous checker or answers; TypeError: a
-        checker that is not callable."""
+        """Build the scorer of a kind: by default the checker if there is one, else known answers if all prompts have
+        one, else agreement. Raises ValueError: an unknown kind, or a missing or superfluous checker or answers;
+        TypeError: a checker that is not callable."""
         if checker is not None and not callable(checker):
             raise TypeError(f"checker={short_repr(checker)} must be callable: checker(prompt, answer)")
         missing = sum(not entry.judged for entry in questions)
@@ -40,7 +40,7 @@ class Scorer:
         if kind == "checker" and checker is None:
             raise ValueError("score='checker' needs checker=: a function of prompt and answer")
         if kind != "checker" and checker is not None:
-            raise ValueError(f"score={kind!r} uses no checker: leave one of them out")
+            raise ValueError(f"score={kind!r} uses no checker: give only one of them")
         if kind == "answers" and missing:
             raise ValueError(
                 f"score='answers' needs an answer to every prompt; {missing} of {len(questions)} have none"
@@ -54,13 +54,13 @@ class Scorer:
 
         tokens: ids of the filled positions, in order, up to the end token.
         text: the same without special tokens; None without a tokenizer. reference: the ids of one token per step.
-        Raises ValueError: a checker returned another value."""
+        Raises ValueError: the checker returned a value outside [0, 1]."""
         if self.kind == "agreement":
             return agreement(tokens, reference or ())
         if self.kind == "answers":
-            true_share = truth(question, tokens, text)
-            assert true_share is not None  # checked at construction
-            return true_share
+            right_share = truth(question, tokens, text)
+            assert right_share is not None  # checked at construction
+            return right_share
         assert self.checker is not None
         value = self.checker(question.prompt, list(tokens) if text is None else text)
         try:
@@ -93,16 +93,16 @@ def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
 
 
 FAILURES = (ValueError, FloatingPointError, RuntimeError, NotImplementedError)
-"""Errors of decoding by which a setting counts as failed; out of memory is a RuntimeError."""
+"""Errors of decoding after which a setting counts as failed; out of memory is a RuntimeError."""
 
 
-class Failed(Exception):
-    """A setting could not be decoded; the message says why."""
+class DecodingFailed(Exception):
+    """Decoding with a setting failed; the message has the reason."""
 
 
 @dataclass
 class Measured:
-    """Measurements, one entry per prompt, in the half's order."""
+    """Measurements of a setting, one entry per prompt, in the order of the half."""
 
     score: list[float] = field(default_factory=list)
     """Score by the `Scorer`, from 0 to 1."""
@@ -110,7 +110,7 @@ class Measured:
     """Score by the known answer, from 0 to 1; None if it is unknown."""
     forwards: list[int] = field(default_factory=list)
     positions: list[float] = field(default_factory=list)
-    """Positions evaluated, padding excluded; a batch's total is divided evenly among its rows."""
+    """Evaluated positions, without padding; a batch's total is divided evenly among its rows."""
     seconds: list[float] = field(default_factory=list)
     """Wall time of decoding; a batch's total is divided evenly among its rows."""
 
@@ -132,12 +132,12 @@ class Measured:
         return (self.mean("score"), *(self.mean(cost) for cost in costs))
 
 
-class Half:
+class PromptHalf:
     """The prompts of the choosing or the reported half, encoded once."""
 
     def __init__(self, name: str, model: Any, questions: Sequence[Question], chat: bool | None, mask: str | None):
         self.name, self.model, self.questions = name, model, list(questions)
-        # duplicates are numbered over the whole half: a row's draws do not depend on its batch
+        # duplicates are numbered over the half, so that a row's draws do not depend on its batch
         self.prompts: Prompts = encode(
             model, [entry.prompt for entry in questions], chat=chat, placeholder=mask
         ).number_duplicates()
@@ -147,14 +147,14 @@ class Half:
 
     def decode(self, request: Request, first: int, stop: int) -> tuple[Any, list[list[int]], list[str | None]]:
         """Decode the prompts from `first` to `stop` (exclusive). Returns the output, and for each row the filled ids up
-        to its end token, and the text. Raises Failed: the request does not work."""
+        to its end token, and the text. Raises DecodingFailed: the request does not work."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # advice for single requests
                 sampler = make_sampler(self.model, request.sampler)
                 output = decode_request(self.model, self.prompts.slice_rows(first, stop), request, sampler)
         except FAILURES as error:
-            raise Failed(str(error) or type(error).__name__) from error
+            raise DecodingFailed(str(error) or type(error).__name__) from error
         filled = [
             ids[is_filled].tolist()[:count]
             for ids, is_filled, count in zip(output.sequences, output.filled, output.tokens, strict=True)
@@ -172,7 +172,7 @@ class Half:
         references: dict[int, list[int]],
         is_reference: bool = False,
     ) -> Measured:
-        """Decode the prompts from `first` to `stop` (exclusive), `batch` together.
+        """Decode the prompts from `first` to `stop` (exclusive), `batch` at a time.
 
         Args:
             references: by prompt, the ids of one token per step, if the scorer needs them.

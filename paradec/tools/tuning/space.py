@@ -1,7 +1,7 @@
-"""Search space: samplers and their settings, caches, block lengths, without pairs that do not work.
+"""Search space: samplers with their settings, caches that work with them, and block lengths.
 
-A sampler's `sweep` names the settings that trade quality for speed. A number is drawn from the range of its defaults,
-presets and `sweep`, extended at both ends where the sampler allows it. Defaults and sweeps are the first trials.
+A sampler's `sweep` has the settings that trade quality for speed. Numbers are drawn from the range of the default,
+presets and `sweep`, extended at both ends if the sampler accepts that. Defaults and sweeps are the first trials.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paradec.samplers.masked.start import choose_policy
 from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Configuration
 
 REFERENCE = "low_confidence"
-"""The sampler of one token per step, the most confident first: LLaDA's."""
-LOG = 8
-"""Ranges with a ratio of at least this between their ends are drawn on a logarithmic scale."""
+"""LLaDA's sampler: one token per step, the most confident first."""
+MIN_LOG_RATIO = 8
+"""Ratio of a range's ends from which numbers are drawn on a logarithmic scale."""
 BLOCKS = (16, 32, 64)
 """Block lengths for models without a default length."""
 
 
 @dataclass(frozen=True)
-class Span:
+class NumberDomain:
     """Domain of numbers from `low` to `high`: integers (`whole`), or numbers rounded to three digits."""
 
     low: float
@@ -41,14 +41,14 @@ class Span:
         """Draw a value by Optuna."""
         if self.whole:
             return int(trial.suggest_int(name, int(self.low), int(self.high), log=self.log))
-        return min(self.high, max(self.low, rounded(trial.suggest_float(name, self.low, self.high, log=self.log))))
+        return min(self.high, max(self.low, round_digits(trial.suggest_float(name, self.low, self.high, log=self.log))))
 
     def to_data(self) -> list[Any]:
         return ["whole" if self.whole else "number", self.low, self.high, "log" if self.log else "even"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ValueDomain:
     """Domain of several values."""
 
     values: tuple[Any, ...]
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The whole setting in one line."""
+        """All settings in one line."""
         parts = [] if self.cache == "none" else [f"cache {self.cache}"]
         parts += [] if self.block_length is None else [f"blocks of {self.block_length}"]
         return ", ".join([self.configuration.name, *parts])
@@ -96,15 +96,15 @@ class Candidate:
 class Space:
     """All settings that a trial may have."""
 
-    settings: dict[str, dict[str, Span | Choice]]
-    """By sampler, the domains of its varied settings; "steps" is a share of the undecided positions."""
+    settings: dict[str, dict[str, NumberDomain | ValueDomain]]
+    """Sampler -> domains of its varied settings; "steps" is a share of the undecided positions."""
     starts: list[Candidate]
-    """Hand-made settings, which are all tried first; estimated cheapest ones first."""
+    """Hand-made settings, which are all tried first, in the order of their estimated costs."""
     caches: dict[str, tuple[str, ...]]
-    """By sampler, the caches that work with it on this model."""
+    """Sampler -> caches that work with it on this model."""
     block_lengths: tuple[int | None, ...]
     left_out: dict[str, str] = field(default_factory=dict)
-    """Samplers, and pairs of sampler and cache, that do not work here, with the reason."""
+    """Samplers, and pairs of sampler and cache, that do not work here -> the reason."""
 
     def to_data(self) -> dict[str, Any]:
         """Convert to JSON data, which is equal for equal spaces."""
@@ -118,7 +118,7 @@ class Space:
         }
 
     def suggest(self, trial: Any) -> Candidate:
-        """Build the candidate that Optuna proposes in a trial. Parameters with a single value are left out."""
+        """Build the candidate that Optuna proposes in a trial. Optuna sees no parameters with a single value."""
         names = list(self.settings)
         sampler = names[0] if len(names) == 1 else trial.suggest_categorical("sampler", names)
         values = {
@@ -140,7 +140,7 @@ class Space:
         default = self.defaults(sampler)
         for setting, domain in self.settings[sampler].items():
             value = candidate.changes.get(setting, default[setting])
-            values[f"{sampler}.{setting}"] = json.dumps(to_data(value)) if isinstance(domain, Choice) else value
+            values[f"{sampler}.{setting}"] = json.dumps(to_data(value)) if isinstance(domain, ValueDomain) else value
         if len(self.caches[sampler]) > 1:
             values[self._cache_name(sampler)] = candidate.cache
         if len(self.block_lengths) > 1:
@@ -148,7 +148,7 @@ class Space:
         return values
 
     def _cache_name(self, sampler: str) -> str:
-        """Name of the cache parameter; samplers with the same caches share one, and so what Optuna learns."""
+        """Name of the cache parameter. Samplers with equal caches share a parameter, so that Optuna learns for all."""
         return "cache: " + ", ".join(self.caches[sampler])
 
     @staticmethod
@@ -171,16 +171,16 @@ def build_space(
     prompts: the first prompt, encoded; each sampler is started on it as a check.
     base: arguments that all requests share.
     names: samplers, and combinations as text; None is every masked sampler that works, and `COMBINATIONS`.
-    Raises ValueError: an unknown name, a sampler of another family, a named one that does not work here, or no sampler
-    that works."""
+    Raises ValueError: an unknown name, a sampler of another family, a sampler in `names` that does not work here, or
+    no sampler that works."""
     masked_names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
     selected = [*masked_names, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
     for length in block_lengths:
         check_int("blocks", length, low=1, none=True)
     space = Space({}, [], {}, tuple(block_lengths))
     for name in selected:
-        joined = name not in samplers.registry and is_composed(name)
-        cls = None if joined else samplers.get(name)
+        is_combination = name not in samplers.registry and is_composed(name)
+        cls = None if is_combination else samplers.get(name)
         if cls is not None and cls.family != "masked":
             raise ValueError(f"sampler {name!r} is of family {cls.family!r}; tune takes the 'masked' family")
         method = Configuration(name).make()
@@ -191,7 +191,7 @@ def build_space(
                 raise
             space.left_out[name] = str(error)
             continue
-        allowed = _allowed(space, model, prompts, base, name, method, cache_names)
+        allowed = _find_caches(space, model, prompts, base, name, method, cache_names)
         if not allowed:
             continue
         space.caches[name] = allowed
@@ -205,14 +205,14 @@ def build_space(
         why = "; ".join(f"{name}: {reason}" for name, reason in space.left_out.items())
         raise ValueError(f"no sampler works with {model.facts.name} and these prompts: {why}")
     # cheapest first: the baseline, then samplers without a schedule, then short schedules
-    space.starts.sort(key=lambda start: (start.sampler != BASELINE, _slow(start)))
+    space.starts.sort(key=lambda start: (start.sampler != BASELINE, _expected_share(start)))
     return space
 
 
-def _allowed(
+def _find_caches(
     space: Space, model: Any, prompts: Any, base: Mapping[str, Any], name: str, method: Any, names: Sequence[str]
 ) -> tuple[str, ...]:
-    """The caches that work with a sampler here; the others are recorded in `space.left_out`."""
+    """The caches that work with a sampler here; other caches are recorded in `space.left_out`."""
     allowed = []
     for cache_name in names:
         cache = caches.create(cache_name)
@@ -231,14 +231,14 @@ def _allowed(
 
 
 def _start(model: Any, prompts: Any, request: Any) -> None:
-    """Start a sampler without decoding, to check whether it works. Raises: errors of the sampler's `start`."""
+    """Check that a sampler starts, without decoding. Raises: errors of the sampler's `start`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice for single requests
         with request.sampler.start(model, prompts, request).release_stores_on_exit():
             pass
 
 
-def _slow(start: Candidate) -> float:
+def _expected_share(start: Candidate) -> float:
     """Estimate the forwards of a start, as a share of the positions."""
     share = start.changes.get("steps")
     if share is not None:
@@ -246,7 +246,7 @@ def _slow(start: Candidate) -> float:
     return 1.0 if start.configuration.make().uses_steps else 0.1
 
 
-def domains(cls: type[Any]) -> dict[str, Span | Choice]:
+def domains(cls: type[Any]) -> dict[str, NumberDomain | ValueDomain]:
     """The domains of the settings that a sampler's `sweep` changes."""
     default = Space.defaults(cls.name)
     used: dict[str, list[Any]] = {}
@@ -260,25 +260,25 @@ def domains(cls: type[Any]) -> dict[str, Span | Choice]:
     return {setting: _domain(cls, setting, values) for setting, values in used.items()}
 
 
-def _domain(cls: type[Any], setting: str, values: list[Any]) -> Span | Choice:
+def _domain(cls: type[Any], setting: str, values: list[Any]) -> NumberDomain | ValueDomain:
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if len(numbers) < len([value for value in values if value is not None]) or len(set(numbers)) < 2:
-        return Choice(tuple({json.dumps(to_data(value), sort_keys=True): value for value in values}.values()))
+        return ValueDomain(tuple({json.dumps(to_data(value), sort_keys=True): value for value in values}.values()))
     is_integer = all(isinstance(value, int) for value in numbers)
     low, high = min(numbers), max(numbers)
-    log = low > 0 and high >= LOG * low
+    log = low > 0 and high >= MIN_LOG_RATIO * low
     if setting == "steps":  # a share of the positions
-        return Span(low / 2, 1.0, log=True)
+        return NumberDomain(low / 2, 1.0, log=True)
     below, above = (low / 2, high * 2) if log else (low - (high - low) / 4, high + (high - low) / 4)
     if is_integer:
         below, above = min(low - 1, round(below)), max(high + 1, round(above))
-    low = below if _takes(cls, setting, below) else low
-    high = above if _takes(cls, setting, above) else high
-    low, high = (int(low), int(high)) if is_integer else (rounded(low), rounded(high))
-    return Span(low, high, is_integer, log and low > 0)
+    low = below if _accepts(cls, setting, below) else low
+    high = above if _accepts(cls, setting, above) else high
+    low, high = (int(low), int(high)) if is_integer else (round_digits(low), round_digits(high))
+    return NumberDomain(low, high, is_integer, log and low > 0)
 
 
-def _takes(cls: type[Any], setting: str, value: float) -> bool:
+def _accepts(cls: type[Any], setting: str, value: float) -> bool:
     try:
         cls(**{setting: value})
     except ValueError:
@@ -286,14 +286,14 @@ def _takes(cls: type[Any], setting: str, value: float) -> bool:
     return True
 
 
-def rounded(value: float) -> float:
+def round_digits(value: float) -> float:
     """Round to three digits."""
     return float(f"{value:.3g}")
 
 
 def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
-    """The model's default block length (None) first, then half of it, twice it, and all positions; for models that were
-    trained with blocks, only their own."""
+    """The model's default block length (None), half of it, twice it, and all positions; for models that were trained
+    with blocks, only None."""
     if model.facts.topology in ("block_causal", "causal_context"):
         return (None,)
     model_length = model.default_block_length
@@ -312,7 +312,7 @@ def build_request(
     """Build the request of a candidate.
 
     positions: mean number of undecided positions per row.
-    lengths: start and end of each row's answer; steps are shared among the blocks of the row with most blocks.
+    lengths: start and end of each row's answer; the row with most blocks decides the number of steps per block.
     holes: whether prompts have masks.
     Raises ValueError: settings that exclude each other."""
     configuration = candidate.configuration
@@ -327,7 +327,7 @@ def build_request(
 
 
 def is_reference(request: Request, positions: int) -> bool:
-    """Whether a request equals the reference: one token per step in default blocks, without a cache."""
+    """Whether a request is the reference: one token per step in default blocks, without a cache."""
     method: Any = request.sampler
     return (
         method.name == REFERENCE

@@ -1,7 +1,7 @@
-"""Search for the best set of steps to evaluate, of fixed size: evenly spread starts, annealing, then hill climbing.
+"""Search for the best set of a fixed number of steps to evaluate: evenly spread starts, annealing, then hill climbing.
 
-Follows BudCache (arXiv 2606.13496), which starts at random and uses absolute temperatures. Here the start is the best
-evenly spread set, temperatures are shares of its loss, and a move may shift all later steps.
+BudCache (arXiv 2606.13496) starts at random and uses absolute temperatures. Here the start is the best evenly spread
+set, temperatures are shares of its loss, and a move may shift all later steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 Steps = tuple[int, ...]
 Loss = Callable[[Steps, float], float]
-"""Called with a set and a bound: the loss of the set, or infinity if it is not below the bound."""
+"""(set of steps, bound) -> the loss of the set, or infinity if the loss is not below the bound."""
 
 REACH = 3
 """Maximum distance by which a move shifts one step."""
@@ -21,8 +21,8 @@ TEMPERATURES = (0.05, 1e-5)
 
 
 def even_starts(total: int, budget: int) -> list[Steps]:
-    """Evenly spread sets of `budget` of `total` steps: every k-th step, equal shares rounded down, and equal shares
-    including both ends."""
+    """Evenly spread sets of `budget` of `total` steps: every k-th step, equal distances rounded down, and equal
+    distances with both ends."""
     spread = (
         range(0, total, -(-total // budget)),
         [total * i // budget for i in range(budget)],
@@ -33,8 +33,8 @@ def even_starts(total: int, budget: int) -> list[Steps]:
 
 
 def moves(steps: Steps, total: int) -> Iterator[Steps]:
-    """The neighbours of a set: one step is moved by up to `REACH`, or all steps from one on by 1; the first step
-    stays."""
+    """Yield the neighbours of a set: one step moves by at most `REACH`, or one step and all later ones by 1; the first
+    step stays."""
     for distance in range(1, REACH + 1):
         for index in range(1, len(steps)):
             for offset in (-distance, distance):
@@ -49,7 +49,7 @@ def moves(steps: Steps, total: int) -> Iterator[Steps]:
 
 
 def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0) -> tuple[Steps, Steps]:
-    """Return the best of `starts`, and the best set found from there; of equal sets the earlier one.
+    """Return the best of `starts`, and the best set that the search finds from there; of equally good sets the earlier.
 
     loss: see `Loss`; the caller caches it.
     runs: number of sets evaluated besides the starts, a third by annealing, the others by climbing.
@@ -59,7 +59,7 @@ def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0
     even = best = min(starts, key=values.__getitem__)
     value = scale = values[even]
 
-    def ask(steps: Steps, bound: float) -> float:
+    def evaluate(steps: Steps, bound: float) -> float:
         nonlocal best, value
         evaluated.add(steps)
         new_loss = loss(steps, max(bound, value))
@@ -67,26 +67,26 @@ def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0
             best, value = steps, new_loss
         return new_loss
 
-    def left(share: int) -> int:
+    def num_remaining(share: int) -> int:
         return len(starts) + share - len(evaluated)
 
-    current, current_loss, tried = even, scale, 0
+    current, current_loss, num_proposals = even, scale, 0
     first, last = TEMPERATURES
-    while scale > 0 and left(runs // 3) > 0 and tried < 5 * runs:
+    while scale > 0 and num_remaining(runs // 3) > 0 and num_proposals < 5 * runs:
         heat = scale * first * (last / first) ** min(1.0, (len(evaluated) - len(starts)) / max(runs // 3, 1))
-        options, tried = list(moves(current, total)), tried + 1
+        options, num_proposals = list(moves(current, total)), num_proposals + 1
         if not options:
             break
         proposal, bound = rng.choice(options), current_loss - heat * math.log(1 - rng.random())
-        if (proposal_loss := ask(proposal, bound)) < bound:
+        if (proposal_loss := evaluate(proposal, bound)) < bound:
             current, current_loss = proposal, proposal_loss
     improved = scale > 0
     while improved:
         improved, start = False, best
         for proposal in moves(start, total):
-            if left(runs) <= 0 and proposal not in evaluated:
+            if num_remaining(runs) <= 0 and proposal not in evaluated:
                 break
-            if ask(proposal, value) < math.inf and best != start:
+            if evaluate(proposal, value) < math.inf and best != start:
                 improved = True
                 break
     return even, best

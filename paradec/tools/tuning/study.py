@@ -1,7 +1,7 @@
 """Optuna study in a file, shared by several processes.
 
-The study stores all measurements: those of a rung in the attributes of the trial, those of the reference and the
-reported half in its own. Other processes continue the trials of a process that has ended.
+The study stores all measurements: those of a rung in attributes of the trial, those of the reference and the reported
+half in attributes of the study. Other processes continue the trials of a process that has ended.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paradec.tools.tuning.scoring import Measured
 
 NAME = "paradec"
 SCHEMA = "paradec-tune/2"
-UNOWNED = 30.0
-"""Seconds after which a trial without an owner counts as abandoned."""
+ABANDONED_SECONDS = 30.0
+"""Seconds after which a trial without an owner is abandoned."""
 
-_working: set[str] = set()
-"""Names of this process's runs in progress."""
-_claiming = threading.Lock()
+_active_runs: set[str] = set()
+"""Names of runs in progress in this process."""
+_claim_lock = threading.Lock()
 
 
 def check_installed() -> None:
@@ -81,15 +81,15 @@ class Study:
         if stored is None:
             self.study.set_user_attr("setup", dict(setup))
         elif (difference := describe_difference(stored, dict(setup))) is not None:
-            raise ValueError(f"the study in {str(file)!r} was made with another {difference}; give another file")
+            raise ValueError(f"the study in {str(file)!r} has another {difference}; give another file")
 
     def __enter__(self) -> Study:
-        _working.add(self.run)
+        _active_runs.add(self.run)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close the connections to the file."""
-        _working.discard(self.run)
+        _active_runs.discard(self.run)
         engine = getattr(getattr(self.study._storage, "_backend", None), "engine", None)
         if engine is not None:
             engine.dispose()
@@ -101,12 +101,12 @@ class Study:
         return self.study.get_trials(deepcopy=False)
 
     def next_trial(self, starts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:
-        """Return an abandoned trial, else the first entry of `starts` not yet started, else Optuna's proposal; and all
-        other trials."""
-        with _claiming, _quiet():
+        """Return an abandoned trial, else a trial for the first entry of `starts` that has none, else Optuna's
+        proposal; and all other trials."""
+        with _claim_lock, _quiet():
             trials = self.trials()
             for frozen in trials:
-                if frozen.state.name == "RUNNING" and self.left_behind(frozen):
+                if frozen.state.name == "RUNNING" and self.is_abandoned(frozen):
                     trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
                     trial.set_user_attr("owner", self.run)
                     return trial, [entry for entry in trials if entry.number != frozen.number]
@@ -114,7 +114,7 @@ class Study:
             unstarted = [k for k in range(len(starts)) if k not in started]
             if unstarted:
                 self.study.enqueue_trial(dict(starts[unstarted[0]]), user_attrs={"start": unstarted[0]})
-            # the seed depends on the number of trials only: an interrupted study continues as if uninterrupted
+            # the seed depends only on the number of trials, so interruptions do not change the proposals
             self.study.sampler = self.optuna.samplers.TPESampler(
                 multivariate=True, group=True, seed=self.seed + len(trials)
             )
@@ -128,20 +128,20 @@ class Study:
             chosen = self.optuna.trial.TrialState[state]
             self.study.tell(trial, values, state=None if values else chosen, skip_if_finished=True)
 
-    def left_behind(self, frozen: Any) -> bool:
-        """Whether a trial has not ended and no process works on it."""
+    def is_abandoned(self, frozen: Any) -> bool:
+        """Whether a trial has not ended, and no process works on it."""
         if frozen.state.name != "RUNNING":
             return bool(frozen.state.name == "WAITING")
         owner = frozen.user_attrs.get("owner")
         if owner is None:
             started = frozen.datetime_start
-            return started is not None and (datetime.now() - started).total_seconds() > UNOWNED
+            return started is not None and (datetime.now() - started).total_seconds() > ABANDONED_SECONDS
         if not owner:
             return True
         host, pid, _ = owner.rsplit(" ", 2)
         if host != socket.gethostname():
             return False
-        return owner not in _working if int(pid) == os.getpid() else not _alive(int(pid))
+        return owner not in _active_runs if int(pid) == os.getpid() else not _is_alive(int(pid))
 
 
 def read_rung(frozen: Any, rung: int) -> Measured | None:
@@ -170,7 +170,7 @@ def describe_difference(before: Any, after: Any, path: str = "") -> str | None:
                 return difference
         return None
     before, after = ([*value] if isinstance(value, (list, tuple)) else value for value in (before, after))
-    return None if before == after else f"{path}: {short_repr(before)} there, {short_repr(after)} here"
+    return None if before == after else f"{path}: {short_repr(before)} in the study, {short_repr(after)} in this call"
 
 
 def _storage(file: Path) -> Any:
@@ -188,14 +188,14 @@ def _storage(file: Path) -> Any:
         try:
             # wait up to 60 s while other processes write
             return optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 60}})
-        except DatabaseError as error:  # another process creates the tables at the same time: try again
+        except DatabaseError as error:  # perhaps another process creates the tables now: try again
             if attempt == 4:
                 raise ValueError(f"study={str(file)!r} cannot be opened: {error.orig}") from error
             time.sleep(0.2 * 2**attempt)
     raise AssertionError("unreachable")
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     if os.name == "nt":  # signal 0 is Ctrl-C on Windows: assume that the process is alive
         return True
     try:

@@ -19,7 +19,7 @@ from paradec.core.prompts import encode
 from paradec.models.adapter import Model
 from paradec.request import Request
 from paradec.tools.evaluation import evaluate as running
-from paradec.tools.evaluation.answers import Answering
+from paradec.tools.evaluation.answers import HarnessModel
 from paradec.tools.evaluation.likelihood import log_likelihoods
 from paradec.tools.evaluation.recipe import Recipe, generation_fields, request_from_arguments
 
@@ -28,21 +28,21 @@ def as_requests(*entries: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=entry) for entry in entries]
 
 
-def score_pairs(lm: Answering, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
+def score_pairs(lm: HarnessModel, *pairs: tuple[str, str]) -> list[tuple[float, bool]]:
     """Return (log-likelihood, is greedy) of (context, continuation) pairs through the harness interface."""
     return lm._loglikelihood_tokens([(pair, *lm._encode_pair(*pair)) for pair in pairs], disable_tqdm=True)
 
 
 def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
-    lm = Answering(packaged64, batch_size=3)
+    lm = HarnessModel(packaged64, batch_size=3)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
     full, stopped, short = lm.generate_until(
         as_requests((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
     )
     assert full == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
     assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
-    assert Answering(packaged64, until=False).generate_until(as_requests((prompt, {"until": ["fig"]}))) == [full]
-    own = Answering(packaged64, max_new_tokens=1)  # what the model says wins over the task
+    assert HarnessModel(packaged64, until=False).generate_until(as_requests((prompt, {"until": ["fig"]}))) == [full]
+    own = HarnessModel(packaged64, max_new_tokens=1)  # what the model says wins over the task
     assert own.generate_until(as_requests((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 
 
@@ -51,7 +51,7 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
 def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) -> None:
     cached = []
 
-    class Keeping(Answering):
+    class Keeping(HarnessModel):
         def keep(self, *entry: Any) -> None:
             cached.append(entry)
 
@@ -71,7 +71,7 @@ def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) 
 
 
 def test_prompts_have_the_ids_of_generate(packaged64: Model) -> None:
-    lm, text = Answering(packaged64), "Sort: pear fig apple"
+    lm, text = HarnessModel(packaged64), "Sort: pear fig apple"
     chat = lm.apply_chat_template([{"role": "user", "content": text}])
     assert lm.tok_encode(chat) == encode(packaged64, text).rows[0]
     assert lm.tok_encode(text) == encode(packaged64, text, chat=False).rows[0] != lm.tok_encode(chat)
@@ -81,7 +81,7 @@ def test_prompts_have_the_ids_of_generate(packaged64: Model) -> None:
 
 
 def test_unsupported_task_settings_are_refused(packaged64: Model) -> None:
-    lm = Answering(packaged64)
+    lm = HarnessModel(packaged64)
     with pytest.raises(ValueError, match="holds the mask id 122"):
         lm.generate_until(as_requests(("Sort: pear <|mdm_mask|>", {})))
     with pytest.raises(ValueError, match="num_beams=4, which paradec does not support"):
@@ -92,7 +92,7 @@ def test_unsupported_task_settings_are_refused(packaged64: Model) -> None:
 def test_task_penalties_act_like_generate(packaged64: Model) -> None:
     prompt = "Shuffle: pear fig apple kiwi"
     asked_for: dict[str, Any] = {"repetition_penalty": 1, "bad_words": ["fig"], "min_new_tokens": 3, "max_gen_toks": 12}
-    lm = Answering(packaged64)
+    lm = HarnessModel(packaged64)
     (actual,) = lm.generate_until(
         as_requests((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for))
     )
@@ -103,7 +103,7 @@ def test_task_penalties_act_like_generate(packaged64: Model) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_log_likelihoods_have_errors_and_greedy_flags(packaged64: Model, batch: int) -> None:
     """Every estimate has two strata. A single token needs no draw and has no error."""
-    lm = Answering(packaged64, mc_num=4, mc_batch=2, seed=3, batch_size=batch)
+    lm = HarnessModel(packaged64, mc_num=4, mc_batch=2, seed=3, batch_size=batch)
     chat = lm.apply_chat_template([{"role": "user", "content": "Copy: kiwi goat fox pear"}])
     answers = ["kiwi goat fox pear", "kiwi fox goat pear", "kiwi", "goat kiwi fox", "goat kiwi pear apple"]
     actual = score_pairs(lm, *((chat, answer) for answer in answers))
@@ -116,7 +116,7 @@ def test_log_likelihoods_have_errors_and_greedy_flags(packaged64: Model, batch: 
     assert (said["median_standard_error"], said["largest_standard_error"]) == pytest.approx((errors[2], errors[4]))
     assert said["judged"] == 5 and said["forwards"] == sum(one.forwards for one in expected) == 17
     assert said["without_a_standard_error"] == 0 and (said["samples"], said["stratum"]) == (4, 2)
-    alone = Answering(packaged64, mc_num=2, mc_batch=2, check_greedy=False)
+    alone = HarnessModel(packaged64, mc_num=2, mc_batch=2, check_greedy=False)
     score_pairs(alone, *((chat, answer) for answer in answers[1:4]))
     said = alone.get_model_info()["log_likelihoods"]  # of one stratum there is no error, and no number that JSON lacks
     assert (said["median_standard_error"], said["largest_standard_error"]) == (0, 0)
@@ -134,7 +134,7 @@ def test_a_rendered_chat_gets_no_first_token() -> None:
             return "s " + " ".join(turn["content"] for turn in chat)
 
     model = wrap_kind("Llama causal")
-    lm = Answering(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
+    lm = HarnessModel(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
     chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
     assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]
     assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
@@ -145,7 +145,7 @@ def test_a_rendered_chat_gets_no_first_token() -> None:
 
 
 def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
-    lm = Answering(packaged64, likelihood="chain", max_length=6, check_greedy=False)
+    lm = HarnessModel(packaged64, likelihood="chain", max_length=6, check_greedy=False)
     pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
     expected = pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
     with pytest.warns(UserWarning, match="a context of 5 tokens is cut on the left to 4"):
@@ -167,14 +167,14 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
 
 
 def test_a_task_s_constraint_says_where_an_answer_ends(packaged64: Model) -> None:
-    lm = Answering(packaged64, batch_size=2, max_new_tokens=8)
+    lm = HarnessModel(packaged64, batch_size=2, max_new_tokens=8)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
     task = {"until": ["fig"], "constraint": {"regex": "pear [a-z]+ fig"}}
     assert lm.generate_until(as_requests((prompt, task), (prompt, {"until": []}))) == ["pear apple ", "apple fig pear"]
 
 
 def test_decoded_choices(packaged64: Model) -> None:
-    lm, scoring = Answering(packaged64, choices="decode"), Answering(packaged64)
+    lm, scoring = HarnessModel(packaged64, choices="decode"), HarnessModel(packaged64)
     sort, copy = (
         lm.apply_chat_template([{"role": "user", "content": text}])
         for text in ("Sort: pear fig apple", "Copy: kiwi fig owl")

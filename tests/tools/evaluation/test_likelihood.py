@@ -14,7 +14,7 @@ import paradec
 from paradec.core.query import Query
 from paradec.models.adapter import Model
 from paradec.tools.evaluation import likelihood
-from paradec.tools.evaluation.likelihood import Likelihood, greedily_decoded, log_likelihoods
+from paradec.tools.evaluation.likelihood import Likelihood, check_greedy_decoding, log_likelihoods
 
 CONTEXT, CONTINUATION = [3, 17, 8, 30, 2], [5, 21, 9, 33]
 
@@ -191,9 +191,9 @@ def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
         masked.discard(most_confident)
     other = row[5:8] + [(row[8] + 1) % MASK]
     pairs = [(CONTEXT, row[5:]), (CONTEXT, other), (CONTEXT[:3], row[5:6])]
-    assert greedily_decoded(model, pairs)[:2] == [True, False]
+    assert check_greedy_decoding(model, pairs)[:2] == [True, False]
     ending = tiny(2, prediction=prediction, ends=(row[5],))
-    assert greedily_decoded(ending, pairs)[:2] == [True, False]  # an end token ends nothing
+    assert check_greedy_decoding(ending, pairs)[:2] == [True, False]  # an end token ends nothing
 
 
 def test_nan_logits_are_an_error() -> None:

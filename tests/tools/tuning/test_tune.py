@@ -24,7 +24,7 @@ from paradec.tools.evaluation import configurations
 from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.halving import is_promoted, rungs
 from paradec.tools.tuning.prompts import halves, to_questions
-from paradec.tools.tuning.scoring import Half
+from paradec.tools.tuning.scoring import PromptHalf
 
 
 def wait_for(file: Path, trials: int, process: subprocess.Popen[str], seconds: float = 300) -> None:
@@ -217,14 +217,14 @@ def test_temperature_and_seeds_come_from_the_request(model: Model) -> None:
 
 class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.prompts, self.choosing, own = 0, 0, Half.decode
+        self.prompts, self.choosing, own = 0, 0, PromptHalf.decode
 
-        def decode(half: Half, request: Any, first: int, stop: int) -> Any:
+        def decode(half: PromptHalf, request: Any, first: int, stop: int) -> Any:
             self.prompts += stop - first
             self.choosing += (stop - first) * (half.name == "choosing")
             return own(half, request, first, stop)
 
-        monkeypatch.setattr(Half, "decode", decode)
+        monkeypatch.setattr(PromptHalf, "decode", decode)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +260,10 @@ def test_ctrl_c_loses_nothing(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"seed": 2}, "seed: 1 there, 2 here"),
-        ({"max_new_tokens": 7}, "request of 'max_new_tokens': 6 there, 7 here"),
+        ({"seed": 2}, "seed: 1 in the study, 2 in this call"),
+        ({"max_new_tokens": 7}, "request of 'max_new_tokens': 6 in the study, 7 in this call"),
         ({"samplers": ["threshold"]}, "space of 'samplers' of 'factor'"),
-        ({"objective": "both"}, "objective: 'forwards' there, 'both' here|directions"),
+        ({"objective": "both"}, "objective: 'forwards' in the study, 'both' in this call|directions"),
         ({"score": "agreement"}, "score"),
         ({"prompts": PROMPTS[:-1]}, "prompts of 'choose'|prompts of 'report'"),
         ({"answers": [[1]] * 20}, "prompts of 'text'"),

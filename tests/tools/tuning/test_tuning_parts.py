@@ -26,7 +26,7 @@ from paradec.tools.tuning.halving import dominates, fronts
 from paradec.tools.tuning.prompts import fingerprint, halves, to_questions
 from paradec.tools.tuning.result import Point, choose
 from paradec.tools.tuning.scoring import Measured, Scorer, agreement, truth
-from paradec.tools.tuning.space import Candidate, Span, build_space, domains
+from paradec.tools.tuning.space import Candidate, NumberDomain, build_space, domains
 from paradec.tools.tuning.step_search import Steps, even_starts, moves, search
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -76,7 +76,7 @@ def test_prompts_of_python() -> None:
     assert [e.judged for e in actual] == [True, False, True, True]
     assert actual[1].prompt == [{"role": "user", "content": "b"}] and actual[2].prompt == [1, 2]
     assert actual[2].truth == (3, 4) and actual[3].task == question.task
-    with pytest.raises(ValueError, match="which has its judge"):
+    with pytest.raises(ValueError, match="which has a judge"):
         to_questions([question], ["x"])
 
 
@@ -121,7 +121,7 @@ def test_ranges_cover_hand_set_values_and_valid_settings(name: str) -> None:
     for setting, domain in actual.items():
         own = {**cls.settings(), "steps": 1.0}
         values = [own[setting], *(changes[setting] for changes in cls.sweep if setting in changes)]
-        if isinstance(domain, Span):
+        if isinstance(domain, NumberDomain):
             assert domain.low < domain.high and all(domain.low <= value <= domain.high for value in values)
             for end in (domain.low, domain.high):
                 if setting != "steps" and end not in values:  # hand-set values depend on other settings
