@@ -90,9 +90,7 @@ def load_causal(
             _scale_angles(gguf, hf_config)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
-    kinds = (
-        (ImportError, ValueError) if quantised else (ValueError,)
-    )  # without quantisation, an ImportError is about a device_map
+    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # other ImportErrors are about a device_map
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
         module = read_module(cls, source, **options).eval()
     if gguf is not None:
@@ -139,10 +137,8 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
     architecture = config.get("architectures") or [expected]
     architecture = architecture[0] if isinstance(architecture, list) else architecture
     if not isinstance(architecture, str) or architecture.lower() != expected.lower():
-        is_transformers = isinstance(architecture, str) and hasattr(transformers, architecture)
-        problem = "is not a class of transformers"
-        if is_transformers:
-            problem = f"is not {expected}, which predicts the next token"
+        is_known = isinstance(architecture, str) and hasattr(transformers, architecture)
+        problem = f"is not {expected}, which predicts the next token" if is_known else "is not a class of transformers"
         raise CheckpointError(
             f"config.json of {source!r}: model_type={config['model_type']!r} with "
             f"architectures=[{short_repr(architecture)}], which {problem}; load it with the code that it comes from "

@@ -96,8 +96,7 @@ class EagleDrafter(FeatureDrafter):
             self.raster = dataclasses.replace(base.module.config, **heads)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the wanted columns, and the predicted features [R, W, D]. Columns are tokens at positions
-        1 and later.
+        """Logits [R, W, V] of the wanted columns, and the predicted features [R, W, D]. Positions are at least 1.
 
         query: must set `visible`.
         features: [R, Q, D]: of the position before each column; for a draft, the predicted feature of its parent."""

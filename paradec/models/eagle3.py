@@ -6,8 +6,8 @@ layer's output is the next feature. The drafter's output matrix covers some of t
 is 0.
 
 Two formats are read: that of the paper's code (`midlayer.`, a flat config.json) and speculators'
-(`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both, layer number l means the input of
-layer l, the output of layer l - 1.
+(`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both, layer l means its input, the output
+of layer l - 1.
 """
 
 from __future__ import annotations

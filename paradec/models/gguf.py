@@ -358,8 +358,7 @@ class _HeaderReader:
         if item_kind == TEXT:
             return [self.read_text() for _ in range(self.read_count(f"texts in {short_repr(name)}"))]
         if item_kind not in SCALARS:
-            unknown_kind = kind if item_kind is None else item_kind
-            raise ValueError(f"{short_repr(name)} has values of the unknown kind {unknown_kind}")
+            raise ValueError(f"{short_repr(name)} has values of the unknown kind {item_kind or kind}")
         dtype = np.dtype(SCALARS[item_kind]).newbyteorder("<")
         return self.read_bytes(self.read_scalar("Q") * dtype.itemsize).view(dtype)
 

@@ -309,8 +309,8 @@ def _load_gguf(
 
     quantization, is_unpacked_here = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
     other_options = [options[name] for name in ("quantization_config", "adapter", "device_map", "offload_folder")]
-    is_default = dtype == "auto" and all(value is None for value in other_options)
-    can_choose = is_default and (device is None or device.type == "cpu")
+    is_cpu, has_options = device is None or device.type == "cpu", any(value is not None for value in other_options)
+    can_choose = dtype == "auto" and is_cpu and not has_options
     if quantization is None and can_choose and is_unpacked_here and file.has_packed_layers(Int8Config.min_weights):
         quantization = Int8Config()
     if quantization is not None:

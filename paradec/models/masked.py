@@ -190,9 +190,8 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
     if family in (sdar.FAMILY, sdar.FAMILY_MOE) and sdar.is_i_dlm(config, source):
         raise CheckpointError(
             f"{source!r} has model_type={model_type!r}, and its name or block_size="
-            f"{short_repr(config.get(sdar.BLOCK_NAME))} means I-DLM: a causal model that verifies its last "
-            "drafts in the call that makes new ones. No sampler here supports it. For an SDAR with such blocks give "
-            "load(..., block_length=...)"
+            f"{short_repr(config.get(sdar.BLOCK_NAME))} means I-DLM: a causal model that verifies drafts "
+            "in the call that makes new ones. No sampler here does. For SDAR with such blocks give block_length=..."
         )
     if family is not None:
         return family

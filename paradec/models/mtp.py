@@ -102,11 +102,10 @@ class MtpDrafter(FeatureDrafter):
         return len(self.module.layers) + 1 if self.num_reread else None
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the wanted columns, and the outputs [R, W, D] (with several heads, of all columns: [R, Q,
-        D]). Columns are tokens at positions 1 and later.
+        """Logits [R, W, V] of the wanted columns, and the outputs [R, W, D] (with several heads, of all columns:
+        [R, Q, D]). Positions are at least 1.
 
-        query: must set `visible`. Positions and slots are those of the first head; tokens are `layer` positions further
-            right.
+        query: must set `visible`. Positions and slots are those of head 0; tokens are `layer` positions further right.
         features: [R, Q, D]: outputs of the previous head. For the first head: the hidden states before the columns; for
             a draft, the output at its parent.
         layer: index of the head."""

@@ -83,9 +83,7 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
     # a device_map may leave weights on the disk, in the files that they were loaded from
     on_disk = "disk" in (getattr(model.module, "hf_device_map", None) or {}).values()
     if on_disk and path.is_dir() and os.path.realpath(path) == os.path.realpath(source):
-        raise ValueError(
-            f"folder={str(path)!r} holds the weights that the model still reads from disk; give another folder"
-        )
+        raise ValueError(f"folder={str(path)!r} holds the weights that the model still reads from disk; give another")
     from paradec.models.int8 import stored_config
 
     quantization = stored_config(model)

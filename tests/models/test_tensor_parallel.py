@@ -294,9 +294,7 @@ def test_unsupported_requests_of_spread_models(short: list[Any]) -> None:
         for name in ("Batch", "generate_many", "update_weights", "save_pretrained", "a copy or pickle"):
             message = f"ValueError: {name} does not work with llada-tiny, which is spread over processes (tp_plan)"
             assert actual[name] == message
-        assert actual["thread"].startswith(
-            "RuntimeError: a model that is spread over processes must be used in one thread"
-        )
+        assert actual["thread"].startswith("RuntimeError: a model that is spread over processes must be used in one")
 
 
 def test_an_error_on_all_ranks_leaves_the_model_usable(short: list[Any]) -> None:
@@ -310,9 +308,7 @@ def test_a_rank_that_fails_ends_the_others(short: list[Any]) -> None:
     first, second = (rank["requests"] for rank in short)
     assert second["one"] == "ZeroDivisionError: of its own"
     assert first["one"] == "ConnectionError: rank 1 failed: ZeroDivisionError: of its own"
-    assert second["after"].startswith(
-        "ConnectionError: this process cannot continue after ZeroDivisionError: of its own"
-    )
+    assert second["after"].startswith("ConnectionError: this process cannot continue after ZeroDivisionError: of")
     assert first["seconds"] < 60
 
 

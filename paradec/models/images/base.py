@@ -154,7 +154,7 @@ class PictureModel:
         return self.decoder.decode(latent)
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
-        """Yield the pictures after each step, [B, C, H, W] in [0, 1], for traces; none unless a step changes all
+        """Yield the pictures after each step, [B, C, H, W] in [0, 1], for traces; none unless steps change all
         pixels."""
         return ()
 
@@ -253,8 +253,8 @@ def picture_tokens(state: Any, grid: Grid) -> Tensor:
 
 
 def list_labels(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
-    """List class labels, each `copies` times. Raises ValueError for no label or one out of range, TypeError for
-    others."""
+    """List class labels, each `copies` times. Raises ValueError without labels or for one out of range, else
+    TypeError."""
     if hasattr(class_labels, "tolist"):
         class_labels = class_labels.tolist()
     if not isinstance(class_labels, Sequence) or isinstance(class_labels, (str, bytes)):

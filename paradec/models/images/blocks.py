@@ -32,8 +32,7 @@ def mlp(width: int, inner: int, out: int, approximate: str = "none", bias: bool 
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block. layer: its index in a store. inner: width of the feed-forward, by default 4
-    `width`."""
+    """A pre-norm transformer block. layer: index in a store. inner: width of the feed-forward, by default 4 `width`."""
 
     def __init__(
         self, width: int, heads: int, layer: int, eps: float = 1e-5, inner: int | None = None, bias: bool = True

@@ -28,8 +28,7 @@ class ReusedKeys:
 @dataclass
 class ContinuousQuery:
     """One call of encoder, decoder and head (`paradec.models.images.mar`) for `B` rows. A full step decodes all
-    positions of the image, a local step those of a group. Positions are in raster order. With `branches == 2` the model
-    evaluates every row a second time, without its class."""
+    positions (in raster order), a local step a group. With `branches == 2` every row has a second one without class."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -53,8 +52,7 @@ class ContinuousQuery:
     reused_keys: ReusedKeys | None = None
     """Keys and values that a local step reads; None for a full step."""
     drop: Tensor | None = None
-    """[B, U] int64: the group's positions, whose keys and values a full step leaves out; None returns no keys at
-    all."""
+    """[B, U] int64: the group's positions, whose keys and values a full step leaves out; None returns no keys."""
     keep_buffer: bool = False
     """Whether the class tokens' keys and values are reused too; else local steps evaluate these tokens again."""
     branches: int = 1

@@ -49,8 +49,7 @@ class DiffusionModel(Adapter):
         if set(values) != {"class_labels"}:
             raise ValueError(f"conditions {sorted(values)} must be: class_labels")
         labels = list_labels(values["class_labels"], self.null_label + 1)
-        is_single = not isinstance(values["class_labels"], (Sequence, Tensor))
-        labels = labels * len(latent) if is_single else labels
+        labels = labels * len(latent) if not isinstance(values["class_labels"], (Sequence, Tensor)) else labels
         if len(labels) != len(latent):
             raise ValueError(f"class_labels has {len(labels)} entries for {len(latent)} rows; give one, or one per row")
         labels = labels + [self.null_label] * len(labels) * (branches - 1)

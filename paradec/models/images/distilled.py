@@ -144,7 +144,6 @@ class DistilledModel(PictureModel, Adapter):
 
     def read(self, state: Any, grid: Grid) -> Snapshot:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        prompt_lengths = [
-            self.facts.stages.data_counts[-1] - grid.length
-        ] * state.batch  # of VAR's scales only the last one is the grid
+        # of VAR's scales only the last one is the grid
+        prompt_lengths = [self.facts.stages.data_counts[-1] - grid.length] * state.batch
         return Snapshot(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)

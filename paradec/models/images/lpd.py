@@ -232,8 +232,7 @@ class LPDModel(ImageModel):
             return ranked_logits(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:
-        """Return the model as an any-order model: a row is the class, then all cells; undecided cells are
-        `blank_id`."""
+        """Return the model as an any-order model: a row is the class, then all cells; `blank_id` is undecided."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
         return self._copy_with(facts=facts, any_order=True, first_position=1, branches=branches)
 

@@ -156,8 +156,7 @@ class GroupStore:
 
 
 def run(blocks: nn.ModuleList, x: Tensor, past: Keys | None) -> tuple[Tensor, Keys]:
-    """Run blocks on x [R, n, width], whose columns also attend to `past`. Returns the output, and keys and values of
-    x."""
+    """Run blocks on x [R, n, width], whose columns also attend to `past`. Returns the output, and keys and values."""
     store = GroupStore(past)
     for block in blocks:
         x = block(x, None, store)

@@ -99,8 +99,7 @@ class TextToImageModel(ImageModel):
             )
 
     def _check_length(self, grid: Grid, scale: int) -> Grid:
-        """Return the grid. Raises ValueError if it is too long for the model. scale: pixels along one side of a
-        token."""
+        """Return the grid. Raises ValueError if it is too long for the model. scale: pixels along a token's side."""
         max_length = self.facts.max_length
         if max_length is not None and grid.length >= max_length:
             raise ValueError(

@@ -232,7 +232,7 @@ class VQModel(nn.Module):
             self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for invalid
+        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for wrong
         ids."""
         if codes.ndim != 3:
             raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")

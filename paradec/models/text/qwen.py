@@ -56,8 +56,7 @@ def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
     layers = fields["num_hidden_layers"]
     num_experts, top_k = experts_per_token(config)
     dense_layers = config.get("mlp_only_layers") or []
-    is_list = isinstance(dense_layers, list)
-    if not is_list or any(type(layer) is not int or not 0 <= layer < layers for layer in dense_layers):
+    if not isinstance(dense_layers, list) or any(type(n) is not int or not 0 <= n < layers for n in dense_layers):
         raise CheckpointError(
             f"config.json: mlp_only_layers={short_repr(dense_layers)} must be a list of layers, 0 to {layers - 1}"
         )

@@ -192,15 +192,13 @@ def collect(
         for first in range(num_done, len(rows), batch):
             chosen = Prompts(rows[first : first + batch], False, [0] * len(rows[first : first + batch]))
 
-            def report_progress(
-                state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)
-            ) -> None:
+            def report(state: State, commit: Commit, first: int = first, count: int = len(chosen.rows)) -> None:
                 if progress is not None:
                     decided, total = state.progress
                     progress("collecting", (first + count * decided / total) / len(rows))
 
             batch_records: list[Records] = []
-            targets = generate(model, chosen, sampler="low_confidence", callback=report_progress, **request).new_tokens
+            targets = generate(model, chosen, sampler="low_confidence", callback=report, **request).new_tokens
             for cache in caches:
                 state = _Replay().start(model, chosen, cache=cache, **request)
                 batch_records += _replay(model, state, targets, first, setup)

@@ -71,9 +71,7 @@ def replay(
         name, value = ("shrink", shrink) if shrink > 1 else ("one_forward", False)
         raise ValueError(f"{name}={value} does not work with {model.facts.name}, which is causal")
     if writes and rollout.writes is None:
-        raise ValueError(
-            f"writes=True: sampler {rollout.settings.get('sampler')!r} never revises tokens; leave writes out"
-        )
+        raise ValueError(f"writes=True: sampler {rollout.settings.get('sampler')!r} never revises; leave writes out")
     if not rollout.exact:
         warnings.warn(
             f"the rollout was decoded with {rollout.approximation}, a policy other than the model on whole rows: "

@@ -69,9 +69,7 @@ def to_questions(prompts: Any, answers: Sequence[Any] | None = None) -> list[Que
     if not len(prompts):
         raise ValueError("prompts is empty; give at least two")
     if answers is not None and (isinstance(answers, str) or len(answers) != len(prompts)):
-        raise ValueError(
-            f"answers has {len(answers)} entries for {len(prompts)} prompts; give one for each prompt, or None for it"
-        )
+        raise ValueError(f"answers has {len(answers)} entries for {len(prompts)} prompts; give one or None for each")
     answer_of_prompt = [None] * len(prompts) if answers is None else answers
     return [_parse_entry(index, *entry) for index, entry in enumerate(zip(prompts, answer_of_prompt, strict=True))]
 

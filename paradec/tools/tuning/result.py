@@ -239,9 +239,7 @@ class Tuning:
                 f"setting with fewer {cost}, at least this score and a paired interval {bound} below it."
             )
         if self.points and self.reference is None:
-            notes.append(
-                "Scores are those of the choosing half, which are optimistic: the other half was not measured."
-            )
+            notes.append("Scores are of the choosing half, which are optimistic: the other half was not measured.")
         elif self.points:
             exact = "Wilson's" if self.exact else "bootstraps over prompts"
             notes.append(f"Intervals are {exact}. alike: points whose scores do not differ significantly.")

@@ -192,9 +192,7 @@ def fingerprint_checkpoint(model: Any) -> str:
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
-            first = (
-                tensor.detach()[:32] if tensor.dim() else tensor.detach()
-            )  # first, since reshape may copy the tensor
+            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # before reshape, which may copy
             digest.update(repr(first.reshape(-1)[:32].double().cpu().tolist()).encode())
     return digest.hexdigest()[:16]
 
