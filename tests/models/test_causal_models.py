@@ -173,9 +173,9 @@ def header(architecture: str, *more: tuple[str, bytes]) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (header("bert"), "a.gguf' holds 'bert', which load does not read from GGUF"),
+        (header("bert"), "a.gguf' holds 'bert', which load cannot read from GGUF"),
         (header("dream"), "a.gguf' holds no token_embd.weight"),
-        (header("whisper"), "holds 'whisper', which load does not read from GGUF; it reads llada, .*llama.*qwen3"),
+        (header("whisper"), "holds 'whisper', which load cannot read from GGUF; it reads llada, .*llama.*qwen3"),
         *(
             (data, "a.gguf' cannot be read as a GGUF file: ")
             for data in (

@@ -198,7 +198,7 @@ def test_wrong_shards(tmp_path: Path) -> None:
     write_index(folder, weight_map | {norm: "pytorch_model.bin"})
     refused(f"{norm}.* is in 'pytorch_model.bin'; expected a .safetensors file")
     write_index(folder, weight_map | {norm: f"../whole/{first}"})
-    refused("expected a .safetensors file beside it")
+    refused("expected a .safetensors file in the same folder")
     write_index(folder, weight_map | {norm: 3})
     refused("is in 3; expected a .safetensors file")
     write_index(folder, weight_map | {norm: "model-3.safetensors"})

@@ -515,7 +515,7 @@ def test_unsupported_architectures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     for architecture in ("bert", "diffusion-gemma", "unheard-of"):
         file.write_bytes(header(architecture=architecture))
-        message = f"a.gguf' holds '{architecture}', which load does not read from GGUF; it reads llada, dream, .*qwen3"
+        message = f"a.gguf' holds '{architecture}', which load cannot read from GGUF; it reads llada, dream, .*qwen3"
         refuses(lambda: paradec.load(file), message, CheckpointError)
     file.write_bytes(header(architecture="phi3"))
     message = "quantization='int8' does not work for .*a.gguf', which holds 'phi3'; it works for llada, .*qwen3moe"

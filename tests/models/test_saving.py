@@ -578,7 +578,7 @@ STATED = [
     ({"rope_theta": "10"}, "rope_theta='10' must be a positive number"),
 ]
 SCALED = [
-    ({"type": "dynamic", "factor": 2.0}, "rope_scaling=.*'dynamic'.*neighbours"),
+    ({"type": "dynamic", "factor": 2.0}, "rope_scaling=.*'dynamic'.*depend on others"),
     ({"type": "longrope", "factor": 2.0}, "rope_type='longrope'.*stored"),
     ({"type": "spiral"}, "rope_type='spiral' is not known"),
     ({"type": "linear", "factor": "x"}, r"\['factor'\]='x' must be"),

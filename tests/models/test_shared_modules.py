@@ -63,7 +63,7 @@ def test_models_of_one_module() -> None:
     causal.unwrap()
     assert torch.equal(logits(first), expected)
     module.set_attn_implementation("eager")
-    refuses(lambda: logits(second), "it attends with 'eager'", RuntimeError)
+    refuses(lambda: logits(second), "its attention is 'eager'", RuntimeError)
     second.unwrap()
     assert module.config._attn_implementation == "eager"  # its owner's own choice
 

@@ -207,7 +207,7 @@ def test_a_block_length_for_a_bidirectional_checkpoint() -> None:
         ("llada2_moe_veomni", "training form.*convert it"),
         ("llava_llada", "pictures as embeddings.*paradec.wrap"),
         ("wedlm", "moves decided tokens to the front.*paradec.wrap"),
-        ("omnivoice", "several codebooks.*its own code"),
+        ("omnivoice", "several tokens.*its own code"),
         ("qwen3", "architectures=.'SDARForCausalLM'., which is not a class of transformers; .*paradec.wrap"),
     ],
 )

@@ -49,7 +49,9 @@ def test_angles_equal_the_recorded_tables(name: str) -> None:
         return
     kind = case["rope_parameters"]["rope_type"]
     if kind in BY_CALL:
-        with pytest.raises(paradec.CheckpointError, match=f"rope_type='{kind}' chooses .* neighbours .* stored keys"):
+        with pytest.raises(
+            paradec.CheckpointError, match=f"rope_type='{kind}' chooses .* depend on others .* stored keys"
+        ):
             rope_parameters(case)
         raise Refused(f"rope_type={kind!r} ties a row to its neighbours")
     fields = {"head_dim": case["head_dim"], "hidden_size": case["head_dim"], "num_attention_heads": 1}
@@ -135,8 +137,8 @@ def test_causal_models_with_length_dependent_angles_cache_no_keys(name: str) -> 
 )
 def test_i_dlm_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "some", "sdar", **place)
-    refuses(lambda: paradec.load(folder), "is I-DLM", paradec.CheckpointError)
+    refuses(lambda: paradec.load(folder), "means I-DLM", paradec.CheckpointError)
     named = checkpoint(tmp_path / "I-DLM-8B-Instruct", "sdar")
-    refuses(lambda: paradec.load(named, block_length=4), "is I-DLM", paradec.CheckpointError)
+    refuses(lambda: paradec.load(named, block_length=4), "means I-DLM", paradec.CheckpointError)
     if "block_size" in place:
         assert paradec.load(folder, block_length=3).facts.block_length == 3

@@ -98,7 +98,7 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
         strata = [0.0] * (part.rows[-1].stratum + 1)
         for masking in part.rows:
             read = distributions(model, masking.tokens)
-            strata[masking.stratum] += masking.weight * sum(read[i, row[i]].item() for i in masking.at)
+            strata[masking.stratum] += masking.weight * sum(read[i, row[i]].item() for i in masking.positions)
         value += statistics.mean(strata)
         variance += statistics.variance(strata) / len(strata) if part.drawn else 0
     assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
