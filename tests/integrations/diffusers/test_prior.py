@@ -1,6 +1,7 @@
 """GLM-Image's prior decoded by a paradec sampler inside its pipeline."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def pipe() -> Any:
     result = glm_image_pipeline(RECORDED)
     config = result.vision_language_encoder.config
     codes, names = config.vq_config.num_embeddings, config.text_config.vision_vocab_size
-    own = result.vision_language_encoder.generation_config
-    own.top_k, own.suppress_tokens = 1, list(range(codes, names))
+    generation_config = result.vision_language_encoder.generation_config
+    generation_config.top_k, generation_config.suppress_tokens = 1, list(range(codes, names))
     return result
 
 
@@ -47,9 +48,8 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     arguments = ("input_ids", "attention_mask", "image_grid_thw", "images_per_sample")
     inputs = {key: torch.from_numpy(arrays[key]) for key in arguments}
     with accelerate(pipe, prior={"sampler": "scd", "temperature": 0}):
-        generated_ids = pipe.vision_language_encoder.generate(
-            **inputs, max_new_tokens=facts["tokens"] + 1, do_sample=True
-        )
+        encoder, max_new_tokens = pipe.vision_language_encoder, facts["tokens"] + 1
+        generated_ids = encoder.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=True)
     first = inputs["input_ids"].shape[1]
     assert torch.equal(generated_ids[:, :first], inputs["input_ids"])
     assert np.array_equal(generated_ids[:, first:].numpy(), arrays["greedy"])
@@ -61,9 +61,7 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
     if text and Version(diffusers.__version__) >= Version("0.42"):  # 0.41 gives other images than the recorded ones
         recorded = read_arrays(RECORDED / "pipeline.npz")
-        noise, prompt, negative = (
-            torch.from_numpy(recorded[f"{name}/{part}"]) for part in ("noise", "prompt", "negative")
-        )
+        noise, prompt, negative = (torch.from_numpy(recorded[f"{name}/{k}"]) for k in ("noise", "prompt", "negative"))
         for kind, tokens in (("greedy", prior), ("sampled", torch.from_numpy(arrays["prior_sampled"]))):
             latents = pipe(
                 prompt_embeds=prompt, negative_prompt_embeds=negative, latents=noise, prior_token_ids=tokens,
@@ -77,12 +75,12 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
 def test_latents_equal_those_of_the_pipeline_prior(sampler: str, pipe: Any) -> None:
     encoder = pipe.vision_language_encoder
     expected = run(pipe)
-    other = run(pipe, "a cat", height=32, width=64)
+    expected_of_one = run(pipe, "a cat", height=32, width=64)
     before = attributes(encoder)  # the module keeps positions of its own generation
     with accelerate(pipe, TaylorSeer(interval=2)):
         forecast = run(pipe)
     session = accelerate(pipe, prior=sampler)
-    assert torch.equal(run(pipe, "a cat", height=32, width=64), other) and torch.equal(run(pipe), expected)
+    assert torch.equal(run(pipe, "a cat", height=32, width=64), expected_of_one) and torch.equal(run(pipe), expected)
     assert session.runs == 2 and session.latest.prior_token_ids.shape == (2, 2 * 3 * 4)
     assert session.report().short.startswith("run 2: prior of 2 x 18 tokens in ") and "x 18" in repr(session)
     session.detach()
@@ -113,26 +111,20 @@ def test_pictures_are_edited(pipe: Any) -> None:
 
 
 def test_draws_follow_the_pipeline_s_generator(pipe: Any) -> None:
-    drawn = {"sampler": "sjd", "top_k": 0, "temperature": 1.0, "top_p": 1.0}
-    with accelerate(pipe, prior=drawn) as session:
-        seen = []
-        for seed in (1, 2, 1):
-            run(pipe, "cat", seed)
-            seen.append(session.latest.tokens)
-        assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
-        assert max(int(tokens.max()) for tokens in seen) < 64
-    with accelerate(pipe, prior={"seed": 5, **drawn}) as session:
-        run(pipe, "cat", 1)
-        first = session.latest.tokens
-        run(pipe, "cat", 2)
-        assert torch.equal(session.latest.tokens, first)
+    settings = {"sampler": "sjd", "top_k": 0, "temperature": 1.0, "top_p": 1.0}
+    for prior in (settings, {"seed": 5, **settings}):
+        token_ids = []
+        with accelerate(pipe, prior=prior) as session:
+            for seed in (1, 2, 1):
+                run(pipe, "cat", seed)
+                token_ids.append(session.latest.tokens)
+        assert torch.equal(token_ids[0], token_ids[2]) and torch.equal(token_ids[0], token_ids[1]) == ("seed" in prior)
+        assert max(int(row.max()) for row in token_ids) < 64
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("place", ["processor", "vision_language_encoder", None])
-def test_prompts_are_text_for_the_adapter_too(
-    place: str | None, pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_images_takes_text(place: str | None, pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(glm_image, "PREVIEW", 4)
     glm = glm_image.GlmImageModel(pipe.vision_language_encoder, pipe.processor)
     if place is not None:
@@ -157,8 +149,7 @@ def test_prior_is_refused(pipe: Any) -> None:
         ({"temperature": -1}, "temperature=-1"),
         ("low_confidence", "low_confidence"),
     ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            accelerate(pipe, prior=prior)
+        refuses(partial(accelerate, pipe, prior=prior), message, (ValueError, TypeError))
     refuses(lambda: accelerate(pipe, prior="scd", cache="block"), "cache='block' and prior='scd'")
     refuses(lambda: accelerate(pipe, "taylorsee", prior="scd"), "did you mean 'taylorseer'")
     assert attributes(encoder) == before

@@ -34,10 +34,7 @@ from paradec.samplers.forecast.refresh import RunProgress
 from paradec.samplers.forecast.rules import MagRatios
 
 RATIOS = (1.0, 1.06, 0.97, 1.03, 0.99, 1.02, 0.96, 1.08, 1.01, 0.95)
-PIPELINES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
-    "flux": (flux_pipeline, run_flux),
-    "wan": (wan_pipeline, run_wan),
-}
+RUN = {"flux": run_flux, "wan": run_wan}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +47,11 @@ def wan() -> Any:
     return wan_pipeline()
 
 
+@pytest.fixture
+def pipe(name: str, request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(name)
+
+
 def call_pattern(session: Any) -> str:
     """Return the calls of the latest run: "F" if the stack was evaluated, "." if it was forecast."""
     return "".join(".F"[call.evaluated > 0] for call in session.report().calls)
@@ -57,37 +59,35 @@ def call_pattern(session: Any) -> str:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("threshold", [0.0, 0.2, 0.4])
-@pytest.mark.parametrize("name", PIPELINES)
-def test_first_block_equals_diffusers(name: str, threshold: float, request: Any) -> None:
-    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+@pytest.mark.parametrize("name", RUN)
+def test_first_block_equals_diffusers(name: str, threshold: float, pipe: Any) -> None:
+    run = RUN[name]
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    theirs = run(pipe)
+    expected = run(pipe)
     pipe.transformer.disable_cache()
     with accelerate(pipe, FirstBlock(threshold)) as session:
-        assert torch.equal(run(pipe), theirs)
+        assert torch.equal(run(pipe), expected)
     assert ("." in call_pattern(session)) == (threshold > 0), call_pattern(session)
     if threshold == 0:
-        assert torch.equal(run(pipe), theirs)
+        assert torch.equal(run(pipe), expected)
 
 
-@pytest.mark.parametrize(("most", "kept"), [(3, 0.2), (2, 0.0)])
-@pytest.mark.parametrize("name", PIPELINES)
-def test_magcache_equals_diffusers(name: str, most: int, kept: float, request: Any) -> None:
-    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
-    settings = {"threshold": 0.2, "max_skip_steps": most, "retention_ratio": kept}
+@pytest.mark.parametrize(("max_skip_steps", "retention_ratio"), [(3, 0.2), (2, 0.0)])
+@pytest.mark.parametrize("name", RUN)
+def test_magcache_equals_diffusers(name: str, max_skip_steps: int, retention_ratio: float, pipe: Any) -> None:
+    run = RUN[name]
+    settings = {"threshold": 0.2, "max_skip_steps": max_skip_steps, "retention_ratio": retention_ratio}
     pipe.transformer.enable_cache(MagCacheConfig(mag_ratios=list(RATIOS), num_inference_steps=8, **settings))
-    theirs = run(pipe, 8)
+    expected = run(pipe, 8)
     pipe.transformer.disable_cache()
     with accelerate(pipe, MagCache(RATIOS, **settings)) as session:
-        assert torch.equal(run(pipe, 8), theirs)
+        assert torch.equal(run(pipe, 8), expected)
     assert "." in call_pattern(session)
 
 
 @pytest.mark.parametrize(("name", "runs"), [("flux", 1), ("wan", 3)])
-def test_calibration_equals_diffusers(
-    name: str, runs: int, request: Any, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
-    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+def test_calibration_equals_diffusers(name: str, runs: int, pipe: Any, capsys: Any, tmp_path: Path) -> None:
+    run = RUN[name]
     run(pipe, 1)  # diffusers adds a hook to the transformer at its first run
     before, seeds = attributes(pipe.transformer), iter(range(runs))
     draw = torch.Generator().manual_seed
@@ -121,15 +121,15 @@ def test_transformers(name: str) -> None:
     before, plain = attributes(module), denoise(module, inputs, 5)
     with accelerate(module, FirstBlock(0)):
         assert torch.equal(denoise(module, inputs, 5), plain)
-    ends, took = {}, {}
+    latents, sizes = {}, {}
     for target in ("block", "stack"):
         with accelerate(module, TaylorSeer(interval=3, where=target)) as session:
-            ends[target] = denoise(module, inputs, 6)
-        took[target] = session.report().bytes
+            latents[target] = denoise(module, inputs, 6)
+        sizes[target] = session.report().bytes
         assert call_pattern(session) == "F..F.."
     # equal up to the order of summation, with fewer histories
-    torch.testing.assert_close(ends["stack"], ends["block"], rtol=1e-4, atol=1e-4)
-    assert not torch.equal(ends["stack"], denoise(module, inputs, 6)) and took["stack"] < took["block"]
+    torch.testing.assert_close(latents["stack"], latents["block"], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(latents["stack"], denoise(module, inputs, 6)) and sizes["stack"] < sizes["block"]
     # the bound on memory includes a probe's residual and all orders
     for refresh in ([0, 1], FirstBlock(0), DiCache(0, "delta_minus", num_inference_steps=2)):
         sampler = Forecast(when=refresh, how="taylor", where="stack")
@@ -140,7 +140,7 @@ def test_transformers(name: str) -> None:
 
 
 class Toy(nn.Module):
-    """Residual blocks that depend on the step. The first `count` are called; with `control` features are added."""
+    """Residual blocks that depend on the step. The first `count` are called. `control` adds features after each."""
 
     def __init__(self, blocks: int = 5, control: bool = False):
         super().__init__()
@@ -185,23 +185,21 @@ def toy_run(module: Toy, latent: Tensor, times: list[float] = TIMES) -> list[Ten
 
 
 def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]) -> tuple[list[Tensor], str]:
-    """Run first blocks, decide, run the middle blocks or add their last residual, run last blocks."""
-    outputs, pattern, probe_before, residual = [], "", None, None
+    """Run the first blocks, then the middle blocks or add their last residual, then the last blocks."""
+    outputs, pattern, last_probe, residual = [], "", None, None
     last = len(module.blocks) - tail
     for step, time in enumerate(TIMES):
         x, time = latent, torch.tensor(time, dtype=latent.dtype)
         for block in module.blocks[:head]:
             x = block(x, time)
         probe, middle = x - latent, x
-        change = (
-            None if probe_before is None else float((probe - probe_before).abs().mean() / probe_before.abs().mean())
-        )
+        change = None if last_probe is None else float((probe - last_probe).abs().mean() / last_probe.abs().mean())
         if residual is not None and skips(step, change, pattern):
             x, pattern = middle + residual, pattern + "."
         else:
             for block in module.blocks[head:last]:
                 x = block(x, time)
-            residual, probe_before, pattern = x - middle, probe, pattern + "F"
+            residual, last_probe, pattern = x - middle, probe, pattern + "F"
         for block in module.blocks[last:]:
             x = block(x, time)
         latent = x
@@ -210,18 +208,14 @@ def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[.
 
 
 CASES: dict[str, tuple[Any, int, int, Callable[..., bool]]] = {
-    "FirstBlock": (FirstBlock(0.3), 1, 0, lambda step, change, made: change <= 0.3),
-    "FirstBlock, first steps": (FirstBlock(9.0, first_enhance=3), 1, 0, lambda step, change, made: step >= 3),
-    "DBCache": (DBCache(2, 1, 0.3, 3), 2, 1, lambda step, change, made: step >= 3 and change < 0.3),
-    "DBCache, in a row": (
-        DBCache(1, 0, 1.0, 2, -1, 2),
-        1,
-        0,
-        lambda step, change, made: step >= 2 and not made.endswith(".."),
-    ),
-    "DBCache, in a run": (DBCache(1, 2, 1.0, 1, 3), 1, 2, lambda step, change, made: made.count(".") < 3),
-    "DBCache, off": (DBCache(1, 0, 0.0, 0), 1, 0, lambda step, change, made: False),
+    "FirstBlock": (FirstBlock(0.3), 1, 0, lambda i, change, calls: change <= 0.3),
+    "FirstBlock, first steps": (FirstBlock(9.0, first_enhance=3), 1, 0, lambda i, change, calls: i >= 3),
+    "DBCache": (DBCache(2, 1, 0.3, 3), 2, 1, lambda i, change, calls: i >= 3 and change < 0.3),
+    "DBCache, in a row": (DBCache(1, 0, 1.0, 2, -1, 2), 1, 0, lambda i, change, calls: i >= 2 and calls[-2:] != ".."),
+    "DBCache, in a run": (DBCache(1, 2, 1.0, 1, 3), 1, 2, lambda i, change, calls: calls.count(".") < 3),
+    "DBCache, off": (DBCache(1, 0, 0.0, 0), 1, 0, lambda i, change, calls: False),
 }
+"""Rule, number of first and of last blocks, and whether step i is skipped, by the probe's change and past calls."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -231,9 +225,8 @@ def test_equals_a_plain_loop(case: str) -> None:
     expected, pattern = by_hand(module, latent, head, tail, skips)
     assert ("." in pattern) == (case != "DBCache, off") and pattern.count("F") > 1
     with accelerate(module, rule) as session:
-        for _ in range(2):  # runs begin without what the one before kept
-            for output, aim in zip(toy_run(module, latent), expected, strict=True):
-                torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+        for _ in range(2):  # a run does not depend on the previous run
+            torch.testing.assert_close(toy_run(module, latent), expected, rtol=1e-12, atol=1e-12)
             assert call_pattern(session) == pattern
             session.reset()
     assert session.report().modules["Toy"] == [f"blocks.{i}" for i in range(head, 5 - tail)]
@@ -260,10 +253,8 @@ def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -
             x = block(x, time)
         probe = x
         if before is not None:
-            change, moved = (
-                (now - old).abs().mean() / old.abs().mean() for now, old in zip((probe, latent), before, strict=True)
-            )
-            total += float(change if rule.error == "delta_y" else (change - moved).abs())
+            change, drift = ((new - old).abs().mean() / old.abs().mean() for new, old in zip((probe, latent), before))
+            total += float(change if rule.error == "delta_y" else (change - drift).abs())
         before = (probe, latent)
         if 0 < step < 9 and step >= int(10 * rule.retention_ratio) and total < rule.threshold:
             residual = residuals[-1]
@@ -290,8 +281,7 @@ def test_dicache_equals_a_plain_loop(case: str) -> None:
     assert "." in pattern[3:] and pattern.count("F") > 2 and pattern[-1] == "F"
     with accelerate(module, Forecast(when=rule, how=basis)) as session:
         for _ in range(2):
-            for output, aim in zip(toy_run(module, latent), expected, strict=True):
-                torch.testing.assert_close(output, aim, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(toy_run(module, latent), expected, rtol=1e-12, atol=1e-12)
             assert call_pattern(session) == pattern
             session.reset()
 
@@ -312,23 +302,22 @@ def test_dicache_keeps_separate_state_per_call() -> None:
     module, latent = toy()
     rule = DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)
     latents = (latent, 3 * latent.flip(0))
-    alone = [dicache_by_hand(module, start, rule, True) for start in latents]
-    assert alone[0][1] != alone[1][1]
+    expected = [dicache_by_hand(module, start, rule, True) for start in latents]
+    assert expected[0][1] != expected[1][1]
     with accelerate(module, rule) as session, torch.no_grad():
-        now = list(latents)
+        current = list(latents)
         for step, time in enumerate(TIMES):
-            for branch in range(2):
-                now[branch] = module(now[branch], torch.full((2,), time, dtype=latent.dtype))
-                torch.testing.assert_close(now[branch], alone[branch][0][step], rtol=1e-12, atol=1e-12)
+            for branch, (outputs, _) in enumerate(expected):
+                current[branch] = module(current[branch], torch.full((2,), time, dtype=latent.dtype))
+                torch.testing.assert_close(current[branch], outputs[step], rtol=1e-12, atol=1e-12)
         calls = session.report().calls
-    for branch in range(2):
-        pattern = "".join(".F"[call.evaluated > 0] for call in calls if call.branch == f"call {branch}")
-        assert pattern == alone[branch][1]
+    for branch, (_, pattern) in enumerate(expected):
+        assert "".join(".F"[call.evaluated > 0] for call in calls if call.branch == f"call {branch}") == pattern
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_dicache_in_pipelines(name: str, request: Any) -> None:
-    pipe, run = request.getfixturevalue(name), PIPELINES[name][1]
+@pytest.mark.parametrize("name", RUN)
+def test_dicache_in_pipelines(name: str, pipe: Any) -> None:
+    run = RUN[name]
     plain = run(pipe, 8)
     with accelerate(pipe, DiCache(9.0, retention_ratio=0.25)) as session:
         actual = run(pipe, 8)
@@ -357,20 +346,17 @@ def test_a_residual_is_forecast_by_any_basis() -> None:
 
 
 def test_control_features_are_added_once() -> None:
-    """Features of a control network are part of the residual. After the last block the pipeline adds them."""
+    """The residual includes a control network's features, except those that the module adds after the last block."""
     module, latent = toy(control=True)
     with accelerate(module, MagCache([1.0] * 10, retention_ratio=0, max_skip_steps=1)) as session:
         outputs = toy_run(module, latent, TIMES[:2])
     assert call_pattern(session) == "F."
-    entry = outputs[0]
     residual = outputs[0] - 0.1 * TIMES[0] - latent
-    torch.testing.assert_close(outputs[1], entry + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outputs[1], outputs[0] + residual + 0.1 * TIMES[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize(
-    "rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS), DiCache(9.0)], ids=lambda rule: rule.name
-)
+@pytest.mark.parametrize("rule", [FirstBlock(9.0), DBCache(1, 0, 1.0), MagCache(RATIOS), DiCache(9.0)])
 def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
     plain = run_flux(flux, steps)
     with accelerate(flux, rule) as session:
@@ -379,8 +365,8 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
     assert call_pattern(session)[0] == "F" and (rule.name != "first_block" or call_pattern(session) == "F."[:steps])
 
 
-class Other(nn.Module):
-    """Call blocks in another order than listed; with `joins` one block changes the number of tokens."""
+class UnusualStack(nn.Module):
+    """A module that calls its blocks in another order than listed, or (`joins`) has a block that doubles the tokens."""
 
     def __init__(self, joins: bool):
         super().__init__()
@@ -396,7 +382,7 @@ class Other(nn.Module):
 
 def test_modules_that_are_no_stack_are_refused() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
-    with accelerate(Other(True), FirstBlock()) as session:
+    with accelerate(UnusualStack(True), FirstBlock()) as session:
         refuses(lambda: session.transformers[0].module(latent, time), "continues none of its inputs", RuntimeError)
     single, _ = toy(1)
     for rule in (FirstBlock(), DBCache()):
@@ -408,7 +394,7 @@ def test_modules_that_are_no_stack_are_refused() -> None:
 
 def test_blocks_are_ordered_by_their_calls() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
-    module = Other(False)
+    module = UnusualStack(False)
     expected = [module(latent, time + i) for i in range(2)]
     with accelerate(module, DBCache(1, 1, residual_diff_threshold=0.0, max_warmup_steps=0)) as session:
         assert all(torch.equal(module(latent, time + i), expected[i]) for i in range(2))
@@ -420,12 +406,12 @@ def test_blocks_are_ordered_by_their_calls() -> None:
 
 def test_changing_sets_of_called_blocks_are_refused() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
-    for first, then in ((5, 4), (4, 5)):
+    for first, second in ((5, 4), (4, 5)):
         module = Toy(5)
         with accelerate(module, FirstBlock(9.0)):
             module.count = first
             module(latent, timestep=time)
-            module.count = then
+            module.count = second
             refuses(partial(module, latent, timestep=time + 1), "blocks.4.*session.reset", RuntimeError)
 
 
@@ -435,12 +421,8 @@ def test_settings_are_checked() -> None:
         DBCache: dict.fromkeys(("Fn_compute_blocks", "max_warmup_steps"), (-1, 1.5)),
         MagCache: {"mag_ratios": (None, (1.0, 0.0), "nowhere.json")},
         partial(DBCache, 1): {"Bn_compute_blocks": (-1,), "max_continuous_cached_steps": (-2,)},
-        partial(MagCache, RATIOS): {
-            "threshold": (-1,),
-            "max_skip_steps": (-1,),
-            "retention_ratio": (1.5,),
-            "num_inference_steps": (0,),
-        },
+        partial(MagCache, RATIOS): dict.fromkeys(("threshold", "max_skip_steps"), (-1,)),
+        partial(MagCache, RATIOS): {"retention_ratio": (1.5,), "num_inference_steps": (0,)},
         DiCache: {"threshold": (-0.1,), "error": ("delta_x",), "probe_depth": (0,)},
     }
     for rule, settings in wrong.items():
@@ -455,11 +437,11 @@ def test_settings_are_checked() -> None:
     refuses(lambda: calibrate_magcache(module, lambda: None, runs=0), "runs")
     refuses(lambda: calibrate_magcache(module, lambda: None), "run must evaluate the transformer at every step")
     lengths = iter((3, 4))
-    with pytest.raises(ValueError, match="one run has 3 steps, another 4"):
-        calibrate_magcache(module, lambda: denoise(module, inputs, next(lengths)), runs=2)
+    run = lambda: denoise(module, inputs, next(lengths))  # noqa: E731
+    refuses(lambda: calibrate_magcache(module, run, runs=2), "one run has 3 steps, another 4")
 
 
-def test_rules_survive_plain_data() -> None:
+def test_rules_are_equal_after_a_round_trip_through_json_and_pickle() -> None:
     rules = (FirstBlock(0.1), DBCache(2, 1, max_cached_steps=4), MagCache(RATIOS, threshold=0.1), DiCache(0.2))
     for rule in (*rules, "first_block", "dicache"):
         sampler = Forecast(when=rule)

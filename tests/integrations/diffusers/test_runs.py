@@ -1,7 +1,6 @@
 """Which calls belong to a run: threads, shared transformers, callbacks, broken runs, direct calls, other modules."""
 
 import copy
-import functools
 import io
 import itertools
 import pickle
@@ -37,6 +36,8 @@ TWO_CALLS = ("Wan", "FLUX")
 
 
 class Case:
+    """A pipeline and the results of a plain run (`plain`), an accelerated run (`fast`), a direct call (`expected`)."""
+
     def __init__(self, name: str):
         self.name = name
         if name == "FluxPipeline":
@@ -48,10 +49,10 @@ class Case:
         self.call: dict[str, Any] = {}
         """The last call of the transformer in a run."""
 
-        def keep(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        def record_call(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             self.call = {"args": args, "kwargs": kwargs | {"return_dict": False}}
 
-        handle = self.pipe.transformer.register_forward_hook(keep, with_kwargs=True)
+        handle = self.pipe.transformer.register_forward_hook(record_call, with_kwargs=True)
         self.plain = self.run(self.pipe)
         handle.remove()
         self.expected = self.direct()
@@ -67,19 +68,18 @@ class Case:
             return run_wan(pipe, STEPS, **options)
         return pipe(self.inputs, STEPS, calls=1 + (self.name in TWO_CALLS), **options)
 
-    def beside(self) -> Any:
+    def with_new_scheduler(self) -> Any:
+        """Return a pipeline with the same transformer and a scheduler of the same configuration."""
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
         return type(self.pipe)(**self.pipe.components | {"scheduler": scheduler})
 
-    def share(self) -> Any:
+    def with_same_components(self) -> Any:
         if self.name == "FluxPipeline":
-            pipe = FluxImg2ImgPipeline.from_pipe(self.pipe)
-            pipe = FluxPipeline.from_pipe(pipe)
-        else:
-            pipe = type(self.pipe)(**self.pipe.components)
-        return pipe
+            return FluxPipeline.from_pipe(FluxImg2ImgPipeline.from_pipe(self.pipe))
+        return type(self.pipe)(**self.pipe.components)
 
     def direct(self) -> Tensor:
+        """Repeat the recorded call of the transformer, outside of the pipeline."""
         return self.pipe.transformer(*self.call["args"], **self.call["kwargs"])[0].detach()
 
     def gradient(self) -> Tensor:
@@ -95,23 +95,18 @@ class Case:
 
 @pytest.fixture
 def case(request: Any) -> Case:
-    if request.param not in MADE:
-        MADE[request.param] = Case(request.param)
-    return MADE[request.param]
+    if request.param not in CASES:
+        CASES[request.param] = Case(request.param)
+    return CASES[request.param]
 
 
-MADE: dict[str, Case] = {}
-EVERY = pytest.mark.parametrize("case", [*TRANSFORMERS, "FluxPipeline", "WanPipeline"], indirect=True)
-OTHERS = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=[] if name in ("SD3", "FluxPipeline", "WanPipeline") else [pytest.mark.full])
-        for name in [*TRANSFORMERS, "FluxPipeline", "WanPipeline"]
-    ],
-    indirect=True,
-)
-"""Tests of the session itself: by default with three pipelines."""
-SOME = pytest.mark.parametrize("case", ["SD3", "FluxPipeline", "WanPipeline"], indirect=True)
+CASES: dict[str, Case] = {}
+THREE = ["SD3", "FluxPipeline", "WanPipeline"]
+ALL_CASES = [*TRANSFORMERS, "FluxPipeline", "WanPipeline"]
+MARKED = [pytest.param(name, marks=[] if name in THREE else pytest.mark.full) for name in ALL_CASES]
+WITH_ALL = pytest.mark.parametrize("case", ALL_CASES, indirect=True)
+WITH_THREE = pytest.mark.parametrize("case", THREE, indirect=True)
+WITH_THREE_BY_DEFAULT = pytest.mark.parametrize("case", MARKED, indirect=True)
 
 
 @pytest.fixture
@@ -146,7 +141,7 @@ def callback_at(step: int, function: Callable[[], Any], results: list[Any]) -> C
 
 
 @pytest.mark.thinned
-@OTHERS
+@WITH_THREE_BY_DEFAULT
 def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
     results: list[Any] = []
     run = lambda: case.run(case.pipe)  # noqa: E731
@@ -157,14 +152,14 @@ def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
 
 
 @pytest.mark.thinned
-@OTHERS
+@WITH_THREE_BY_DEFAULT
 def test_pipelines_with_one_transformer(case: Case, session: Any) -> None:
-    other = case.beside()
+    plain_pipe = case.with_new_scheduler()
     for _ in range(2):
-        assert torch.equal(case.run(other), case.plain)
+        assert torch.equal(case.run(plain_pipe), case.plain)
         assert torch.equal(case.run(case.pipe), case.fast)
-    shared = case.share()
-    assert torch.equal(case.run(shared), case.fast) and len(session.report().calls) == len(session.report().calls)
+    shared = case.with_same_components()
+    assert torch.equal(case.run(shared), case.fast)
     session.detach()
     assert torch.equal(case.run(shared), case.plain)
 
@@ -185,29 +180,28 @@ def test_bare_transformers_in_two_threads(name: str) -> None:
 
 
 @pytest.mark.thinned
-@OTHERS
-def test_a_broken_run_leaves_nothing(case: Case, session: Any) -> None:
-
-    def broken(error: BaseException) -> None:
+@WITH_THREE_BY_DEFAULT
+def test_a_failed_run_leaves_no_state(case: Case, session: Any) -> None:
+    def run_and_fail(error: BaseException) -> None:
         def fail() -> None:
             raise error
 
         with pytest.raises(type(error)):
             case.run(case.pipe, callback_at(2, fail, []))
 
-    broken(KeyboardInterrupt())
+    run_and_fail(KeyboardInterrupt())
     assert torch.equal(case.run(case.pipe), case.fast)
-    broken(RuntimeError("say"))
+    run_and_fail(RuntimeError("out of memory"))
     assert torch.equal(in_thread(lambda: case.run(case.pipe)), case.fast)
-    in_thread(lambda: broken(KeyboardInterrupt()))
+    in_thread(lambda: run_and_fail(KeyboardInterrupt()))
     assert torch.equal(case.run(case.pipe), case.fast)
-    broken(KeyboardInterrupt())
+    run_and_fail(KeyboardInterrupt())
     session.reset()
     assert session.transformers[0].state.count_bytes() == 0 and torch.equal(case.direct(), case.expected)
 
 
 @pytest.mark.thinned
-@EVERY
+@WITH_ALL
 def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     direct, expected = case.direct, case.expected
     calls = len(session.report().calls)
@@ -243,75 +237,71 @@ def test_callbacks_may_change_a_run(case: Case, session: Any) -> None:
     first = case.run(case.pipe, change)
     assert torch.equal(case.run(case.pipe, change), first) and not torch.equal(first, case.fast)
     session.detach()
-    assert torch.equal(case.run(case.pipe, interrupt), stopped)  # of its two steps both are evaluated
+    assert torch.equal(case.run(case.pipe, interrupt), stopped)  # both of its steps are evaluated
     full = case.run(case.pipe, change)
     with accelerate(case.pipe, TaylorSeer(interval=1)):
         assert torch.equal(case.run(case.pipe, change), full)
 
 
-@SOME
+@WITH_THREE
 def test_a_second_session_is_refused(case: Case, session: Any) -> None:
-    for pipe in (case.pipe, case.beside(), case.pipe.transformer):
+    for pipe in (case.pipe, case.with_new_scheduler(), case.pipe.transformer):
         refuses(partial(accelerate, pipe, SAMPLER), "is accelerated already; detach that session first")
     assert torch.equal(case.run(case.pipe), case.fast)
 
 
 @pytest.mark.thinned
-@SOME
+@WITH_THREE
 def test_detach_in_the_middle(case: Case) -> None:
-    for how in (lambda f: f(), in_thread):
+    for call in (lambda function: function(), in_thread):
         with accelerate(case.pipe, SAMPLER) as session:
-            output = case.run(case.pipe, callback_at(1, functools.partial(how, session.detach), []))
+            output = case.run(case.pipe, callback_at(1, partial(call, session.detach), []))
         assert torch.equal(output, case.plain)  # nothing was forecast so far
         assert torch.equal(case.run(case.pipe), case.plain)
         assert "forward" not in vars(case.pipe.transformer)
 
 
-def pickled(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
-def saved(thing: Any) -> None:
-    torch.save(thing, io.BytesIO())
+def copy_by_pickle(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
 
 
 @pytest.mark.thinned
-@SOME
+@WITH_THREE
 def test_copies_are_refused(case: Case, session: Any) -> None:
     weights = {name: value.clone() for name, value in case.pipe.transformer.state_dict().items()}
     case.run(case.pipe)
-    for copied in (copy.deepcopy, pickled, saved):
-        refuses(partial(copied, case.pipe.transformer), r"cannot be copied or pickled", TypeError)
+    for copy_module in (copy.deepcopy, copy_by_pickle, lambda module: torch.save(module, io.BytesIO())):
+        refuses(partial(copy_module, case.pipe.transformer), r"cannot be copied or pickled", TypeError)
     refuses(lambda: copy.deepcopy(case.pipe), "cannot be copied", TypeError)
     runs, scheduler = session.clock.runs, copy.deepcopy(case.pipe.scheduler)
     scheduler.set_timesteps(3)
     assert session.clock.runs == runs and len(scheduler.timesteps) == 3 != len(case.pipe.scheduler.timesteps)
     assert torch.equal(case.run(case.pipe), case.fast)
-    now = case.pipe.transformer.state_dict()
-    assert now.keys() == weights.keys() and all(torch.equal(now[name], weights[name]) for name in now)
+    after = case.pipe.transformer.state_dict()
+    assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in after)
     session.detach()
-    for copied in (copy.deepcopy, pickled):
-        other = case.beside()
-        other.transformer = copied(case.pipe.transformer)
-        assert torch.equal(case.run(other), case.plain)
-        with accelerate(other, SAMPLER):
-            assert torch.equal(case.run(other), case.fast) and torch.equal(case.run(case.pipe), case.plain)
+    for copy_module in (copy.deepcopy, copy_by_pickle):
+        copied = case.with_new_scheduler()
+        copied.transformer = copy_module(case.pipe.transformer)
+        assert torch.equal(case.run(copied), case.plain)
+        with accelerate(copied, SAMPLER):
+            assert torch.equal(case.run(copied), case.fast) and torch.equal(case.run(case.pipe), case.plain)
 
 
 @pytest.mark.thinned
-@SOME
+@WITH_THREE
 def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> None:
     case.run(case.pipe)
     case.pipe.transformer.save_pretrained(tmp_path / "transformer")
     module = type(case.pipe.transformer).from_pretrained(tmp_path / "transformer")
-    other = case.beside()
-    other.transformer = module.eval()
-    torch.testing.assert_close(case.run(other), case.plain)  # not bitwise: some layers stay in float32
+    loaded = case.with_new_scheduler()
+    loaded.transformer = module.eval()
+    torch.testing.assert_close(case.run(loaded), case.plain)  # not bitwise: some layers stay in float32
     if case.name not in TRANSFORMERS:
         case.pipe.save_pretrained(tmp_path / "pipe")
         missing = {name: None for name, value in case.pipe.components.items() if value is None}
-        other = type(case.pipe).from_pretrained(tmp_path / "pipe", **missing)
-        torch.testing.assert_close(case.run(other), case.plain)
+        loaded = type(case.pipe).from_pretrained(tmp_path / "pipe", **missing)
+        torch.testing.assert_close(case.run(loaded), case.plain)
     assert torch.equal(case.run(case.pipe), case.fast)
 
 
@@ -347,7 +337,7 @@ def test_loras_are_loaded_and_removed_while_accelerated(targets: list[str], samp
     assert not [name for name, module in pipe.transformer.named_modules() if "_diffusers_hook" in vars(module) and name]
 
 
-def test_a_request_has_its_own_lora() -> None:
+def test_each_run_may_set_another_lora() -> None:
     pipe = flux_pipeline()
     pipe.load_lora_weights(lora(pipe, ["to_q"]), adapter_name="a")
     pipe.load_lora_weights(lora(pipe, ["proj_out"]), adapter_name="b")
@@ -365,21 +355,21 @@ def test_a_request_has_its_own_lora() -> None:
 
 
 def test_replaced_transformers() -> None:
-    pipe, other = flux_pipeline(), copy.deepcopy(flux_pipeline().transformer)
+    pipe, replacement = flux_pipeline(), copy.deepcopy(flux_pipeline().transformer)
     with torch.no_grad():
-        other.proj_out.weight.mul_(2)
+        replacement.proj_out.weight.mul_(2)
     before = pipe.transformer
-    pipe.transformer = other
+    pipe.transformer = replacement
     with accelerate(pipe, SAMPLER):
         expected = run_flux(pipe, STEPS)
     pipe.transformer = before
     with accelerate(pipe, SAMPLER) as session:
         run_flux(pipe, STEPS)
-        pipe.transformer = other
+        pipe.transformer = replacement
         assert torch.equal(run_flux(pipe, STEPS), expected)
         assert session.report().full_steps == [0, 1, 4] and len(session.report().calls) == STEPS
         assert "_paradec_session" not in vars(before)
         with pytest.raises(RuntimeError):  # a text of another width
             run_flux(pipe, 3, prompt_embeds=torch.randn(1, 8, 31))
         assert session.report().calls == [] and session.report().runs == 3
-    assert not {"_paradec_session", "forward"} & set(vars(other))
+    assert not {"_paradec_session", "forward"} & set(vars(replacement))

@@ -29,19 +29,17 @@ def run_digits(pipe: Any, seed: int, steps: int = 5) -> Any:
 
 
 def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
-    before, seen = attributes(digits.transformer), []
+    before, seeds_of_runs = attributes(digits.transformer), []
 
     def run(seed: int) -> None:
-        seen.append(seed)
+        seeds_of_runs.append(seed)
         run_digits(digits, seed)
 
     call = {"budget": 2, "seeds": 2, "report": [5, 9], "runs": 4, "sampler": TaylorSeer(where="output")}
-    told: list[float] = []
-    tuned = tune_steps(
-        digits, run, **call, study=tmp_path / "study.json", progress=lambda what, share: told.append(share)
-    )
+    study, shares = tmp_path / "study.json", []
+    tuned = tune_steps(digits, run, **call, study=study, progress=lambda what, share: shares.append(share))
     assert attributes(digits.transformer) == before and not {"step", "set_timesteps"} & set(vars(digits.scheduler))
-    assert set(seen) == {0, 1, 5, 9} and tuned.seeds == (0, 1) and told == sorted(told)
+    assert set(seeds_of_runs) == {0, 1, 5, 9} and tuned.seeds == (0, 1) and shares == sorted(shares)
     for name, schedule in (("even", tuned.even), ("best", tuned.best)):
         assert len(schedule.steps) == 2 and schedule.total == 5 and schedule.scheduler == "DDIMScheduler"
         for half, seeds in (("choose", tuned.seeds), ("report", tuned.report)):
@@ -50,9 +48,9 @@ def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
     choose = {name: statistics.fmean(tuned.errors[name]["choose"]) for name in tuned.errors}
     assert choose["best"] <= choose["even"] and tuned.num_sets <= 4 + 3
     # resumed: only the full runs are repeated
-    seen.clear()
-    repeated = tune_steps(digits, run, **call, study=tmp_path / "study.json")
-    assert repeated.to_dict() == tuned.to_dict() and seen == [0, 1, 5, 9]
+    seeds_of_runs.clear()
+    repeated = tune_steps(digits, run, **call, study=study)
+    assert repeated.to_dict() == tuned.to_dict() and seeds_of_runs == [0, 1, 5, 9]
     # interrupted: earlier measurements remain, and the resumed search has the same result
     count = itertools.count()
 
@@ -74,11 +72,13 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
     latents = []
     for settings in (None, Forecast(when=steps, where="output")):
         plain_step = pipe.scheduler.step
-        kept: list[Any] = []
+        steps_of_run: list[Any] = []
 
-        def step(output: Any, t: Any, sample: Any, plain: Any = plain_step, kept: list = kept, **options: Any) -> Any:
+        def step(
+            output: Any, t: Any, sample: Any, plain: Any = plain_step, steps_of_run: list = steps_of_run, **options: Any
+        ) -> Any:
             result = plain(output, t, sample, **options)
-            kept.append((sample.double(), result[0].double()))
+            steps_of_run.append((sample.double(), result[0].double()))
             return result
 
         pipe.scheduler.step = step
@@ -90,7 +90,7 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
                     run_digits(pipe, seed)
         finally:
             del pipe.scheduler.step
-        latents.append((kept[0][0], kept[-1][1]))
+        latents.append((steps_of_run[0][0], steps_of_run[-1][1]))
     (noise, full), (_, actual) = latents
     return float((actual - full).norm() / (full - noise).norm())
 
@@ -134,15 +134,14 @@ def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
 
 
 def test_even_steps_remain_unless_searched_ones_are_significantly_better() -> None:
-    even, other = StepSchedule((0, 2), 4), StepSchedule((0, 1), 4)
+    even, best = StepSchedule((0, 2), 4), StepSchedule((0, 1), 4)
     for new, chosen in (([0.1, 0.12, 0.09], "best"), ([0.1, 0.9, 0.1], "even"), ([0.5, 0.52, 0.5], "even")):
         errors = {"even": {"choose": [1.0], "report": [0.5, 0.52, 0.5]}, "best": {"choose": [0.5], "report": new}}
-        tuned = StepTuning(even, other, (0,), (1, 2, 3), errors, 5, TaylorSeer())
-        assert tuned.chosen == chosen and tuned.schedule == (other if chosen == "best" else even)
+        tuned = StepTuning(even, best, (0,), (1, 2, 3), errors, 5, TaylorSeer())
+        assert tuned.chosen == chosen and tuned.schedule == (best if chosen == "best" else even)
     mean, low, high = paired_interval([1.0, 2.0, 4.0], [0.0, 0.0, 0.0])
-    assert mean == pytest.approx(7 / 3) and high - mean == mean - low == pytest.approx(
-        4.303 * 1.527525 / 3**0.5, rel=1e-4
-    )
+    half_width = pytest.approx(4.303 * 1.527525 / 3**0.5, rel=1e-4)  # Student's t * standard deviation / sqrt(n)
+    assert mean == pytest.approx(7 / 3) and high - mean == mean - low == half_width
 
 
 def test_arguments_are_checked(digits: Any) -> None:
