@@ -57,46 +57,46 @@ def test_free_rows_go_to_the_oldest_prompt_and_kinds_are_decoded_in_parallel(mod
     with Batch(model, batch_size=2, **REQUEST) as batch:
         tickets = [batch.add(row, **({"top_k": 3} if n % 2 else {})) for n, row in enumerate(ROWS[:6])]
         began: list[int] = []
-        most = 0
+        max_occupied = 0
         while not all(ticket.done for ticket in tickets):
             batch.step()
-            most = max(most, batch.occupied)
+            max_occupied = max(max_occupied, batch.occupied)
             started = sorted((t for t in tickets if t.start_time), key=lambda t: t.start_time)
             began += [t.number for t in started if t.number not in began]
-        assert most == 2 and began == list(range(6))
+        assert max_occupied == 2 and began == list(range(6))
     for kind in (0, 1):
-        whole = paradec.generate(model, ROWS[:6], **REQUEST, **({"top_k": 3} if kind else {}))
+        expected = paradec.generate(model, ROWS[:6], **REQUEST, **({"top_k": 3} if kind else {}))
         for number in range(kind, 6, 2):
-            assert ticket_ids(tickets[number]) == whole.new_tokens[number].tolist()
+            assert ticket_ids(tickets[number]) == expected.new_tokens[number].tolist()
 
 
 def test_prompts_with_different_stops_share_calls(model: Model, causal: Model) -> None:
-    for adapter, own in ((model, {"block_length": 4, "cache": "dual"}), (causal, {"sampler": "sjd"})):
+    for adapter, settings in ((model, {"block_length": 4, "cache": "dual"}), (causal, {"sampler": "sjd"})):
         counting = CountsRows(adapter)
-        request = {"temperature": 0.8, "seed": 2, "max_new_tokens": 8, **own}
+        request = {"temperature": 0.8, "seed": 2, "max_new_tokens": 8, **settings}
         suppressed = [{"suppress_tokens": [1, 2, 3]}, {"suppress_tokens": range(20)}] if adapter is model else [{}, {}]
-        changes = [{}, {"seed": 7}, {"max_new_tokens": 4}, *suppressed]
+        changes_of_rows = [{}, {"seed": 7}, {"max_new_tokens": 4}, *suppressed]
         with Batch(counting, batch_size=5, **request) as batch:
-            tickets = [batch.add(row, **each) for row, each in zip(ROWS, changes)]
+            tickets = [batch.add(row, **changes) for row, changes in zip(ROWS, changes_of_rows)]
             batch.step()
             assert sum(counting.calls) == 5 and len(batch._groups) == 1
             drain(batch)
-        for row, each, ticket in zip(ROWS, changes, tickets):
-            assert ticket_ids(ticket) == decode_alone(adapter, row, **{**request, **each}), each
+        for row, changes, ticket in zip(ROWS, changes_of_rows, tickets):
+            assert ticket_ids(ticket) == decode_alone(adapter, row, **{**request, **changes}), changes
 
 
 def test_equal_prompts_draw_as_in_one_list(model: Model) -> None:
     rows = [ROWS[0], ROWS[1], ROWS[0], ROWS[0], ROWS[1]]
-    whole = paradec.generate(model, rows, **REQUEST)
+    expected = paradec.generate(model, rows, **REQUEST)
     with Batch(model, batch_size=1, **REQUEST) as batch:
         tickets, alone = zip(*[(batch.add(row), batch.add(row, alone=True)) for row in rows])
         drain(batch)
-    assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+    assert [ticket_ids(ticket) for ticket in tickets] == expected.new_tokens.tolist()
     assert [ticket_ids(ticket) for ticket in alone] == [ticket_ids(tickets[n]) for n in (0, 1, 0, 0, 1)]
     assert ticket_ids(tickets[0]) != ticket_ids(tickets[2]) != ticket_ids(tickets[3])
 
 
-def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model) -> None:
+def test_longer_prompts_widen_the_canvas_until_they_end(model: Model) -> None:
     rows = [[1], [2, 3], list(range(30)), [4], list(range(36)) * 2, [5, 6]]
     request = {**REQUEST, "cache": "dual"}
     with Batch(model, batch_size=2, **request) as batch:
@@ -109,33 +109,35 @@ def test_longer_prompts_widen_the_canvas_and_the_rest_is_given_back(model: Model
     assert [ticket_ids(ticket) for ticket in tickets] == [decode_alone(model, row, **request) for row in rows]
 
 
-class Words:
+class WordTokenizer:
     def decode(self, ids: Any, **options: Any) -> str:
         return " ".join(f"w{int(n)}" for n in ids)
 
 
 @dataclass(frozen=True)
-class Counting(LowConfidence):
-    began: ClassVar[list[int]] = []
+class StartRecorder(LowConfidence):
+    """A rule that records how many rows start together and refuses prompts with token 38."""
 
-    def start(self, model: Any, prompt: Any, request: Any = None, **more: Any) -> Any:
-        self.began.append(len(prompt.rows))
+    num_started: ClassVar[list[int]] = []
+
+    def start(self, model: Any, prompt: Any, request: Any = None, **options: Any) -> Any:
+        self.num_started.append(len(prompt.rows))
         if any(38 in row for row in prompt.rows):
             raise ValueError("no 38")
-        return super().start(model, prompt, request, **more)
+        return super().start(model, prompt, request, **options)
 
 
 def fields_of(output: Any) -> dict[str, Any]:
     fields = {name: value for name, value in output.to_dict().items() if name not in ("seconds", "index", "id")}
     fields["cost"]["store_bytes"] = None
-    del fields["logprobs"]["best"]  # beside the token's own, in the same order
+    del fields["logprobs"]["best"]  # they follow from the compared fields
     return fields | {name: fields["logprobs"][name].tolist() for name in ("best_tokens", "step")}
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
+def test_rows_that_start_together_end_as_if_alone(cache: str) -> None:
     model = tiny(1)
-    model.tokenizer = Words()
+    model.tokenizer = WordTokenizer()
     shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}
     requests: list[tuple[list[int], dict[str, Any]]] = [
         *(([n + 1] * (1 + n % 3), {"seed": n // 2}) for n in range(5)),
@@ -144,36 +146,37 @@ def test_rows_that_begin_together_end_as_if_alone(cache: str) -> None:
         ([5, 6], {"max_new_tokens": 4}),
         ([5, 6], {"max_new_tokens": 4, "seed": 9}),
     ]
-    method = Counting()
+    method = StartRecorder()
 
     def check(pairs: Any) -> None:
-        for (row, own), ticket in pairs:
+        for (row, changes), ticket in pairs:
             if 38 in row:
                 assert str(ticket.output.error) == "no 38" and not ticket.output.new_tokens.numel()
                 continue
             assert ticket.output.error is None
-            expected = paradec.generate(model, row, **{**shared, **own, "sampler": "low_confidence"})
-            found, alone = fields_of(ticket.output), fields_of(expected)
-            torch.testing.assert_close(*(fields.pop("logprobs")["chosen"] for fields in (found, alone)), equal_nan=True)
-            assert found == alone
+            output = paradec.generate(model, row, **{**shared, **changes, "sampler": "low_confidence"})
+            actual, expected = fields_of(ticket.output), fields_of(output)
+            logprobs = [fields.pop("logprobs")["chosen"] for fields in (actual, expected)]
+            torch.testing.assert_close(*logprobs, equal_nan=True)
+            assert actual == expected
             assert ticket.output.sequences.untyped_storage().nbytes() == ticket.output.sequences.nbytes
 
-    method.began.clear()
+    method.num_started.clear()
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
-        tickets = [batch.add(row, alone=True, **own) for row, own in requests]
+        tickets = [batch.add(row, alone=True, **changes) for row, changes in requests]
         drain(batch)
     # the five similar prompts and the bad one fail to start together, so each starts alone
-    assert method.began == [6, *[1] * 9]
+    assert method.num_started == [6, *[1] * 9]
     check(zip(requests, tickets, strict=True))
-    method.began.clear()
+    method.num_started.clear()
     good = requests[:5] + requests[-2:]
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
-        tickets = [batch.add(row, alone=True, **own) for row, own in good]
+        tickets = [batch.add(row, alone=True, **changes) for row, changes in good]
         batch.step()
         batch.add([7])
         batch.add([8])
         drain(batch)
-    assert method.began == [5, 2, 2]
+    assert method.num_started == [5, 2, 2]
     check(zip(good, tickets, strict=True))
 
 
@@ -182,13 +185,13 @@ def test_nan_logits_end_their_prompt_alone(model: Model, cache: str) -> None:
     rows = [*ROWS[:3], [37, 1, 2], *ROWS[3:6], [1, 37], *ROWS[6:]]
     request = {**REQUEST, "cache": cache, "suppress_tokens": [37]}
     tickets = decode_rows(Failing(model, token=37), rows, 3, **request)
-    whole = paradec.generate(model, rows, **request)
+    expected = paradec.generate(model, rows, **request)
     for index, ticket in enumerate(tickets):
         if 37 in rows[index]:
             assert isinstance(ticket.output.error, FloatingPointError) and "NaN" in str(ticket.output.error)
             assert ticket.output.sequences[0, : len(rows[index])].tolist() == rows[index]
         else:
-            assert ticket.output.error is None and ticket_ids(ticket) == whole.new_tokens[index].tolist()
+            assert ticket.output.error is None and ticket_ids(ticket) == expected.new_tokens[index].tolist()
 
 
 def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> None:
@@ -199,11 +202,11 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
     tickets = decode_rows(Failing(causal, token=37), rows, 3, sampler=sampler, **request)
     good = [row for row in rows if not {36, 37} & {*row}]
     sampler = samplers.create("speculative", drafter=plain, window=4)
-    whole = paradec.generate(causal, good, sampler=sampler, **request)
-    assert [ticket_ids(t) for t, row in zip(tickets, rows) if row in good] == whole.new_tokens.tolist()
-    broken = [t.output.error for t, row in zip(tickets, rows) if row not in good]
-    assert all(isinstance(error, FloatingPointError) for error in broken)
-    assert ["drafter" in str(error) for error in broken] == [False, True]
+    expected = paradec.generate(causal, good, sampler=sampler, **request)
+    assert [ticket_ids(t) for t, row in zip(tickets, rows) if row in good] == expected.new_tokens.tolist()
+    errors = [t.output.error for t, row in zip(tickets, rows) if row not in good]
+    assert all(isinstance(error, FloatingPointError) for error in errors)
+    assert ["drafter" in str(error) for error in errors] == [False, True]
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix"])
@@ -218,7 +221,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
             batch.step()
             if not later:
                 later = [batch.add([9, 9])]
-                assert [ticket.number for ticket in batch._pending.waiting] == list(range(6))  # as they came
+                assert [ticket.number for ticket in batch._pending.waiting] == list(range(6))  # in order of arrival
         drain(batch)
         assert batch.occupied == batch.waiting == 0
     for row, ticket in zip(rows, tickets):
@@ -256,7 +259,7 @@ def test_errors_at_the_start_end_only_their_prompt(model: Model) -> None:
         assert good.output.error is None and good.number == 1
 
 
-def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
+def test_outputs_of_cancelled_prompts_have_the_tokens_committed_so_far(model: Model) -> None:
     request = {**REQUEST, "sampler": "low_confidence"}
     with Batch(model, batch_size=2, **request) as batch:
         tickets = [batch.add(row) for row in ROWS[:4]]
@@ -265,8 +268,8 @@ def test_cancelled_prompts_end_with_what_they_have(model: Model) -> None:
         drain(batch)
         assert not batch.cancel(tickets[0]) and not batch.cancel(tickets[1])
     assert [type(ticket.output.error) for ticket in tickets] == [Cancelled, type(None), type(None), Cancelled]
-    whole = paradec.generate(model, ROWS[:4], **request)
-    assert [ticket_ids(ticket) for ticket in tickets[1:3]] == whole.new_tokens[1:3].tolist()
+    expected = paradec.generate(model, ROWS[:4], **request)
+    assert [ticket_ids(ticket) for ticket in tickets[1:3]] == expected.new_tokens[1:3].tolist()
     assert tickets[0].output.tokens == [1] and tickets[3].output.tokens == [0]
 
 
@@ -282,13 +285,13 @@ def test_a_cancelled_row_is_not_evaluated_any_more(model: Model) -> None:
 
 
 def test_a_closed_batch_ends_its_prompts_and_accepts_no_more(model: Model) -> None:
-    recorder, seen = Recorder(), []
+    recorder, ended = Recorder(), []
     batch = Batch(model, batch_size=1, **REQUEST)
-    tickets = [batch.add(ROWS[0], streamer=recorder, on_done=seen.append), batch.add(ROWS[1], on_done=seen.append)]
+    tickets = [batch.add(ROWS[0], streamer=recorder, on_done=ended.append), batch.add(ROWS[1], on_done=ended.append)]
     batch.step()
     batch.close()
     assert all(isinstance(ticket.output.error, Cancelled) for ticket in tickets)
-    assert recorder.ends == 1 and sorted(ticket.number for ticket in seen) == [0, 1]
+    assert recorder.ends == 1 and sorted(ticket.number for ticket in ended) == [0, 1]
     assert batch.occupied == batch.waiting == 0
     refuses(lambda: batch.add(ROWS[2]), "closed", RuntimeError)
 
@@ -297,7 +300,7 @@ def test_on_done_may_use_the_batch(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
         events: list[Any] = []
 
-        def again(ticket: Ticket) -> None:
+        def add_or_close(ticket: Ticket) -> None:
             events.append(ticket.number)
             if ticket.number == 0:
                 events.append(batch.add([7], on_done=lambda ticket: events.append(ticket_ids(ticket))))
@@ -306,10 +309,10 @@ def test_on_done_may_use_the_batch(model: Model) -> None:
             else:
                 batch.close()
 
-        batch.add([1], on_done=again, max_new_tokens=3)
+        batch.add([1], on_done=add_or_close, max_new_tokens=3)
         drain(batch)
         assert events[0] == 0 and ticket_ids(events[1]) in events
-        last = [batch.add([number], on_done=again) for number in (2, 3, 4)]
+        last = [batch.add([number], on_done=add_or_close) for number in (2, 3, 4)]
         drain(batch)
         assert all(ticket.done for ticket in last)
         with pytest.raises(BatchClosed):
@@ -318,10 +321,10 @@ def test_on_done_may_use_the_batch(model: Model) -> None:
 
 
 def test_on_done_is_called_for_every_ticket_even_if_one_raises(model: Model) -> None:
-    told = []
+    called = []
 
     def on_done(ticket: Ticket) -> None:
-        told.append(ticket.number)
+        called.append(ticket.number)
         if ticket.number != 1:
             raise RuntimeError(f"nobody takes {ticket.number}")
 
@@ -330,7 +333,7 @@ def test_on_done_is_called_for_every_ticket_even_if_one_raises(model: Model) -> 
         with pytest.raises(ExceptionGroup) as caught:
             drain(batch)
         assert [str(error) for error in caught.value.exceptions] == ["nobody takes 0", "nobody takes 2"]
-        assert sorted(told) == [0, 1, 2] and batch.ended() == tickets  # and no ticket is lost
+        assert sorted(called) == [0, 1, 2] and batch.ended() == tickets  # and no ticket is lost
         batch.add([5], on_done=on_done)
         refuses(lambda: drain(batch), "nobody takes 3", RuntimeError)
 
@@ -344,13 +347,13 @@ def test_a_streamer_may_call_back(model: Model, call: str) -> None:
                 getattr(batch, call)()
 
     with Batch(model, batch_size=2, **REQUEST) as batch:
-        one, other = batch.add([1], streamer=CallsBack()), batch.add([2])
+        streamed, plain = batch.add([1], streamer=CallsBack()), batch.add([2])
         drain(batch)
-    assert one.output is not None and other.output is not None
+    assert streamed.output is not None and plain.output is not None
     if call == "step":
-        assert "a streamer called step" in str(one.output.error) and other.output.error is None
+        assert "a streamer called step" in str(streamed.output.error) and plain.output.error is None
     else:
-        assert isinstance(one.output.error, Cancelled) and isinstance(other.output.error, Cancelled)
+        assert isinstance(streamed.output.error, Cancelled) and isinstance(plain.output.error, Cancelled)
 
 
 @pytest.mark.parametrize("name", ["threshold", "wino", "sjd"])
@@ -370,22 +373,22 @@ def test_streamers_get_what_is_final_in_order(model: Model, causal: Model, name:
 
 def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
     class Broken(Recorder):
-        def __init__(self, most: int):
+        def __init__(self, failing_call: int):
             super().__init__()
-            self.most = most
+            self.failing_call = failing_call
 
         def put(self, ids: Tensor) -> None:
             super().put(ids)
-            if len(self.pieces) == self.most:
+            if len(self.pieces) == self.failing_call:
                 raise OSError("the client went away")
 
     with Batch(model, batch_size=3, **REQUEST) as batch:
-        tickets = [batch.add(row, streamer=Broken(most)) for row, most in zip(ROWS, (1, 2))]
+        tickets = [batch.add(row, streamer=Broken(call)) for row, call in zip(ROWS, (1, 2))]
         tickets += [batch.add(row) for row in ROWS[2:5]]
         drain(batch)
     assert [str(ticket.output.error) for ticket in tickets[:2]] == ["the client went away"] * 2
-    whole = paradec.generate(model, ROWS[:5], **REQUEST)
-    assert [ticket_ids(ticket) for ticket in tickets[2:]] == whole.new_tokens[2:].tolist()
+    expected = paradec.generate(model, ROWS[:5], **REQUEST)
+    assert [ticket_ids(ticket) for ticket in tickets[2:]] == expected.new_tokens[2:].tolist()
 
 
 @pytest.mark.parametrize("call", [0, 9])
@@ -397,12 +400,12 @@ def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, cal
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return self.model(query, *store)
 
-    whole = paradec.generate(model, ROWS, **REQUEST, cache="dual")
+    expected = paradec.generate(model, ROWS, **REQUEST, cache="dual")
     recorders = [Recorder() for _ in ROWS]
     with Batch(Small(model), batch_size=8, **REQUEST, cache="dual") as batch:
         tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
         drain(batch)
-    assert [ticket_ids(ticket) for ticket in tickets] == whole.new_tokens.tolist()
+    assert [ticket_ids(ticket) for ticket in tickets] == expected.new_tokens.tolist()
     with Batch(Small(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
         tickets_alike = [batch.add([number]) for number in range(6)]
         assert drain(batch) == tickets_alike  # later prompts are decoded again
@@ -424,19 +427,19 @@ def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
         assert ticket_ids(tickets[index]) == decode_alone(model, rows[index], **REQUEST)
 
 
-def test_max_memory_says_how_many_rows_fit(model: Model) -> None:
+def test_max_memory_limits_the_rows(model: Model) -> None:
     request = {**REQUEST, "cache": "dual", "temperature": 0.0}
     row = model.store_bytes(1, 14) + 32 * 14
     for rows_that_fit in (1, 3):
         with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
             # two groups share the memory
             tickets = [batch.add([index + 1] * 8, temperature=index % 2 / 2) for index in range(6)]
-            most = 0
+            max_occupied = 0
             while not all(ticket.done for ticket in tickets):
                 batch.step()
-                most = max(most, batch.occupied)
+                max_occupied = max(max_occupied, batch.occupied)
                 assert sum(group.state.store.nbytes for group in batch._groups) <= batch.max_memory
-        assert most == rows_that_fit
+        assert max_occupied == rows_that_fit
     (ticket,) = decode_rows(model, [[1] * 8], 8, max_memory=row // 2, **request)
     assert "more than max_memory" in str(ticket.output.error)
 
@@ -457,25 +460,25 @@ def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ..
 
 
 def test_memory_does_not_grow_with_the_number_of_prompts(causal: Model, model: Model) -> None:
-    for adapter, own in ((model, {"cache": "dkv_decode", "block_length": 4}), (causal, {"sampler": "sjd"})):
-        with Batch(adapter, batch_size=2, max_new_tokens=4, seed=0, **own) as batch:
+    for adapter, settings in ((model, {"cache": "dkv_decode", "block_length": 4}), (causal, {"sampler": "sjd"})):
+        with Batch(adapter, batch_size=2, max_new_tokens=4, seed=0, **settings) as batch:
             sizes = []
             for index in range(16):
                 batch.add([index % 36, index % 7 + 1])
                 while batch.waiting:
                     batch.step()
                 for group in batch._groups:
-                    sizes.append(sum(getattr(found, "nbytes", 0) for _, found in values_below(group.state)))
+                    sizes.append(sum(getattr(value, "nbytes", 0) for _, value in values_below(group.state)))
             assert max(sizes[:8]) >= max(sizes[8:])
 
 
 def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
     rows = [[index % 36, index // 36 + 1, 3] for index in range(24)]
-    whole = paradec.generate(model, rows, **REQUEST)
+    expected = paradec.generate(model, rows, **REQUEST).new_tokens.tolist()
     answers: dict[int, list[int]] = {}
     with Batch(model, batch_size=4, **REQUEST) as batch:
 
-        def ask(part: int) -> None:
+        def submit(part: int) -> None:
             for index in range(part, 24, 4):
                 done = threading.Event()
                 ticket = batch.add(rows[index], on_done=lambda ticket, done=done: done.set())
@@ -485,31 +488,30 @@ def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
                 if ticket.output.error is None:
                     answers[index] = ticket_ids(ticket)
 
-        threads = [threading.Thread(target=ask, args=(part,)) for part in range(4)]
+        threads = [threading.Thread(target=submit, args=(part,)) for part in range(4)]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             if batch.wait(0.05):
                 batch.step()
-    assert answers and all(found == whole.new_tokens[index].tolist() for index, found in answers.items())
+    assert answers and all(token_ids == expected[index] for index, token_ids in answers.items())
     assert set(range(24)) - set(answers) <= {5, 11, 17, 23}
 
 
-NOT_HERE: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "num_return_sequences": 2, "generator": torch.Generator(), "keep_prefix": True, "share_prefix": True,
     "attention": "sparsed", "callback": print, "streamer": Recorder(), "trace": True, "progress": True,
     "rng": "reference",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOT_HERE)
-def test_requests_that_cannot_be_refilled_are_refused_by_name(model: Model, name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}=.* does not work with batches that are refilled: "):
-        Batch(model, **{name: NOT_HERE[name]})
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_requests_are_refused_by_name(model: Model, name: str) -> None:
+    argument, message = {name: UNSUPPORTED[name]}, f"^{name}=.* does not work with batches that are refilled: "
+    refuses(lambda: Batch(model, **argument), message)
     batch = Batch(model)
     if name != "streamer":
-        with pytest.raises(ValueError, match=f"^{name}=.* does not work with batches that are refilled: "):
-            batch.add([1], **{name: NOT_HERE[name]})
+        refuses(lambda: batch.add([1], **argument), message)
     assert batch.waiting == 0
 
 

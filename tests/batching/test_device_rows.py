@@ -37,34 +37,31 @@ def model() -> Model:
     return tiny(1)
 
 
-def on_the_device(batch: Batch) -> bool:
+def is_on_device(batch: Batch) -> bool:
     return all(isinstance(group, DeviceGroup) for group in batch._groups)
 
 
 def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) -> None:
-    tickets = [
-        batch.add(row, max_new_tokens=new, seed=7 + new) for row, new in list(zip(ROWS, NEW, strict=True))[:count]
-    ]
+    pairs = list(zip(ROWS, NEW, strict=True))[:count]
+    tickets = [batch.add(row, max_new_tokens=new, seed=7 + new) for row, new in pairs]
     ended: list[Any] = []
     while batch.occupied or batch.waiting:
         ended += batch.step()
-        assert on_the_device(batch)
+        assert is_on_device(batch)
     assert sorted(ticket.number for ticket in ended) == [ticket.number for ticket in tickets]
-    for ticket, row, new in zip(tickets, ROWS, NEW):
-        alone = paradec.generate(
-            model, input_ids=[row], **{**REQUEST, **changes, "max_new_tokens": new, "seed": 7 + new}
-        )
-        out = ticket.output
-        assert out is not None and out.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
-        assert (out.row_nfe, out.tokens, out.finished) == (alone.row_nfe, alone.tokens, alone.finished)
-        assert (out.row_forwards, out.forwarded_tokens) == (alone.row_forwards, alone.forwarded_tokens)
+    for ticket, (row, new) in zip(tickets, pairs, strict=True):
+        request = {**REQUEST, **changes, "max_new_tokens": new, "seed": 7 + new}
+        out, expected = ticket.output, paradec.generate(model, input_ids=[row], **request)
+        assert out is not None and out.error is None and torch.equal(out.new_tokens, expected.new_tokens)
+        for name in ("row_nfe", "tokens", "finished", "row_forwards", "forwarded_tokens"):
+            assert getattr(out, name) == getattr(expected, name), name
 
 
 def assert_rows_as_alone(model: Model, tickets: list[Any], rows: list[list[int]] = ROWS, **changes: Any) -> None:
     for ticket, row in zip(tickets, rows, strict=True):
-        alone = paradec.generate(model, input_ids=[row], **{**REQUEST, **changes})
-        assert ticket.output.error is None and ticket_ids(ticket) == alone.new_tokens[0].tolist()
-        assert ticket.output.row_nfe == alone.row_nfe
+        expected = paradec.generate(model, input_ids=[row], **{**REQUEST, **changes})
+        assert ticket.output.error is None and ticket_ids(ticket) == expected.new_tokens[0].tolist()
+        assert ticket.output.row_nfe == expected.row_nfe
 
 
 @pytest.mark.thinned
@@ -101,8 +98,8 @@ def test_rows_that_need_more_room_move_all_into_a_larger_engine(model: Model) ->
     assert group.rows.engine.columns > before.columns and group.rows.engine.blocks.shape[1] > before.blocks.shape[1]
     drain(batch)
     for ticket, row, new in zip([*first, later], [*ROWS[:2], ROWS[2] * 3], [8, 8, 40]):
-        alone = paradec.generate(model, input_ids=[row], **{**request, "max_new_tokens": new})
-        assert ticket_ids(ticket) == alone.new_tokens[0].tolist() and ticket.output.row_nfe == alone.row_nfe
+        expected = paradec.generate(model, input_ids=[row], **{**request, "max_new_tokens": new})
+        assert ticket_ids(ticket) == expected.new_tokens[0].tolist() and ticket.output.row_nfe == expected.row_nfe
 
 
 def test_an_engine_is_reused_without_its_old_rows(model: Model) -> None:
@@ -127,23 +124,23 @@ def test_new_weights_are_seen_by_the_next_row(model: Model) -> None:
     assert ticket_ids(second) != ticket_ids(first)
 
 
-def test_a_streamer_is_given_what_is_final_and_drafts(model: Model) -> None:
-    heard = [Recorder() for _ in ROWS]
+def test_a_streamer_gets_final_tokens_and_drafts(model: Model) -> None:
+    streamers = [Recorder() for _ in ROWS]
     with Uncaptured(model, batch_size=2, **REQUEST, compile=True) as batch:
-        tickets = [batch.add(row, streamer=each) for row, each in zip(ROWS, heard, strict=True)]
+        tickets = [batch.add(row, streamer=streamer) for row, streamer in zip(ROWS, streamers, strict=True)]
         drain(batch)
-    for ticket, row, each in zip(tickets, ROWS, heard):
-        assert each.ends == 1 and each.drafts and each.pieces[0] == row
-        assert sum(each.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
-        alone = paradec.generate(model, input_ids=[row], **REQUEST)
-        assert ticket.output.forwarded_tokens == alone.forwarded_tokens and ticket.output.row_nfe == alone.row_nfe
+    for ticket, row, streamer in zip(tickets, ROWS, streamers):
+        assert streamer.ends == 1 and streamer.drafts and streamer.pieces[0] == row
+        assert sum(streamer.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
+        expected = paradec.generate(model, input_ids=[row], **REQUEST)
+        assert ticket.output.forwarded_tokens == expected.forwarded_tokens and ticket.output.row_nfe == expected.row_nfe
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
     poisoned = Failing(model, token=35)
     batch = Uncaptured(poisoned, batch_size=3, **{**REQUEST, "cache": cache}, compile=True)
-    rows = [[token if token != 35 else 3 for token in row] for row in ROWS[:5]]
+    rows = [[3 if token == 35 else token for token in row] for row in ROWS[:5]]
     rows[1] = [35, 1, 2]
     tickets = [batch.add(row) for row in rows]
     drain(batch)
@@ -152,43 +149,43 @@ def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
     assert_rows_as_alone(model, tickets, [rows[0], *rows[2:]], cache=cache)
 
 
-def test_cancelled_rows_give_way_and_keep_what_was_decoded(model: Model) -> None:
+def test_cancelled_rows_keep_their_decoded_tokens(model: Model) -> None:
     request = {**REQUEST, "max_new_tokens": 9, "eos_early_stop": False}
     batch = Uncaptured(model, batch_size=1, **request, compile=True)
-    gone, next_one = batch.add(ROWS[0]), batch.add(ROWS[1])
+    cancelled, second = batch.add(ROWS[0]), batch.add(ROWS[1])
     for _ in range(4):
         batch.step()
-    assert batch.cancel(gone)
+    assert batch.cancel(cancelled)
     drain(batch)
-    whole = paradec.generate(model, input_ids=[ROWS[0]], **request).new_tokens[0]
-    assert isinstance(gone.output.error, Cancelled) and gone.output.row_nfe == [4]
-    written = gone.output.sequences[0, gone.output.filled[0]]
-    masks = written == model.facts.mask_id
-    assert 0 < int((~masks).sum()) < 9 and torch.equal(written[~masks], whole[: len(written)][~masks])
-    assert_rows_as_alone(model, [next_one], [ROWS[1]], **request)
+    expected = paradec.generate(model, input_ids=[ROWS[0]], **request).new_tokens[0]
+    assert isinstance(cancelled.output.error, Cancelled) and cancelled.output.row_nfe == [4]
+    token_ids = cancelled.output.sequences[0, cancelled.output.filled[0]]
+    is_mask = token_ids == model.facts.mask_id
+    assert 0 < int((~is_mask).sum()) < 9 and torch.equal(token_ids[~is_mask], expected[: len(token_ids)][~is_mask])
+    assert_rows_as_alone(model, [second], [ROWS[1]], **request)
 
 
-def test_tokens_that_are_never_proposed_make_groups_of_their_own(model: Model) -> None:
+def test_rows_with_different_suppressed_tokens_are_in_different_groups(model: Model) -> None:
     batch = Uncaptured(model, batch_size=4, **REQUEST, compile=True)
     tickets = [batch.add(ROWS[0], suppress_tokens=excluded, alone=True) for excluded in ((1, 2), (1, 2), (3,), None)]
     batch.step()
-    assert len(batch._groups) == 3 and on_the_device(batch)
+    assert len(batch._groups) == 3 and is_on_device(batch)
     drain(batch)
     for ticket, excluded in zip(tickets, ((1, 2), (1, 2), (3,), None)):
         assert_rows_as_alone(model, [ticket], ROWS[:1], suppress_tokens=excluded)
 
 
-def test_out_of_memory_begins_anew_with_fewer_rows(model: Model) -> None:
+def test_out_of_memory_restarts_with_fewer_rows(model: Model) -> None:
     failing = Failing(model, calls=3, error=torch.OutOfMemoryError("CUDA out of memory"))
     batch = Uncaptured(failing, batch_size=4, **REQUEST, compile=True)
     tickets = [batch.add(row) for row in ROWS]
-    most = 0
+    max_occupied = 0
     while batch.occupied or batch.waiting:
         batch.step()
         if failing.calls_left < -1:
-            most = max(most, batch.occupied)
-            assert on_the_device(batch)
-    assert 0 < most <= 2
+            max_occupied = max(max_occupied, batch.occupied)
+            assert is_on_device(batch)
+    assert 0 < max_occupied <= 2
     assert_rows_as_alone(model, tickets)
 
 
@@ -216,7 +213,7 @@ def test_unsupported_requests_run_in_the_plain_loop_with_a_warning(model: Model)
     ticket = batch.add(ROWS[0])
     with pytest.warns(UserWarning, match="compile=True has no effect: sampler 'credit'"):
         batch.step()
-    assert not on_the_device(batch)
+    assert not is_on_device(batch)
     drain(batch)
     assert_rows_as_alone(model, [ticket], ROWS[:1], sampler="credit")
 
@@ -224,14 +221,14 @@ def test_unsupported_requests_run_in_the_plain_loop_with_a_warning(model: Model)
 def test_memory_bounds_the_slots(model: Model) -> None:
     row = model.store_bytes(1, 16, None) + 32 * 16
     batch = Uncaptured(model, batch_size=8, max_memory=3 * row, **{**REQUEST, "cache": "dual"}, compile=True)
-    tickets = [batch.add(each) for each in ROWS]
-    most = 0
+    tickets = [batch.add(prompt) for prompt in ROWS]
+    max_bytes = 0
     while batch.occupied or batch.waiting:
         batch.step()
         for group in batch._groups:
             assert isinstance(group, DeviceGroup) and group.rows is not None
-            most = max(most, group.rows.engine.nbytes)
-    assert 0 < most <= 3 * row
+            max_bytes = max(max_bytes, group.rows.engine.nbytes)
+    assert 0 < max_bytes <= 3 * row
     assert_rows_as_alone(model, tickets, cache="dual")
 
 

@@ -37,8 +37,11 @@ def model_of(name: str) -> Model:
     return tiny(2, **BLOCKS)
 
 
+Case = tuple[Model, dict[str, Any]]
+
+
 @pytest.fixture(scope="module", params=REQUESTS)
-def case(request: pytest.FixtureRequest) -> tuple[Model, dict[str, Any]]:
+def case(request: pytest.FixtureRequest) -> Case:
     request_ = dict(REQUESTS[request.param])
     if request.param == "tree":
         drafter = tiny(1, topology="causal", prediction="shifted", seed=1)
@@ -46,58 +49,49 @@ def case(request: pytest.FixtureRequest) -> tuple[Model, dict[str, Any]]:
     return model_of(request.param), request_
 
 
-def words(seed: int, count: int) -> list[int]:
+def random_ids(seed: int, count: int) -> list[int]:
     return torch.randint(0, min(MASK, END), (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-CONVERSATIONS = st.tuples(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=8),
-    st.sampled_from([None, 0.7]),
-    st.sampled_from([400, 6000, 10**6]),
-    st.integers(1, 3),
-    st.sets(st.integers(0, 7), max_size=2),
-)
+CONVERSATIONS = st.fixed_dictionaries({
+    "turns": st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=8),
+    "temperature": st.sampled_from([0.0, 0.7]), "memory": st.sampled_from([400, 6000, 10**6]),
+    "batch_size": st.integers(1, 3), "cancelled": st.sets(st.integers(0, 7), max_size=2),
+})  # fmt: skip
 
 
 @pytest.mark.thinned
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(drawn=CONVERSATIONS)
-def test_answers_are_those_without(case: tuple[Model, dict[str, Any]], drawn: tuple[Any, ...]) -> None:
-    check_equal(case, *drawn)
+@given(conversation=CONVERSATIONS)
+def test_answers_are_those_without_shared_prefixes(case: Case, conversation: dict[str, Any]) -> None:
+    check_equal(case, **conversation)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["causal", "block"])
 @settings(max_examples=250, deadline=None)
-@given(drawn=CONVERSATIONS)
-def test_answers_of_500_conversations_are_those_without(name: str, drawn: tuple[Any, ...]) -> None:
-    check_equal((model_of(name), REQUESTS[name]), *drawn)
+@given(conversation=CONVERSATIONS)
+def test_answers_of_500_conversations_are_those_without_shared_prefixes(name: str, conversation: Any) -> None:
+    check_equal((model_of(name), REQUESTS[name]), **conversation)
 
 
-def check_equal(
-    case: tuple[Model, dict[str, Any]],
-    shape: list[tuple[int, int, int]],
-    temperature: float | None,
-    budget: int,
-    rows: int,
-    gone: set[int],
-) -> None:
-    """Branching conversations: each prompt continues the beginning of an earlier one; some are cancelled."""
+def check_equal(case: Case, turns: Any, temperature: float, memory: int, batch_size: int, cancelled: set[int]) -> None:
+    """Decode branching conversations. Each prompt continues the beginning of an earlier one. Some are cancelled."""
     model, request_ = case
-    prompts = [words(99, 20)]
-    for at, (earlier, kept, more) in enumerate(shape):
-        prompts.append(prompts[earlier % len(prompts)][:kept] + words(at, more + 1))
-    request = {**request_, "temperature": temperature or 0.0, "seed": 5, "logprobs": 1}
+    prompts = [random_ids(99, 20)]
+    for index, (parent, prefix_length, num_new) in enumerate(turns):
+        prompts.append(prompts[parent % len(prompts)][:prefix_length] + random_ids(index, num_new + 1))
+    request = {**request_, "temperature": temperature, "seed": 5, "logprobs": 1, "batch_size": batch_size}
     outputs = []
-    for memory in (0, budget):
-        with Batch(model, batch_size=rows, prefix_memory=memory, **request) as batch:
+    for prefix_memory in (0, memory):
+        with Batch(model, prefix_memory=prefix_memory, **request) as batch:
             tickets = [batch.add(prompt) for prompt in prompts]
             for _ in range(2):
                 batch.step()
-            for at in gone:
-                batch.cancel(tickets[at % len(tickets)])
+            for index in cancelled:
+                batch.cancel(tickets[index % len(tickets)])
             drain(batch)
-            assert batch.prefixes is None or batch.prefixes.nbytes <= budget
+            assert batch.prefixes is None or batch.prefixes.nbytes <= memory
         outputs.append([ticket.output for ticket in tickets])
     for plain, output in zip(*outputs, strict=True):
         assert isinstance(output.error, Cancelled) == isinstance(plain.error, Cancelled)
@@ -107,35 +101,33 @@ def check_equal(
             assert output.forwarded_tokens <= plain.forwarded_tokens or not sum(output.reused)
 
 
-def conversation(batch: Batch, turns: int = 3) -> list[Any]:
-    prompt, outputs = words(1, 12), []
-    for turn in range(turns):
+def run_conversation(batch: Batch) -> list[Any]:
+    prompt, outputs = random_ids(1, 12), []
+    for turn in range(3):
         ticket = batch.add(prompt)
         drain(batch)
         assert ticket.output is not None and ticket.output.error is None
         outputs.append(ticket.output)
-        prompt = ticket.output.sequences[0].tolist() + words(10 + turn, 3)
+        prompt = ticket.output.sequences[0].tolist() + random_ids(10 + turn, 3)
     return outputs
 
 
-def test_a_conversation_evaluates_each_turn_once(case: tuple[Model, dict[str, Any]]) -> None:
+def test_a_conversation_evaluates_each_turn_once(case: Case) -> None:
     model, request_ = case
-    plain, outputs = (
-        conversation(Batch(model, prefix_memory=memory, **request_, logprobs=1, temperature=0.8, seed=3))
-        for memory in (0, 10**6)
-    )
-    for one, other in zip(plain, outputs, strict=True):
-        assert torch.equal(one.sequences, other.sequences)
-        torch.testing.assert_close(one.logprobs.chosen, other.logprobs.chosen, equal_nan=True)
+    request = {**request_, "logprobs": 1, "temperature": 0.8, "seed": 3}
+    plain, outputs = (run_conversation(Batch(model, prefix_memory=memory, **request)) for memory in (0, 10**6))
+    for expected, output in zip(plain, outputs, strict=True):
+        assert torch.equal(output.sequences, expected.sequences)
+        torch.testing.assert_close(output.logprobs.chosen, expected.logprobs.chosen, equal_nan=True)
     block = 4 if model.facts.topology == "block_causal" else 16
     for before, after in zip(outputs, outputs[1:], strict=False):
-        known = before.sequences.shape[1]
-        assert known - 2 * block < after.reused[0] <= known, (known, after.reused)
+        length = before.sequences.shape[1]
+        assert length - 2 * block < after.reused[0] <= length, (length, after.reused)
 
 
 def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
-    model, shared = model_of("block"), words(3, 24)
-    prompts = [shared + words(at, 2) for at in range(4)]
+    model, shared = model_of("block"), random_ids(3, 24)
+    prompts = [shared + random_ids(index, 2) for index in range(4)]
     with Batch(model, batch_size=4, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
         tickets = [batch.add(prompt) for prompt in prompts]
         drain(batch)
@@ -146,26 +138,26 @@ def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "block"])
-def test_rows_that_are_decoded_and_those_taken_back_share_their_beginning(name: str) -> None:
-    model, prompt = model_of(name), words(3, 34)
+def test_running_and_cancelled_rows_share_their_prefix(name: str) -> None:
+    model, prompt = model_of(name), random_ids(3, 34)
     with Batch(model, batch_size=3, prefix_memory=10**6, **REQUESTS[name]) as batch:
         first = batch.add(prompt, max_new_tokens=40)
         batch.step()
-        second = batch.add(prompt + words(1, 2))
+        second = batch.add(prompt + random_ids(1, 2))
         batch.step()
         assert not first.done and batch.prefixes is not None and batch.prefixes.saved_positions == 32
         drain(batch)
-        taken, kept = batch.add(words(4, 34), max_new_tokens=40), batch.prefixes.nbytes
+        third, nbytes = batch.add(random_ids(4, 34), max_new_tokens=40), batch.prefixes.nbytes
         batch.step()
-        assert batch.prefixes.nbytes == kept  # a running row without a shared beginning copies nothing
-        batch.cancel(taken)
+        assert batch.prefixes.nbytes == nbytes  # a running row without a shared prefix copies nothing
+        batch.cancel(third)
         drain(batch)
-        assert second.output.reused == [32] and batch.prefixes.nbytes > kept
+        assert second.output.reused == [32] and batch.prefixes.nbytes > nbytes
     assert batch.prefixes.nbytes == 0  # closed
 
 
 def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
-    model, prompt = model_of("block"), words(3, 24)
+    model, prompt = model_of("block"), random_ids(3, 24)
     with Batch(model, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
         reused = []
         for salt in (None, "a", "b", "a", None):
@@ -182,13 +174,13 @@ def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
 
 
 def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
-    model, prompt = model_of("causal"), words(3, 34)
+    model, prompt = model_of("causal"), random_ids(3, 34)
     with Batch(model, batch_size=2, prefix_memory=10**6, sampler="sjd", max_new_tokens=12) as batch:
         first = batch.add(prompt)
         batch.step()
         with torch.no_grad():
             next(model.module.parameters()).mul_(2.0)
-        second = batch.add(words(4, 34), max_new_tokens=1)
+        second = batch.add(random_ids(4, 34), max_new_tokens=1)
         while not first.done:
             batch.step()
         again = batch.add(prompt)
@@ -198,13 +190,13 @@ def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("first", [{"cache": "none"}, {"cache": "dkv_decode"}, {"sampler": "self_speculative"}])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_row_that_shares_nothing_runs_beside_one_that_begins_alike(first: dict[str, Any], turned: bool) -> None:
-    model, shared, pair = model_of("block"), words(3, 24), (first, {"cache": "block"})
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_row_that_shares_no_keys_runs_next_to_one_with_the_same_prefix(first: Any, is_reversed: bool) -> None:
+    model, shared, pair = model_of("block"), random_ids(3, 24), (first, {"cache": "block"})
     with Batch(model, batch_size=2, prefix_memory=10**6, max_new_tokens=12, seed=1) as batch:
         tickets = []
-        for at, request in enumerate(reversed(pair) if turned else pair):
-            tickets.append((batch.add(shared + words(at, 2), alone=True, **request), request))
+        for index, request in enumerate(reversed(pair) if is_reversed else pair):
+            tickets.append((batch.add(shared + random_ids(index, 2), alone=True, **request), request))
             batch.step()
         drain(batch)
     for ticket, request in tickets:
@@ -218,9 +210,9 @@ def test_adapters_dtype_and_attention_drop_all() -> None:
     request: dict[str, Any] = {"sampler": "sjd", "max_new_tokens": 4}
 
     def reused() -> int:
-        ticket = batch.add(words(3, 33))
+        ticket = batch.add(random_ids(3, 33))
         drain(batch)
-        assert torch.equal(ticket.output.sequences, paradec.generate(model, [words(3, 33)], **request).sequences)
+        assert torch.equal(ticket.output.sequences, paradec.generate(model, [random_ids(3, 33)], **request).sequences)
         return sum(ticket.output.reused)
 
     with Batch(model, prefix_memory=10**6, **request) as batch:
@@ -258,7 +250,7 @@ def test_adapters_dtype_and_attention_drop_all() -> None:
 
 
 def test_a_row_of_nan_leaves_nothing() -> None:
-    model, bad = model_of("block"), words(3, 16)
+    model, bad = model_of("block"), random_ids(3, 16)
     with Batch(Failing(model, token=bad[-1]), prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
         ticket = batch.add(bad)
         drain(batch)
@@ -266,19 +258,15 @@ def test_a_row_of_nan_leaves_nothing() -> None:
         assert batch.prefixes is not None and len(batch.prefixes.tree) == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "request_"),
-    [(tiny(1, **BLOCKS), {}), (tiny(1, **BLOCKS), {"cache": "block", "guidance_scale": 2.0})],
-    ids=["no store", "guidance"],
-)
-def test_requests_without_shared_beginnings_keep_nothing(model: Model, request_: dict[str, Any]) -> None:
-    with Batch(model, max_new_tokens=4, **request_) as batch:
+@pytest.mark.parametrize("request_", [{}, {"cache": "block", "guidance_scale": 2.0}], ids=["no store", "guidance"])
+def test_requests_without_shared_prefixes_store_nothing(request_: dict[str, Any]) -> None:
+    with Batch(tiny(1, **BLOCKS), max_new_tokens=4, **request_) as batch:
         for _ in range(2):
-            ticket = batch.add(words(3, 24))
+            ticket = batch.add(random_ids(3, 24))
             drain(batch)
         assert ticket.output.reused == [0] and batch.prefixes.nbytes == 0
 
 
-def test_bidirectional_models_say_why_they_keep_nothing() -> None:
+def test_bidirectional_models_store_no_prefixes() -> None:
     assert Batch(tiny(1), cache="prefix", max_new_tokens=4).prefixes is None
     refuses(lambda: Batch(tiny(1), prefix_memory=5, max_new_tokens=4), "prefix_memory=5 has nothing to keep")

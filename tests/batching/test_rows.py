@@ -1,5 +1,6 @@
 """Batches with rows that start and end at different times: each answer equals that of `generate`."""
 
+import itertools
 import math
 import random
 import re
@@ -42,39 +43,35 @@ TOPOLOGY |= {"block_causal same": ("block_causal", "same"), "block_causal shifte
 
 
 def paths_of_size(state: Any, sizes: set[int]) -> list[str]:
-    found = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
-    return [path for path, shape in found if sizes & {*shape}]
+    shapes = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
+    return [path for path, shape in shapes if sizes & {*shape}]
 
 
-def works(sampler: str, cache: str, kind: str) -> bool:
+def is_supported(sampler: str, cache: str, kind: str) -> bool:
     topology, prediction = TOPOLOGY[kind]
     length = 4 if topology == "block_causal" else None
     facts = ModelFacts(vocab_size=2, prediction=prediction, topology=topology, block_length=length)
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
 
 
-EVERY = [
-    (sampler, cache, kind)
-    for kind in TOPOLOGY
-    for sampler in MASKED
-    for cache in caches.names()
-    if works(sampler, cache, kind)
-]
+PRODUCT = itertools.product(TOPOLOGY, MASKED, caches.names())
+COMBINATIONS = [(sampler, cache, kind) for kind, sampler, cache in PRODUCT if is_supported(sampler, cache, kind)]
 
 
-def covering_entries() -> set[tuple[str, str, str]]:
-    entries = set()
+def covering_combinations() -> set[tuple[str, str, str]]:
+    """Return combinations with every sampler and every cache."""
+    combinations = set()
     for index, name in enumerate(MASKED):
-        fitting = [entry for entry in EVERY if entry[0] == name]
-        entries.add(fitting[index * 7 % len(fitting)])
+        matching = [c for c in COMBINATIONS if c[0] == name]
+        combinations.add(matching[index * 7 % len(matching)])
     for index, name in enumerate(caches.names()):
-        if not any(entry[1] == name for entry in entries):
-            fitting = [entry for entry in EVERY if entry[1] == name]
-            entries.add(fitting[index * 5 % len(fitting)])
-    return entries
+        if not any(c[1] == name for c in combinations):
+            matching = [c for c in COMBINATIONS if c[1] == name]
+            combinations.add(matching[index * 5 % len(matching)])
+    return combinations
 
 
-SOME = covering_entries()
+DEFAULT_COMBINATIONS = covering_combinations()
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +94,12 @@ def prompts(draw: random.Random, count: int) -> list[list[int]]:
     return [*rows, rows[1]]
 
 
-def refilled(model: Model, rows: list[Any], own: list[dict[str, Any]], size: int, **request: Any) -> list[Ticket]:
-    with Batch(model, batch_size=size, **request) as batch:
-        tickets = [batch.add(row, **each) for row, each in zip(rows, own, strict=True)]
+def decode_in_batch(model: Model, rows: list[Any], lengths: list[int], **request: Any) -> list[Ticket]:
+    with Batch(model, batch_size=3, **request) as batch:
+        tickets = [batch.add(row, max_new_tokens=new) for row, new in zip(rows, lengths, strict=True)]
         ended: list[Ticket] = []
         while len(ended) < len(rows):
-            assert batch.occupied <= size
+            assert batch.occupied <= 3
             ended += batch.step()
         assert batch.occupied == batch.waiting == 0
     assert sorted(ticket.number for ticket in ended) == list(range(len(rows)))
@@ -111,22 +108,22 @@ def refilled(model: Model, rows: list[Any], own: list[dict[str, Any]], size: int
 
 def assert_same(model: Model, rows: list[Any], lengths: list[int], tickets: list[Ticket], **request: Any) -> None:
     for new in sorted(set(lengths)):
-        whole = paradec.generate(model, rows, max_new_tokens=new, **request)
+        expected = paradec.generate(model, rows, max_new_tokens=new, **request)
         for index, ticket in enumerate(tickets):
             if lengths[index] != new:
                 continue
             out = ticket.output
             assert out is not None and out.error is None, out
-            assert out.new_tokens[0].tolist() == whole.new_tokens[index].tolist(), index
-            assert out.row_nfe[0] == whole.row_nfe[index], index
-            assert out.tokens[0] == whole.tokens[index] and out.finished[0] == whole.finished[index]
+            assert out.new_tokens[0].tolist() == expected.new_tokens[index].tolist(), index
+            assert out.row_nfe[0] == expected.row_nfe[index], index
+            assert out.tokens[0] == expected.tokens[index] and out.finished[0] == expected.finished[index]
             if out.logprobs is not None:
-                mine, theirs = out.logprobs.chosen[0], whole.logprobs.chosen[index][-out.logprobs.chosen.shape[1] :]
-                assert torch.allclose(mine, theirs, rtol=0, atol=1e-9, equal_nan=True), index
+                chosen = expected.logprobs.chosen[index, -out.logprobs.chosen.shape[1] :]
+                assert torch.allclose(out.logprobs.chosen[0], chosen, rtol=0, atol=1e-9, equal_nan=True), index
 
 
-def assert_rows_are_said(model: Model, rows: list[Any], **request: Any) -> None:
-    """Assert that no field of a state still has the old number of rows, which differs from every other size."""
+def assert_all_fields_are_selected(model: Model, rows: list[Any], **request: Any) -> None:
+    """Assert that after select_rows no field has the old number of rows, which differs from every other size."""
     sampler = request.pop("sampler")
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     with torch.inference_mode():
@@ -141,7 +138,7 @@ def assert_rows_are_said(model: Model, rows: list[Any], **request: Any) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("name", "cache", "kind"),
-    [pytest.param(*entry, marks=() if entry in SOME else pytest.mark.full) for entry in EVERY],
+    [pytest.param(*c, marks=() if c in DEFAULT_COMBINATIONS else pytest.mark.full) for c in COMBINATIONS],
 )
 def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str) -> None:
     draw = random.Random(f"{name} {cache} {kind}")
@@ -154,11 +151,11 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
         "temperature": draw.choice((0.0, 0.8)),
         "guidance_scale": draw.choice((1.0, 1.0, 1.5)),
         "seed": draw.randrange(2**31),
-        "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # which has none
+        "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # lopa has no logprobs
     }
     request = supported_fields(name, request)
-    assert_rows_are_said(model, rows, **request)
-    tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
+    assert_all_fields_are_selected(model, rows, **request)
+    tickets = decode_in_batch(model, rows, lengths, **request)
     assert_same(model, rows, lengths, tickets, **request)
 
 
@@ -194,8 +191,8 @@ def test_causal_rows(models: dict[str, Model], name: str, temperature: float, gu
     else:
         sampler = OWN_STATE.get(name) or samplers.create(name, window=5)
     request = {"temperature": temperature, "guidance_scale": guidance, "seed": 5, "logprobs": 1, "sampler": sampler}
-    assert_rows_are_said(model, rows, **request)
-    tickets = refilled(model, rows, [{"max_new_tokens": new} for new in lengths], 3, **request)
+    assert_all_fields_are_selected(model, rows, **request)
+    tickets = decode_in_batch(model, rows, lengths, **request)
     assert_same(model, rows, lengths, tickets, **request)
 
 
@@ -209,23 +206,21 @@ def test_answers_are_those_of_generate(model: Model) -> None:
     fits = [fits for _, fits in KINDS.values()]
     prompts = [[1 + number, 2, 3] for number in range(9)]
     request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.9, "block_length": 5}
-    many = [
-        {"prompt": prompt, "constraint": values[number % 3], "seed": number} for number, prompt in enumerate(prompts)
-    ]
-    for number, out in enumerate(paradec.generate_many(model, many, batch_size=4, **request)):
-        alone = paradec.generate(model, prompts[number], constraint=values[number % 3], seed=number, **request)
-        assert out.text == alone.text and fits[number % 3](out.text)
-        assert out.log_weight == pytest.approx(alone.log_weight)
+    constrained = [{"prompt": p, "constraint": values[number % 3], "seed": number} for number, p in enumerate(prompts)]
+    for number, out in enumerate(paradec.generate_many(model, constrained, batch_size=4, **request)):
+        expected = paradec.generate(model, **constrained[number], **request)
+        assert out.text == expected.text and fits[number % 3](out.text)
+        assert out.log_weight == pytest.approx(expected.log_weight)
 
 
 def test_rows_that_are_complete_at_the_start(model: Model) -> None:
     with Batch(model, batch_size=2, max_new_tokens=4) as batch:
         tickets = [batch.add([1, 2], constraint=paradec.Choice(["yes"])) for _ in range(3)]
-        other = batch.add([1, 2], constraint=paradec.Regex("[0-9]+"))
+        longer = batch.add([1, 2], constraint=paradec.Regex("[0-9]+"))
         for _ in range(20):
             batch.step()
         assert [ticket.done and ticket.output.text for ticket in tickets] == ["yes"] * 3
-        assert other.done and re.fullmatch("[0-9]+", other.output.text)
+        assert longer.done and re.fullmatch("[0-9]+", longer.output.text)
 
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 3], [2], [5, 4, 3]]
@@ -241,15 +236,15 @@ def test_rows_are_those_of_generate(kind: str) -> None:
         request |= {"sampler": paradec.samplers.create("sjd", window=4)}
     elif model.supports_store:
         request |= {"cache": "block" if model.facts.topology == "causal_context" else "dual", "block_length": 4}
-    whole = paradec.generate(model, ROWS, **request)
+    expected = paradec.generate(model, ROWS, **request)
     with Batch(model, batch_size=2, **request) as batch:
         tickets = [batch.add(row) for row in ROWS]
         while not all(ticket.done for ticket in tickets):
             batch.step()
     for index, ticket in enumerate(tickets):
         assert ticket.output is not None and ticket.output.error is None, ticket.output
-        assert ticket.output.new_tokens[0].tolist() == whole.new_tokens[index].tolist()
-        assert ticket.output.row_nfe[0] == whole.row_nfe[index]
+        assert ticket.output.new_tokens[0].tolist() == expected.new_tokens[index].tolist()
+        assert ticket.output.row_nfe[0] == expected.row_nfe[index]
 
 
 @pytest.mark.parametrize("kind", [CANVAS, *(kind for kind in IMAGES if kind not in ("digits-maskgit", *IMAGE_MODELS))])
@@ -259,10 +254,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
     refuses(lambda: Batch(model), "^Batch takes .*: give it to ", TypeError)
 
 
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "speculative": {"drafter": tiny(1, topology="causal", prediction="shifted", seed=1)}
-}
-"""Settings of samplers that cannot be created without."""
+REQUIRED_SETTINGS = {"speculative": {"drafter": tiny(1, topology="causal", prediction="shifted", seed=1)}}
 MODELS = {
     "block_causal": tiny(2, "block_causal"),
     "causal": paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END),
@@ -270,7 +262,7 @@ MODELS = {
 }
 
 
-def words(seed: int, count: int) -> list[int]:
+def random_ids(seed: int, count: int) -> list[int]:
     return torch.randint(0, 37, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -279,7 +271,7 @@ def requests_of(model: Model) -> dict[str, dict[str, Any]]:
     for name in samplers.names():
         if samplers.get(name).family not in ("masked", "draft_verify"):
             continue
-        sampler = samplers.create(name, **SETTINGS.get(name, {}))
+        sampler = samplers.create(name, **REQUIRED_SETTINGS.get(name, {}))
         for cache in caches.names() if sampler.family == "masked" else [None]:
             request = {"sampler": sampler, "cache": cache}
             try:
@@ -290,26 +282,24 @@ def requests_of(model: Model) -> dict[str, dict[str, Any]]:
     return requests
 
 
-def differing(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Number of second prompts that reused keys and values, and the pairs whose answers depend on the first prompt."""
-    request, reused, differences = {"eos_early_stop": False, "seed": 1}, 0, []
+def decode_pairs(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """Return how many second prompts reused keys and values, and the pairs whose answers depend on the first prompt."""
+    request, num_reused, differences = {"eos_early_stop": False, "seed": 1}, 0, []
     with Batch(model, batch_size=512, prefix_memory=10**9, **request) as batch:
-        first = [
-            batch.add(words(at, 32), max_new_tokens=8, **arguments) for at, arguments in enumerate(firsts.values())
-        ]
+        first = [batch.add(random_ids(i, 32), max_new_tokens=8, **firsts[name]) for i, name in enumerate(firsts)]
         drain(batch)
         texts = [ticket.output.sequences[0].tolist() for ticket in first]
         for number, (name, arguments) in enumerate(seconds.items(), 1000):
-            prompts = [text + words(number, 2) for text in texts]
+            prompts = [text + random_ids(number, 2) for text in texts]
             # decoded alone, because equal prompts in one request draw different numbers
             second = [batch.add(prompt, alone=True, max_new_tokens=4, **arguments) for prompt in prompts]
             drain(batch)
-            alone = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences
-            for before, row, output in zip(firsts, alone, [ticket.output for ticket in second], strict=True):
-                reused += output.reused != [0]
+            expected = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences
+            for before, row, output in zip(firsts, expected, [ticket.output for ticket in second], strict=True):
+                num_reused += output.reused != [0]
                 if output.error is not None or not torch.equal(output.sequences[0], row):
                     differences.append(f"{before} -> {name}: {output.error!r}, reused {output.reused}")
-    return reused, differences
+    return num_reused, differences
 
 
 def shares_keys(model: Model, arguments: Mapping[str, Any]) -> bool:
@@ -318,28 +308,29 @@ def shares_keys(model: Model, arguments: Mapping[str, Any]) -> bool:
 
 
 def sample(names: Sequence[str], count: int, seed: int) -> list[str]:
-    seen, rank = Counter[str](), dict[str, int]()
+    """Draw combinations of a sampler and a cache, as many different samplers as possible."""
+    occurrences, rank = Counter[str](), dict[str, int]()
     for name in random.Random(seed).sample(names, len(names)):
         sampler = name.split()[0]
-        rank[name] = seen[sampler] = seen[sampler] + 1
+        rank[name] = occurrences[sampler] = occurrences[sampler] + 1
     return sorted(rank, key=rank.__getitem__)[:count]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_second_prompt_is_answered_as_if_it_were_alone(kind: str) -> None:
     model = MODELS[kind]
-    every = {name: arguments for name, arguments in requests_of(model).items() if shares_keys(model, arguments)}
-    count = min(12, math.ceil(len(every) / math.sqrt(20)))
-    firsts, seconds = ({name: every[name] for name in sample([*every], count, seed)} for seed in (1, 2))
-    reused, differences = differing(model, firsts, seconds)
-    assert reused > count and differences == []
+    requests = {name: arguments for name, arguments in requests_of(model).items() if shares_keys(model, arguments)}
+    count = min(12, math.ceil(len(requests) / math.sqrt(20)))
+    firsts, seconds = ({name: requests[name] for name in sample([*requests], count, seed)} for seed in (1, 2))
+    num_reused, differences = decode_pairs(model, firsts, seconds)
+    assert num_reused > count and differences == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_ordered_pair_is_answered_as_if_alone(kind: str) -> None:
-    every = requests_of(MODELS[kind])
-    assert differing(MODELS[kind], every, every)[1] == []
+    requests = requests_of(MODELS[kind])
+    assert decode_pairs(MODELS[kind], requests, requests)[1] == []
 
 
 SOURCE = GOLDEN / "drafters" / "drafters"
@@ -383,7 +374,6 @@ def test_rows_that_come_and_go_are_as_alone(name: str, settings: dict[str, Any],
         while not all(ticket.done for ticket in tickets):
             batch.step()
     for row, (prompt, ticket) in enumerate(zip(PROMPTS, tickets, strict=True)):
-        alone = paradec.generate(base, [prompt], seed=row, max_new_tokens=new[row], **request)
-        assert ticket.output is not None
-        assert ticket.output.new_tokens[0].tolist() == alone.new_tokens[0].tolist()
-        assert ticket.output.row_nfe == alone.row_nfe
+        expected = paradec.generate(base, [prompt], seed=row, max_new_tokens=new[row], **request)
+        assert ticket.output is not None and torch.equal(ticket.output.new_tokens[0], expected.new_tokens[0])
+        assert ticket.output.row_nfe == expected.row_nfe
