@@ -92,10 +92,8 @@ def test_forced_first_token(name: str, precision: str, numbers: tuple[int, ...] 
     exact = precision == "float64"
     sampler, arguments = request_of(trace)
     arguments["cache"] = cache_without_left_position(arguments["cache"] == "dual")
-    model = model_of(trace, precision)
-    assert_replayed(
-        decode(model, trace, force_first_position(sampler), alone=not exact, numbers=numbers, **arguments), exact
-    )
+    model, sampler = model_of(trace, precision), force_first_position(sampler)
+    assert_replayed(decode(model, trace, sampler, alone=not exact, numbers=numbers, **arguments), exact)
 
 
 @pytest.mark.parametrize("name", mark_others_full(FORCED, together=1))
@@ -103,11 +101,11 @@ def test_forced_first_token_by_answers(name: str) -> None:
     """Ours has at most one right answer less than the public code, which forces the first token of a block."""
     trace = load_trace(name)
     sampler, arguments = request_of(trace)
-    ours = theirs = 0
+    num_right = num_right_of_reference = 0
     for row in decode(model_of(trace), trace, sampler, **arguments):
-        ours += text_of(trace, row.tokens[row.prompt :]) == row.case["answer"][0]
-        theirs += row.case["correct"][0]
-    assert ours >= theirs - 1
+        num_right += text_of(trace, row.tokens[row.prompt :]) == row.case["answer"][0]
+        num_right_of_reference += row.case["correct"][0]
+    assert num_right >= num_right_of_reference - 1
 
 
 @dataclass(frozen=True)
@@ -128,9 +126,8 @@ def dkv(settings: dict) -> tuple[Any, dict]:
     if not settings["enable_cache"]:
         cache: Any = "none"
     elif greedy:
-        cache = caches.create(
-            "dkv_greedy", refresh_interval=settings["cache_reloading_step"], window=settings["window_size"]
-        )
+        interval = settings["cache_reloading_step"]
+        cache = caches.create("dkv_greedy", refresh_interval=interval, window=settings["window_size"])
     else:
         cache = caches.create("dkv_decode", refresh_interval=settings["cache_reloading_step"])
     if greedy:
@@ -202,26 +199,26 @@ def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
     request: dict[str, Any] = {"suffix": suffix_of(settings), "block_length": settings["block_length"]}
     model = model_of(trace)
     if model.facts.shift:
-        sampler, others = restrict_to_top_k(sampler)
-        request |= others
+        sampler, top_k_arguments = restrict_to_top_k(sampler)
+        request |= top_k_arguments
     if model.facts.shift and cache != "none":
         sampler, cache = force_first_position(sampler), cache_without_left_position(cache == "dual")
     stops = settings["early_termination"]
     for name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
-            theirs = recorded_forwards(case, settings["block_length"] if stops else None)
+            recorded = recorded_forwards(case, settings["block_length"] if stops else None)
             ours, tokens = decode_forwards(model, sampler, case, cache=cache, eos_early_stop=stops, **request)
-            pairs += zip(ours, theirs, strict=False)
-            assert ours == theirs[: len(ours)]
+            pairs += zip(ours, recorded, strict=False)
+            assert ours == recorded[: len(ours)]
             final, prompt = case["final_ids"][0], len(case["prompt_ids"][0])
             if stops:
                 size = prompt + [*final[prompt:], end].index(end) + 1
                 assert tokens[:size] == final[:size]
             else:
-                assert tokens == final and len(ours) == len(theirs)
+                assert tokens == final and len(ours) == len(recorded)
             if not model.facts.shift:  # for Dream, probabilities are among the most likely tokens
-                assert_confidences(ours, theirs)
+                assert_confidences(ours, recorded)
 
 
 def test_every_case_has_calls_that_skip_positions() -> None:
@@ -229,4 +226,4 @@ def test_every_case_has_calls_that_skip_positions() -> None:
     for name in NAMES:
         trace = load_trace(name)
         lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]
-        assert all([any(len(fed.positions) < size for fed in recorded_forwards(case)) for size, case in lengths])
+        assert all([any(len(call.positions) < size for call in recorded_forwards(case)) for size, case in lengths])

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import fits
+from decoding import fits, refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import MASK, tiny
@@ -35,22 +36,20 @@ NEW = 12
 STORED = [name for name in caches.names() if caches.get(name).facts.uses_store]
 
 
-def differences(
-    model: Model, cache: Any, rows: list[list[int]] = ROWS, sampler: Any = "low_confidence", **request: Any
-):
-    """Yield each step's largest score difference to decoding without a cache; inf, and stop, if tokens differ."""
+def differences(model: Model, cache: Any, rows: Any = ROWS, sampler: Any = "low_confidence", **request: Any):
+    """Yield each step's largest score difference to decoding without a cache. If tokens differ, yield inf and stop."""
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "seed": 1} | request
     cached = sampler.start(model, rows, cache=cache, **request)
     plain = sampler.start(model, rows, cache="none", **request)
     with torch.inference_mode():
         while not cached.done:
-            ours, theirs = sampler.step(model, cached), sampler.step(model, plain)
-            available = ours.available
-            assert torch.equal(available & theirs.available, available)
-            yield float((ours.scores - theirs.scores)[available].abs().max())
-            sampler.commit(cached, ours)
-            sampler.commit(plain, theirs)
+            proposal, expected = sampler.step(model, cached), sampler.step(model, plain)
+            available = proposal.available
+            assert torch.equal(available & expected.available, available)
+            yield float((proposal.scores - expected.scores)[available].abs().max())
+            sampler.commit(cached, proposal)
+            sampler.commit(plain, expected)
             if not torch.equal(cached.canvas, plain.canvas):
                 yield float("inf")
                 return
@@ -78,37 +77,34 @@ def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: s
     assert max(differences(tiny(3, prediction=prediction), cache, sampler=sampler_for(cache))) == 0.0
 
 
-def evaluated(cache: Any, prediction: str) -> list[list[int]]:
-    """For each step, the number of evaluated positions of each row; every step commits one token per row."""
-    request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "trace": True}
-    model = tiny(1, prediction=prediction)
-    return [
-        step.forwarded
-        for step in paradec.generate(model, ROWS, sampler="low_confidence", cache=cache, **request).trace.steps
-    ]
+def count_evaluated(cache: Any, prediction: str) -> list[list[int]]:
+    """Count each row's evaluated positions in each step. Every step commits one token per row."""
+    request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "sampler": "low_confidence"}
+    out = paradec.generate(tiny(1, prediction=prediction), ROWS, cache=cache, trace=True, **request)
+    return [step.forwarded for step in out.trace.steps]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("warmup", [0, 1, 2, 6])
-@pytest.mark.parametrize(("every", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
-def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, every: int | None, prediction: str) -> None:
+@pytest.mark.parametrize(("interval", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
+def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, interval: int | None, prediction: str) -> None:
     """Later steps evaluate the block and its vicinity, and for shifted logits one more position on the left."""
-    cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=every)
-    counts = evaluated(cache, prediction)
+    cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=interval)
+    counts = count_evaluated(cache, prediction)
     for step, forwarded in enumerate(counts):
-        whole = step <= warmup or step % 4 == 0 or every is not None and step % 4 % every == 0
+        is_full = step <= warmup or step % 4 == 0 or interval is not None and step % 4 % interval == 0
         for row, prompt in enumerate(ROWS):
             length, start = len(prompt) + NEW, len(prompt) + step // 4 * 4
             near = min(start + 4 + 2, length) - (start - (prediction == "shifted"))
-            assert forwarded[row] == (length if whole else near), (step, row)
+            assert forwarded[row] == (length if is_full else near), (step, row)
     assert len(counts) == NEW
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_prefill_evaluates_the_prompt_once(prediction: str) -> None:
-    first, *others = evaluated("dkv_prefill", prediction)
+    first, *later = count_evaluated("dkv_prefill", prediction)
     assert first == [len(prompt) + NEW for prompt in ROWS]
-    assert others == [[NEW + (prediction == "shifted")] * len(ROWS)] * (NEW - 1)
+    assert later == [[NEW + (prediction == "shifted")] * len(ROWS)] * (NEW - 1)
 
 
 def test_vicinity_that_covers_everything_is_no_cache() -> None:
@@ -116,8 +112,8 @@ def test_vicinity_that_covers_everything_is_no_cache() -> None:
     assert max(differences(tiny(3), cache)) < 1e-12
 
 
-def fitting(name: str, topology: str, prediction: str) -> Any:
-    """The cache with rare refreshes; skips if it does not support the model."""
+def cache_with_rare_refreshes(name: str, topology: str, prediction: str) -> Any:
+    """Create a cache, or skip the test if the cache does not support the model."""
     cache = caches.create(name)
     if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
         pytest.skip("refused")
@@ -129,8 +125,8 @@ def fitting(name: str, topology: str, prediction: str) -> Any:
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
-    """In a one-layer model keys and values depend only on their token: renewing changed tokens is exact."""
-    cache = fitting(name, topology, prediction)
+    """In a one-layer model keys and values depend only on their token. So refreshing only changed tokens is exact."""
+    cache = cache_with_rare_refreshes(name, topology, prediction)
     # steps commit different numbers of tokens per row
     request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.3)}
     if cache.facts.evaluates in ("picks", "targets"):
@@ -144,7 +140,7 @@ def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
 
 @dataclass(frozen=True)
 class WithoutDelay(DkvDecode):
-    """Reuse keys and values from the step that decided a token, when they were the mask's (wrong)."""
+    """Reuse keys and values of the step that decided a token. They are wrong: the token was still a mask."""
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.cache_state.is_stable(state, rows, delay=0)
@@ -156,8 +152,6 @@ def test_without_its_delay_dkv_is_wrong_even_with_one_layer(prediction: str) -> 
 
 
 BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).facts.exact_on]
-
-
 HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, MASK], [8] * 9 + [MASK, 11, MASK, MASK]]
 """Masks at both ends and in the middle, and blocks without masks between blocks with masks."""
 
@@ -171,9 +165,7 @@ HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, M
         *((HOLES, 0, prediction, length) for prediction in ("same", "shifted") for length in (2, 8)),
     ],
 )
-def test_exact_on_block_causal_models(
-    name: str, rows: list[list[int]], new: int, prediction: str, block_length: int
-) -> None:
+def test_exact_on_block_causal_models(name: str, rows: Any, new: int, prediction: str, block_length: int) -> None:
     model = tiny(2, "block_causal", prediction)
     assert max(differences(model, name, rows, block_length=block_length, max_new_tokens=new)) < 1e-12
 
@@ -193,10 +185,8 @@ def test_approximate_caches_do_change_deep_models(name: str) -> None:
 
 
 def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
-    model = tiny(2, "block_causal")
-    out = paradec.generate(
-        model, [[1] * 8], sampler="low_confidence", cache="block", max_new_tokens=8, eos_early_stop=False, trace=True
-    )
+    request = {"sampler": "low_confidence", "cache": "block", "max_new_tokens": 8, "eos_early_stop": False}
+    out = paradec.generate(tiny(2, "block_causal"), [[1] * 8], trace=True, **request)
     # prompt and block, block, ...; then the finished block and the next one
     assert [step.forwarded for step in out.trace.steps] == [[12], [4], [4], [4], [8], [4], [4], [4]]
     assert out.cost.full_forwards == [0] and out.cost.partial_forwards == [8]
@@ -206,13 +196,13 @@ def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str) -> None:
-    cache, model = fitting(name, topology, "same"), tiny(2, topology)
+    cache, model = cache_with_rare_refreshes(name, topology, "same"), tiny(2, topology)
     request = {"sampler": sampler_for(cache), "cache": cache, "temperature": 0.7, "seed": 5, "block_length": 4}
     together = paradec.infill(model, HOLES, **request)
     for index, row in enumerate(HOLES):
-        alone = paradec.infill(model, row, **request)
+        expected = paradec.infill(model, row, **request)
         filled = together.sequences[index, -len(row) :].tolist()
-        assert alone.sequences[0].tolist() == filled and alone.nfe == together.row_nfe[index]
+        assert expected.sequences[0].tolist() == filled and expected.nfe == together.row_nfe[index]
         assert [a for a, b in zip(filled, row, strict=True) if b != MASK] == [b for b in row if b != MASK]
         assert MASK not in filled
 
@@ -247,7 +237,7 @@ def test_the_greedy_window_equals_a_walk(data: st.DataObject) -> None:
     assert set(np.flatnonzero(needed)) == expected
 
 
-class Counting:
+class CountsPositions:
     """A model that counts evaluated positions, padding included, and records input shapes."""
 
     def __init__(self, model: Model):
@@ -265,20 +255,20 @@ class Counting:
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "dkv_decode", "dkv_prefill", "dkv_pd"])
 def test_rows_out_of_phase_cost_little_more_than_alone(cache: str) -> None:
-    model = Counting(tiny(1))
+    model = CountsPositions(tiny(1))
     rows = [[index + 1] * length for index, length in enumerate([2, 5, 9, 14, 20, 27, 35, 44])]
     sampler = samplers.create("threshold", threshold=0.35)
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 24, "block_length": 8, "eos_early_stop": False}
     together = paradec.generate(model, rows, **request)
     batched, model.positions = model.positions, 0
-    alone = [paradec.generate(model, [row], **request) for row in rows]
-    assert together.row_nfe == [out.nfe for out in alone] and len(set(together.row_nfe)) > 2
-    assert model.positions == sum(out.forwarded_tokens for out in alone)
+    separate = [paradec.generate(model, [row], **request) for row in rows]
+    assert together.row_nfe == [out.nfe for out in separate] and len(set(together.row_nfe)) > 2
+    assert model.positions == sum(out.forwarded_tokens for out in separate)
     assert batched <= 1.2 * model.positions
 
 
 def test_shape_multiple_rounds_widths_and_changes_nothing() -> None:
-    model = Counting(tiny(1))
+    model = CountsPositions(tiny(1))
     request = {"steps": 6, "max_new_tokens": 24, "block_length": 8, "seed": 3, "eos_early_stop": False}
     for name in STORED:
         if "bidirectional" not in caches.get(name).facts.topologies:
@@ -300,17 +290,17 @@ def models() -> dict[tuple[str, str], Model]:
     return {key: tiny(2, *key) for key in TABLE_MODELS}
 
 
-def walk(entries: list, every: int = 37) -> list:
-    """Parameters of a test: every `every`-th allowed entry, and one refusal per reason and cache; the others `full`."""
+def mark_entries(entries: list) -> list:
+    """Mark all entries `full`, except every 37th supported one and one refusal per reason and cache."""
     allowed = [entry[:4] for entry in entries if entry[4].status != REFUSED]
     refused = {(entry[1], entry[4].why): entry[:4] for entry in entries if entry[4].status == REFUSED}
-    quick = {*allowed[::every], *refused.values()}
+    quick = {*allowed[::37], *refused.values()}
     marks = [[] if entry[:4] in quick else [pytest.mark.full] for entry in entries]
     return [pytest.param(e, id="-".join(e[:4]), marks=m) for e, m in zip(entries, marks, strict=True)]
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("entry", walk(ENTRIES))
+@pytest.mark.parametrize("entry", mark_entries(ENTRIES))
 def test_table(entry: Any, models: dict) -> None:
     sampler, cache, topology, prediction, verdict = entry
     model = models[topology, prediction]
@@ -325,10 +315,10 @@ def test_table(entry: Any, models: dict) -> None:
             paradec.generate(model, ROWS, **request)
         return
     together = paradec.generate(model, ROWS, **request)
-    alone = paradec.generate(model, ROWS[:1], **request)
+    expected = paradec.generate(model, ROWS[:1], **request)
     assert not (together.new_tokens == MASK).any()
-    assert together.new_tokens[0].tolist() == alone.new_tokens[0].tolist()
-    assert together.row_nfe[0] == alone.nfe
+    assert together.new_tokens[0].tolist() == expected.new_tokens[0].tolist()
+    assert together.row_nfe[0] == expected.nfe
 
 
 def test_to_dict_makes_the_same_cache_again() -> None:
@@ -342,20 +332,20 @@ def test_cost_adds_up() -> None:
     model = tiny(2)
     for name in ("none", "dual", "dkv_decode"):
         out = paradec.generate(model, ROWS, cache=name, max_new_tokens=NEW, block_length=8, eos_early_stop=False)
-        whole, part = out.cost.full_forwards, out.cost.partial_forwards
-        assert [a + b for a, b in zip(whole, part, strict=True)] == out.row_nfe
+        full, partial = out.cost.full_forwards, out.cost.partial_forwards
+        assert [a + b for a, b in zip(full, partial, strict=True)] == out.row_nfe
         assert sum(out.cost.forwarded_tokens) == out.forwarded_tokens
         # float64, keys and values, 2 layers of 2 heads of 8, one slot more than the longest row
         assert out.cost.store_bytes == (0 if name == "none" else 8 * 2 * 2 * 2 * 8 * 3 * (8 + NEW + 1))
-        assert sum(part) == 0 if name == "none" else sum(part) > 0
+        assert (sum(partial) > 0) == (name != "none")
 
 
 def test_too_little_memory_raises_an_error_before_any_work() -> None:
-    model = Counting(tiny(2))
+    model = CountsPositions(tiny(2))
     assert caches.create("dual", max_memory="2GB").max_memory == 2 * 10**9
     cache = caches.create("dual", max_memory=1000)
-    with pytest.raises(ValueError, match=r"3 x 20 positions would take 31.5 KiB, more than max_memory \(1000 bytes\)"):
-        paradec.generate(model, ROWS, cache=cache, max_new_tokens=NEW)
+    message = r"3 x 20 positions would take 31.5 KiB, more than max_memory \(1000 bytes\)"
+    refuses(lambda: paradec.generate(model, ROWS, cache=cache, max_new_tokens=NEW), message)
     assert model.shapes == []
 
 
@@ -370,27 +360,23 @@ def test_store_dtype_halves_the_store() -> None:
     assert 0 < gaps[0] < 1e-5
 
 
-@pytest.mark.parametrize("ending", ["return", "error", "interrupt"])
-def test_the_store_is_freed_after_every_kind_of_end(ending: str) -> None:
-    model = tiny(2)
-    seen = []
+@pytest.mark.parametrize("error", [None, RuntimeError("from the callback"), KeyboardInterrupt()], ids=repr)
+def test_the_store_is_freed_after_every_kind_of_end(error: BaseException | None) -> None:
+    model, stores = tiny(2), []
 
     def callback(state: Any, commit: Any) -> None:
-        seen.append((state.store, state.store.nbytes))
-        if ending == "error":
-            raise RuntimeError("from the callback")
-        if ending == "interrupt":
-            raise KeyboardInterrupt
+        stores.append((state.store, state.store.nbytes))
+        if error is not None:
+            raise error
 
     request = {"cache": "dual", "max_new_tokens": NEW, "block_length": 8, "callback": callback}
-    if ending == "return":
+    if error is None:
         paradec.generate(model, ROWS, **request)
     else:
-        expected = RuntimeError if ending == "error" else paradec.Interrupted
-        with pytest.raises(expected) as caught:
+        with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else paradec.Interrupted) as caught:
             paradec.generate(model, ROWS, **request)
         assert caught.value.__traceback__ is not None
-    store, num_bytes = seen[0]
+    store, num_bytes = stores[0]
     assert num_bytes > 0 and store.nbytes == 0
     gc.collect()
 
@@ -406,40 +392,33 @@ def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
         out = paradec.generate(model, [[1, 2]], cache="prefix", max_new_tokens=24, block_length=24)
     assert len(caught) == 1 and out.cost.share == out.forwarded_tokens / (26 * out.nfe)
     # with one step per block every step evaluates whole rows
+    request = {"sampler": "low_confidence", "steps": 4, "max_new_tokens": 16, "block_length": 4}
     with pytest.warns(UserWarning, match="cache='dual' still evaluates 100% .* use cache='none'"):
-        paradec.generate(
-            model, [[1] * 8], cache="dual", sampler="low_confidence", steps=4, max_new_tokens=16, block_length=4
-        )
+        paradec.generate(model, [[1] * 8], cache="dual", **request)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         paradec.generate(model, [[1] * 40], cache="dual", max_new_tokens=16, block_length=4)
         paradec.generate(model, [[1] * 8], cache="none", max_new_tokens=16, block_length=4)
 
 
-def test_a_store_beyond_the_machine_is_refused_before_it_is_made() -> None:
-    with pytest.raises(ValueError, match=r"would take .* more than this machine's memory .* narrower store_dtype"):
-        tiny(1).make_store(10**6, 10**6)
-    with pytest.raises(ValueError, match="more than max_memory"):
-        check_memory(2048, torch.device("cpu"), 2047, "a store")
+def test_a_store_larger_than_memory_is_refused_before_it_is_allocated() -> None:
+    message = r"would take .* more than this machine's memory .* narrower store_dtype"
+    refuses(lambda: tiny(1).make_store(10**6, 10**6), message)
+    refuses(lambda: check_memory(2048, torch.device("cpu"), 2047, "a store"), "more than max_memory")
     check_memory(2048, torch.device("cpu"), 2048, "a store")
 
 
 NEW_CORNERS = 10
-WITH = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
+SUFFIX_CACHES = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
 WINDOWS = [None, Suffix(0), Suffix(5), Suffix(7, "gaussian"), Suffix(8, "uniform", count=3)]
-PAIRS = [(cache, window) for cache in WITH for window in WINDOWS]
-SOME = [pair for at, pair in enumerate(PAIRS) if at % 4 == 0]
-"""Every cache and every window at least once; the other pairs are marked `full`."""
-EACH = [
-    pytest.param(*pair, marks=() if pair in SOME else pytest.mark.full, id=f"{pair[0]}-{pair[1]}") for pair in PAIRS
+PAIRS = [
+    pytest.param(*pair, marks=() if number % 4 == 0 else pytest.mark.full, id=f"{pair[0]}-{pair[1]}")
+    for number, pair in enumerate(itertools.product(SUFFIX_CACHES, WINDOWS))
 ]
+"""The pairs that run by default have every cache and every window at least once."""
 ROWS_CORNERS = [[1], [2, 3], [4] * 13, [5, 6, 7]]
-HOLES_CORNERS = [
-    [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8],
-    [*[MASK] * 6, 3],
-    [4, MASK],
-    [9, *[MASK] * 11, 2, 2, MASK, 3],
-]
+HOLES_CORNERS = [[1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8], [*[MASK] * 6, 3], [4, MASK]]
+HOLES_CORNERS += [[9, *[MASK] * 11, 2, 2, MASK, 3]]
 REQUEST: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_early_stop": False, "seed": 3}
 
 
@@ -447,39 +426,37 @@ def rows_of(out: Any) -> list[list[int]]:
     return [ids[mask.bool()].tolist() for ids, mask in zip(out.sequences, out.attention_mask, strict=True)]
 
 
-def assert_alone(out: Any, model: Any, prompts: list[list[int]], asked: dict[str, Any]) -> None:
+def assert_rows_alone(out: Any, model: Any, prompts: list[list[int]], request: dict[str, Any]) -> None:
     for row, prompt in enumerate(prompts):
-        alone = paradec.generate(model, [prompt], **asked)
-        assert rows_of(alone) == [rows_of(out)[row]]
-        assert alone.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]] and alone.nfe == out.row_nfe[row]
+        expected = paradec.generate(model, [prompt], **request)
+        assert rows_of(expected) == [rows_of(out)[row]]
+        assert expected.cost.forwarded_tokens == [out.cost.forwarded_tokens[row]] and expected.nfe == out.row_nfe[row]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("new", [1, 3, NEW_CORNERS])
-@pytest.mark.parametrize(("cache", "window"), EACH)
+@pytest.mark.parametrize(("cache", "window"), PAIRS)
 def test_rows_of_unequal_lengths_do_not_depend_on_the_batch(cache: str, window: Any, new: int) -> None:
     request = REQUEST | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
     model = tiny(2)
-    assert_alone(paradec.generate(model, ROWS_CORNERS, **request), model, ROWS_CORNERS, request)
+    assert_rows_alone(paradec.generate(model, ROWS_CORNERS, **request), model, ROWS_CORNERS, request)
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("cache", "window"), EACH)
+@pytest.mark.parametrize(("cache", "window"), PAIRS)
 def test_rows_with_holes_do_not_depend_on_the_batch(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
     for new in (0, 9):
         request = REQUEST | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
         out = paradec.generate(model, HOLES_CORNERS, **request)
-        assert_alone(out, model, HOLES_CORNERS, request)
+        assert_rows_alone(out, model, HOLES_CORNERS, request)
         for before, row in zip(HOLES_CORNERS, rows_of(out), strict=True):
-            assert MASK not in row
-            assert [token for token, old in zip(row, before, strict=False) if old != MASK] == [
-                old for old in before if old != MASK
-            ]
+            assert MASK not in row and len(row) == len(before) + new
+            assert all(old in (MASK, token) for token, old in zip(row, before, strict=False))
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("cache", "window"), EACH)
+@pytest.mark.parametrize(("cache", "window"), PAIRS)
 def test_rows_of_a_refilled_batch_do_not_depend_on_it(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
     request = {name: value for name, value in REQUEST.items() if name != "max_new_tokens"}
@@ -488,17 +465,16 @@ def test_rows_of_a_refilled_batch_do_not_depend_on_it(cache: str, window: Any) -
         ([1, 2, 3], 5), ([4], 20), ([5] * 9, 1), (HOLES_CORNERS[0], 0), ([6, 7], 13), (HOLES_CORNERS[1], 4), ([8], 30),
     ]  # fmt: skip
     prompts = [{"prompt": ids, "max_new_tokens": new} for ids, new in rows]
-    seen = set()
-    for out in paradec.generate_many(model, prompts, batch_size=2, errors="raise", **request):
+    outs = list(paradec.generate_many(model, prompts, batch_size=2, errors="raise", **request))
+    assert len({out.index for out in outs}) == len(rows)
+    for out in outs:
         ids, new = rows[out.index]
-        assert_alone(out, model, [ids], request | {"max_new_tokens": new})
-        seen.add(out.index)
-    assert len(seen) == len(rows)
+        assert_rows_alone(out, model, [ids], request | {"max_new_tokens": new})
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-@pytest.mark.parametrize(("cache", "window"), [each for each in EACH if each.values[0] != "none"])
+@pytest.mark.parametrize(("cache", "window"), [pair for pair in PAIRS if pair.values[0] != "none"])
 def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: str) -> None:
     """In a one-layer model keys and values depend only on their token, so only the cost may change."""
     model = tiny(1, prediction=prediction)
@@ -522,14 +498,14 @@ def test_copies_of_a_d2_state_decode_alike(window: Any) -> None:
     state = sampler.start(model, ROWS_CORNERS, cache=caches.create("d2", current_k=3), suffix=window, **REQUEST)
     for _ in range(3):
         sampler.commit(state, sampler.step(model, state))
-    others = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
     evaluated = []
-    for copy_ in (state, *others):
+    for copy_ in (state, *copies):
         count = 0
         while not copy_.done:
             proposal = sampler.step(model, copy_)
             count += sum(len(query.rows) * query.positions.shape[1] for query in proposal.cost.queries)
             sampler.commit(copy_, proposal)
         evaluated.append(count)
-    assert all(torch.equal(copy_.canvas, state.canvas) for copy_ in others)
+    assert all(torch.equal(copy_.canvas, state.canvas) for copy_ in copies)
     assert len(set(evaluated)) == 1

@@ -49,23 +49,22 @@ def test_every_step_evaluates_the_positions_of_the_rule(prediction: str, k: int,
     model, sampler = tiny(2, prediction=prediction), samplers.create("threshold", threshold=0.4)
     cache = caches.create("d2", current_k=k, sigma=sigma, inflate_w=w)
     state = sampler.start(model, ROWS, cache=cache, **REQUEST)
-    sure: list[dict[int, float]] = [{} for _ in ROWS]
+    confidences: list[dict[int, float]] = [{} for _ in ROWS]
     last: list[set[int]] = [set() for _ in ROWS]
     while not state.done:
         proposal = sampler.step(model, state)
-        fed = {}
+        evaluated = {}
         for query in proposal.cost.queries:
             for row, positions in zip(query.rows.tolist(), query.positions.tolist(), strict=True):
-                fed[row] = set(positions)
+                evaluated[row] = set(positions)
         for index, row in enumerate(proposal.rows.tolist()):
             if state.row_step[row] == 0:
-                assert len(fed[row]) == state.length[row]
+                assert len(evaluated[row]) == state.length[row]
             else:
-                assert fed[row] == d2_positions(state, row, sure[row], last[row], k, sigma, w)
-            for at, is_available in enumerate(proposal.available[index].tolist()):
-                if is_available:
-                    position = int(proposal.positions[index, at])
-                    sure[row][position] = float(proposal.quantities["confidence"][index, at])
+                assert evaluated[row] == d2_positions(state, row, confidences[row], last[row], k, sigma, w)
+            for column in proposal.available[index].nonzero().flatten().tolist():
+                position = int(proposal.positions[index, column])
+                confidences[row][position] = float(proposal.quantities["confidence"][index, column])
         commit = sampler.commit(state, proposal)
         for index, row in enumerate(commit.rows.tolist()):
             last[row] = set(commit.positions[index][commit.selected[index]].tolist())
@@ -92,7 +91,7 @@ def test_evaluating_all_positions_equals_no_cache(prediction: str, suffix: Suffi
     assert cached.cost.forwarded_tokens == plain.cost.forwarded_tokens
 
 
-def test_a_schedule_takes_more_steps_if_it_grants_more_than_is_evaluated() -> None:
+def test_a_schedule_takes_more_steps_if_too_few_positions_are_evaluated() -> None:
     model = tiny(1)
     request = REQUEST | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
     out = paradec.generate(model, ROWS, **request)
@@ -141,16 +140,15 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     for label, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, label, case, pairs):
-            theirs = recorded_forwards(case)
-            ours_of: list[set[int]] = []
+            recorded, chosen_sets = recorded_forwards(case), list[set[int]]()
             names = ("current_k", "sigma", "inflate_w")
-            cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(theirs), chosen=ours_of)
+            cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(recorded), chosen=chosen_sets)
             ours, tokens = decode_forwards(model, sampler, case, cache=cache, block_length=settings["block_length"])
-            pairs += zip(ours, theirs, strict=False)
-            assert ours == theirs and tokens == case["final_ids"][0]
-            for fed, chosen in zip(theirs[1:], ours_of, strict=True):
-                assert chosen <= fed.positions and chosen
-            assert_confidences(ours, theirs)
+            pairs += zip(ours, recorded, strict=False)
+            assert ours == recorded and tokens == case["final_ids"][0]
+            for call, chosen in zip(recorded[1:], chosen_sets, strict=True):
+                assert chosen <= call.positions and chosen
+            assert_confidences(ours, recorded)
 
 
 @dataclass(frozen=True)
@@ -161,9 +159,8 @@ class ByDensity(LowConfidence):
 
     def ranking_scores(self, state: Any, tokens: torch.Tensor, quantities: Any) -> torch.Tensor:
         answer = state.canvas[:, int(state.prompt_length[0]) :] != state.mask_id
-        return super().ranking_scores(state, tokens, quantities) * torch.as_tensor(
-            decided_density(answer.numpy(), self.sigma)
-        )
+        density = torch.as_tensor(decided_density(answer.numpy(), self.sigma))
+        return super().ranking_scores(state, tokens, quantities) * density
 
 
 @pytest.mark.parametrize("numbers", some_or_all(2, 3))
@@ -175,7 +172,7 @@ def test_density_as_a_prior(name: str, numbers: tuple[int, ...] | None) -> None:
     for label, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, label, case, pairs):
-            theirs = recorded_forwards(case)
+            recorded = recorded_forwards(case)
             ours, tokens = decode_forwards(model, sampler, case, block_length=settings["block_length"])
-            pairs += zip(ours, theirs, strict=False)
-            assert ours == theirs and tokens == case["final_ids"][0]
+            pairs += zip(ours, recorded, strict=False)
+            assert ours == recorded and tokens == case["final_ids"][0]

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW, BLOCK = 20, 4
 REQUEST = {"max_new_tokens": NEW, "block_length": BLOCK, "eos_early_stop": False, "seed": 3}
-WITH = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
+SUFFIX_CACHES = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
 FULL = pytest.mark.full
-SOME = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", count=3)]
+SUFFIXES = [Suffix(0), Suffix(6), Suffix(10, "gaussian"), Suffix(10, "uniform", count=3)]
 
 
 def answers(out: Any) -> list[list[int]]:
@@ -53,17 +53,17 @@ def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
         for _ in range(BLOCK):
             ids = torch.tensor([[row[position] for position in present]])
             with torch.no_grad():
-                seen = everything(len(present))
-                logits = model.module(ids, attention_mask=seen, position_ids=torch.tensor([present])).logits[0]
+                mask, position_ids = everything(len(present)), torch.tensor([present])
+                logits = model.module(ids, attention_mask=mask, position_ids=position_ids).logits[0]
             logits[:, MASK] = -torch.inf
-            sure, tokens = logits.softmax(-1).max(-1)
-            best = max((p for p in range(start, end) if row[p] == MASK), key=lambda p: (float(sure[p]), -p))
+            confidence, tokens = logits.softmax(-1).max(-1)
+            best = max((p for p in range(start, end) if row[p] == MASK), key=lambda p: (float(confidence[p]), -p))
             row[best] = int(tokens[best])
     return row[len(prompt) :]
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("suffix", SOME, ids=str)
+@pytest.mark.parametrize("suffix", SUFFIXES, ids=str)
 def test_suffix_windows_equal_a_plain_loop(suffix: Suffix) -> None:
     model = tiny(2)
     out = paradec.generate(model, ROWS, sampler="low_confidence", suffix=suffix, **REQUEST)
@@ -72,10 +72,10 @@ def test_suffix_windows_equal_a_plain_loop(suffix: Suffix) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cache", WITH)
+@pytest.mark.parametrize("cache", SUFFIX_CACHES)
 @pytest.mark.parametrize("prediction", ["same", pytest.param("shifted", marks=FULL)])
 @pytest.mark.parametrize("window", [NEW - BLOCK, *(pytest.param(n, marks=FULL) for n in (NEW, 10**6))])
-def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, prediction: str, window: int) -> None:
+def test_a_window_that_covers_the_answer_changes_nothing(cache: str, prediction: str, window: int) -> None:
     model = tiny(3, prediction=prediction)
     cache = caches.create("vicinity", prefix_look=2, after_look=2, warmup_steps=0) if cache == "vicinity" else cache
     request = REQUEST | {"sampler": "threshold", "cache": cache, "temperature": 0.5}
@@ -86,33 +86,33 @@ def test_a_window_that_covers_the_answer_leaves_nothing_out(cache: str, predicti
         assert out.cost == plain.cost
 
 
-@pytest.mark.parametrize("cache", WITH)
+@pytest.mark.parametrize("cache", SUFFIX_CACHES)
 def test_masks_outside_the_window_are_neither_evaluated_nor_seen(cache: str) -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
     state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **REQUEST)
-    left_out = 0
+    num_skipped = 0
     while not state.done:
         present = state.present.copy()
         proposal = sampler.step(model, state)
         for query in proposal.cost.queries:
             for row, positions in zip(query.rows, query.positions, strict=True):
                 assert present[row, positions].all()
-                left_out += state.length[row] - len(set(positions.tolist()))
+                num_skipped += state.length[row] - len(set(positions.tolist()))
         if state.store is not None:
             assert not (state.store.valid.numpy() & ~present).any()
         sampler.commit(state, proposal)
-    assert left_out > 0
+    assert num_skipped > 0
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cache", WITH)
+@pytest.mark.parametrize("cache", SUFFIX_CACHES)
 def test_given_text_after_the_window_is_context(cache: str) -> None:
     model = tiny(3)
     holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
     request = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
     first = paradec.generate(model, [holes], **request).sequences[0]
-    other = paradec.generate(model, [[*holes[:-1], 9]], **request).sequences[0]
-    assert first[:10].tolist() != other[:10].tolist()
+    changed = paradec.generate(model, [[*holes[:-1], 9]], **request).sequences[0]
+    assert first[:10].tolist() != changed[:10].tolist()
     wide = paradec.generate(model, [holes], **request | {"suffix": 64}).sequences
     assert torch.equal(wide, paradec.generate(model, [holes], **request | {"suffix": None}).sequences)
 
@@ -139,7 +139,7 @@ def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "suffix"),
+    ("short_form", "suffix"),
     [
         (64, Suffix(64)),
         ("64", Suffix(64)),
@@ -148,8 +148,8 @@ def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
         ("uniform:32:8", Suffix(32, "uniform", count=8)),
     ],
 )
-def test_short_forms(said: Any, suffix: Suffix) -> None:
-    assert paradec.Request(suffix=said).suffix == suffix
+def test_short_forms(short_form: Any, suffix: Suffix) -> None:
+    assert paradec.Request(suffix=short_form).suffix == suffix
 
 
 def test_models_without_position_ids_may_have_a_cut_window() -> None:
@@ -167,14 +167,14 @@ def test_several_open_blocks(cache: str) -> None:
     plain = paradec.generate(model, ROWS, **request)
     assert answers(paradec.generate(model, ROWS, suffix=24, **request)) == answers(plain)
     cut = paradec.generate(model, ROWS, suffix=window, **request)
-    several = 0
+    num_steps = 0
     for row, prompt in enumerate(ROWS):
         for step in cut.trace.steps:
             if step.blocks[row] is None:
                 continue
             start, end = step.blocks[row]
-            several += end - start > 4
+            num_steps += end - start > 4
             last = max(stop for _, stop in step.evaluated[row])
             assert last == min(end + window, len(prompt) + 24) or cache == "dual" and last <= end + window
         assert answers(paradec.generate(model, [prompt], suffix=window, **request)) == [answers(cut)[row]]
-    assert several
+    assert num_steps

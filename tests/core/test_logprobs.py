@@ -19,11 +19,11 @@ from paradec.core.trace import Trace
 from paradec.models.adapter import Model
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
-MASKED = [
-    name for name in samplers.names() if samplers.get(name).family == "masked" and "text" in samplers.get(name).models
+MASKED = [sampler for sampler in map(samplers.get, samplers.names()) if sampler.family == "masked"]
+WITHOUT = ("freedave", "learn2pd", "lopa")
+WITH_LOGPROBS = [
+    s.name for s in MASKED if "text" in s.models and not (s.name in WITHOUT or "logprobs" in s.unsupported)
 ]
-WITH_LOGPROBS = [name for name in MASKED if name not in ("freedave", "learn2pd", "lopa")]
-WITH_LOGPROBS = [name for name in WITH_LOGPROBS if "logprobs" not in samplers.get(name).unsupported]
 NEW = 12
 
 
@@ -52,9 +52,9 @@ def causal_sampler(name: str, drafter: Model) -> Any:
     return samplers.create(name, **({"drafter": drafter, "window": 4} if name == "speculative" else {"window": 4}))
 
 
-def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> tuple[Any, dict[tuple[int, int], Any]]:
-    """Decode; return the state and, by (row, position): token, log-probability, the three most likely tokens, and the
-    step of the last write."""
+def decode_and_record(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> tuple[Any, dict[Any, Any]]:
+    """Decode. Return the state and by (row, position) the token, its log-probability, the three most likely tokens,
+    and the step of the last write."""
     state = sampler.start(model, ROWS, max_new_tokens=NEW, logprobs=3, **request)
     expected: dict[tuple[int, int], Any] = {}
     with torch.inference_mode():
@@ -67,17 +67,16 @@ def recorded(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> 
                 if token == MASK:
                     expected.pop((row, position), None)
                     continue
-                expected[row, position] = (
-                    token,
-                    *one_softmax(saved, queries, positions, row, position, token, scale),
-                    steps[row],
-                )
+                log_p = log_softmax_at(saved, queries, positions, row, position, scale)
+                best = log_p.argsort(descending=True)[:3]
+                expected[row, position] = token, float(log_p[token]), best.tolist(), log_p[best].tolist(), steps[row]
     return state, expected
 
 
-def one_softmax(
-    outputs: list[Tensor], queries: list[Any], positions: Tensor, row: int, position: int, token: int, scale: float
-) -> tuple[float, list[int], list[float]]:
+def log_softmax_at(
+    outputs: list[Tensor], queries: list[Any], positions: Tensor, row: int, position: int, scale: float
+) -> Tensor:
+    """Return the log-probabilities [V] of a position, with a plain softmax of the logits of the row's query."""
     for logits, query in zip(outputs, queries, strict=True):
         if row not in query.rows.tolist():
             continue
@@ -87,10 +86,8 @@ def one_softmax(
         if scale != 1:
             line = logits[len(query.rows) + place, column] + scale * (line - logits[len(query.rows) + place, column])
         line[MASK] = -torch.inf
-        log_p = torch.log(torch.exp(line - line.max()) / torch.exp(line - line.max()).sum())
-        order = log_p.argsort(descending=True)[:3]
-        return float(log_p[token]), order.tolist(), log_p[order].tolist()
-    raise AssertionError("a position that nothing evaluated was written")
+        return torch.log(torch.exp(line - line.max()) / torch.exp(line - line.max()).sum())
+    raise AssertionError("a position was committed but not evaluated")
 
 
 def compare(state: Any, expected: dict[tuple[int, int], Any]) -> None:
@@ -116,41 +113,37 @@ def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: st
     if name == "adablock":
         request.pop("block_length")
     model = masked if fits(name, masked) else tiny(2, topology_of(name))
-    state, expected = recorded(sampler, model, **request)
+    state, expected = decode_and_record(sampler, model, **request)
     assert len(expected) == state.total.sum() >= NEW * len(ROWS)
     compare(state, expected)
 
 
 def test_masked_under_guidance_and_over_a_cache(masked: Model) -> None:
     sampler = samplers.create("threshold", threshold=0.3)
-    state, expected = recorded(sampler, masked, 2.0, guidance_scale=2.0, block_length=4)
+    state, expected = decode_and_record(sampler, masked, 2.0, guidance_scale=2.0, block_length=4)
     compare(state, expected)
-    state, expected = recorded(sampler, masked, cache="dual", block_length=4)
+    state, expected = decode_and_record(sampler, masked, cache="dual", block_length=4)
     compare(state, expected)
 
 
-def test_an_edit_counts_as_it_was_written_last(masked: Model) -> None:
+def test_logprobs_of_an_edited_token_are_those_of_its_last_edit(masked: Model) -> None:
     sampler = samplers.create("editing", threshold=0.1, editing_threshold=0.0)
-    state, expected = recorded(sampler, masked, block_length=6, trace=True)
+    state, expected = decode_and_record(sampler, masked, block_length=6, trace=True)
     compare(state, expected)
     trace = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, block_length=6, trace=True).trace
     assert trace is not None
     assert max(Counter(commit[:2] for step in trace.steps for commit in step.commits).values()) > 1
 
 
-def test_freedave_says_what_its_base_says(masked: Model) -> None:
+def test_freedave_has_the_logprobs_of_its_base(masked: Model) -> None:
     request: dict[str, Any] = {"max_new_tokens": NEW, "block_length": 6, "temperature": 0.0, "seed": 3, "logprobs": 2}
     base = paradec.generate(masked, ROWS, sampler="low_confidence", **request)
-    ahead = samplers.create("freedave", base="low_confidence", draft_steps=3)
-    logprobs = paradec.generate(masked, ROWS, sampler=ahead, **request, trace=True)
-    assert logprobs.nfe < base.nfe
-    assert torch.equal(logprobs.new_tokens, base.new_tokens)
-    for name in ("chosen", "best"):
-        torch.testing.assert_close(
-            getattr(logprobs.logprobs, name), getattr(base.logprobs, name), equal_nan=True, rtol=0, atol=1e-9
-        )
-    assert torch.equal(logprobs.logprobs.best_tokens, base.logprobs.best_tokens)
-    assert torch.equal(logprobs.logprobs.step, base.logprobs.step)
+    freedave = samplers.create("freedave", base="low_confidence", draft_steps=3)
+    out = paradec.generate(masked, ROWS, sampler=freedave, **request, trace=True)
+    assert out.nfe < base.nfe and torch.equal(out.new_tokens, base.new_tokens)
+    for name, tolerance in (("chosen", 1e-9), ("best", 1e-9), ("best_tokens", 0), ("step", 0)):
+        actual, expected = getattr(out.logprobs, name), getattr(base.logprobs, name)
+        torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=tolerance)
 
 
 def test_logprobs_of_holes(masked: Model) -> None:
@@ -168,11 +161,10 @@ def test_logprobs_do_not_depend_on_the_batch(masked: Model) -> None:
     batch = paradec.generate(masked, ROWS, **request)
     assert batch.logprobs is not None
     for index, row in enumerate(ROWS):
-        alone = paradec.generate(masked, [row], **request).logprobs
-        torch.testing.assert_close(
-            alone.chosen[:, -NEW:], batch.logprobs.chosen[index : index + 1, -NEW:], rtol=0, atol=1e-9
-        )
-        torch.testing.assert_close(alone.sums(), batch.logprobs.sums()[index : index + 1], rtol=0, atol=1e-9)
+        expected = paradec.generate(masked, [row], **request).logprobs
+        chosen, total = batch.logprobs.chosen[index, -NEW:], batch.logprobs.sums()[index]
+        torch.testing.assert_close(chosen, expected.chosen[0, -NEW:], rtol=0, atol=1e-9)
+        torch.testing.assert_close(total, expected.sums()[0], rtol=0, atol=1e-9)
 
 
 def target(model: Model, row: list[int], answer: list[int], temperature: float, top_k: int | None) -> Tensor:
@@ -191,36 +183,34 @@ def target(model: Model, row: list[int], answer: list[int], temperature: float, 
 def test_causal_is_the_verified_distribution(
     causal: Model, drafter: Model, name: str, temperature: float, top_k: int | None
 ) -> None:
-    sampler = causal_sampler(name, drafter)
-    output = paradec.generate(
-        causal, ROWS, sampler=sampler, max_new_tokens=NEW, temperature=temperature, top_k=top_k, seed=2, logprobs=3
-    )
+    request = {"sampler": causal_sampler(name, drafter), "temperature": temperature, "top_k": top_k, "seed": 2}
+    output = paradec.generate(causal, ROWS, max_new_tokens=NEW, logprobs=3, **request)
     logprobs = output.logprobs
     assert logprobs is not None
     for index, row in enumerate(ROWS):
         answer = output.new_tokens[index, : output.tokens[index]].tolist()
         log_p = target(causal, row, answer, temperature, top_k)
-        at = torch.arange(len(answer)) + logprobs.chosen.shape[1] - NEW
+        columns = torch.arange(len(answer)) + logprobs.chosen.shape[1] - NEW
         expected_logp = log_p[torch.arange(len(answer)), torch.tensor(answer)]
-        torch.testing.assert_close(logprobs.chosen[index, at], expected_logp, rtol=0, atol=1e-9)
+        torch.testing.assert_close(logprobs.chosen[index, columns], expected_logp, rtol=0, atol=1e-9)
         torch.testing.assert_close(logprobs.sums()[index], expected_logp.sum(), rtol=0, atol=1e-9)
         best = log_p.sort(descending=True)
-        torch.testing.assert_close(logprobs.best[index, at], best.values[:, :3], rtol=0, atol=1e-9)
-        assert torch.equal(logprobs.best_tokens[index, at], best.indices[:, :3])
+        torch.testing.assert_close(logprobs.best[index, columns], best.values[:, :3], rtol=0, atol=1e-9)
+        assert torch.equal(logprobs.best_tokens[index, columns], best.indices[:, :3])
         assert logprobs.chosen[index].isfinite().sum() == len(answer)
-        steps = logprobs.step[index, at]
+        steps = logprobs.step[index, columns]
         assert (steps.diff() >= 0).all() and steps[0] == 0 and steps[-1] < output.row_nfe[index]
 
 
-def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -> None:
+def test_traces_are_saved_with_and_without_logprobs(masked: Model, tmp_path: Path) -> None:
     sampler = samplers.create("wino", threshold=0.05, threshold_back=0.9)
     output = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, logprobs=2, trace=True, block_length=6)
     assert output.recorded_trace is not None and output.logprobs is not None
     output.trace.to_json(tmp_path / "trace.json")
-    read = Trace.from_json(tmp_path / "trace.json")
-    assert read.steps == output.trace.steps
+    loaded = Trace.from_json(tmp_path / "trace.json")
+    assert loaded.steps == output.trace.steps
     last: dict[tuple[int, int], Any] = {}
-    for step in read.steps:
+    for step in loaded.steps:
         assert step.logprobs is not None
         for (row, position, token, _), entry in zip(step.commits, step.logprobs, strict=True):
             last[row, position] = entry
@@ -237,7 +227,7 @@ def test_traces_hold_them_and_old_ones_are_read(masked: Model, tmp_path: Path) -
     assert plain.logprobs is None and plain.recorded_trace is not None
     text = plain.trace.to_json()
     assert "logprobs" not in text and Trace.from_json(text).steps == plain.trace.steps
-    assert [step.commits for step in plain.trace.steps] == [step.commits for step in read.steps]
+    assert [step.commits for step in plain.trace.steps] == [step.commits for step in loaded.steps]
     json.loads(output.trace.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
@@ -258,11 +248,10 @@ def test_wrong_values_are_refused_before_work(masked: Model, causal: Model, valu
             paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=4, logprobs=value)
 
 
-def test_padding_after_an_end_has_none() -> None:
-    ended = paradec.wrap(
-        tiny(2).unwrap(), mask_token_id=MASK, eos_token_id=list(range(20)), prediction="same", topology="bidirectional"
-    )
-    output = paradec.generate(ended, ROWS, max_new_tokens=NEW, logprobs=2, sampler="low_confidence")
+def test_padding_after_an_end_token_has_no_logprobs() -> None:
+    facts = {"mask_token_id": MASK, "eos_token_id": [*range(20)], "prediction": "same", "topology": "bidirectional"}
+    model = paradec.wrap(tiny(2).unwrap(), **facts)
+    output = paradec.generate(model, ROWS, max_new_tokens=NEW, logprobs=2, sampler="low_confidence")
     assert any(output.finished) and output.logprobs is not None
     assert output.logprobs.chosen.isfinite().sum(1).tolist() == output.tokens
     assert np.isfinite(output.logprobs.sums().numpy()).all()
@@ -278,8 +267,8 @@ def test_the_likeliest_of_a_large_vocabulary(dtype: torch.dtype) -> None:
     tokens = torch.randint(9001, (2, 6), generator=torch.Generator().manual_seed(1))
     tokens[0, 2] = 7
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    for known in (None, chosen.exp()):
-        logprobs = StepLogProbs.from_logits(logits, tokens, 6, known)
+    for probability in (None, chosen.exp()):
+        logprobs = StepLogProbs.from_logits(logits, tokens, 6, probability)
         best = log_p.topk(6)
         assert torch.equal(logprobs.best_tokens, best.indices)
         torch.testing.assert_close(logprobs.best, best.values, rtol=1e-6, atol=1e-6)
