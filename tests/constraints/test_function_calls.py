@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -136,11 +137,8 @@ REFUSED = {
 DRAWN = dict.fromkeys(("maskgit", "halton"), "draws every token a second time")
 """Refused above temperature 0."""
 FAMILIES = ("masked", "draft_verify", "renoising")
-SAMPLERS = [
-    name
-    for name in paradec.samplers.names()
-    if paradec.samplers.get(name).family in FAMILIES and name not in {*UNREADY, "zipar"}  # which is for images
-]
+SAMPLERS = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family in FAMILIES]
+SAMPLERS = [name for name in SAMPLERS if name not in {*UNREADY, "zipar"}]  # zipar is for images
 
 
 def model_for(name: str, tokenizer: Any) -> Model:
@@ -168,12 +166,8 @@ def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, a
     schema |= {"$defs": FUNCTIONS[function].get("$defs", {})}
     value = paradec.JsonSchema(schema, after=after, thinking_budget=None if after is None else 6)
     shortest = int(token_automaton(value, tokenizer, len(tokenizer), (), ()).distance[0])
-    request: dict[str, Any] = {
-        "constraint": value,
-        "temperature": temperature,
-        "seed": 3,
-        "max_new_tokens": shortest + 8,
-    }
+    request: dict[str, Any] = {"constraint": value, "temperature": temperature, "seed": 3}
+    request["max_new_tokens"] = shortest + 8
     if name == "adablock":
         request["blocks"] = "fixed"
     settings: dict[str, Any] = {"drafter": "prompt_lookup"} if name == "speculative" else {}
@@ -195,10 +189,10 @@ def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, a
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 ALL = [(name, temperature, tuple(FUNCTIONS)) for name in SAMPLERS for temperature in TEMPERATURES]
-ONE_EACH = [
-    (name, TEMPERATURES[7 * number % 30 // 10], (list(FUNCTIONS)[7 * number % 10],))
-    for number, name in enumerate(SAMPLERS)
-]
+PAIRS = list(itertools.product(TEMPERATURES, FUNCTIONS))
+ONE_PAIR_EACH = [(name, *PAIRS[7 * number % 30]) for number, name in enumerate(SAMPLERS)]
+CALLS = [(name, temperature, (function,)) for name, temperature, function in ONE_PAIR_EACH]
+CALLS += [pytest.param(*case, marks=pytest.mark.full) for case in ALL]
 
 
 @pytest.fixture(scope="module")
@@ -208,9 +202,7 @@ def byte_level() -> Any:
 
 @pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
-@pytest.mark.parametrize(
-    ("name", "temperature", "functions"), [*ONE_EACH, *(pytest.param(*case, marks=pytest.mark.full) for case in ALL)]
-)
+@pytest.mark.parametrize(("name", "temperature", "functions"), CALLS)
 def test_calls_in_bytes(name: str, temperature: float, functions: tuple[str, ...], byte_level: Any) -> None:
     for function in functions:
         assert_calls(name, function, temperature, byte_level, "</think>" if len(name + function) % 2 else None)
@@ -239,8 +231,6 @@ def published() -> Any:
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf: pip install gguf")
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
 @pytest.mark.parametrize(("name", "temperature", "functions"), ALL)
-def test_calls_in_a_published_vocabulary(
-    name: str, temperature: float, functions: tuple[str, ...], published: Any
-) -> None:
+def test_calls_in_a_published_vocabulary(name: str, temperature: float, functions: Any, published: Any) -> None:
     for function in functions:
         assert_calls(name, function, temperature, published, "</think>" if len(name + function) % 2 else None)

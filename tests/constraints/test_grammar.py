@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,12 @@ NESTED = paradec.Grammar('start: "a" start "b" | "x" | "y" start "z"')
 
 def is_prefix(text: str) -> bool:
     """Return whether `text` is a prefix of a text of NESTED, without a grammar library."""
-    rest: list[str] = []
-    for place, sign in enumerate(text):
-        if sign in "ay":
-            rest.append("b" if sign == "a" else "z")
-        elif sign == "x":
-            return "".join(reversed(rest)).startswith(text[place + 1 :])
+    closing: list[str] = []
+    for index, character in enumerate(text):
+        if character in "ay":
+            closing.append("b" if character == "a" else "z")
+        elif character == "x":
+            return "".join(reversed(closing)).startswith(text[index + 1 :])
         else:
             return False
     return True
@@ -56,7 +57,7 @@ def drafter() -> Model:
     return wrap_causal(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
 
 
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "sjd": {"sampler": "sjd", "window": 4},
     "one by one": {"sampler": "sjd", "window": 1},
     "chain": {"sampler": "speculative", "window": 4},
@@ -66,57 +67,51 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def sampler_of(way: str) -> Any:
-    settings = dict(WAYS[way])
-    if way in ("chain", "tree", "dynamic"):
+def sampler_of(method: str) -> Any:
+    settings = dict(METHODS[method])
+    if method in ("chain", "tree", "dynamic"):
         settings["drafter"] = drafter()
     return samplers.create(settings.pop("sampler"), **settings)
 
 
-@pytest.mark.parametrize("way", [way if way == "sjd" else pytest.param(way, marks=pytest.mark.full) for way in WAYS])
-def test_draws_have_the_distribution_of_masked_decoding(way: str, causal: Model) -> None:
-    reads = {token: causal.tokenizer.decode([token], skip_special_tokens=True) for token in range(38)}
+def mark_full_except(*default: str) -> list[Any]:
+    return [pytest.param(method, marks=() if method in default else pytest.mark.full) for method in METHODS]
+
+
+@pytest.mark.parametrize("method", mark_full_except("sjd"))
+def test_draws_have_the_distribution_of_masked_decoding(method: str, causal: Model) -> None:
+    text_of = {token: causal.tokenizer.decode([token], skip_special_tokens=True) for token in range(38)}
     expected: dict[tuple[int, ...], float] = {}
 
-    def go(tokens: tuple[int, ...], mass: float) -> None:
-        text = "".join(reads.get(token, "") for token in tokens)
+    def extend(tokens: tuple[int, ...], mass: float) -> None:
+        text = "".join(text_of.get(token, "") for token in tokens)
         if len(tokens) == 4:
             expected[tokens] = mass
             return
-        fits = [token for token, read in reads.items() if read and is_prefix(text + read)]
+        fits = [token for token, piece in text_of.items() if piece and is_prefix(text + piece)]
         fits = [39] if is_complete(text) else fits
         with torch.no_grad():
             row = causal.module(torch.tensor([[1, 2, *tokens]])).logits[0, -1].softmax(-1)
         total = float(row[fits].sum())
         for token in fits:
-            go((*tokens, token), mass * float(row[token]) / total)
+            extend((*tokens, token), mass * float(row[token]) / total)
 
-    go((), 1.0)
-    out = paradec.generate(
-        causal,
-        input_ids=[[1, 2]] * 1000,
-        sampler=sampler_of(way),
-        constraint=NESTED,
-        temperature=1.0,
-        seed=[*range(1000)],
-        max_new_tokens=4,
-        eos_early_stop=False,
-    )
+    extend((), 1.0)
+    request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 4, "eos_early_stop": False, "temperature": 1.0}
+    request |= {"sampler": sampler_of(method), "seed": [*range(1000)]}
+    out = paradec.generate(causal, input_ids=[[1, 2]] * 1000, **request)
     assert_frequencies(torch.stack(list(out.new_tokens)), expected)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in ("sjd", "lookup") else pytest.mark.full) for way in WAYS]
-)
-def test_answers_that_end_are_texts_of_the_grammar(way: str, causal: Model) -> None:
+@pytest.mark.parametrize("method", mark_full_except("sjd", "lookup"))
+def test_answers_that_end_are_texts_of_the_grammar(method: str, causal: Model) -> None:
     request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 14}
-    drawn = paradec.generate(
-        causal, [[1, 2, 3], [4]] * 8, sampler=sampler_of(way), temperature=1.0, seed=[*range(16)], **request
-    )
-    for text, finished in zip(drawn.text, drawn.finished, strict=True):
+    draws = {"sampler": sampler_of(method), "temperature": 1.0, "seed": [*range(16)]}
+    out = paradec.generate(causal, [[1, 2, 3], [4]] * 8, **request, **draws)
+    for text, finished in zip(out.text, out.finished, strict=True):
         assert is_complete(text) if finished else is_prefix(text), text
-    assert sum(drawn.finished) > 4
-    greedy = [paradec.generate(causal, [[1, 2, 3], [4]], sampler=sampler_of(each), **request) for each in (way, "sjd")]
+    assert sum(out.finished) > 4
+    greedy = [paradec.generate(causal, [[1, 2, 3], [4]], sampler=sampler_of(m), **request) for m in (method, "sjd")]
     assert greedy[0].text == greedy[1].text
 
 
@@ -125,28 +120,22 @@ def test_copied_and_single_rows_are_equal(causal: Model) -> None:
     request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 8, "temperature": 1.0, "seed": [1, 2, 3]}
     state = sampler.start(causal, torch.tensor([[1, 2], [3, 4], [5, 6]]), **request)
     sampler.commit(state, sampler.step(causal, state))
-    for each in (state, *[copy.deepcopy(state), pickle.loads(pickle.dumps(state))]):
-        decode(sampler, causal, each)
-        assert each.canvas.equal(state.canvas)
-    entries = [{"prompt": [1, 2], "seed": seed, **({"constraint": NESTED} if seed % 2 else {})} for seed in range(6)]
-    many = [*paradec.generate_many(causal, entries, batch_size=2, sampler=sampler, temperature=1.0, max_new_tokens=6)]
-    for entry, out in zip(entries, many, strict=True):
-        alone = paradec.generate(
-            causal, input_ids=[entry["prompt"]], sampler=sampler, temperature=1.0, max_new_tokens=6,
-            seed=entry["seed"], constraint=entry.get("constraint"),
-        )  # fmt: skip
-        assert out.text == alone.text[0]  # type: ignore[index]
+    for copied in (state, *[copy.deepcopy(state), pickle.loads(pickle.dumps(state))]):
+        decode(sampler, causal, copied)
+        assert copied.canvas.equal(state.canvas)
+    entries = [{"seed": seed, **({"constraint": NESTED} if seed % 2 else {})} for seed in range(6)]
+    prompts, request = [{"prompt": [1, 2]} | entry for entry in entries], {"temperature": 1.0, "max_new_tokens": 6}
+    outs = list(paradec.generate_many(causal, prompts, batch_size=2, sampler=sampler, **request))
+    for entry, out in zip(entries, outs, strict=True):
+        expected = paradec.generate(causal, input_ids=[[1, 2]], sampler=sampler, **request, **entry)
+        assert out.text == expected.text[0]  # type: ignore[index]
 
 
 def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert constraint_of("constraint", NESTED.to_dict()) == NESTED == pickle.loads(pickle.dumps(NESTED))
     for text, part in (('start: "a', "lexer error"), ("start: foo", 'unknown name: "foo"'), ("", "Empty"), (3, "text")):
-        with pytest.raises(ValueError, match=f"grammar=.*{part}"):
-            paradec.Grammar(text)  # type: ignore[arg-type]
-    refuses(
-        lambda: paradec.generate(tiny_with_texts(), [[1, 2]], constraint=NESTED, max_new_tokens=6),
-        "is for causal models",
-    )
+        refuses(partial(paradec.Grammar, text), f"grammar=.*{part}")
+    refuses(lambda: paradec.generate(tiny_with_texts(), [[1, 2]], constraint=NESTED), "is for causal models")
     refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "depends on its position")
     refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "needs an end token")
 
@@ -155,8 +144,8 @@ def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> 
 
     constraint, texts = read(causal, structured_outputs={"grammar": NESTED.grammar})
     assert constraint == NESTED and isinstance(texts, GrammarTexts)
-    with pytest.raises(ApiError, match="guided_grammar: .* is for causal models"):
-        read(tiny_with_texts(), guided_grammar=NESTED.grammar)
+    message = "guided_grammar: .* is for causal models"
+    refuses(lambda: read(tiny_with_texts(), guided_grammar=NESTED.grammar), message, ApiError)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     refuses(lambda: paradec.Grammar("start: /a/"), "paradec.Grammar needs llguidance.*'grammar'", ModuleNotFoundError)
     refuses(lambda: read(causal, guided_grammar="start: /a/"), "needs llguidance", ApiError)
@@ -170,25 +159,26 @@ PATTERNS = [
 
 
 def test_llguidance_allows_a_subset_of_the_automata() -> None:
-    """Both allow the same tokens unless one continuation is left; then llguidance allows one tokenization."""
-    size, ends, draw, alike, states = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0), 0, 0
+    """Both allow the same tokens unless only one text can follow. Then llguidance allows one tokenization."""
+    size, ends, draw = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0)
+    num_equal = num_states = 0
     for pattern in PATTERNS:
         automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, size, ends, ())
         escaped = pattern.replace("/", r"\/").replace("\n", r"\n")
         texts = GrammarTexts(f"start: /{escaped}/", TOKENIZER, size, ends)
         for _ in range(12):
-            state, theirs = 0, texts.begin
+            state, grammar_state = 0, texts.begin
             for _ in range(12):
-                ours = np.zeros(size, bool)
+                expected = np.zeros(size, bool)
                 for index in automaton.transitions(state)[0]:
-                    ours[automaton.members[index]] = True
-                actual = texts.fits(theirs)
-                assert not (actual & ~ours).any(), (pattern, theirs)
-                assert (actual == ours).all() or actual.sum() == 1, (pattern, theirs)
-                alike, states = alike + bool((actual == ours).all()), states + 1
+                    expected[automaton.members[index]] = True
+                actual = texts.fits(grammar_state)
+                assert not (actual & ~expected).any(), (pattern, grammar_state)
+                assert (actual == expected).all() or actual.sum() == 1, (pattern, grammar_state)
+                num_equal, num_states = num_equal + bool((actual == expected).all()), num_states + 1
                 token = int(draw.choice(np.flatnonzero(actual)))
                 if token in ends:
                     break
-                state, theirs = automaton.step(state, token), texts.after(theirs, token)  # type: ignore[assignment]
-                assert theirs is not None and state >= 0
-    assert states > 400 and alike > 0.85 * states, (alike, states)
+                state, grammar_state = automaton.step(state, token), texts.after(grammar_state, token)  # type: ignore[assignment]
+                assert grammar_state is not None and state >= 0
+    assert num_states > 400 and num_equal > 0.85 * num_states, (num_equal, num_states)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import refuses
 from oracles.json_schema import is_valid
 from test_values import matches, some_text
 from tokenized_models import TOKENIZER, encode
@@ -99,13 +100,13 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_keywords(name: str) -> None:
     """Every case has accepted and rejected values; random texts of the automaton must be valid."""
-    schema, written, others = CASES[name]
+    schema, accepted, rejected = CASES[name]
     automaton = automaton_of(schema)
     reference = json.loads(json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3'))
     plain = json.loads(json.dumps(reference).replace('"format"', '"other"'))
-    for value in written:
+    for value in accepted:
         assert accepts(automaton, value) and is_valid(value, plain, plain), value
-    for value in others:
+    for value in rejected:
         assert not accepts(automaton, value), value
     draw = np.random.default_rng(0)
     for _ in range(15):
@@ -196,9 +197,8 @@ def random_schema(draw: random.Random, depth: int) -> Any:
         case "number":
             bounds = {key: lambda: draw.choice([0, 1, 2, -1, 0.5, 1.5]) for key in (
                 "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}  # fmt: skip
-            return {"type": draw.choice(["integer", "number"])} | some(
-                **bounds, multipleOf=lambda: draw.choice([1, 2, 3])
-            )
+            kind = draw.choice(["integer", "number"])
+            return {"type": kind} | some(**bounds, multipleOf=lambda: draw.choice([1, 2, 3]))
     parts: dict[str, Any] = {
         "not": inner, "anyOf": lambda: [inner(), inner()], "oneOf": lambda: [inner(), inner(), inner()],
         "allOf": lambda: [inner(), inner()],
@@ -207,9 +207,7 @@ def random_schema(draw: random.Random, depth: int) -> Any:
     return chosen | ({"if": inner(), "then": inner(), "else": inner()} if draw.random() < 0.3 else {})
 
 
-@pytest.mark.parametrize(
-    ("seed", "count"), [(1, 15), *(pytest.param(seed, 40, marks=pytest.mark.full) for seed in range(8))]
-)
+@pytest.mark.parametrize(("seed", "count"), [(1, 15), *(pytest.param(n, 40, marks=pytest.mark.full) for n in range(8))])
 def test_random_schemas_accept_valid_values_only(seed: int, count: int) -> None:
     draw, steps, counts = random.Random(seed), np.random.default_rng(seed), [0, 0]
     values: list[Any] = [None, True, False, 0, 1, 2, 3, -1, 0.5, 1.5, 2.0, "", "a", "b", "ab", "bb", "aab", [], [[1]]]
@@ -285,8 +283,7 @@ def test_references(schema: Any, yes: Any, no: Any) -> None:
     ],
 )  # fmt: skip
 def test_malformed_schemas_name_keyword_and_path(schema: Any, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        automaton_of(schema)
+    refuses(lambda: automaton_of(schema), part)
 
 
 def test_large_schemas_stay_small_and_fast() -> None:
@@ -312,22 +309,17 @@ def test_unknown_keywords_are_named_once() -> None:
     assert len(caught) == 1 and value.accepts('{"a": "x y"}')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        paradec.JsonSchema(
-            {"$schema": "http://json-schema.org/draft-07/schema#", "id": "x", "title": "t", "type": "null"}
-        )
+        draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+        paradec.JsonSchema(draft | {"id": "x", "title": "t", "type": "null"})
 
 
 def test_finished_texts_are_checked_without_a_model() -> None:
     assert paradec.Regex("a+b?").accepts("aab") and not paradec.Regex("a+b?").accepts("aabb")
     assert paradec.Choice(["yes", "no"]).accepts("no") and not paradec.Choice(["yes", "no"]).accepts("n")
     schema = paradec.JsonSchema({"type": "object", "properties": {"é": {"type": "integer"}}})
-    assert (
-        schema.accepts('{"é": 3}') and schema.accepts("{}") and not schema.accepts('{"é": 3') and not schema.accepts("")
-    )
-    with pytest.raises(ValueError, match="text=3 must be a text"):
-        schema.accepts(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not UTF-8"):
-        schema.accepts("\ud800")
+    assert [schema.accepts(text) for text in ('{"é": 3}', "{}", '{"é": 3', "")] == [True, True, False, False]
+    refuses(lambda: schema.accepts(3), "text=3 must be a text")  # type: ignore[arg-type]
+    refuses(lambda: schema.accepts("\ud800"), "not UTF-8")
 
 
 def test_plain_schemas_are_constraints() -> None:
@@ -363,8 +355,8 @@ def accepted_sequences(automaton: TokenAutomaton, max_tokens: int) -> list[list[
 def test_literals_have_the_tokenizer_s_spelling() -> None:
     """A schema of literals accepts one tokenization of every text, the tokenizer's; with spelling="any" more."""
     schema = {**CLOSED, "properties": {"one": {"enum": [True, "two"]}, "three": {"const": None}}, "required": ["one"]}
-    own, free = compile_schema(schema), compile_schema(schema, "any")
-    actual = accepted_sequences(own, 60)
+    strict, free = compile_schema(schema), compile_schema(schema, "any")
+    actual = accepted_sequences(strict, 60)
     texts = [TOKENIZER.decode(ids) for ids in actual]
     value = paradec.JsonSchema(schema)
     assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
@@ -372,27 +364,27 @@ def test_literals_have_the_tokenizer_s_spelling() -> None:
     for ids in actual:
         letters = [token for sign in TOKENIZER.decode(ids) for token in encode(sign)]
         assert is_accepted(free, ids) and is_accepted(free, letters)
-        assert not is_accepted(own, letters) or letters == ids
+        assert not is_accepted(strict, letters) or letters == ids
 
 
 def test_free_text_has_any_spelling_between_literals() -> None:
     """Strings have all tokenizations, the text around them has one."""
     schema = {**CLOSED, "properties": {"one": {"type": "string", "pattern": "^[a-z]{1,4}$"}}, "required": ["one"]}
-    own, free = compile_schema(schema), compile_schema(schema, "any")
+    strict, free = compile_schema(schema), compile_schema(schema, "any")
     for text in ("one", "t", "twoo", "three", ""):
         for ids in all_spellings(text):
-            assert is_accepted(own, [*encode('{"one": "'), *ids, *encode('"}')]) == (1 <= len(text) <= 4)
+            assert is_accepted(strict, [*encode('{"one": "'), *ids, *encode('"}')]) == (1 <= len(text) <= 4)
     for head in all_spellings('{"one":"'):
         assert is_accepted(free, [*head, *encode("t"), *encode('"}')])
-        assert is_accepted(own, [*head, *encode("t"), *encode('"}')]) == (head == encode('{"one":"'))
+        assert is_accepted(strict, [*head, *encode("t"), *encode('"}')]) == (head == encode('{"one":"'))
 
 
 def all_spellings(text: str) -> list[list[int]]:
     if not text:
         return [[]]
     parts = {token: TOKENIZER.decode([token]) for token in range(3, len(TOKENIZER))}
-    return [[token, *rest] for token, part in parts.items() if part and text.startswith(part)
-            for rest in all_spellings(text[len(part) :])]  # fmt: skip
+    return [[token, *ids] for token, part in parts.items() if part and text.startswith(part)
+            for ids in all_spellings(text[len(part) :])]  # fmt: skip
 
 
 def test_strings_are_shortened_to_fit_the_edge_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,19 +394,14 @@ def test_strings_are_shortened_to_fit_the_edge_limit(monkeypatch: pytest.MonkeyP
     automaton = compile_schema(schema)
     assert is_accepted(automaton, encode(json.dumps("x" * 256))) and len(automaton.edges) <= edges
     monkeypatch.setattr(spelling, "MAX_EDGES", 100)
-    with pytest.raises(ValueError, match="more than 100 edges"):
-        compile_schema(schema)
+    refuses(lambda: compile_schema(schema), "more than 100 edges")
 
 
 def test_the_spelling_is_part_of_the_value() -> None:
     value = paradec.JsonSchema({"type": "null"}, spelling="any")
-    assert (
-        constraint_of("constraint", json.loads(json.dumps(value.to_dict())))
-        == value
-        != paradec.JsonSchema({"type": "null"})
-    )
-    with pytest.raises(ValueError, match="spelling"):
-        paradec.JsonSchema({"type": "null"}, spelling="own")
+    loaded = constraint_of("constraint", json.loads(json.dumps(value.to_dict())))
+    assert loaded == value != paradec.JsonSchema({"type": "null"})
+    refuses(lambda: paradec.JsonSchema({"type": "null"}, spelling="own"), "spelling")
 
 
 def is_accepted(automaton: TokenAutomaton, ids: list[int]) -> bool:

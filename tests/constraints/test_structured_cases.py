@@ -14,18 +14,18 @@ from paradec.constraints.automaton import STRETCH, TokenAutomaton
 from paradec.constraints.marginals import Marginals, _run_sums, _scattered_sums
 
 
-def same_language(ours: TokenAutomaton, steps: list[list[int]], accept: list[int]) -> bool:
+def same_language(automaton: TokenAutomaton, steps: list[list[int]], accept: list[int]) -> bool:
     """Return whether both automata accept the same sequences. Neither has useless states."""
     pairs = [(0, 0)]
-    for state, other in pairs:
-        if ours.accept[state] != (other in accept):
+    for state, recorded in pairs:
+        if automaton.accept[state] != (recorded in accept):
             return False
-        for token, next_state in enumerate(steps[other]):
-            our_next = ours.step(state, token)
-            if (our_next < 0) != (next_state < 0):
+        for token, next_recorded in enumerate(steps[recorded]):
+            next_state = automaton.step(state, token)
+            if (next_state < 0) != (next_recorded < 0):
                 return False
-            if our_next >= 0 and (our_next, next_state) not in pairs:
-                pairs.append((our_next, next_state))
+            if next_state >= 0 and (next_state, next_recorded) not in pairs:
+                pairs.append((next_state, next_recorded))
     return True
 
 
@@ -33,16 +33,16 @@ def same_language(ours: TokenAutomaton, steps: list[list[int]], accept: list[int
 @replays("name")
 def test_automata(name: str) -> None:
     case = CASES[name]
-    ours = automaton_of(case)
-    assert same_language(ours, case["automaton"]["step"], case["automaton"]["accept"])
-    ways = np.zeros(ours.states, object)
-    ways[0] = 1
+    automaton = automaton_of(case)
+    assert same_language(automaton, case["automaton"]["step"], case["automaton"]["accept"])
+    num_paths = np.zeros(automaton.states, object)
+    num_paths[0] = 1
     for _ in range(case["slots"]):
-        after = np.zeros(ours.states, object)
-        for source, index, target in ours.edges.tolist():
-            after[target] += ways[source] * int(ours.sizes[index])
-        ways = after
-    assert case.get("texts") is None or ways[ours.accept].sum() == case["texts"]
+        after = np.zeros(automaton.states, object)
+        for source, index, target in automaton.edges.tolist():
+            after[target] += num_paths[source] * int(automaton.sizes[index])
+        num_paths = after
+    assert case.get("texts") is None or num_paths[automaton.accept].sum() == case["texts"]
 
 
 def table_of(case: dict[str, Any]) -> torch.Tensor:
@@ -54,33 +54,37 @@ def table_of(case: dict[str, Any]) -> torch.Tensor:
 @replays("name")
 def test_marginals(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
-    ours, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
+    automaton, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
     assert len(canvas) == len(case["p"]) == case["slots"]
-    actual = Marginals(ours, torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf), canvas, 0, ours.accept)
+    actual = Marginals(
+        automaton, torch.nn.functional.pad(table_of(case), (0, 2), value=-torch.inf), canvas, 0, automaton.accept
+    )
     assert math.exp(actual.log_z()) == pytest.approx(expected["z"], rel=1e-9)
-    undecided = [at for at, token in enumerate(canvas) if token is None]
+    undecided = [position for position, token in enumerate(canvas) if token is None]
     marginals = actual.conditioned_logits().softmax(-1)[:, :size]
-    wanted = torch.tensor(expected["marginals"], dtype=torch.float64)[undecided]
-    torch.testing.assert_close(marginals, wanted, rtol=1e-9, atol=1e-15)
+    expected_marginals = torch.tensor(expected["marginals"], dtype=torch.float64)[undecided]
+    torch.testing.assert_close(marginals, expected_marginals, rtol=1e-9, atol=1e-15)
     best = [*canvas]
-    for at, token in zip(undecided, actual.best().tolist(), strict=True):
-        best[at] = token
+    for position, token in zip(undecided, actual.best().tolist(), strict=True):
+        best[position] = token
     assert best == expected["best"]
-    probability = math.prod(case["p"][at][best[at]] for at in undecided)
+    probability = math.prod(case["p"][position][best[position]] for position in undecided)
     assert probability == pytest.approx(expected["best_probability"], rel=1e-9)
     for uniform, text in zip(expected["uniforms"], expected["draws"], strict=True):
-        assert actual.sample(np.array(uniform)[undecided]).tolist() == [text[at] for at in undecided]
-    fits = passes.possible_classes(ours, canvas, 0, ours.accept)
-    allowed = [sorted(np.concatenate([ours.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits]
-    assert [allowed[at] for at in undecided] == [expected["allowed"][at] for at in undecided]
-    for at, token in enumerate(canvas):  # a class may hold more than what is there
-        assert token is None or token in allowed[at]
-    listed, total = distribution(ours, case["p"], canvas)
+        assert actual.sample(np.array(uniform)[undecided]).tolist() == [text[position] for position in undecided]
+    fits = passes.possible_classes(automaton, canvas, 0, automaton.accept)
+    allowed = [
+        sorted(np.concatenate([automaton.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits
+    ]
+    assert [allowed[position] for position in undecided] == [expected["allowed"][position] for position in undecided]
+    for position, token in enumerate(canvas):  # a class may hold more than what is there
+        assert token is None or token in allowed[position]
+    listed, total = distribution(automaton, case["p"], canvas)
     assert total == pytest.approx(expected["z"], rel=1e-9)
-    for at in undecided:
+    for position in undecided:
         for token in range(size):
-            full = math.fsum(mass for text, mass in listed.items() if text[at] == token)
-            assert expected["marginals"][at][token] == pytest.approx(full, rel=1e-9, abs=1e-15)
+            full = math.fsum(mass for text, mass in listed.items() if text[position] == token)
+            assert expected["marginals"][position][token] == pytest.approx(full, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", case_names("refused"))
@@ -97,10 +101,10 @@ def test_lengths(name: str) -> None:
 
 @pytest.mark.parametrize("name", case_names("marginals"))
 def test_sums_on_a_device_equal_those_of_the_host(name: str) -> None:
-    ours, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
-    logits[0, ours.runs.tokens[0]] = -torch.inf
-    actual = _scattered_sums(ours.runs, logits.index_select(-1, torch.as_tensor(ours.runs.tokens)))
-    np.testing.assert_allclose(actual, _run_sums(ours.runs, logits), rtol=1e-12)
+    automaton, logits = automaton_of(CASES[name]), torch.nn.functional.pad(table_of(CASES[name]), (0, 2))
+    logits[0, automaton.runs.tokens[0]] = -torch.inf
+    actual = _scattered_sums(automaton.runs, logits.index_select(-1, torch.as_tensor(automaton.runs.tokens)))
+    np.testing.assert_allclose(actual, _run_sums(automaton.runs, logits), rtol=1e-12)
 
 
 def test_marginals_over_several_token_ranges() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import refuses
 from images import tiny_masked_image
 from recorded import image_case, image_cases, replays
 
@@ -27,17 +28,17 @@ from paradec.core.orders import (
 from paradec.samplers.start import row_keys
 
 KEYS = row_keys([1, 1, 2], [[5], [6], [5]])
-MADE = [orders.create(name) for name in orders.names() if name != "given"]
-MADE += [orders.LPD(repulsion=0), orders.ZipAR(2), orders.ZipAR(1), orders.Cosine(1)]
+ORDERS = [orders.create(name) for name in orders.names() if name != "given"]
+ORDERS += [orders.LPD(repulsion=0), orders.ZipAR(2), orders.ZipAR(1), orders.Cosine(1)]
 
 
 def groups_of(order: orders.Order, height: int, width: int) -> Groups:
     return order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS)))
 
 
-@pytest.mark.parametrize("order", MADE, ids=str)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (4, 4), (3, 7), (1, 9), (8, 2)])
-def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> None:
+def test_groups_contain_every_cell_once(order: orders.Order, height: int, width: int) -> None:
     groups, size = groups_of(order, height, width), height * width
     assert (np.sort(groups.order, 1) == np.arange(size)).all() and groups.order.shape == (3, size)
     assert sum(groups.sizes) == size and min(groups.sizes) > 0
@@ -45,8 +46,8 @@ def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> 
     assert [part.shape[1] for part in groups] == list(groups.sizes)
     assert groups.num_left.tolist() == [size, *(size - groups.ends)]
     assert (np.take_along_axis(groups.order, groups.rank, 1) == np.arange(size)).all()
-    again = groups_of(orders.Order.from_dict(json.loads(json.dumps(order.to_dict()))), height, width)
-    assert (again.order == groups.order).all() and again.sizes == groups.sizes
+    loaded = groups_of(orders.Order.from_dict(json.loads(json.dumps(order.to_dict()))), height, width)
+    assert (loaded.order == groups.order).all() and loaded.sizes == groups.sizes
     # a row's order depends only on its key
     assert (order.groups(height, width, draws_from_keys(torch.as_tensor(KEYS[1:2]))).order[0] == groups.order[1]).all()
     same = (groups.order[0] == groups.order[1]).all()
@@ -54,24 +55,24 @@ def test_every_cell_comes_once(order: orders.Order, height: int, width: int) -> 
 
 
 def test_orders_by_hand() -> None:
-    def listed(order: orders.Order, height: int, width: int) -> list[list[int]]:
-        return [part[0].tolist() for part in order.groups(height, width)]
+    for order, height, width, expected in (
+        (orders.Raster(), 2, 2, [[0], [1], [2], [3]]),
+        (orders.Raster((3, 1)), 2, 2, [[0, 1, 2], [3]]),
+        (orders.Diagonal(), 2, 3, [[0], [1, 3], [2, 4], [5]]),
+        (orders.Diagonal(), 3, 2, [[0], [1, 2], [3, 4], [5]]),
+        (orders.ZipAR(2), 2, 4, [[0], [1], [2, 4], [3, 5], [6], [7]]),
+        (orders.ZipAR(9), 2, 3, [[0], [1], [2], [3], [4], [5]]),
+        (orders.Halton((2, 2)), 2, 2, halton_order(2, 2).argsort().reshape(2, 2).tolist()),
+        (orders.Given((2, 0, 1), (1, 2)), 1, 3, [[2], [0, 1]]),
+    ):
+        assert [part[0].tolist() for part in order.groups(height, width)] == expected, order
+    two_rows = orders.Given([[1, 0], [0, 1]], 1).groups(1, 2, draws_from_keys(torch.as_tensor(KEYS[:2])))
+    assert [part.tolist() for part in two_rows] == [[[1, 0], [0, 1]]]
 
-    assert listed(orders.Raster(), 2, 2) == [[0], [1], [2], [3]]
-    assert listed(orders.Raster((3, 1)), 2, 2) == [[0, 1, 2], [3]]
-    assert listed(orders.Diagonal(), 2, 3) == [[0], [1, 3], [2, 4], [5]]
-    assert listed(orders.Diagonal(), 3, 2) == [[0], [1, 2], [3, 4], [5]]
-    assert listed(orders.ZipAR(2), 2, 4) == [[0], [1], [2, 4], [3, 5], [6], [7]]
-    assert listed(orders.ZipAR(9), 2, 3) == [[0], [1], [2], [3], [4], [5]]
-    assert listed(orders.Halton((2, 2)), 2, 2) == halton_order(2, 2).argsort().reshape(2, 2).tolist()
-    assert listed(orders.Given((2, 0, 1), (1, 2)), 1, 3) == [[2], [0, 1]]
-    two = orders.Given([[1, 0], [0, 1]], 1).groups(1, 2, draws_from_keys(torch.as_tensor(KEYS[:2])))
-    assert [part.tolist() for part in two] == [[[1, 0], [0, 1]]]
 
-
-def test_mar_s_order_is_the_one_it_drew() -> None:
-    at = torch.arange(12).unsqueeze(0)
-    draws = rng.uniform(torch.as_tensor(KEYS), torch.zeros(3, dtype=torch.int64), at.expand(3, -1), 1, 1).squeeze(-1)
+def test_random_and_cosine_orders_sort_uniform_draws() -> None:
+    cells = torch.arange(12).expand(3, -1)
+    draws = rng.uniform(torch.as_tensor(KEYS), torch.zeros(3, dtype=torch.int64), cells, 1, 1).squeeze(-1)
     expected = draws.argsort(1).flip(1).numpy()
     assert (groups_of(orders.Random(), 3, 4).order == expected).all()
     cosine = groups_of(orders.Cosine(4), 3, 4)
@@ -95,8 +96,7 @@ def test_mar_s_order_is_the_one_it_drew() -> None:
     ],
 )
 def test_bad_orders(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(make, message)
 
 
 def test_published_sizes_add_up() -> None:
@@ -119,16 +119,13 @@ def test_other_sizes_grow_as_the_published() -> None:
     assert half[0] == 1 and half[-1] > half[4] > half[0]
 
 
-class Recorded:
+class RecordedDraws:
     def __init__(self, record: dict[str, Any]):
-        self.first, self.lists, self.starts = (
-            record["first"],
-            record["shuffled_candidates"],
-            list(record["random_starts"]),
-        )
+        self.first, self.starts = record["first"], list(record["random_starts"])
+        self.candidates = record["shuffled_candidates"]
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
-        chosen = np.array(self.lists[step - 1])
+        chosen = np.array(self.candidates[step - 1])
         assert sorted(chosen) == sorted(cells)
         return chosen
 
@@ -142,7 +139,7 @@ class Recorded:
 @replays("name", "lpd/")
 def test_a_recorded_order(name: str) -> None:
     preview, settings = image_case("lpd", name)[0], image_case("lpd", name)[0]["settings"]
-    draws, side = Recorded(preview), settings["grid"]
+    draws, side = RecordedDraws(preview), settings["grid"]
     options = settings["repulsion_threshold"], settings["proximity_threshold"]
     assert lpd_order(side, side, settings["group_sizes"], draws, *options).tolist() == preview["order"]
     assert not draws.starts
@@ -150,8 +147,8 @@ def test_a_recorded_order(name: str) -> None:
 
 def test_equal_neighbourhoods_are_ties() -> None:
     above, below = 2 * 9 + 2, 4 * 9 + 6
-    known = np.ones(81, bool)
-    known[[above, below, above + 8, above + 10, below - 8, below - 10]] = False  # the last four are nearer
+    decided = np.ones(81, bool)
+    decided[[above, below, above + 8, above + 10, below - 8, below - 10]] = False  # the last four are nearer
     far = 1 / math.sqrt(2)
     sums = {functools.reduce(operator.add, chosen) for chosen in ([far, 1, far, 1, 1, 1], [1, 1, 1, far, 1, far])}
     assert len(sums) == 2
@@ -164,7 +161,7 @@ def test_equal_neighbourhoods_are_ties() -> None:
             return np.array(sorted(cells, key=lambda cell: cell != self.cell))
 
     for cell in (above, below):
-        assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=known)[4] == cell
+        assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=decided)[4] == cell
 
 
 def generate_codes(sampler: Any, **request: Any) -> Any:
@@ -172,8 +169,8 @@ def generate_codes(sampler: Any, **request: Any) -> Any:
     return paradec.generate_images(tiny_masked_image(), sampler=sampler, **(defaults | request))
 
 
-def written(out: Any, row: int) -> list[list[int]]:
-    return [[at - 1 for r, at, _, _ in step.commits if r == row] for step in out.trace.steps]
+def committed_cells(out: Any, row: int) -> list[list[int]]:
+    return [[position - 1 for r, position, _, _ in step.commits if r == row] for step in out.trace.steps]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +184,7 @@ def written(out: Any, row: int) -> list[list[int]]:
         ({"height": 4, "width": 4, "groups": [1, 5, 10], "repulsion": 1, "proximity": 2.0}, None, (1, 5, 10)),
     ],
 )
-def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None, sizes: tuple[int, ...]) -> None:
+def test_the_sampler_commits_the_groups_of_its_order(settings: Any, steps: int | None, sizes: tuple[int, ...]) -> None:
     model = tiny_masked_image()
     sampler = samplers.create("lpd", **settings)
     request = {"seed": 4, "temperature": 1.0, "trace": True, "max_new_tokens": 16}
@@ -197,7 +194,7 @@ def test_the_sampler_commits_the_order_s_groups(settings: Any, steps: int | None
     options = {name: value for name, value in settings.items() if name in ("repulsion", "proximity")}
     groups = orders.LPD(sizes, **options).groups(4, 4, draws_from_keys(torch.as_tensor(row_keys([4, 4], prompts))))
     for row in (0, 1):
-        assert written(out, row) == [sorted(part[row].tolist()) for part in groups]
+        assert committed_cells(out, row) == [sorted(part[row].tolist()) for part in groups]
 
 
 def test_a_given_part_is_decided_from_the_start() -> None:
@@ -205,18 +202,18 @@ def test_a_given_part_is_decided_from_the_start() -> None:
     row = [model.class_token(2), *[3] * 8, *[model.facts.mask_token_id] * 8]
     sampler = samplers.create("lpd", groups=[1, 5, 10], height=4, width=4)
     out = paradec.generate(model, [row], sampler=sampler, seed=4, trace=True)
-    there = np.arange(16) < 8
+    decided = np.arange(16) < 8
     sizes = scale_sizes((1, 5, 10), 8)
-    order = lpd_order(4, 4, sizes, draws_from_keys(torch.as_tensor(row_keys([4], [row])))[0], decided=there)
-    assert written(out, 0) == [sorted(part.tolist()) for part in np.split(order, np.cumsum(sizes)[:-1])]
+    order = lpd_order(4, 4, sizes, draws_from_keys(torch.as_tensor(row_keys([4], [row])))[0], decided=decided)
+    assert committed_cells(out, 0) == [sorted(part.tolist()) for part in np.split(order, np.cumsum(sizes)[:-1])]
     assert order[0] // 4 == 2
 
 
 def test_orders_of_rows_do_not_depend_on_the_batch() -> None:
-    both = generate_codes("lpd", steps=5, seed=[4, 5], temperature=1.0)
+    batch = generate_codes("lpd", steps=5, seed=[4, 5], temperature=1.0)
     for row, label in enumerate((1, 2)):
-        alone = generate_codes("lpd", steps=5, seed=4 + row, class_labels=label, temperature=1.0)
-        assert torch.equal(alone.codes[0], both.codes[row])
+        expected = generate_codes("lpd", steps=5, seed=4 + row, class_labels=label, temperature=1.0)
+        assert torch.equal(expected.codes[0], batch.codes[row])
 
 
 def test_the_preview_equals_the_next_commits() -> None:

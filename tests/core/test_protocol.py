@@ -30,9 +30,9 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
         assert cls.name == name
         assert cls.summary and cls.__doc__
         assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-        families = {"masked", "draft_verify", "renoising", "forecast", "continuous", "cache"}
-        families |= {"scales", "groups", "distilled"}
-        assert cls.family in families
+        assert cls.family in set(
+            "masked draft_verify renoising forecast continuous cache scales groups distilled".split()
+        )
         if cls.family != "cache":
             # combinations, other rules on canvases and forecasts in parts have no paper; CORA-Diff has no number
             assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence", "canvas", "forecast")
@@ -90,21 +90,20 @@ def test_buckets_partition_the_rows(sizes: list[int], exact: bool) -> None:
         assert all(len(set(array[g])) == 1 for g in groups)
     else:
         assert len(groups) <= 3
-        spent = evaluated([array[g].tolist() for g in groups])
-        ordered, count = sorted(sizes, reverse=True), len(sizes)
-        for most in range(1, len(groups)):  # no more groups than it takes
-            assert cheapest(ordered, most) > 1.1 * sum(sizes)
-        assert spent <= max(1.1 * sum(sizes), cheapest(ordered, len(groups))) and count
+        cost, ordered = padded_size([array[g].tolist() for g in groups]), sorted(sizes, reverse=True)
+        for num_groups in range(1, len(groups)):  # fewer groups would cost too much
+            assert smallest_padded_size(ordered, num_groups) > 1.1 * sum(sizes)
+        assert cost <= max(1.1 * sum(sizes), smallest_padded_size(ordered, len(groups)))
 
 
-def evaluated(groups: list[list[int]]) -> int:
+def padded_size(groups: list[list[int]]) -> int:
     return sum(max(group) * len(group) for group in groups if group)
 
 
-def cheapest(ordered: list[int], most: int) -> int:
-    cuts = combinations_with_replacement(range(len(ordered) + 1), most - 1)
-    ways = [(0, *cut, len(ordered)) for cut in cuts]
-    return min(evaluated([ordered[a:b] for a, b in pairwise(way)]) for way in ways)
+def smallest_padded_size(ordered: list[int], num_groups: int) -> int:
+    cuts = combinations_with_replacement(range(len(ordered) + 1), num_groups - 1)
+    partitions = [pairwise((0, *cut, len(ordered))) for cut in cuts]
+    return min(padded_size([ordered[a:b] for a, b in partition]) for partition in partitions)
 
 
 @given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 20), st.sampled_from(["prompt", "absolute"]))
@@ -124,26 +123,26 @@ def test_fixed_blocks_cover_the_answer(prompt: int, new: int, block: int, align:
 @given(st.integers(1, 64), st.integers(1, 64))
 @settings(max_examples=100, deadline=None)
 def test_schedules_commit_everything_within_their_steps(masks: int, steps: int) -> None:
-    left = by_time = masks
+    left_by_linear = left_by_time = masks
     for step in range(steps):
-        now, plan = np.array([step]), np.array([steps])
-        left -= int(linear(np.array([masks]), now, plan)[0])
-        by_time -= int(time_grid(np.array([by_time]), now, plan, 1e-3)[0])
-        assert left >= 0 and by_time >= 0
-    assert left == 0 and by_time == 0
+        index, total = np.array([step]), np.array([steps])
+        left_by_linear -= int(linear(np.array([masks]), index, total)[0])
+        left_by_time -= int(time_grid(np.array([left_by_time]), index, total, 1e-3)[0])
+        assert left_by_linear >= 0 and left_by_time >= 0
+    assert left_by_linear == 0 and left_by_time == 0
 
 
 def test_time_grid_of_dream() -> None:
     """32 tokens in 32 steps: none, then one per step, then two. In 16 steps: one, then two per step, then three."""
     for steps, expected in ((32, [0, *[1] * 30, 2]), (16, [1, *[2] * 14, 3])):
-        left, taken = 32, []
+        num_masks, counts = 32, []
         for step in range(steps):
-            taken.append(int(time_grid(np.array([left]), np.array([step]), np.array([steps]), 1e-3)[0]))
-            left -= taken[-1]
-        assert taken == expected
+            counts.append(int(time_grid(np.array([num_masks]), np.array([step]), np.array([steps]), 1e-3)[0]))
+            num_masks -= counts[-1]
+        assert counts == expected
 
 
-def test_public_names_are_found_when_they_are_asked_for() -> None:
+def test_public_names_can_be_imported() -> None:
     assert {*paradec.__all__} <= {*dir(paradec)}
     assert all(getattr(paradec, name) is not None for name in dir(paradec) if name != "__path__")
     with pytest.raises(AttributeError, match="module 'paradec' has no attribute 'generat'"):
@@ -181,7 +180,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_other_packages_name_is_there(package: Path) -> None:
+def test_entry_points_of_other_packages(package: Path) -> None:
     code = """
 import sys, warnings
 import paradec
@@ -204,7 +203,7 @@ except ImportError as error:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), str(Path.cwd())]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    first, *others, last = done.stdout.splitlines()
+    first, *middle, last = done.stdout.splitlines()
     assert first.startswith("sampler 'threshold' of others (others:Everything) is left out: the name is taken by")
-    assert others == ["paradec.samplers.masked.rules.threshold True", "True"]
+    assert middle == ["paradec.samplers.masked.rules.threshold True", "True"]
     assert last == "sampler 'broken' of another package cannot be imported: No module named 'nowhere'"
