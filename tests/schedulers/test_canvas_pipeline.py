@@ -17,8 +17,6 @@ from paradec import schedulers
 
 def gemma_pipeline(module: Any, scheduler: Any, processor: Any) -> Any:
     """Create a DiffusionGemmaPipeline. Rename an argument for transformers 5.24; diffusers passes the name of 5.23."""
-    import diffusers
-
     decoder = module.model.decoder
     build = type(decoder).create_diffusion_decoder_attention_mask
     if "cache" in inspect.signature(build).parameters:
@@ -62,7 +60,7 @@ def run_pipeline(
     pipeline = gemma_pipeline(module, scheduler, Prompts(rows))
     steps: list[Step] = []
 
-    def note(pipe: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def record_step(pipe: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         steps.append(Step(timestep, tensors["canvas"], tensors["logits"].argmax(-1)))
         return {}
 
@@ -70,7 +68,7 @@ def run_pipeline(
     generator = torch.Generator().manual_seed(seed)
     out = pipeline(
         prompt=["x"] * len(rows), gen_length=2 * CANVAS, generator=generator, output_type="seq", eos_early_stop=False,
-        callback_on_step_end=note, callback_on_step_end_tensor_inputs=["canvas", "logits"], **settings,
+        callback_on_step_end=record_step, callback_on_step_end_tensor_inputs=["canvas", "logits"], **settings,
     )  # fmt: skip
     return out.sequences, steps
 
@@ -95,34 +93,31 @@ SCHEDULERS = {
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("which", SCHEDULERS)
-def test_converged_rows_equal_transformers(which: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_converged_rows_equal_transformers(name: str) -> None:
     module, model = tiny_gemma(), paradec.wrap(tiny_gemma(), pad_token_id=GEMMA_PAD)
     converged = 0
     for seed in range(3):
-        actual, steps = run_pipeline(module, SCHEDULERS[which](), ROWS, seed)
-        if any(step.timestep == STEPS - 1 for step in steps):  # not converged: see the next test
+        actual, steps = run_pipeline(module, SCHEDULERS[name](), ROWS, seed)
+        if any(step.timestep == STEPS - 1 for step in steps):  # the next test has rows that do not converge
             continue
         converged += 1
         assert torch.equal(actual, run_transformers(module, ROWS, seed))
-        sampler = paradec.samplers.create(
-            "diffusion_gemma", entropy_bound=BOUND, confidence_threshold=CONFIDENCE, max_denoising_steps=STEPS
-        )
-        out = paradec.generate(
-            model, ROWS, max_new_tokens=2 * CANVAS, sampler=sampler, rng="reference", seed=seed, eos_early_stop=False
-        )
+        settings = {"entropy_bound": BOUND, "confidence_threshold": CONFIDENCE, "max_denoising_steps": STEPS}
+        request = {"sampler": paradec.samplers.create("diffusion_gemma", **settings), "rng": "reference", "seed": seed}
+        out = paradec.generate(model, ROWS, max_new_tokens=2 * CANVAS, eos_early_stop=False, **request)
         assert torch.equal(actual, out.new_tokens)
     model.unwrap()
     assert converged
 
 
-@pytest.mark.parametrize("which", SCHEDULERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("confidence", [1e-9, None])
-def test_at_the_last_step_the_pipeline_returns_the_noisy_canvas(which: str, confidence: float | None) -> None:
+def test_at_the_last_step_the_pipeline_returns_the_noisy_canvas(name: str, confidence: float | None) -> None:
     """transformers and `diffusion_gemma` return the likeliest tokens of the last step, the pipeline a noisy canvas."""
     module, row = tiny_gemma(), ROWS[:1]
     actual, steps = run_pipeline(
-        module, SCHEDULERS[which](), row, 0, num_inference_steps=2, confidence_threshold=confidence
+        module, SCHEDULERS[name](), row, 0, num_inference_steps=2, confidence_threshold=confidence
     )
     assert [step.timestep for step in steps] == [0, 1, 0, 1]
     assert torch.equal(actual[:, :CANVAS], steps[1].canvas)
@@ -148,8 +143,8 @@ def test_steps_equal_diffusers_scheduler() -> None:
         logits = 4 * torch.randn(3, 10, 20, generator=torch.Generator().manual_seed(timestep))
         sample = torch.randint(0, 20, (3, 10))
         a, b = (s.step(logits, timestep, sample, generator=g) for s, g in zip((theirs, ours), generators))
-        for name, other in (("prev_sample", None), ("sampled_tokens", None), ("accepted_index", "transfer_index")):
-            assert torch.equal(getattr(a, name), getattr(b, other or name)), (timestep, name)
+        for names in (("prev_sample",) * 2, ("sampled_tokens",) * 2, ("accepted_index", "transfer_index")):
+            assert torch.equal(getattr(a, names[0]), getattr(b, names[1])), (timestep, names)
         assert not b.editing_transfer_index.any()
         p = (b.pred_logits.softmax(-1)).gather(-1, b.sampled_tokens.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(b.sampled_probs, p.double())

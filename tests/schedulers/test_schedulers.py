@@ -43,8 +43,8 @@ def ids() -> Tensor:
 
 
 IMAGE = [schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.LPDScheduler, schedulers.RecapScheduler]
-DRAWS = {schedulers.RandomScheduler}
-"""Draw positions with keys that depend on the prompt. A scheduler does not see the prompt."""
+EQUAL_TO_GENERATE = [cls for cls in TEXT_SCHEDULERS if cls is not schedulers.RandomScheduler]
+"""RandomScheduler draws positions with keys that depend on the prompt. A scheduler does not see the prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +62,17 @@ def required_settings(cls: type, filter_path: str) -> dict[str, Any]:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", EQUAL_TO_GENERATE, ids=lambda cls: cls.__name__)
 def test_tokens_are_those_of_generate(cls: type, pipe: Any, model: Model, ids: Tensor, filter_path: str) -> None:
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **required_settings(cls, filter_path))
     sampler = pipe.scheduler.sampler
-    named = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"}))
+    named_model = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "name": "tiny"}))
+    request = {"max_new_tokens": 10, "steps": 6 if sampler.uses_steps else None, "eos_early_stop": False}
     try:
         out = run_text(pipe, ids)
-        expected = paradec.generate(
-            named,
-            input_ids=ids,
-            sampler=sampler,
-            max_new_tokens=10,
-            steps=6 if sampler.uses_steps else None,
-            eos_early_stop=False,
-        )
+        expected = paradec.generate(named_model, input_ids=ids, sampler=sampler, **request)
     finally:
-        named.unwrap()
+        named_model.unwrap()
     assert torch.equal(out, expected.new_tokens)
     pipe.model.calls = 0
     assert torch.equal(run_text(pipe, ids[:1]), out[:1])  # the previous run leaves no state
@@ -106,45 +100,45 @@ def test_filters_of_the_call_reach_the_draw(pipe: Any, ids: Tensor) -> None:
     scheduler.set_timesteps(1, block_length=200)
     step = {"mask_token_id": MASK, "temperature": 5.0, "generator": torch.Generator().manual_seed(1)}
     drawn = scheduler.step(logits, 0, torch.full((1, 200), MASK), top_k=3, **step).sampled_tokens
-    places = (best == drawn.unsqueeze(-1)).sum((0, 1))
-    assert places.sum() == 200 and (places > 30).all()  # all three best tokens are drawn, and no other
+    counts = (best == drawn.unsqueeze(-1)).sum((0, 1))
+    assert counts.sum() == 200 and (counts > 30).all()  # the three best tokens are drawn, and only these
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cls", [schedulers.ThresholdScheduler, schedulers.EditingScheduler])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, ids: Tensor, model: Model) -> None:
-    """Rows equal up to and including the end token. The pipeline freezes the rest of the row."""
-    wanted = torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(seed))
-    plain = paradec.generate(model, input_ids=wanted, max_new_tokens=10, eos_early_stop=False, sampler="threshold")
-    end = int(plain.new_tokens[0, 5])  # some token that comes up
+def test_rows_end_where_generate_ends_them(cls: type, seed: int, pipe: Any, model: Model) -> None:
+    """Rows are equal up to and including the end token. The pipeline freezes the rest of the row."""
+    prompts = torch.randint(0, END, (2, 6), generator=torch.Generator().manual_seed(seed))
+    plain = paradec.generate(model, input_ids=prompts, max_new_tokens=10, eos_early_stop=False, sampler="threshold")
+    end = int(plain.new_tokens[0, 5])  # any token that occurs
     named = Decoder(model.module, paradec.core.facts.ModelFacts(**{**vars(model.facts), "eos_token_ids": (end,)}))
     pipe.scheduler = cls.from_config(pipe.scheduler.config)
     try:
-        out = run_text(pipe, wanted, eos_token_id=end, eos_early_stop=True)
-        expected = paradec.generate(named, input_ids=wanted, sampler=pipe.scheduler.sampler, max_new_tokens=10)
+        out = run_text(pipe, prompts, eos_token_id=end, eos_early_stop=True)
+        expected = paradec.generate(named, input_ids=prompts, sampler=pipe.scheduler.sampler, max_new_tokens=10)
     finally:
         named.unwrap()
-    ended = 0
+    num_ended = 0
     for ours, theirs in zip(out.tolist(), expected.new_tokens.tolist(), strict=True):
         stop = theirs.index(end) + 1 if end in theirs else len(theirs)
         assert ours[:stop] == theirs[:stop]
-        ended += end in theirs
-    assert ended
+        num_ended += end in theirs
+    assert num_ended
 
 
 def test_changes_by_a_callback_take_effect(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
-    seen = []
+    steps = []
 
-    def once(_: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def edit_first_block(_: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         block = tensors["block_x"].clone()
-        if not seen:
+        if not steps:
             block[:, -1], block[:, -2] = 7, MASK
-        seen.append(step)
+        steps.append(step)
         return {"block_x": block}
 
-    out = run_text(pipe, ids, gen_length=6, callback_on_step_end=once)
+    out = run_text(pipe, ids, gen_length=6, callback_on_step_end=edit_first_block)
     assert not (out == MASK).any() and out[:, 1].tolist() == [7, 7]
 
 
@@ -168,13 +162,13 @@ def test_block_cache_is_exact(cls: type, pipe: Any, ids: Tensor) -> None:
     with paradec.accelerate(pipe, cache="block") as session:
         cached = [run_text(pipe, ids, **request) for request in requests]
         report = session.report()
-        pipe.scheduler = BlockRefinementScheduler(block_length=BLOCK)  # exchanged while attached
-        exchanged = run_text(pipe, ids)
+        pipe.scheduler = BlockRefinementScheduler(block_length=BLOCK)  # replaced while attached
+        after_exchange = run_text(pipe, ids)
     assert all(map(torch.equal, cached, plain))
     assert 0 < report.evaluated < 0.6 * report.whole and report.bytes > 0
     assert "positions evaluated" in str(report)
     assert pipe.model.forward == forward and "forward" not in vars(pipe.model)
-    assert torch.equal(run_text(pipe, ids), exchanged)
+    assert torch.equal(run_text(pipe, ids), after_exchange)
 
 
 def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Tensor) -> None:
@@ -187,7 +181,7 @@ def test_block_cache_evaluates_each_finished_block_once_more(pipe: Any, ids: Ten
 
 
 def test_block_cache_distinguishes_attention_masks(pipe: Any, ids: Tensor) -> None:
-    """The same prompt with other padding needs new keys. The answers have one block, so that old keys would fit."""
+    """The same prompt with different padding needs new keys. Each answer has one block, so old keys would fit."""
     requests = [{}, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]])}, {}]
     plain = [run_text(pipe, ids, gen_length=2, **request) for request in requests]
     with paradec.accelerate(pipe, cache="block"):
@@ -286,7 +280,7 @@ def test_block_cache_is_refused_where_it_is_not_exact(
 def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
     model = pipe.model
     plain = [run_text(pipe, row) for row in (ids, ids.flip(0))]
-    beside = LLaDA2Pipeline(model, BlockRefinementScheduler(block_length=BLOCK))
+    other_pipe = LLaDA2Pipeline(model, BlockRefinementScheduler(block_length=BLOCK))
     mask = torch.ones(2, 6, dtype=torch.int64)
     positions = torch.arange(6).expand(2, 6)
     direct = model(ids, attention_mask=mask, position_ids=positions).logits
@@ -294,10 +288,10 @@ def test_block_cache_leaves_the_model_alone(pipe: Any, ids: Tensor) -> None:
 
     def nested() -> None:
         actual = model(ids, attention_mask=mask, position_ids=positions).logits
-        results.append(torch.equal(actual, direct) and torch.equal(run_text(beside, ids.flip(0)), plain[1]))
+        results.append(torch.equal(actual, direct) and torch.equal(run_text(other_pipe, ids.flip(0)), plain[1]))
 
     with paradec.accelerate(pipe, cache="block") as session:
-        assert torch.equal(run_text(beside, ids), plain[0]) and session.report().calls == 0
+        assert torch.equal(run_text(other_pipe, ids), plain[0]) and session.report().calls == 0
         assert torch.equal(run_text(pipe, ids, callback_on_step_end=callback_after(3, nested)), plain[0])
         assert results == [True]
         alone, calls = session.report().evaluated, session.report().calls
@@ -319,21 +313,22 @@ def callback_after(step: int, function: Any) -> Any:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cls", [cls for cls in TEXT_SCHEDULERS if cls not in DRAWS], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", EQUAL_TO_GENERATE, ids=lambda cls: cls.__name__)
 def test_a_new_run_ends_the_previous_one(cls: type, pipe: Any, ids: Tensor, filter_path: str) -> None:
     """If another thread starts a run, the next step of the first run raises."""
     pipe.scheduler = cls.from_config(pipe.scheduler.config, **required_settings(cls, filter_path))
     request = {"gen_length": 6}
     plain = [run_text(pipe, row, **request) for row in (ids, ids.flip(0))]
-    beside = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
-    second = lambda: actual.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
-    nested = lambda: actual.append(run_text(beside, ids.flip(0), **request))  # noqa: E731
+    second_pipe = LLaDA2Pipeline(pipe.model, cls.from_config(pipe.scheduler.config))
+    run_beside = lambda: actual.extend(run_in_threads(lambda: run_text(pipe, ids.flip(0), **request)))  # noqa: E731
+    run_nested = lambda: actual.append(run_text(second_pipe, ids.flip(0), **request))  # noqa: E731
     actual: list[Any] = []
     with pytest.raises(RuntimeError, match=f"{cls.__name__} has a run in another thread"):
-        run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, second))
-    assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, nested)), plain[0])
+        run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, run_beside))
+    assert torch.equal(run_text(pipe, ids, **request, callback_on_step_end=callback_after(1, run_nested)), plain[0])
     assert torch.equal(actual[0], plain[1]) and torch.equal(actual[1], plain[1])
-    actual = run_in_threads(lambda: run_text(pipe, ids, **request), lambda: run_text(beside, ids.flip(0), **request))
+    runs = (partial(run_text, pipe, ids, **request), partial(run_text, second_pipe, ids.flip(0), **request))
+    actual = run_in_threads(*runs)
     assert all(map(torch.equal, actual, plain))
 
 
@@ -371,10 +366,7 @@ def amused() -> AmusedPipeline:
         sample_size=4, up_block_types=["UpDecoderBlock2D"], mid_block_add_attention=False, lookup_from_codebook=True,
     )  # fmt: skip
     scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    pipeline = AmusedPipeline(
-        vqvae=vqvae, tokenizer=None, text_encoder=None, transformer=transformer.eval(), scheduler=scheduler
-    )
-    return pipeline
+    return AmusedPipeline(vqvae, None, None, transformer.eval(), scheduler)  # without tokenizer and text encoder
 
 
 class OneImage(nn.Module):
@@ -401,18 +393,10 @@ def test_images_are_those_of_generate(cls: type, steps: int, amused: AmusedPipel
     ).images  # fmt: skip
     micro = torch.tensor([[4.0, 4.0, 0.0, 0.0, 6.0]])
     condition = {"encoder_hidden_states": states, "pooled_text_emb": embeds, "micro_conds": micro}
-    model = paradec.wrap(
-        OneImage(amused, condition), mask_token_id=IMAGE_MASK, prediction="same", topology="bidirectional"
-    )
-    expected = paradec.generate(
-        model,
-        input_ids=torch.full((1, 16), IMAGE_MASK),
-        sampler=amused.scheduler.sampler_of_image,
-        blocks="whole",
-        steps=steps,
-        temperature=1.0,
-        generator=torch.Generator().manual_seed(2),
-    )
+    facts = {"mask_token_id": IMAGE_MASK, "prediction": "same", "topology": "bidirectional"}
+    model, ids = paradec.wrap(OneImage(amused, condition), **facts), torch.full((1, 16), IMAGE_MASK)
+    request = {"blocks": "whole", "steps": steps, "temperature": 1.0, "generator": torch.Generator().manual_seed(2)}
+    expected = paradec.generate(model, input_ids=ids, sampler=amused.scheduler.sampler_of_image, **request)
     assert torch.equal(out.flatten(1), expected.sequences)
     assert len(set(out.flatten().tolist())) > 3
 
@@ -442,46 +426,45 @@ def capture_latents(pipeline: AmusedPipeline, seed: int = 2, **arguments: Any) -
 
 def test_recap_session_is_exact_where_everything_is_a_target(amused: AmusedPipeline) -> None:
     """With one group, local steps evaluate all cells anew."""
-    amused.scheduler = before = AmusedScheduler(mask_token_id=IMAGE_MASK)
+    amused.scheduler = original = AmusedScheduler(mask_token_id=IMAGE_MASK)
     plain = capture_latents(amused)
-    amused.scheduler = schedulers.RecapScheduler.from_config(before.config, local_steps=5)
+    amused.scheduler = schedulers.RecapScheduler.from_config(original.config, local_steps=5)
     expected = capture_latents(amused)
-    amused.scheduler = before
+    amused.scheduler = original
     with paradec.accelerate(amused, paradec.samplers.create("recap", local_steps=5)) as session:
         assert isinstance(amused.scheduler, schedulers.RecapScheduler)
         assert torch.equal(capture_latents(amused), expected)
         assert session.report().cells == [(16, 16)] * 6
-    assert amused.scheduler is before and torch.equal(capture_latents(amused), plain)
-    assert all(type(layer.attn1.processor).__name__ != "_Keeping" for layer in amused.transformer.transformer_layers)
+    assert amused.scheduler is original and torch.equal(capture_latents(amused), plain)
+    processors = {type(layer.attn1.processor).__name__ for layer in amused.transformer.transformer_layers}
+    assert "_CachingProcessor" not in processors
 
 
 def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipeline) -> None:
-    """Every image evaluates its cells of 2 x 2 that contain targets; their number is the maximum over the images."""
+    """Each image evaluates its 2 x 2 cells that contain targets. The number of cells is the maximum over images."""
     amused.scheduler = AmusedScheduler(mask_token_id=IMAGE_MASK)
-    expected, uneven, cells = [16], 0, []
+    expected, num_uneven, cells = [16], 0, []
 
-    def note(step: int, timestep: Tensor, codes: Tensor) -> None:
-        nonlocal uneven, cells
+    def record_cells(step: int, timestep: Tensor, codes: Tensor) -> None:
+        nonlocal num_uneven, cells
         if session.local is not None:
             evaluated = [{divmod(cell, 4) for cell in row} for row in session.local.tolist()]
-            assert len(evaluated) == 4 and all(
-                cells[row % 2] <= evaluated_cells for row, evaluated_cells in enumerate(evaluated)
-            )
-        targets = session.scheduler.targets()  # of the next call
+            assert len(evaluated) == 4 and all(cells[row % 2] <= row_cells for row, row_cells in enumerate(evaluated))
+        targets = session.scheduler.targets()  # for the next call
         if targets is None:
             expected.append(16)
             return
         cells = [{(at // 8 // 2, at % 8 // 2) for at in row.nonzero().flatten().tolist()} for row in targets]
         expected.append(max(map(len, cells)))
-        uneven += len(cells[0]) != len(cells[1])
+        num_uneven += len(cells[0]) != len(cells[1])
 
     with paradec.accelerate(amused, paradec.samplers.create("recap", full_groups=2)) as session:
         for seed in range(3):
             before = len(session.report().cells)
-            capture_latents(amused, seed, callback=note)
-            assert [some for some, _ in session.report().cells[before:]] == expected[:-1]
+            capture_latents(amused, seed, callback=record_cells)
+            assert [count for count, _ in session.report().cells[before:]] == expected[:-1]
             expected[:] = [16]
-    assert uneven
+    assert num_uneven
 
 
 @pytest.mark.parametrize("cls", [AmusedScheduler, *IMAGE], ids=lambda cls: cls.__name__)
@@ -489,7 +472,7 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
     """A second thread in the same run is refused; another pipeline during the run gives the right result."""
     config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
     amused.scheduler = cls.from_config(config)
-    beside = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
+    other_pipe = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
     plain = capture_latents(amused)
     actual: list[Any] = []
 
@@ -500,7 +483,7 @@ def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
     with paradec.accelerate(amused, paradec.TaylorSeer(interval=3)) as session:
         fast = capture_latents(amused)
         assert session.report().full_steps == [0, 3]
-        assert torch.equal(capture_latents(beside), plain)
+        assert torch.equal(capture_latents(other_pipe), plain)
         with pytest.raises(RuntimeError, match="in another thread|used by another thread"):
             capture_latents(amused, callback=nested)
         assert torch.equal(actual[0], fast) and torch.equal(capture_latents(amused), fast)
@@ -514,13 +497,13 @@ def test_given_image_tokens_stay() -> None:
         generator = torch.Generator().manual_seed(0)
         sample = torch.randint(0, 8, (2, 3, 5), generator=generator)
         sample = scheduler.add_noise(sample, scheduler.timesteps[2], generator=generator)
-        given = sample != 8
-        assert given.any() and not given.all()
+        is_given = sample != 8
+        assert is_given.any() and not is_given.all()
         start = sample.clone()
         for timestep in scheduler.timesteps[3:]:
-            logits = torch.randn(2, 8, 3, 5, generator=generator)  # the mask is no code here
+            logits = torch.randn(2, 8, 3, 5, generator=generator)  # no logit for the mask
             sample = scheduler.step(logits, timestep, sample, generator=[generator, generator]).prev_sample
-        assert torch.equal(sample[given], start[given]) and (sample < 8).all()
+        assert torch.equal(sample[is_given], start[is_given]) and (sample < 8).all()
 
 
 @pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
@@ -538,7 +521,7 @@ def test_noise_masks_the_share_of_the_schedule(cls: type) -> None:
 
 @pytest.mark.parametrize("cls", IMAGE, ids=lambda cls: cls.__name__)
 def test_every_image_draws_from_its_own_generator(cls: type) -> None:
-    def filled(sample: Tensor, seeds: list[int]) -> Tensor:
+    def fill(sample: Tensor, seeds: list[int]) -> Tensor:
         scheduler = cls(mask_token_id=8)
         scheduler.set_timesteps(3)
         for timestep in scheduler.timesteps:
@@ -548,9 +531,9 @@ def test_every_image_draws_from_its_own_generator(cls: type) -> None:
         return sample
 
     masks, full = torch.full((1, 4, 4), 8), torch.ones(1, 4, 4, dtype=torch.int64)
-    alone, other = filled(masks, [5]), filled(masks, [6])
-    assert not torch.equal(alone, other)
-    assert torch.equal(filled(torch.cat((full, masks)), [6, 5]), torch.cat((full, alone)))
+    first, second = fill(masks, [5]), fill(masks, [6])
+    assert not torch.equal(first, second)
+    assert torch.equal(fill(torch.cat((full, masks)), [6, 5]), torch.cat((full, first)))
 
 
 def test_rules_that_fill_masks_need_a_mask_id() -> None:
@@ -660,9 +643,9 @@ def test_a_saved_pipeline_loads_in_a_fresh_process(tmp_path: Path) -> None:
     pipeline.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["scheduler"] == ["paradec.schedulers", "LocalLeapScheduler"]
-    done = subprocess.run([sys.executable, "-c", RELOAD, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"LocalLeapScheduler 3 {out.sequences.tolist()}"
+    process = subprocess.run([sys.executable, "-c", RELOAD, str(tmp_path)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip() == f"LocalLeapScheduler 3 {out.sequences.tolist()}"
 
 
 @pytest.mark.parametrize(
@@ -682,23 +665,23 @@ def test_a_pipeline_decodes_like_generate(model: Model, sampler: Any, tmp_path: 
     ids = torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(2))
     pipe = LLaDA2Pipeline(BlockCausal(model), BlockRefinementScheduler(block_length=BLOCK))
     pipe.scheduler = schedulers.from_preset(tmp_path / "p.json")
-    called = schedulers.call_arguments(tmp_path / "p.json")
-    assert called == {"gen_length": 8}
+    arguments = schedulers.call_arguments(tmp_path / "p.json")
+    assert arguments == {"gen_length": 8}
     expected = paradec.generate(model, input_ids=ids, preset=tmp_path / "p.json", eos_early_stop=False)
-    assert torch.equal(run_text(pipe, ids, **called), expected.new_tokens)
+    assert torch.equal(run_text(pipe, ids, **arguments), expected.new_tokens)
     assert pipe.model.calls == expected.nfe
 
 
 def test_steps_are_counted_per_block(model: Model) -> None:
     preset = paradec.Request(sampler="low_confidence", block_length=BLOCK, max_new_tokens=8, steps=4, temperature=0.5)
-    called = schedulers.call_arguments(preset)
-    assert called == {"gen_length": 8, "temperature": 0.5, "num_inference_steps": 2}
+    arguments = schedulers.call_arguments(preset)
+    assert arguments == {"gen_length": 8, "temperature": 0.5, "num_inference_steps": 2}
     scheduler = schedulers.from_preset(preset)
     assert isinstance(scheduler, schedulers.LowConfidenceScheduler) and scheduler.config.num_inference_steps == 2
     assert schedulers.from_preset(preset, block_length=2).config.block_length == 2
     ids = torch.randint(0, MASK - 1, (1, 8), generator=torch.Generator().manual_seed(2))
     pipe = LLaDA2Pipeline(BlockCausal(model), scheduler)
-    greedy = {**called, "temperature": 0.0}
+    greedy = {**arguments, "temperature": 0.0}
     expected = paradec.generate(model, input_ids=ids, preset=preset, temperature=0.0, eos_early_stop=False)
     assert torch.equal(run_text(pipe, ids, **greedy), expected.new_tokens) and pipe.model.calls == 4
 
@@ -708,8 +691,8 @@ def test_a_seed_becomes_a_generator(model: Model) -> None:
     pipe = LLaDA2Pipeline(BlockCausal(model), schedulers.from_preset(preset))
     ids = torch.randint(0, MASK - 1, (2, 8), generator=torch.Generator().manual_seed(2))
     first, repeated = (run_text(pipe, ids, **schedulers.call_arguments(preset)) for _ in range(2))
-    called = {**schedulers.call_arguments(preset), "generator": torch.Generator().manual_seed(3)}
-    assert torch.equal(first, repeated) and torch.equal(first, run_text(pipe, ids, **called))
+    arguments = {**schedulers.call_arguments(preset), "generator": torch.Generator().manual_seed(3)}
+    assert torch.equal(first, repeated) and torch.equal(first, run_text(pipe, ids, **arguments))
     with pytest.raises(ValueError, match="seed of the preset=.1, 2."):
         schedulers.call_arguments(paradec.Request(seed=(1, 2)))
 

@@ -26,17 +26,10 @@ from paradec.samplers.causal.state import NOISE_STREAM
 from paradec.samplers.start import row_keys
 
 NAMES = ("sjd", "scd", "jacobi")
-
-
 GAPS = piece(40, 54, "gaps").coordinates.clone()
 GAPS[[0, 7], 2] = torch.nan
-PIECES = [
-    piece(0, 11, "plain"),
-    piece(20, 31, "two", chains="AAAAABBBBBB"),
-    piece(40, 54, "gaps", coordinates=GAPS),
-    piece(5, 6, "one"),
-    piece(8, 10, "pair"),
-]
+PIECES = [piece(0, 11, "plain"), piece(20, 31, "two", chains="AAAAABBBBBB"), piece(40, 54, "gaps", coordinates=GAPS)]
+PIECES += [piece(5, 6, "one"), piece(8, 10, "pair")]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +37,8 @@ def model() -> ProteinMPNNModel:
     return load_protein_mpnn(GOLDEN / "proteins" / "small.pt", PIECES, dtype=torch.float64)
 
 
-def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
-    """Draw prompts of several structures, a request, and `order`, with the listed orders of all rows."""
+def draw_request(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
+    """Draw prompts of several structures, a request, and a list of `order` and the listed orders of all rows."""
     prompts, listed_orders = [], []
     for _ in range(draw.randint(1, 4)):
         number = draw.randrange(len(PIECES))
@@ -57,13 +50,9 @@ def setting(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int
         if draw.random() < 0.5:
             positions = [place for place in positions if prompts[-1][1 + place] == MASK_ID]
         listed_orders.append(draw.sample(positions, len(positions)))
-    request = {
-        "temperature": draw.choice((0.0, 0.05, 0.3, 1.0, 2.0)),
-        "top_k": draw.choice((None, None, 3)),
-        "top_p": draw.choice((None, None, 0.8)),
-        "seed": draw.randrange(100),
-        "suppress_tokens": draw.choice(((), (1, 5, 9))),
-    }
+    request = {"temperature": draw.choice((0.0, 0.05, 0.3, 1.0, 2.0)), "top_k": draw.choice((None, None, 3))}
+    request |= {"top_p": draw.choice((None, None, 0.8)), "seed": draw.randrange(100)}
+    request |= {"suppress_tokens": draw.choice(((), (1, 5, 9)))}
     return prompts, request, [draw.choice(("random", "chain", listed_orders)), listed_orders]
 
 
@@ -77,17 +66,16 @@ QUICK = [0, 1, 2]
 def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel, first: int) -> None:
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
-        prompts, request, (order, listed) = setting(draw, model)
+        prompts, request, (order, listed) = draw_request(draw, model)
         sampler = paradec.samplers.create("jacobi", window=draw.choice((None, None, 1, 3)))
         out = paradec.generate(model, prompts, sampler=sampler, order=order, logprobs=0, **request)
         keys = torch.as_tensor(row_keys([request["seed"]] * len(prompts), prompts))
         for row, prompt in enumerate(prompts):
             size, tokens = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
-            named = orders.create("raster" if order == "chain" else "random").groups(
-                1, size, draws_from_keys(keys[row : row + 1])
-            )
-            places = listed[row] if order is listed else named.order[0].tolist()
-            expected, _ = sequential(model, prompt, places, keys[row], Request(**request))
+            named_order = orders.create("raster" if order == "chain" else "random")
+            groups = named_order.groups(1, size, draws_from_keys(keys[row : row + 1]))
+            positions = listed[row] if order is listed else groups.order[0].tolist()
+            expected, _ = sequential(model, prompt, positions, keys[row], Request(**request))
             assert tokens == expected, (number, row)
             assert out.row_nfe[row] <= prompt.count(MASK_ID)
 
@@ -98,9 +86,8 @@ def test_log_probabilities_add_up_to_the_score_in_the_order(
     model: ProteinMPNNModel, name: str, temperature: float
 ) -> None:
     order = random.Random(4).sample(range(14), 14)
-    out = paradec.generate(
-        model, model.prompt("gaps"), sampler=name, temperature=temperature, order=order, seed=1, logprobs=2
-    )
+    request = {"sampler": name, "temperature": temperature, "order": order, "seed": 1, "logprobs": 2}
+    out = paradec.generate(model, model.prompt("gaps"), **request)
     row = out.sequences[0].tolist()
     decided, total = [0, 7], 0.0
     for place in (place for place in order if place not in decided):
@@ -134,33 +121,33 @@ def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel
     """Compare with the enumeration of all designs of four residues with three letters."""
     four, letters, temperature = model.on(piece(12, 16, "four")), (9, 12, 15), 0.5
     prompt, size = four.prompt(), 4
-    others = [token for token in range(20) if token not in letters]
-    orders_ = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
+    suppressed = [token for token in range(20) if token not in letters]
+    orders_of_positions = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
     expected, independent = torch.zeros(3**size, dtype=torch.float64), torch.ones(3**size, dtype=torch.float64)
     for number, design in enumerate(itertools.product(letters, repeat=size)):
         for place in range(size):
             p = conditional(four, prompt, [], place)[list(letters)].div(temperature).softmax(-1)
             independent[number] *= p[letters.index(design[place])]
-        for places in orders_:
-            chance, row = 1.0, list(prompt)
+        for places in orders_of_positions:
+            probability, row = 1.0, list(prompt)
             for k, place in enumerate(places):
                 p = conditional(four, row, list(places[:k]), place)[list(letters)].div(temperature).softmax(-1)
-                chance *= float(p[letters.index(design[place])])
+                probability *= float(p[letters.index(design[place])])
                 row[1 + place] = design[place]
-            expected[number] += chance / len(orders_)
+            expected[number] += probability / len(orders_of_positions)
     count = 3_000 if order == "listed" else 100_000
     sampler = paradec.samplers.create("scd", refresh="maximal") if name == "maximal" else name
-    request = {"temperature": temperature, "seed": 3, "suppress_tokens": others, "num_return_sequences": count}
-    out = paradec.generate(four, prompt, sampler=sampler, order=orders_[0] if order == "listed" else None, **request)
+    request = {"temperature": temperature, "seed": 3, "suppress_tokens": suppressed, "num_return_sequences": count}
+    out = paradec.generate(
+        four, prompt, sampler=sampler, order=orders_of_positions[0] if order == "listed" else None, **request
+    )
     index = {token: number for number, token in enumerate(letters)}
     place = torch.tensor([index.get(token, 0) for token in range(20)])
     numbers = (place[out.sequences[:, 1:]] * 3 ** torch.arange(size - 1, -1, -1)).sum(1)
     counts = torch.bincount(numbers, minlength=3**size)
     assert expected.sum() == pytest.approx(1) and (expected * count >= 5).sum() > 15
-    assert (
-        exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
-        and exactness.p_value(counts.numpy(), independent.numpy()) < 1e-6
-    )
+    assert exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
+    assert exactness.p_value(counts.numpy(), independent.numpy()) < 1e-6
     assert max(out.row_nfe) <= size
 
 
@@ -193,7 +180,7 @@ class Sums(Opaque):
         return logits if query.wanted is None else take_columns(logits, query.wanted)
 
 
-def plain(model: Sums, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
+def decode_in_order(model: Sums, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
     """Decode one position per step in `order`; cut the row after its first end token from the left."""
     row = list(row)
     start = max((at + 1 for at, token in enumerate(row) if token != 6), default=0)
@@ -215,29 +202,30 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
     out = paradec.generate(model, prompts, sampler="jacobi", max_new_tokens=6, temperature=1.0, seed=seed)
     rows = [[*row, *[6] * 6] for row in prompts]
     keys = torch.as_tensor(row_keys([seed] * 3, prompts))
-    ended = 0
+    num_ended = 0
     for number, row in enumerate(rows):
-        order = (
-            orders.create("random").groups(1, len(row), draws_from_keys(keys[number : number + 1])).order[0].tolist()
-        )
-        expected = plain(model, row, order, keys[number], 1.0)
+        groups = orders.create("random").groups(1, len(row), draws_from_keys(keys[number : number + 1]))
+        expected = decode_in_order(model, row, groups.order[0].tolist(), keys[number], 1.0)
         assert out.sequences[number, -len(row) :].tolist() == expected
-        ended += 4 in expected[len(prompts[number]) :]
+        num_ended += 4 in expected[len(prompts[number]) :]
         assert out.finished[number] == (5 in expected[len(prompts[number]) :])
     assert {len(query.tokens) for query in model.calls} == {1}
 
 
 def test_stop_strings_streamers_and_holes_see_the_text() -> None:
-    model, sent = Sums(), []
+    model, streamed_ids = Sums(), []
     request = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
     whole = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **request)
     letters = "".join("abcde.?"[token] for token in whole.sequences[0].tolist())
-    text = letters[3:5]
-    streamer = SimpleNamespace(put=lambda ids: sent.append(ids.clone()), end=lambda: sent.append(None))
-    out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=text, streamer=streamer, **request)
-    end = letters.index(text, 1) + 2
+    stop_string = letters[3:5]
+    streamer = SimpleNamespace(put=lambda ids: streamed_ids.append(ids.clone()), end=lambda: streamed_ids.append(None))
+    out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=stop_string, streamer=streamer, **request)
+    end = letters.index(stop_string, 1) + 2
     assert out.text == letters[:end] and out.finished == [True]
-    assert torch.cat(sent[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()] and sent[-1] is None
+    assert (
+        torch.cat(streamed_ids[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()]
+        and streamed_ids[-1] is None
+    )
     for seed in range(9):
         filled = paradec.infill(model, [0, 6, 6, 2, 6, 1], sampler="jacobi", temperature=2.0, seed=seed)
         assert filled.sequences[0, [0, 3, 5]].tolist() == [0, 2, 1] and not (filled.sequences == 5).any()

@@ -50,15 +50,9 @@ def sampler_of(name: str, drafter: Model) -> Any:
 def test_recorded_greedy_runs(name: str, chain: str) -> None:
     case, size = CASES[name], len(CASES[name]["vocab"])
     sampler = sampler_of(chain, causal_model_of(case, 0.3))
-    out = paradec.generate(
-        causal_model_of(case),
-        torch.tensor([[size + 1]]),
-        sampler=sampler,
-        temperature=0.0,
-        constraint=paradec.Regex(case["constraint"]["regex"]),
-        max_new_tokens=case["slots"],
-        logprobs=size,
-    )
+    request = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"]}
+    request |= {"sampler": sampler, "temperature": 0.0, "logprobs": size}
+    out = paradec.generate(causal_model_of(case), torch.tensor([[size + 1]]), **request)
     tokens = out.sequences[0, 1:].tolist()[: int(out.tokens[0])]
     expected = case["expected"]
     assert tokens + [case["end"]] * (case["slots"] - len(tokens)) == expected["tokens"]
@@ -76,11 +70,11 @@ def test_recorded_greedy_runs(name: str, chain: str) -> None:
 
 def masked_of(case: dict[str, Any]) -> dict[tuple[int, ...], float]:
     module, size = causal_model_of(case).module, len(case["vocab"])
-    return masked_distribution(
-        automaton_of(case),
-        lambda text: module(torch.tensor([[size + 1, *text]]))[0, len(text), :size].softmax(-1).tolist(),
-        case["slots"],
-    )
+
+    def next_probabilities(text: tuple[int, ...]) -> list[float]:
+        return module(torch.tensor([[size + 1, *text]]))[0, len(text), :size].softmax(-1).tolist()
+
+    return masked_distribution(automaton_of(case), next_probabilities, case["slots"])
 
 
 ROWS = 2000
@@ -93,16 +87,10 @@ ROWS = 2000
 def test_draws_have_the_distribution_of_masked_decoding(chain: str) -> None:
     case = CASES[next(name for name in case_names("law") if CASES[name]["ends"])]
     expected, size = masked_of(case), len(case["vocab"])
-    out = paradec.generate(
-        causal_model_of(case),
-        torch.full((ROWS, 1), size + 1),
-        sampler=sampler_of(chain, causal_model_of(case, 1.0)),
-        temperature=1.0,
-        seed=[*range(ROWS)],
-        constraint=paradec.Regex(case["constraint"]["regex"]),
-        max_new_tokens=case["slots"],
-        eos_early_stop=False,
-    )
+    request = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"]}
+    request |= {"temperature": 1.0, "seed": [*range(ROWS)], "eos_early_stop": False}
+    prompts, sampler = torch.full((ROWS, 1), size + 1), sampler_of(chain, causal_model_of(case, 1.0))
+    out = paradec.generate(causal_model_of(case), prompts, sampler=sampler, **request)
     assert_frequencies(out.sequences[:, 1:], expected)
 
 
@@ -166,11 +154,8 @@ def test_free_text_marker_and_answer_have_the_distribution_of_masked_decoding(
 
 @pytest.fixture(scope="module")
 def causal() -> Model:
-    model = wrap_causal(tiny_llama(vocab=VOCAB).double())
-    model.tokenizer = tiny_with_texts().tokenizer
-    return paradec.wrap(
-        model.module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tiny_with_texts().tokenizer
-    )
+    module, tokenizer = tiny_llama(vocab=VOCAB).double(), tiny_with_texts().tokenizer
+    return paradec.wrap(module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tokenizer)
 
 
 OVER_STORES: dict[str, dict[str, Any]] = {
@@ -189,11 +174,7 @@ OVER_STORES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("tree", "lookup", "sjd_pac") else pytest.mark.full)
-        for name in OVER_STORES
-    ],
+    "name", [pytest.param(n, marks=() if n in ("tree", "lookup", "sjd_pac") else pytest.mark.full) for n in OVER_STORES]
 )
 def test_every_answer_satisfies_the_constraint(name: str, causal: Model) -> None:
     settings = {"sampler": name} | OVER_STORES[name]
@@ -210,13 +191,6 @@ def test_every_answer_satisfies_the_constraint(name: str, causal: Model) -> None
 
 
 def test_a_template_joins_the_next_forward(causal: Model) -> None:
-    out = paradec.generate(
-        causal,
-        [[1, 2]],
-        sampler=samplers.create("sjd", window=16),
-        constraint=paradec.Regex(r"\{x:[0-3],y:\[\]\}"),
-        temperature=1.0,
-        seed=4,
-        max_new_tokens=16,
-    )
+    request = {"constraint": paradec.Regex(r"\{x:[0-3],y:\[\]\}"), "temperature": 1.0, "seed": 4, "max_new_tokens": 16}
+    out = paradec.generate(causal, [[1, 2]], sampler=samplers.create("sjd", window=16), **request)
     assert out.text[0].startswith("{x:") and out.nfe <= 3

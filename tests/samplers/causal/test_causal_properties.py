@@ -1,4 +1,4 @@
-"""Properties of every with_drafter and verification method on causal language models."""
+"""Properties of every drafting and verification method on causal language models."""
 
 import copy
 import pickle
@@ -130,15 +130,14 @@ def test_steps_have_no_side_effects_and_copies_decode_alike(name: str) -> None:
             for quantity, value in first.quantities.items():
                 assert torch.equal(value, second.quantities[quantity]), quantity
             assert all(map(torch.equal, before, [state.canvas, *state.memory.tensors.values()]))
-            other, committed = pickle.loads(pickle.dumps(copy.deepcopy(state))), state.committed.copy()
+            copied_state, committed = pickle.loads(pickle.dumps(copy.deepcopy(state))), state.committed.copy()
             sampler.commit(state, second)
-            sampler.commit(other, sampler.step(model, other))
-            assert torch.equal(state.canvas, other.canvas)
-            assert all(torch.equal(tensor, other.memory[key]) for key, tensor in state.memory.tensors.items())
+            sampler.commit(copied_state, sampler.step(model, copied_state))
+            assert torch.equal(state.canvas, copied_state.canvas)
+            assert all(torch.equal(tensor, copied_state.memory[key]) for key, tensor in state.memory.tensors.items())
             num_committed = state.committed - committed
-            assert (num_committed == state.accepted[-1]).all() and (
-                num_committed[first.rows] >= (sampler.name != "jacobi")
-            ).all()
+            assert (num_committed == state.accepted[-1]).all()
+            assert (num_committed[first.rows] >= (sampler.name != "jacobi")).all()
             with pytest.raises(ValueError, match="earlier state"):
                 sampler.commit(state, first)
     assert state.progress == (40, 40)

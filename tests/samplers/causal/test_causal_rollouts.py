@@ -88,10 +88,8 @@ def test_recorded_log_probabilities_are_replayed_and_equal_the_module_s(name: st
                 steps = rollout.step_map[row].tolist()
                 assert steps[:begin] == [-1] * begin and steps[begin + count : begin + 8] == [-2] * (8 - count)
                 if request.get("trace"):
-                    writes = read_last_writes(output, mask=-1)[row]
-                    assert writes == {
-                        at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)
-                    }
+                    written = {at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)}
+                    assert read_last_writes(output, mask=-1)[row] == written
 
 
 def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +129,8 @@ def test_rollouts_have_the_version_of_the_weights_and_failed_rows_none() -> None
         with torch.no_grad():
             model.module.lm_head.weight *= 0.9
 
-    assert (
-        paradec.generate(model, ROWS, callback=change, **DRAWN).rollout.approximation
-        == "weights that changed while decoding"
-    )
+    changed = paradec.generate(model, ROWS, callback=change, **DRAWN).rollout
+    assert changed.approximation == "weights that changed while decoding"
     with torch.no_grad():
         model.module.model.embed_tokens.weight[20] = torch.nan
     many = paradec.generate_many(model, ROWS, suppress_tokens=[20], **DRAWN)  # token 20 is only in the last prompt
@@ -146,23 +142,17 @@ def test_rollouts_have_the_version_of_the_weights_and_failed_rows_none() -> None
 def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
     case = CASES[case_names("causal")[0]]
     size, model = len(case["vocab"]), causal_model_of(case)
-    request = {
-        "constraint": paradec.Regex(case["constraint"]["regex"]),
-        "max_new_tokens": case["slots"],
-        "rollout": True,
-    }
-    rollout = paradec.generate(
-        model, torch.tensor([[size + 1]]), sampler="sjd", temperature=1.0, seed=0, **request
-    ).rollout
+    request = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"]}
+    request |= {"sampler": "sjd", "temperature": 1.0, "seed": 0, "rollout": True}
+    rollout = paradec.generate(model, torch.tensor([[size + 1]]), **request).rollout
     assert rollout.decided.any()
     assert_replayed(model, rollout, 1e-5)
 
 
 def test_nemotron_s_causal_mode() -> None:
     model = paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", dtype="float64", topology="causal")
-    rollout = paradec.generate(
-        model, [[3, 1, 2], [5]], sampler="self_speculative", temperature=1.0, seed=0, **ROLLOUT
-    ).rollout
+    request = {"sampler": "self_speculative", "temperature": 1.0, "seed": 0} | ROLLOUT
+    rollout = paradec.generate(model, [[3, 1, 2], [5]], **request).rollout
     assert_replayed(model, rollout)
     with pytest.raises(ValueError, match="rollout is of .*, not of"):
         paradec.replay(paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", topology="block_causal"), rollout)

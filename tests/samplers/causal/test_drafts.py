@@ -48,14 +48,10 @@ def test_candidates_are_those_of_transformers(size: int, ends: list[int], forbid
     tokens = torch.randint(0, 5, (200, 24), generator=generator)
     usable = ~torch.isin(tokens, torch.tensor(forbidden, dtype=torch.int64))
     drafts, count = look_up(tokens, length, usable, torch.tensor(ends, dtype=torch.int64), size, 6)
-    theirs = PromptLookupCandidateGenerator(
-        eos_token_id=torch.tensor(ends) if ends else None,
-        num_output_tokens=6,
-        max_matching_ngram_size=size,
-        max_length=100,
-        logits_processor=Suppress(forbidden),  # type: ignore[arg-type]
-        vocab_size=5,
-    )
+    processor: Any = Suppress(forbidden)
+    settings = {"num_output_tokens": 6, "max_matching_ngram_size": size, "max_length": 100, "vocab_size": 5}
+    eos_token_id = torch.tensor(ends) if ends else None
+    theirs = PromptLookupCandidateGenerator(eos_token_id=eos_token_id, logits_processor=processor, **settings)
     for row in range(200):
         ids = tokens[row : row + 1, : int(length[row])]
         expected = theirs.get_candidates(ids)[0][0, ids.shape[1] :].tolist()
@@ -96,8 +92,7 @@ def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
     plain = paradec.generate(base, PROMPTS, sampler=paradec.samplers.create("sjd", window=1), **request)
     assert out.new_tokens.tolist() == plain.new_tokens.tolist()
     state = sampler().start(base, [[VOCAB - 1, 0, VOCAB - 1, 0]], max_new_tokens=6)
-    state.canvas[0, 0] = VOCAB + 3
-    state.canvas[0, 2] = VOCAB + 3
+    state.canvas[0, [0, 2]] = VOCAB + 3
     PromptLookup(5, 1).fill(state, np.arange(1))
     assert state.drafted.tolist() == [0]  # the id after the matching 0 is outside the vocabulary
 
@@ -109,33 +104,29 @@ def test_the_longest_path_equals_a_walk() -> None:
     tokens = torch.randint(0, 3, (300, 11), generator=generator)
     depth, node = longest_path(tree, drafts, tokens)
     paths = [[0, *range(1, width)], *([0, at, at + 1] for at in (5, 7, 9))]
-    deep = set()
+    lengths = set()
     for row in range(300):
         walks = []
         for path in paths:
-            k = 0
-            while k + 1 < len(path) and drafts[row, path[k + 1]] == tokens[row, path[k]]:
-                k += 1
-            walks.append(path[: k + 1])
+            accepted = 0
+            while accepted + 1 < len(path) and drafts[row, path[accepted + 1]] == tokens[row, path[accepted]]:
+                accepted += 1
+            walks.append(path[: accepted + 1])
         best = max(walks, key=len)
         assert int(depth[row]) == len(best) - 1 and node[row].tolist() == [*best, *range(len(best), width)]
-        deep.add((len(best), best[-1] >= width))
-    assert {(2, True), (3, True), (4, False)} <= deep
+        lengths.add((len(best), best[-1] >= width))
+    assert {(2, True), (3, True), (4, False)} <= lengths
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "request_",
-    [
-        {"temperature": 0},
-        {"temperature": 0.8, "top_k": 3},
-        {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "logprobs": 2},
-    ],
+    "request_", [{"temperature": 0}, {"temperature": 0.8, "top_k": 3}, {"guidance_scale": 1.7, "logprobs": 2}]
 )
 @pytest.mark.parametrize("settings", [{"pool": 1, "ngram": 2}, {"pool": 4, "ngram": 4, "pool_size": 8}])
 def test_tokens_are_those_of_the_window_alone(settings: dict[str, Any], request_: dict[str, Any]) -> None:
     base = tiny_base()
     request = {"max_new_tokens": 24, "seed": 3} | request_
+    request |= {"negative_prompt": NEGATIVE} if "guidance_scale" in request_ else {}
     expected, alone = decode_answers(Jacobi(window=6), base, TEXTS, **request)
     tokens, state = decode_answers(Jacobi(window=6, **settings), base, TEXTS, **request)
     assert tokens == expected and state.nfe.sum() < alone.nfe.sum()
@@ -211,10 +202,10 @@ def test_every_step_s_tree_and_matrix_are_those_of_a_plain_loop(tree: Any) -> No
                     assert int(state.memory["drafts"][row, node]) == at[path]
 
 
-@pytest.mark.parametrize("what", ["temperature 1", pytest.param("all", marks=pytest.mark.full)])
-def test_answers_of_recycled_tokens_have_the_model_s_distribution(what: str) -> None:
+@pytest.mark.parametrize("request_name", ["temperature 1", pytest.param("all", marks=pytest.mark.full)])
+def test_answers_of_recycled_tokens_have_the_model_s_distribution(request_name: str) -> None:
     model = TableModel.random(4, seed=4, sharpness=2.0)
-    request_ = {"new": 6} | exactness.REQUESTS[what]
+    request_ = {"new": 6} | exactness.REQUESTS[request_name]
     result = exactness.test_case(recycling((2, 2, 1), k=3), model, 2000, seed=1, **request_)
     assert min(result["p_values"]) > 0.01 / 4 and result["nfe"] < 6
 

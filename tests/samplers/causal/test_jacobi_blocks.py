@@ -44,16 +44,10 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     assert model.facts.eos_token_ids == (end,) and settings["eos"] in (None, end)
     group = settings["block"]
     sampler = Jacobi(group=group, max_iterations=settings["max_iter"], early_exit="published")
-    silent = () if settings["eos"] is not None else (end,)  # its logit is set to -10000 there
-    state = sampler.start(
-        model,
-        [settings["prompt"]],
-        temperature=0,
-        suppress_tokens=silent,
-        # the last block also predicts the token after it
-        max_new_tokens=len(blocks) * group + 1,
-        seed=0,
-    )
+    suppressed = () if settings["eos"] is not None else (end,)  # the public code sets its logit to -10000
+    request = {"temperature": 0, "suppress_tokens": suppressed, "seed": 0}
+    # the last block also predicts the token after it
+    state = sampler.start(model, [settings["prompt"]], max_new_tokens=len(blocks) * group + 1, **request)
     sampler.commit(state, sampler.step(model, state))
     for block in blocks:
         if state.done:  # the block before predicted an end token as this block's first token
@@ -70,14 +64,14 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
             logits = model(query, state.store)
             assert (int(query.positions[0, 0]), int(query.positions[0, -1]) + 1) == tuple(call["positions"])
             assert iterate is None or query.tokens[0].tolist() == iterate
-            shown = logits.index_fill(-1, torch.tensor(silent, dtype=torch.int64), -10000)
-            recorded.assert_checksum(shown, call["logits"])
-            assert shown[0].argmax(-1).tolist() == call["argmax"]
+            logits_shown = logits.index_fill(-1, torch.tensor(suppressed, dtype=torch.int64), -10000)
+            recorded.assert_checksum(logits_shown, call["logits"])
+            assert logits_shown[0].argmax(-1).tolist() == call["argmax"]
             commit = sampler.commit(state, sampler.propose(state, [logits], [query]))
             if end in block["committed"] and int(state.committed[0]) > start:
                 break  # a finished row stops inside its block
         else:
-            assert int(state.row_step[0]) == 1 + sum(len(each["calls"]) for each in blocks[: blocks.index(block) + 1])
+            assert int(state.row_step[0]) == 1 + sum(len(b["calls"]) for b in blocks[: blocks.index(block) + 1])
         if end not in [*block["committed"], block["next_first"]]:
             assert commit.values[0].tolist() == [*block["committed"][1:], block["next_first"]]
     answer = state.canvas[0, len(settings["prompt"]) :].tolist()
@@ -96,7 +90,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", KEEPS)
 @replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
-    """A plain loop that never drops keys and values reproduces the public code's case, which is not greedy; ours is."""
+    """A plain loop that never drops keys and values gives the public code's text. It is not greedy; ours is."""
     settings, module = case["settings"], module_of(case)
     end = module.config.eos_token_id
     cache, fed = DynamicCache(config=module.config), 0
@@ -125,10 +119,8 @@ def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str,
 
     model, group = paradec.wrap(module), settings["block"]
     sampler = Jacobi(group=group, max_iterations=settings["max_iter"], early_exit="published")
-    new = len(case["greedy"])
-    state = sampler.start(
-        model, [settings["prompt"]], temperature=0, suppress_tokens=(end,), max_new_tokens=new, seed=0
-    )
+    request = {"temperature": 0, "suppress_tokens": (end,), "max_new_tokens": len(case["greedy"]), "seed": 0}
+    state = sampler.start(model, [settings["prompt"]], **request)
     sampler.commit(state, sampler.step(model, state))
     for block in case["blocks"]:
         start = state.committed.copy()
@@ -203,15 +195,12 @@ def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
     assert out.row_nfe[0] <= 1 + len(expected[0]) - 1 < max(out.row_nfe)
 
 
-def test_an_end_token_that_is_not_right_closes_nothing() -> None:
+def test_an_end_token_in_an_unconverged_draft_ends_nothing() -> None:
     greedy = token_by_token(MODEL, PROMPTS[0], 9, ())
     ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
-    free, ended = (tiny(2, topology="causal", prediction="shifted", ends=each) for each in ((), ends))
-    sampler = Jacobi(group=9)
-    out, expected = (
-        paradec.generate(model, input_ids=PROMPTS[:1], sampler=sampler, max_new_tokens=9, seed=0)
-        for model in (ended, free)
-    )
+    sampler, request = Jacobi(group=9), {"input_ids": PROMPTS[:1], "max_new_tokens": 9, "seed": 0}
+    ended = tiny(2, topology="causal", prediction="shifted", ends=ends)
+    out, expected = (paradec.generate(model, sampler=sampler, **request) for model in (ended, MODEL))
     assert out.new_tokens.tolist() == expected.new_tokens.tolist() == [greedy] and out.row_nfe == expected.row_nfe
     state = sampler.start(ended, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
     num_committed = []
@@ -226,12 +215,11 @@ def test_an_end_token_that_is_not_right_closes_nothing() -> None:
 def test_draws_are_those_of_token_by_token_decoding(temperature: float, early_exit: str) -> None:
     """Noise belongs to a position, so the fixed point equals token-by-token decoding with the same noise."""
     request = {"max_new_tokens": 11, "temperature": temperature, "seed": (4, 5, 6), "top_k": 9, "guidance_scale": 1.3}
-    one = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), **request)
+    expected = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), **request)
     for group in (1, 4, 40):
         sampler = Jacobi(group=group, early_exit=early_exit)
-        assert torch.equal(
-            paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, **request).new_tokens, one.new_tokens
-        )
+        out = paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, **request)
+        assert torch.equal(out.new_tokens, expected.new_tokens)
 
 
 def test_answers_have_the_model_s_distribution() -> None:
