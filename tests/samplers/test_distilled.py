@@ -50,23 +50,17 @@ def golden_vq() -> VQModel:
     return vq
 
 
-def golden_sizes(name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    record, weights = image_case(SYSTEM, f"{name}.config")
-    sizes = {
-        key: record[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
-    }
+def golden_sizes(model_name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    record, weights = image_case(SYSTEM, f"{model_name}.config")
+    names = ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
+    sizes = {name: record[name] for name in names}
     return sizes | {"ffn_dim": record["ffn_hidden"], "grid": grid}, weights
 
 
 def replay_steps(
-    model: Any,
-    recorded: dict[str, Any],
-    arrays: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-    assert_teacher_call: Callable[[Any, Any, dict[str, Any]], None],
-    teacher: dict[str, Any],
-    **sampling: Any,
-) -> Any:
+    model: Any, recorded: dict[str, Any], arrays: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch,
+    assert_teacher_call: Callable[[Any, Any, dict[str, Any]], None], teacher: dict[str, Any], **sampling: Any,
+) -> Any:  # fmt: skip
     """Decode, compare every recorded step, and return the final state."""
     settings, calls = recorded["settings"], 0
     if recorded["margin"] < 1e-4:  # in float32 the order of a sum could decide
@@ -174,13 +168,13 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
             x = codes[torch.cdist(x, codes).argmin(-1)]
         ids = torch.cdist(x[:start], codes).argmin(-1).tolist()
         for position in range(start, 6):
-            record = []
+            branch_logits = []
             for condition in (label, 10):
                 first = network.cls_embedding.embedding_table(torch.tensor([[condition]]))
                 hidden = torch.cat((first, network.tok_embeddings(torch.tensor([ids], dtype=torch.int64))), 1)
                 out = network.backbone(hidden, torch.arange(-1, len(ids)).unsqueeze(0))
-                record.append(network.head(out)[0, -1])
-            guided = record[1] + scale * (record[0] - record[1])
+                branch_logits.append(network.head(out)[0, -1])
+            guided = branch_logits[1] + scale * (branch_logits[0] - branch_logits[1])
             likely = guided.topk(sampling.get("top_k", 1)).indices.sort().values
             sums = (guided[likely] / sampling.get("temperature", 1)).softmax(-1).cumsum(-1)
             u = rng.uniform(state.keys[[row]], torch.tensor([0]), torch.tensor([[position]]), 1, rng.TOKEN_STREAM)
@@ -190,7 +184,7 @@ def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float,
         torch.testing.assert_close(state.tokens[row], expected, atol=1e-10, rtol=0)
 
 
-def test_rows_begin_with_noise_of_their_own() -> None:
+def test_rows_begin_with_different_noise() -> None:
     noise = Distilled().start(tiny_student(), [1] * 400, seed=0).noise.flatten()
     assert abs(float(noise.mean())) < 0.02 and abs(float(noise.std()) - 1) < 0.02
     assert len(noise.unique()) == len(noise)  # copies of a row differ
@@ -200,25 +194,18 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     student, teacher = tiny_student(), tiny_llamagen()
     sampler, states = Distilled(t_list=(0, 16), teacher=teacher), []
 
-    def note(state: Any, commit: Any) -> None:
+    def record_state(state: Any, commit: Any) -> None:
         states.append((state, state.teacher.store.nbytes, state.teacher_nfe, state.progress))
 
-    out = paradec.generate_images(
-        student, class_labels=[3, 9], sampler=sampler, temperature=0, guidance_scale=2.0, seed=0, output_type="latent",
-        callback=note,
-    )  # fmt: skip
-    plain = paradec.samplers.create("sjd", window=1)
-    expected = paradec.generate_images(
-        teacher, class_labels=[3, 9], sampler=plain, temperature=0, guidance_scale=2.0, seed=0, output_type="latent"
-    )
+    request = {"class_labels": [3, 9], "temperature": 0, "guidance_scale": 2.0, "seed": 0, "output_type": "latent"}
+    out = paradec.generate_images(student, sampler=sampler, callback=record_state, **request)
+    expected = paradec.generate_images(teacher, sampler=paradec.samplers.create("sjd", window=1), **request)
     assert torch.equal(out.tokens, student.codes()[expected.tokens])
     assert out.row_nfe == [16, 16]
     config = teacher.module.config
-    num_bytes = (
-        2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)
-    )  # the class, a picture, and a slot for padding
+    num_bytes = 2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)  # class, picture, and a slot for padding
     assert [entry[1:] for entry in states] == [(num_bytes, step, (2 * step, 32)) for step in range(1, 17)]
-    assert states[0][0].teacher.store.nbytes == 0  # it is given back
+    assert states[0][0].teacher.store.nbytes == 0  # it is freed
 
 
 def test_pictures_and_their_traces() -> None:
@@ -259,9 +246,8 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     fields = {"model_type": "distilled_llamagen", "defaults": {"steps": 1, "guidance_scale": 1.5}}
     (folder / "config.json").write_text(json.dumps(sizes | fields))
     save_file(weights, folder / "model.safetensors")
-    save_file(
-        student.vq.state_dict(), folder / "vq.safetensors", metadata={"config": json.dumps(student.vq.config.to_dict())}
-    )
+    vq_metadata = {"config": json.dumps(student.vq.config.to_dict())}
+    save_file(student.vq.state_dict(), folder / "vq.safetensors", metadata=vq_metadata)
     loaded = paradec.load(folder, dtype="float64")
     assert loaded.defaults["steps"] == 1 and loaded.module.config == config
     assert paradec.generate_images(loaded, class_labels=1, seed=0, output_type="latent").row_nfe == [1]
@@ -328,20 +314,20 @@ def test_the_teacher_s_prefix(masked: bool) -> None:
     state = sampler.start(student, [3, 1], temperature=0, guidance_scale=2.5, seed=0)
     logits_by_scale = {}
     while not state.done:
-        kind, at = state.plan[state.index]
+        kind, scale = state.plan[state.index]
         proposal = sampler.step(student, state)
         if kind == "teacher":
-            logits_by_scale[at] = proposal.logits
+            logits_by_scale[scale] = proposal.logits
         sampler.commit(state, proposal)
     assert list(logits_by_scale) == [last - 1, last]
     with torch.no_grad():
         inputs = teacher.vq.inputs(student.codes()[state.ids], scales)[0]
         halves = [teacher.module(torch.tensor(labels), inputs) for labels in ([3, 1], [5, 5])]
-    for at, logits in logits_by_scale.items():
-        weight = 1 + 1.5 * at / last
-        where = slice(teacher.module.begin(at), teacher.module.ends[at])
-        record = weight * halves[0][:, where] + (1 - weight) * halves[1][:, where]
-        assert torch.allclose(logits, record, atol=1e-9) == masked
+    for scale, logits in logits_by_scale.items():
+        weight = 1 + 1.5 * scale / last
+        positions = slice(teacher.module.begin(scale), teacher.module.ends[scale])
+        guided_logits = weight * halves[0][:, positions] + (1 - weight) * halves[1][:, positions]
+        assert torch.allclose(logits, guided_logits, atol=1e-9) == masked
 
 
 def test_a_picture_drawn_in_scales_is_the_teacher_s() -> None:
@@ -436,7 +422,7 @@ def test_the_command_takes_a_teacher(tmp_path: Path) -> None:
     metadata = {"config": '{"scales": [1, 2, 3, 4], "heads": 2}'}
     save_file(teacher.module.float().state_dict(), tmp_path / "teacher.safetensors", metadata=metadata)
     arguments = ["image", "--model", str(folder), "--vq", str(vq), "--class", "1", "--out", str(tmp_path / "x.png")]
-    taught = ["--drafter", str(tmp_path / "teacher.safetensors"), "--set", "teacher_start=1"]
-    for options, forwards in (([], "2 forwards"), (taught, "3 forwards")):
-        done = CliRunner().invoke(app, [*arguments, *options])
-        assert done.exit_code == 0 and forwards in done.output, done.output
+    with_teacher = ["--drafter", str(tmp_path / "teacher.safetensors"), "--set", "teacher_start=1"]
+    for options, forwards in (([], "2 forwards"), (with_teacher, "3 forwards")):
+        result = CliRunner().invoke(app, [*arguments, *options])
+        assert result.exit_code == 0 and forwards in result.output, result.output

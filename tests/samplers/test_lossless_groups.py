@@ -23,7 +23,7 @@ from paradec.samplers.start import row_keys
 
 
 def random_lpd(seed: int, **sizes: Any) -> LPDModel:
-    """A random network in which attention and the class have a strong influence. sizes: fields of `LPDConfig`."""
+    """A random network with a strong influence of attention and the class. sizes: fields of `LPDConfig`."""
     torch.manual_seed(seed)
     module = LPD(LPDConfig(**sizes)).double()
     for name, parameter in module.named_parameters():
@@ -39,8 +39,6 @@ MODELS: dict[str, Callable[[], LPDModel]] = {
     "square": lambda: random_lpd(3, dim=8, n_layer=2, n_head=2, grid=3, vocab_size=6, num_classes=2),
     "deep": lambda: random_lpd(5, dim=12, n_layer=3, n_head=3, grid=4, vocab_size=20, num_classes=4, inner=10),
 }
-
-
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.0, "guidance_scale": 3.0},
@@ -63,19 +61,13 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
         )
         size, blank = model.module.config.grid**2, model.blank_id
         rows = [[blank + 1 + label] for label in labels]
-        named = orders.create(order).groups(
-            model.module.config.grid, model.module.config.grid, keyed_rows([setting] * 3, rows)
-        )
+        grid = model.module.config.grid
+        groups = orders.create(order).groups(grid, grid, keyed_rows([setting] * 3, rows))
         keys = torch.as_tensor(row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
         for row, label in enumerate(labels):
-            expected = one_position_a_call(
-                model,
-                label,
-                torch.as_tensor(named.order[row].copy()),
-                keys[row],
-                Request(**request),
-                schedule == "linear",
-            )
+            positions = torch.as_tensor(groups.order[row].copy())
+            arguments = (positions, keys[row], Request(**request), schedule == "linear")
+            expected = one_position_a_call(model, label, *arguments)
             assert out.tokens[row].tolist() == expected.tolist(), (order, row)
             assert out.row_nfe[row] <= size
         assert out.row_forwards == sum(out.row_nfe) * (2 if "guidance_scale" in request else 1)
@@ -84,9 +76,7 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
 
 
 def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
-    from paradec.core.orders import draws_from_keys
-
-    return draws_from_keys(torch.as_tensor(row_keys(seeds, rows)))
+    return orders.draws_from_keys(torch.as_tensor(row_keys(seeds, rows)))
 
 
 @pytest.mark.thinned
@@ -97,11 +87,11 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
     expected = torch.zeros(81, dtype=torch.float64)
     for number, codes in enumerate(itertools.product(range(3), repeat=4)):
         picture = torch.tensor(codes)
-        said = groups_of_one(model, 1, picture, order, 2.0, True).log_softmax(-1)
-        expected[number] = said.gather(1, picture[order].unsqueeze(1)).sum().exp()
-    request = orders.create("given", cells=order.tolist())
+        logp = groups_of_one(model, 1, picture, order, 2.0, True).log_softmax(-1)
+        expected[number] = logp.gather(1, picture[order].unsqueeze(1)).sum().exp()
+    listed_order = orders.create("given", cells=order.tolist())
     counts = []
-    for sampler in (Groups(order=request, lossless=True, verify=verify), Groups(order=request)):
+    for sampler in (Groups(order=listed_order, lossless=True, verify=verify), Groups(order=listed_order)):
         out = paradec.generate_images(
             model, class_labels=1, num_images=count, sampler=sampler, seed=3, guidance_scale=2.0, output_type="latent"
         )
@@ -113,32 +103,26 @@ def test_the_distribution_is_that_of_groups_of_one(verify: str) -> None:
 def test_rows_alone_repeated_steps_and_copies_of_the_state() -> None:
     model = MODELS["deep"]()
     sampler = Groups(lossless=True)
-    asked = {"guidance_scale": 2.0, "seed": [3, 4, 5], "sampler": sampler, "output_type": "latent"}
-    together = paradec.generate_images(model, class_labels=[0, 1, 2], **asked)
+    fields = {"guidance_scale": 2.0, "seed": [3, 4, 5], "sampler": sampler, "output_type": "latent"}
+    together = paradec.generate_images(model, class_labels=[0, 1, 2], **fields)
     for row in range(3):
-        alone = paradec.generate_images(model, class_labels=row, **(asked | {"seed": 3 + row}))
+        alone = paradec.generate_images(model, class_labels=row, **(fields | {"seed": 3 + row}))
         assert torch.equal(alone.tokens[0], together.tokens[row]) and alone.row_nfe[0] == together.row_nfe[row]
-    laid = model.request([0, 1, 2], model.grid())
+    prepared = model.request([0, 1, 2], model.grid())
     request = Request(sampler=sampler, guidance_scale=2.0, seed=[3, 4, 5], temperature=1.0)
-    state = sampler.start(model, laid.prompts, request, grid=model.grid(), negative_prompt=laid.unconditional)
+    state = sampler.start(model, prepared.prompts, request, grid=model.grid(), negative_prompt=prepared.unconditional)
     decode(sampler, model, state, lambda *_: True)
     first, second = sampler.step(model, state), sampler.step(model, state)
     assert torch.equal(first.values, second.values) and torch.equal(first.quantities["p"], second.quantities["p"])
-    for each in (state, pickle.loads(pickle.dumps(state))):
-        decode(sampler, model, each)
-        assert torch.equal(each.canvas[:, 1:], together.tokens)
+    for copied_state in (state, pickle.loads(pickle.dumps(state))):
+        decode(sampler, model, copied_state)
+        assert torch.equal(copied_state.canvas[:, 1:], together.tokens)
 
 
-def test_traces_and_what_is_counted() -> None:
+def test_traces_and_counts() -> None:
     model = tiny_lpd()
-    out = paradec.generate_images(
-        model,
-        class_labels=[1, 2],
-        sampler=Groups(lossless=True, order="random"),
-        seed=1,
-        trace=True,
-        guidance_scale=1.0,
-    )
+    request = {"class_labels": [1, 2], "seed": 1, "trace": True, "guidance_scale": 1.0}
+    out = paradec.generate_images(model, sampler=Groups(lossless=True, order="random"), **request)
     assert out.recorded_trace is not None and len(out.images) == 2
     assert sum(counts.sum() for counts in out.accepted) == 32
     assert sorted(at for step in out.trace.steps for row, at, *_ in step.commits if row == 0) == list(range(1, 17))
@@ -147,11 +131,11 @@ def test_traces_and_what_is_counted() -> None:
 
 def test_orders_are_those_of_the_groups() -> None:
     model = MODELS["deep"]()
-    laid = model.request([1], model.grid())
+    prepared = model.request([1], model.grid())
     for order, steps in (("lpd", 6), ("lpd", None), ("halton", None)):
         request = Request(sampler=Groups(order=order), seed=7, steps=steps, temperature=1.0)
-        lossy = Groups(order=order).start(model, laid.prompts, request, grid=model.grid())
-        exact = Groups(order=order, lossless=True).start(model, laid.prompts, request, grid=model.grid())
+        lossy = Groups(order=order).start(model, prepared.prompts, request, grid=model.grid())
+        exact = Groups(order=order, lossless=True).start(model, prepared.prompts, request, grid=model.grid())
         assert exact.order[0, 1:17].tolist() == lossy.cells[0].tolist()
 
 
@@ -164,7 +148,7 @@ def test_logits_that_are_not_finite_and_settings() -> None:
     assert replace(Groups(lossless=True), verify="sjd").verifier.name == "sjd"
 
 
-def test_the_packaged_model_draws_what_is_asked_for_exactly_and_in_groups() -> None:
+def test_the_packaged_model_draws_the_requested_digits_exactly_and_in_groups() -> None:
     model, classifier = paradec.load("digits-lpd"), load_script("benchmarks/digit_quality.py").load_classifier()
     labels = [*range(10)] * 2
     for sampler in (Groups(), Groups(lossless=True)):
@@ -175,8 +159,7 @@ def test_the_packaged_model_draws_what_is_asked_for_exactly_and_in_groups() -> N
         assert out.nfe < 16
     model = paradec.load("digits-lpd", dtype="float64")
     request: dict[str, Any] = {"class_labels": [3, 8], "seed": 1, "output_type": "latent"}
-    one, few = (
-        paradec.generate_images(model, sampler=Groups(lossless=True, window=window), **request) for window in (1, None)
-    )
-    assert torch.equal(one.tokens, few.tokens)
-    assert one.nfe == 49 and few.nfe < 16
+    methods = (Groups(lossless=True, window=window) for window in (1, None))
+    one_by_one, in_groups = (paradec.generate_images(model, sampler=method, **request) for method in methods)
+    assert torch.equal(one_by_one.tokens, in_groups.tokens)
+    assert one_by_one.nfe == 49 and in_groups.nfe < 16

@@ -80,7 +80,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     for row in (0, 1):
         sampler, model, state = start_method(name, [row])
         torch.testing.assert_close(result_of(decode(sampler, model, state))[0], together[row], atol=1e-9, rtol=1e-9)
-    assert not torch.equal(together[0], together[2]), "a row of the same label and seed draws for itself"
+    assert not torch.equal(together[0], together[2]), "rows with the same label and seed must draw differently"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -93,10 +93,10 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
             first, second = sampler.step(model, state), sampler.step(model, state)
             assert torch.equal(first.values, second.values) and first.kind == second.kind
             assert same_values(before, state_values(state)) and torch.equal(torch.get_rng_state(), stream)
-            was = result_of(state).clone()
+            old = result_of(state).clone()
             commit = sampler.commit(state, second)
             if not name.startswith(("taylorseer", "distilled")):  # these write everything again
-                changed = (result_of(state) != was).flatten(2).any(-1) if was.ndim > 2 else result_of(state) != was
+                changed = (result_of(state) != old).flatten(2).any(-1) if old.ndim > 2 else result_of(state) != old
                 assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
             with pytest.raises(ValueError, match="earlier state"):
                 sampler.commit(state, first)
@@ -110,9 +110,9 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
 def test_copies_are_independent(name: str, copied: Callable[[Any], Any]) -> None:
     sampler, model, state = start_method(name)
     sampler.commit(state, sampler.step(model, state))
-    twins = copied(sampler), copied(model), copied(state)
+    copies = copied(sampler), copied(model), copied(state)
     before = result_of(state).clone()
-    tokens = result_of(decode(*twins))
+    tokens = result_of(decode(*copies))
     assert torch.equal(result_of(state), before)
     assert torch.equal(tokens, result_of(decode(sampler, model, state)))
 
@@ -146,7 +146,7 @@ def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str,
             assert pytest.raises(type(error), match=message).matches(error)
             break
     else:
-        pytest.fail("nothing was said")
+        pytest.fail("no error was raised")
     assert torch.equal(result_of(state), before) and state.index == index
 
 
@@ -156,9 +156,9 @@ def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> No
     sampler, model, written = make(), load(), torch.zeros(3, 0, dtype=torch.int64)
     request = {"class_labels": LABELS, "seed": SEEDS, "sampler": sampler, "output_type": "latent"}
     request |= {"guidance_scale": 2.0} | fields
-    whole = paradec.generate_images(model, **request, trace=True)
-    replayed = torch.tensor(whole.trace.replay(), dtype=torch.float64)
-    torch.testing.assert_close(replayed, whole.tokens.double(), atol=1e-12, rtol=0)
+    full = paradec.generate_images(model, **request, trace=True)
+    replayed = torch.tensor(full.trace.replay(), dtype=torch.float64)
+    torch.testing.assert_close(replayed, full.tokens.double(), atol=1e-12, rtol=0)
 
     def stop(state: Any, commit: Any) -> None:
         nonlocal written
@@ -168,7 +168,7 @@ def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> No
     with pytest.raises(paradec.Interrupted) as caught:
         paradec.generate_images(model, **request, callback=stop)
     rows = torch.arange(3).unsqueeze(1)
-    assert written.shape[1] > 0 and torch.equal(caught.value.output.tokens[rows, written], whole.tokens[rows, written])
+    assert written.shape[1] > 0 and torch.equal(caught.value.output.tokens[rows, written], full.tokens[rows, written])
 
 
 @pytest.mark.parametrize("name", ["mar", "cspd", *(name for name in PICTURES if name.startswith("distilled"))])

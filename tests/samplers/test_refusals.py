@@ -67,30 +67,30 @@ def eager(module: Any) -> Any:
     return module
 
 
-def request(model: str, rows: Any = ((1, 2),), **asked: Any) -> Callable[[], Any]:
-    return lambda: paradec.generate(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 6, **asked})
+def request(model: str, rows: Any = ((1, 2),), **fields: Any) -> Callable[[], Any]:
+    return lambda: paradec.generate(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 6, **fields})
 
 
-def design(**asked: Any) -> Callable[[], Any]:
+def design(**fields: Any) -> Callable[[], Any]:
     def call() -> Any:
         model = model_of("proteins")
-        return paradec.generate(model, model.prompt("plain", fixed=[0, 4]), **asked)
+        return paradec.generate(model, model.prompt("plain", fixed=[0, 4]), **fields)
 
     return call
 
 
-def start(model: str, sampler: Any, rows: Any = ((1, 2),), **asked: Any) -> Callable[[], Any]:
+def start(model: str, sampler: Any, rows: Any = ((1, 2),), **fields: Any) -> Callable[[], Any]:
     def call() -> Any:
         method = sampler() if callable(sampler) else samplers.create(sampler)
-        return method.start(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 8, **asked})
+        return method.start(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 8, **fields})
 
     return call
 
 
-def picture(model: str, sampler: Any, label: int = 1, **asked: Any) -> Callable[[], Any]:
+def picture(model: str, sampler: Any, label: int = 1, **fields: Any) -> Callable[[], Any]:
     def call() -> Any:
         method = sampler() if callable(sampler) else samplers.create(sampler)
-        return method.start(model_of(model), [label], **asked)
+        return method.start(model_of(model), [label], **fields)
 
     return call
 

@@ -16,7 +16,7 @@ from paradec.samplers.forecast.bases import DMD, Hermite, Newton
 from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verification
 from paradec.samplers.forecast.targets import Modules
 
-DRAFTED: dict[str, Any] = {"drafter": "token_recycling", "rule": "naive"}
+RECYCLING: dict[str, Any] = {"drafter": "token_recycling", "rule": "naive"}
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
 SAMPLERS: dict[str, list[dict[str, Any]]] = {
     "hierarchy": [{"threshold": 1.5}, {"low_threshold": -0.1}],
@@ -78,7 +78,7 @@ SAMPLERS: dict[str, list[dict[str, Any]]] = {
         *({"rule": "best"}, {"tree": ()}, {"tree": ((1,),)}, {"tree": (0,)}),
         *({"tree": ((0,), (1,), (0, 0)), "rule": "greedy"}, {"drafter": "lookup"}, {"stop": 3}),
         *({"drafter": "prompt_lookup", name: value} for name, value in {"tree": (2, 1), "window": 7}.items()),
-        *({"drafter": "token_recycling"}, DRAFTED | {"tree": (2, 1)}, DRAFTED | {"tree": DynamicTree(4, 2, 2)}),
+        *({"drafter": "token_recycling"}, RECYCLING | {"tree": (2, 1)}, RECYCLING | {"tree": DynamicTree(4, 2, 2)}),
     ],
     "diffusion_gemma": [
         *({"entropy_bound": -0.1}, {"max_denoising_steps": 0}, {"t_min": -1.0}, {"t_max": 0.0}),
@@ -179,4 +179,4 @@ def test_a_wrong_setting_is_named(make: Callable[..., Any], settings: dict[str, 
         make(**settings)
     text = str(error.value)
     values = [*value] if isinstance(value, (list, tuple)) else [value]
-    assert name in text and any(repr(each) in text for each in (value, *values)), text
+    assert name in text and any(repr(wrong) in text for wrong in (value, *values)), text

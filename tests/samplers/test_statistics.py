@@ -10,7 +10,7 @@ from torch import Tensor
 from paradec.samplers.distributions import HEAD, apply_temperature, draw_filtered, filter_logits
 
 
-def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
+def plain_filter(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
     """The definition of the filters, with a full sort. first: whether the first of equal tokens is kept."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=first)
@@ -21,23 +21,19 @@ def plain(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = 
     return logits
 
 
-def excluded(logits: Tensor, generator: torch.Generator) -> Tensor:
+def exclude_some(logits: Tensor, generator: torch.Generator) -> Tensor:
     out = torch.rand(logits.shape, generator=generator) < 0.6
     out[..., 0] = False
     return logits.masked_fill(out, -torch.inf)
 
 
-def alike(logits: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.zeros_like(logits)
-
-
 KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "continuous": lambda logits, generator: logits,
     "ties": lambda logits, generator: logits.round(),
-    "excluded": excluded,
-    "ties and excluded": lambda logits, generator: excluded((2 * logits).round() / 2, generator),
-    "rows of other widths": lambda logits, generator: logits * torch.linspace(0.01, 20, len(logits)).view(-1, 1, 1),
-    "alike": alike,
+    "excluded": exclude_some,
+    "ties and excluded": lambda logits, generator: exclude_some((2 * logits).round() / 2, generator),
+    "rows of different widths": lambda logits, generator: logits * torch.linspace(0.01, 20, len(logits)).view(-1, 1, 1),
+    "equal": lambda logits, generator: torch.zeros_like(logits),
 }
 
 
@@ -51,12 +47,8 @@ def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) 
             for top_k in (None, 1, 2, max(1, size // 2), size, size + 1):
                 unchanged = logits.clone()
                 filtered = filter_logits(logits, top_p, top_k)
-                assert filtered.dtype == dtype and torch.equal(filtered, plain(logits, top_p, top_k)), (
-                    size,
-                    top_p,
-                    top_k,
-                )
-                assert torch.equal(logits, unchanged)
+                assert torch.equal(filtered, plain_filter(logits, top_p, top_k)), (size, top_p, top_k)
+                assert filtered.dtype == dtype and torch.equal(logits, unchanged)
 
 
 @pytest.mark.thinned
@@ -68,19 +60,19 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
     logits[0, 0] -= logits[0, 0].topk(50).values[-1].where(logits[0, 0] > -torch.inf, 0)
     for top_p, top_k in ((None, 50), (0.95, None), (0.3, 3000)):
         filtered = filter_logits(logits, top_p, top_k)
-        assert filtered.dtype == dtype and torch.equal(filtered, plain(logits, top_p, top_k)), (top_p, top_k)
+        assert filtered.dtype == dtype and torch.equal(filtered, plain_filter(logits, top_p, top_k)), (top_p, top_k)
         assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), filtered[1, 2])
         assert torch.equal(filter_logits(logits[:, ::2], top_p, top_k), filtered[:, ::2])
         unsorted = filter_logits(logits, top_p, top_k, sorted_ties=False)
-        assert torch.equal(unsorted, plain(logits, top_p, top_k, first=True)), (top_p, top_k)
+        assert torch.equal(unsorted, plain_filter(logits, top_p, top_k, first=True)), (top_p, top_k)
         uniform = torch.rand(2, 30, generator=generator, dtype=torch.float64)
         drawn = draw_filtered(logits, uniform, 0.7, top_p, top_k)
-        sums = plain(apply_temperature(logits.double(), 0.7), top_p, top_k, first=True).softmax(-1).cumsum(-1)
+        sums = plain_filter(apply_temperature(logits.double(), 0.7), top_p, top_k, first=True).softmax(-1).cumsum(-1)
         expected = torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[..., -1:], right=True).squeeze(-1)
         assert drawn is not None and torch.equal(drawn, expected)
         assert torch.equal(draw_filtered(logits[1, 2:3], uniform[1, 2:3], 0.7, top_p, top_k), drawn[1, 2:3])
-        left = plain(apply_temperature(logits, 0.7), top_p, top_k, first=True)
-        assert (left.gather(-1, drawn.unsqueeze(-1)) > -torch.inf).all()
+        remaining = plain_filter(apply_temperature(logits, 0.7), top_p, top_k, first=True)
+        assert (remaining.gather(-1, drawn.unsqueeze(-1)) > -torch.inf).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,8 +80,8 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
 def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = KINDS[kind](4 * torch.randn(2, 1, 9001, generator=generator), generator).to(dtype)
-    least = filter_logits(logits, 1e-15, None, sorted_ties=False) > -torch.inf
-    assert torch.equal(least, torch.zeros_like(least).scatter_(-1, logits.argmax(-1, keepdim=True), True))
+    smallest = filter_logits(logits, 1e-15, None, sorted_ties=False) > -torch.inf
+    assert torch.equal(smallest, torch.zeros_like(smallest).scatter_(-1, logits.argmax(-1, keepdim=True), True))
     for top_p in (math.nextafter(1, 0), 1 - 1e-12):
         filtered = filter_logits(logits, top_p, None, sorted_ties=False)
         p = logits.double().softmax(-1)
@@ -98,7 +90,7 @@ def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_token_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: torch.dtype) -> None:
+def test_the_last_token_of_the_nucleus_is_exact_to_the_last_digit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     wide = 2 * HEAD
     for spread, size, ranks in ((3, 300, range(1, 200, 9)), (0.5, wide, range(wide // 2 - 2, wide - 99, 700))):
@@ -106,14 +98,14 @@ def test_the_token_that_crosses_the_nucleus_is_found_to_the_last_digit(dtype: to
         distribution = logits.sort(dim=-1, descending=True).values.softmax(-1)
         for mass in (distribution.cumsum(-1) - distribution)[0, list(ranks)]:
             for top_p in (mass, mass.nextafter(mass + 1), mass.nextafter(mass - 1)):
-                assert torch.equal(filter_logits(logits, float(top_p), None), plain(logits, float(top_p), None))
+                assert torch.equal(filter_logits(logits, float(top_p), None), plain_filter(logits, float(top_p), None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
     logits = torch.zeros(2, 4, dtype=dtype)  # each token has a quarter
-    for top_p, kept in ((0.25, 2), (0.5, 3), (0.75, 4), (0.2, 1), (0.7, 3)):
-        assert (filter_logits(logits, top_p, None) > -torch.inf).sum(-1).tolist() == [kept, kept]
+    for top_p, expected in ((0.25, 2), (0.5, 3), (0.75, 4), (0.2, 1), (0.7, 3)):
+        assert (filter_logits(logits, top_p, None) > -torch.inf).sum(-1).tolist() == [expected, expected]
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0]], dtype=dtype)
-    for top_k, kept in ((1, [0]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4])):
-        assert (filter_logits(logits, None, top_k) > -torch.inf)[0].nonzero().flatten().tolist() == kept
+    for top_k, expected in ((1, [0]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4])):
+        assert (filter_logits(logits, None, top_k) > -torch.inf)[0].nonzero().flatten().tolist() == expected

@@ -33,17 +33,15 @@ CONTROLS: list[dict[str, Any]] = [
 LONG_WORDS: list[dict[str, Any]] = [{"bad_words": [[4, 4]]}, {"bad_words": [[1, 3], [2]], "repetition_penalty": 0.8}]
 
 
-def controlled(
-    logits: Sequence[float], prompt: list[int], answer: list[int], place: int, **controls: Any
-) -> list[float]:
-    """Apply the controls to the logits of one position. place: its index in the answer."""
+def apply_controls(logits: Sequence[float], prompt: list[int], answer: list[int], index: int, **controls: Any) -> Any:
+    """Apply the controls to the logits of one position. index: its index in the answer."""
     result = [float(value) for value in logits]
     for word in controls.get("bad_words", ()):
         if len(word) == 1 or answer[1 - len(word) :] == list(word[:-1]):
             result[word[-1]] = -math.inf
     for token, bias in controls.get("logit_bias", {}).items():
         result[token] += bias
-    if controls.get("ignore_eos") or 0 <= place < controls.get("min_new_tokens", 0):
+    if controls.get("ignore_eos") or 0 <= index < controls.get("min_new_tokens", 0):
         result[controls["end"]] = -math.inf
     counts = Counter(answer)
     for token in {*prompt, *answer}:
@@ -95,7 +93,7 @@ def test_causal_models_write_what_a_plain_loop_writes(name: str, controls: dict[
             if model.facts.mask_token_id is not None:
                 logits[model.facts.mask_token_id] = -torch.inf
             known = controls | ({"end": END} if model.facts.eos_token_ids else {"min_new_tokens": 0, "ignore_eos": 0})
-            values = controlled(logits, prompt, answer, len(answer), **known)
+            values = apply_controls(logits, prompt, answer, len(answer), **known)
             answer.append(int(np.argmax(values)))
         assert tokens[: len(answer)] == answer
 
@@ -112,22 +110,21 @@ def test_lossless_methods_keep_the_penalised_distribution(name: str, rows: int) 
     controls: dict[str, Any] = {"repetition_penalty": 0.8, "frequency_penalty": -2.0, "bad_words": [[2, 3]]}
     prompt, size = [3, 1, 2], model.facts.vocab_size
     expected = np.zeros((size, size))
-    first = torch.tensor(controlled(next_logits(model.module, prompt), prompt, [], 0, **controls)).softmax(-1)
+    first = torch.tensor(apply_controls(next_logits(model.module, prompt), prompt, [], 0, **controls)).softmax(-1)
     for token in range(size):
-        logits = controlled(next_logits(model.module, [*prompt, token]), prompt, [token], 1, **controls)
+        logits = apply_controls(next_logits(model.module, [*prompt, token]), prompt, [token], 1, **controls)
         expected[token] = first[token] * torch.tensor(logits).softmax(-1)
-    out = paradec.generate(
-        model, [prompt], sampler=sampler, max_new_tokens=3, temperature=1, seed=1, num_return_sequences=rows, **controls
-    )
+    request = {"max_new_tokens": 3, "temperature": 1, "seed": 1, "num_return_sequences": rows} | controls
+    out = paradec.generate(model, [prompt], sampler=sampler, **request)
     counts = np.zeros((size, size))
     np.add.at(counts, tuple(out.new_tokens[:, :2].T.numpy()), 1)
     assert not counts[expected == 0].any()
     repeats = expected.trace() * rows  # a second token depends on the penalty of the first, which may be a draft
     assert abs(counts.trace() - repeats) < 4 * math.sqrt(repeats)
     likely = expected * rows >= 5
-    rest = rows - counts[likely].sum(), rows - (expected * rows)[likely].sum()
+    rare, expected_rare = rows - counts[likely].sum(), rows - (expected * rows)[likely].sum()
     statistic = ((counts - expected * rows) ** 2 / (expected * rows + 1e-300))[likely].sum()
-    statistic += (rest[0] - rest[1]) ** 2 / rest[1]
+    statistic += (rare - expected_rare) ** 2 / expected_rare
     freedom = likely.sum()
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
@@ -153,7 +150,7 @@ def test_masked_models_write_what_a_plain_loop_writes(prediction: str, controls:
             for position in (place for place, token in enumerate(row) if token == MASK):
                 column = logits[position - (prediction == "shifted")].clone()
                 column[MASK] = -torch.inf
-                values = controlled(column, prompt, answer, position - len(prompt), end=END, **controls)
+                values = apply_controls(column, prompt, answer, position - len(prompt), end=END, **controls)
                 p = torch.tensor(values).softmax(-1)
                 choices.append((float(p.max()), -position, int(p.argmax())))
             _, position, token = max(choices)
@@ -213,11 +210,11 @@ def test_canvases_count_what_is_final() -> None:
 def test_min_p_keeps_tokens_near_the_best(size: int, min_p: float) -> None:
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(0)) * 3
     p = logits.double().softmax(-1)
-    kept = filter_logits(logits, None, None, min_p) > -torch.inf
-    clear = (p / p.amax(-1, keepdim=True) / min_p - 1).abs() > 1e-5
-    assert ((kept == (p >= min_p * p.amax(-1, keepdim=True))) | ~clear).all() and kept.any(-1).all()
-    both = filter_logits(logits, None, 5, min_p) > -torch.inf
-    assert (both.sum(-1) <= 5).all() and not (both & ~kept).any()
+    is_allowed = filter_logits(logits, None, None, min_p) > -torch.inf
+    is_clear = (p / p.amax(-1, keepdim=True) / min_p - 1).abs() > 1e-5
+    assert ((is_allowed == (p >= min_p * p.amax(-1, keepdim=True))) | ~is_clear).all() and is_allowed.any(-1).all()
+    is_allowed_by_both = filter_logits(logits, None, 5, min_p) > -torch.inf
+    assert (is_allowed_by_both.sum(-1) <= 5).all() and not (is_allowed_by_both & ~is_allowed).any()
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked", "masked, sampled scores"])
@@ -232,8 +229,8 @@ def test_min_p_1_takes_the_likeliest_token(kind: str) -> None:
     if kind == "causal":
         assert torch.equal(output.new_tokens, best.new_tokens)
     else:  # positions are drawn by other scores, but no token is
-        again = paradec.generate(model, PROMPTS, temperature=0.9, min_p=1.0, **request | {"seed": 1})
-        assert torch.equal(output.new_tokens, again.new_tokens) or sampler == "maskgit_plus"
+        other_seed = paradec.generate(model, PROMPTS, temperature=0.9, min_p=1.0, **request | {"seed": 1})
+        assert torch.equal(output.new_tokens, other_seed.new_tokens) or sampler == "maskgit_plus"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

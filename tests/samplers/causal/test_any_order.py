@@ -122,25 +122,23 @@ def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel
     four, letters, temperature = model.on(piece(12, 16, "four")), (9, 12, 15), 0.5
     prompt, size = four.prompt(), 4
     suppressed = [token for token in range(20) if token not in letters]
-    orders_of_positions = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
+    all_orders = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
     expected, independent = torch.zeros(3**size, dtype=torch.float64), torch.ones(3**size, dtype=torch.float64)
     for number, design in enumerate(itertools.product(letters, repeat=size)):
         for place in range(size):
             p = conditional(four, prompt, [], place)[list(letters)].div(temperature).softmax(-1)
             independent[number] *= p[letters.index(design[place])]
-        for places in orders_of_positions:
+        for places in all_orders:
             probability, row = 1.0, list(prompt)
             for k, place in enumerate(places):
                 p = conditional(four, row, list(places[:k]), place)[list(letters)].div(temperature).softmax(-1)
                 probability *= float(p[letters.index(design[place])])
                 row[1 + place] = design[place]
-            expected[number] += probability / len(orders_of_positions)
+            expected[number] += probability / len(all_orders)
     count = 3_000 if order == "listed" else 100_000
     sampler = paradec.samplers.create("scd", refresh="maximal") if name == "maximal" else name
     request = {"temperature": temperature, "seed": 3, "suppress_tokens": suppressed, "num_return_sequences": count}
-    out = paradec.generate(
-        four, prompt, sampler=sampler, order=orders_of_positions[0] if order == "listed" else None, **request
-    )
+    out = paradec.generate(four, prompt, sampler=sampler, order=all_orders[0] if order == "listed" else None, **request)
     index = {token: number for number, token in enumerate(letters)}
     place = torch.tensor([index.get(token, 0) for token in range(20)])
     numbers = (place[out.sequences[:, 1:]] * 3 ** torch.arange(size - 1, -1, -1)).sum(1)
@@ -213,19 +211,16 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
 
 
 def test_stop_strings_streamers_and_holes_see_the_text() -> None:
-    model, streamed_ids = Sums(), []
+    model, streamed = Sums(), []
     request = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
     whole = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **request)
     letters = "".join("abcde.?"[token] for token in whole.sequences[0].tolist())
     stop_string = letters[3:5]
-    streamer = SimpleNamespace(put=lambda ids: streamed_ids.append(ids.clone()), end=lambda: streamed_ids.append(None))
+    streamer = SimpleNamespace(put=lambda ids: streamed.append(ids.clone()), end=lambda: streamed.append(None))
     out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=stop_string, streamer=streamer, **request)
     end = letters.index(stop_string, 1) + 2
     assert out.text == letters[:end] and out.finished == [True]
-    assert (
-        torch.cat(streamed_ids[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()]
-        and streamed_ids[-1] is None
-    )
+    assert torch.cat(streamed[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()] and streamed[-1] is None
     for seed in range(9):
         filled = paradec.infill(model, [0, 6, 6, 2, 6, 1], sampler="jacobi", temperature=2.0, seed=seed)
         assert filled.sequences[0, [0, 3, 5]].tolist() == [0, 2, 1] and not (filled.sequences == 5).any()

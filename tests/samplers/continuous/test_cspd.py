@@ -27,18 +27,11 @@ ABSOLUTE, RELATIVE = 2e-4, 1e-3
 def recorded_model(name: str) -> MARModel:
     sizes, weights = image_case("cspd", f"{name}.config")
     module = MAR(
-        side=sizes["img_size"] // sizes["vae_stride"],
-        channels=sizes["vae_embed_dim"],
-        width=sizes["encoder_embed_dim"],
-        depth=sizes["encoder_depth"],
-        decoder_depth=sizes["decoder_depth"],
-        heads=sizes["encoder_num_heads"],
-        classes=sizes["class_num"],
-        buffer=sizes["buffer_size"],
-        head_depth=sizes["diffloss_d"],
-        head_width=sizes["diffloss_w"],
-        eps=sizes["layer_norm_eps"],
-    )
+        side=sizes["img_size"] // sizes["vae_stride"], channels=sizes["vae_embed_dim"],
+        width=sizes["encoder_embed_dim"], depth=sizes["encoder_depth"], decoder_depth=sizes["decoder_depth"],
+        heads=sizes["encoder_num_heads"], classes=sizes["class_num"], buffer=sizes["buffer_size"],
+        head_depth=sizes["diffloss_d"], head_width=sizes["diffloss_w"], eps=sizes["layer_norm_eps"],
+    )  # fmt: skip
     module.load_state_dict(weights)
     return MARModel(module, name=name)
 
@@ -66,10 +59,10 @@ class Recorded:
         assert next(numbers, None) is None
         return Recorded(start, steps, sum(step["kind"] == "target" for step in case["steps"]), uniform, again)
 
-    def chain(self, at: Tensor, steps: int, channels: int) -> Tensor:
+    def chain(self, positions: Tensor, steps: int, channels: int) -> Tensor:
         noise = torch.cat((self.start.unsqueeze(2), self.steps.flip(2)), 2)  # entry i is used at diffusion step i
         assert noise.shape[2:] == (steps + 1, channels)
-        return noise[torch.arange(len(at)).unsqueeze(1), at]
+        return noise[torch.arange(len(positions)).unsqueeze(1), positions]
 
     def accept(self, commit: int, at: Tensor) -> Tensor:
         return self.uniform[commit - self.first].view_as(at)
@@ -84,45 +77,32 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     case, arrays = image_case("cspd", name)
     settings = case["settings"]
     target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
-    sampler = CSpD(
-        draft=draft,
-        num_draft=settings["num_draft"],
-        ratio=settings["ratio"],
-        inner_temperature=settings["inner_temperature"],
-        mended=False,
-        head_steps=settings["num_sampling_steps"],
-        temperature=settings["temperature"],
-        guidance_schedule=settings["cfg_schedule"],
-    )
-    wild = float(arrays["latent"].abs().max()) > 100  # from the last timestep, random networks diverge
+    same_names = {name: settings[name] for name in ("num_draft", "ratio", "inner_temperature", "temperature")}
+    head_steps, schedule = settings["num_sampling_steps"], settings["cfg_schedule"]
+    sampler = CSpD(draft, mended=False, head_steps=head_steps, guidance_schedule=schedule, **same_names)
+    diverges = float(arrays["latent"].abs().max()) > 100  # random networks can diverge from the last timestep
 
-    def near(found: Tensor, expected: Tensor) -> None:
-        scale = max(1.0, float(expected.abs().max())) * RELATIVE if wild else ABSOLUTE
-        torch.testing.assert_close(found.double(), expected.double(), atol=scale, rtol=0)
+    def assert_near(actual: Tensor, expected: Tensor) -> None:
+        atol = max(1.0, float(expected.abs().max())) * RELATIVE if diverges else ABSOLUTE
+        torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=0)
 
-    def summed(found: Tensor, expected: list[float]) -> None:
-        atol = RELATIVE * max(1.0, expected[2]) if wild else ABSOLUTE
-        assert checksum(found) == pytest.approx(expected, abs=atol)
+    def assert_sum(actual: Tensor, expected: list[float]) -> None:
+        atol = RELATIVE * max(1.0, expected[2]) if diverges else ABSOLUTE
+        assert checksum(actual) == pytest.approx(expected, abs=atol)
 
     assert solver(parse_head_steps(settings["num_sampling_steps"]))[0] == case["timestep_map"]
     drafted: list[tuple[ContinuousQuery, Tensor]] = []
-    real = MARModel.__call__
+    original_call = MARModel.__call__
 
-    def noted(self: MARModel, query: ContinuousQuery) -> Any:
-        answer = real(self, query)
+    def record_draft(self: MARModel, query: ContinuousQuery) -> Any:
+        answer = original_call(self, query)
         if self is draft:
             drafted.append((query, answer.tokens))
         return answer
 
-    monkeypatch.setattr(MARModel, "__call__", noted)
-    state = sampler.start(
-        target,
-        settings["labels"],
-        steps=settings["num_iter"],
-        guidance_scale=settings["cfg"],
-        order=torch.tensor(case["orders"]),
-        draws=Recorded.of(case, arrays),
-    )
+    monkeypatch.setattr(MARModel, "__call__", record_draft)
+    request = {"steps": settings["num_iter"], "guidance_scale": settings["cfg"], "order": torch.tensor(case["orders"])}
+    state = sampler.start(target, settings["labels"], draws=Recorded.of(case, arrays), **request)
     steps = iter(enumerate(case["steps"]))
     while not state.done:
         drafted.clear()
@@ -133,35 +113,36 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         index, step = next(steps)
         for call, values in drafted:
             assert step["kind"] == "draft" and call.wanted.tolist() == step["positions"]
-            known = call.tokens.shape[1] + call.wanted.shape[1]
-            assert max(state.order.shape[1] - known, 1) == step["unknown_after"]
+            num_known = call.tokens.shape[1] + call.wanted.shape[1]
+            assert max(state.order.shape[1] - num_known, 1) == step["unknown_after"]
             before = before.scatter(1, call.wanted.unsqueeze(-1).expand_as(values), values.to(before.dtype))
-            summed(values, step["values"])
-            summed(before, step["tokens"])
+            assert_sum(values, step["values"])
+            assert_sum(before, step["tokens"])
             index, step = next(steps)
         assert step["kind"] == ("verify" if drafted else "target")
         assert query.wanted.tolist() == step["positions"]
-        summed(answer.tokens, step["values"])
+        assert_sum(answer.tokens, step["values"])
         if f"step.{index}.values" in arrays:
-            near(answer.tokens.flatten(0, 1), arrays[f"step.{index}.values"])
+            assert_near(answer.tokens.flatten(0, 1), arrays[f"step.{index}.values"])
         sampler.commit(state, proposal)
         if drafted:
             assert proposal.draft is not None and proposal.verdict is not None
             for number, distribution in (("x1", proposal.draft), ("x2", proposal.target)):
-                near(distribution.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
-                near(distribution.std.flatten(0, 1), arrays[f"verify.{index}.{number}_std"])
-                near(distribution.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{number}_log_var"])
+                assert_near(distribution.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
+                assert_near(distribution.std.flatten(0, 1), arrays[f"verify.{index}.{number}_std"])
+                assert_near(distribution.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{number}_log_var"])
             verdict, expected = proposal.verdict, step["verified"]
             assert verdict.ratio.tolist() == pytest.approx(expected["ratio"], rel=2e-3, abs=1e-6)
             assert verdict.log_sigma.exp().tolist() == pytest.approx(expected["Sigma"], rel=2e-3)
             assert verdict.rounds == expected["redraw_rounds"]
-            near(verdict.values, arrays[f"verify.{index}.result"])
+            assert_near(verdict.values, arrays[f"verify.{index}.result"])
         else:
-            near(state.tokens, before.scatter(1, query.wanted.unsqueeze(-1).expand_as(answer.tokens), answer.tokens))
-            summed(state.tokens, step["tokens"])
+            positions = query.wanted.unsqueeze(-1).expand_as(answer.tokens)
+            assert_near(state.tokens, before.scatter(1, positions, answer.tokens))
+            assert_sum(state.tokens, step["tokens"])
     assert next(steps, None) is None
-    near(target.image(state.tokens), arrays["latent"])
-    summed(target.image(state.tokens), case["latent"])
+    assert_near(target.image(state.tokens), arrays["latent"])
+    assert_sum(target.image(state.tokens), case["latent"])
     assert state.nfe.tolist() == [case["target_calls"]] * len(settings["labels"])
     assert state.draft_nfe.tolist() == [case["draft_calls"]] * len(settings["labels"])
 
@@ -180,14 +161,14 @@ def test_replays_the_rule(name: str) -> None:
 
     temperature, settings = case["settings"]["inner_temperature"], case["settings"]
     assert list(draft.mean.shape) == [settings["tokens"], settings["dim"]]
-    rest = (arrays["uniform.accept"], redraw, temperature, 100)
-    result = verify_drafts(draft.mean, draft, target, *rest, mended=False)
+    arguments = (arrays["uniform.accept"], redraw, temperature, 100)
+    result = verify_drafts(draft.mean, draft, target, *arguments, mended=False)
     assert result.ratio.tolist() == pytest.approx(case["ratio"], rel=1e-4, abs=1e-6)
     assert result.accepted.tolist() == [bool(entry) for entry in case["accepted"]] and result.rounds == case["rounds"]
     assert [not resolved for resolved in result.resolved.tolist()] == [bool(entry) for entry in case["zero"]]
     torch.testing.assert_close(result.values.float(), arrays["result"], atol=ABSOLUTE, rtol=0)
     # mended=True: accepted tokens keep the draft's value, unresolved ones take the target's
-    mended = verify_drafts(draft.mean, draft, target, *rest, mended=True)
+    mended = verify_drafts(draft.mean, draft, target, *arguments, mended=True)
     assert torch.equal(mended.accepted, result.accepted) and torch.equal(mended.resolved, result.resolved)
     assert torch.equal(mended.values[mended.accepted], draft.mean[mended.accepted].double())
     assert torch.equal(mended.values[~mended.resolved], target.mean[~mended.resolved].double())
@@ -209,14 +190,14 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
     )  # fmt: skip
     noise, again = normals(rounds, count, channels), torch.rand(rounds, count, generator=draw, dtype=torch.float64)
     uniform = torch.rand(count, generator=draw, dtype=torch.float64)
-    asked: list[int] = []
+    num_redrawn: list[int] = []
 
     def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        asked.append(len(tokens))
+        num_redrawn.append(len(tokens))
         return noise[number][tokens], again[number][tokens]
 
     result = verify_drafts(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
-    assert asked == sorted(asked, reverse=True) and asked[0] == (~result.accepted).sum()
+    assert num_redrawn == sorted(num_redrawn, reverse=True) and num_redrawn[0] == (~result.accepted).sum()
     kinds = set()
     for token in range(count):
         values, accepted = cspd_token(token, draft, target, float(uniform[token]), redraw, inner, rounds)
@@ -232,8 +213,8 @@ def cdf(y: Tensor, mean: float, std: float) -> Tensor:
 
 def distance(values: Tensor, expected: Tensor) -> float:
     """Kolmogorov-Smirnov distance of sorted values; expected: the distribution function at these."""
-    at = torch.arange(1, len(values) + 1) / len(values)
-    return float(torch.maximum((at - expected).abs(), (at - 1 / len(values) - expected).abs()).max())
+    share = torch.arange(1, len(values) + 1) / len(values)
+    return float(torch.maximum((share - expected).abs(), (share - 1 / len(values) - expected).abs()).max())
 
 
 MQ, SQ, MP, SP = 0.0, 1.0, 0.8, 0.7
@@ -243,9 +224,9 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
     """Apply the rule with T = 1 to many tokens with one channel."""
     count = len(x)
     draw = torch.Generator().manual_seed(3)
-    whole = torch.ones(count, 1, dtype=torch.float64)
-    draft = TokenDistribution(whole * MQ, whole * SQ, whole * 0)
-    target = TokenDistribution(whole * MP, whole * SP, whole * math.log(sigma))
+    ones = torch.ones(count, 1, dtype=torch.float64)
+    draft = TokenDistribution(ones * MQ, ones * SQ, ones * 0)
+    target = TokenDistribution(ones * MP, ones * SP, ones * math.log(sigma))
 
     def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         noise = torch.randn(len(tokens), 1, generator=draw, dtype=torch.float64)
@@ -306,17 +287,17 @@ def near(model: MARModel) -> MARModel:
 
 
 def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) -> Any:
-    given = {"steps": 8, "guidance_scale": 2.0, "seed": 4} | request
-    return decode(sampler, model, sampler.start(model, list(labels), **given))
+    request = {"steps": 8, "guidance_scale": 2.0, "seed": 4} | request
+    return decode(sampler, model, sampler.start(model, list(labels), **request))
 
 
 def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
-    own = run(CSpD(ratio=1, head_steps="4,1"), model)
-    both = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
-    torch.testing.assert_close(both.tokens, own.tokens, atol=1e-10, rtol=1e-10)
-    assert own.nfe.tolist() == both.nfe.tolist() == [8, 8]
-    assert own.draft_nfe.tolist() == [0, 0] and both.draft_nfe.tolist() == [7, 7]
-    assert own.row_forwards.tolist() == [16, 16] and own.forwarded_tokens.tolist() == [16 * 16] * 2
+    plain = run(CSpD(ratio=1, head_steps="4,1"), model)
+    drafted = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
+    torch.testing.assert_close(drafted.tokens, plain.tokens, atol=1e-10, rtol=1e-10)
+    assert plain.nfe.tolist() == drafted.nfe.tolist() == [8, 8]
+    assert plain.draft_nfe.tolist() == [0, 0] and drafted.draft_nfe.tolist() == [7, 7]
+    assert plain.row_forwards.tolist() == [16, 16] and plain.forwarded_tokens.tolist() == [16 * 16] * 2
 
 
 def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, draft: MARModel) -> None:
@@ -327,16 +308,17 @@ def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, dra
     labels = torch.tensor([3, 1, 10, 10])
     for begin, stop in ((0, 1), (1, 2), (2, 4), (4, 7), (7, 8)):
         known = order[:, unknown[begin] :].sort(-1).values
-        at = order[:, unknown[stop] : unknown[begin]].sort(-1).values
-        shown = tokens.gather(1, known.unsqueeze(-1).expand(-1, -1, 4))
-        every = torch.arange(16).expand(4, 16)
+        positions = order[:, unknown[stop] : unknown[begin]].sort(-1).values
+        known_tokens = tokens.gather(1, known.unsqueeze(-1).expand(-1, -1, 4))
+        all_positions = torch.arange(16).expand(4, 16)
         with torch.no_grad():
-            encoded, _ = model.module.encode(shown.repeat(2, 1, 1), known.repeat(2, 1), labels)
-            decoded, _ = model.module.decode(encoded, known.repeat(2, 1), every)
-            z = decoded.gather(1, at.repeat(2, 1).unsqueeze(-1).expand(-1, -1, 16)).flatten(0, 1)
+            encoded, _ = model.module.encode(known_tokens.repeat(2, 1, 1), known.repeat(2, 1), labels)
+            decoded, _ = model.module.decode(encoded, known.repeat(2, 1), all_positions)
+            z = decoded.gather(1, positions.repeat(2, 1).unsqueeze(-1).expand(-1, -1, 16)).flatten(0, 1)
             scale = 1 + (2.0 - 1) * (16 - max(unknown[stop], 1)) / 16
-            drawn = model.module.diffloss.distribution(z, draws.chain(at, 5, 4).flatten(0, 1), 1.0, scale, (4, 1)).mean
-        tokens.scatter_(1, at.unsqueeze(-1).expand(-1, -1, 4), drawn.view(2, -1, 4))
+            noise = draws.chain(positions, 5, 4).flatten(0, 1)
+            drawn = model.module.diffloss.distribution(z, noise, 1.0, scale, (4, 1)).mean
+        tokens.scatter_(1, positions.unsqueeze(-1).expand(-1, -1, 4), drawn.view(2, -1, 4))
     decode(sampler, model, state)
     torch.testing.assert_close(state.tokens, tokens, atol=1e-10, rtol=1e-10)
     assert state.nfe.tolist() == [5, 5] and state.draft_nfe.tolist() == [6, 6]
@@ -345,9 +327,9 @@ def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, dra
 def test_the_published_rule_redraws_rows_together(model: MARModel, near: MARModel) -> None:
     labels, seeds = [2, 4, 2], [5, 6, 7]
     published = CSpD(near, num_draft=4, head_steps="4,1", inner_temperature=0.5, mended=False)
-    both = run(published, model, labels, seed=seeds)
+    together = run(published, model, labels, seed=seeds)
     alone = [run(published, model, [label], seed=[seed]).tokens for label, seed in zip(labels, seeds)]
-    assert (torch.cat(alone) - both.tokens).abs().max() > 1e-3
+    assert (torch.cat(alone) - together.tokens).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
@@ -356,8 +338,8 @@ def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -
     sampler = CSpD(near, num_draft=3, head_steps="4,1", temperature=temperature)
     state = run(sampler, model)
     assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()
-    own = run(replace(sampler, inner_temperature=1e-9, max_rounds=0), model)
-    assert torch.equal(state.tokens, own.tokens) == (temperature == 0)
+    rejecting = run(replace(sampler, inner_temperature=1e-9, max_rounds=0), model)
+    assert torch.equal(state.tokens, rejecting.tokens) == (temperature == 0)
 
 
 def test_samplers_are_saved_without_the_draft_model(near: MARModel) -> None:
@@ -370,8 +352,8 @@ def test_samplers_are_saved_without_the_draft_model(near: MARModel) -> None:
 
 
 def images(model: MARModel, **request: Any) -> Any:
-    given = {"class_labels": [1, 2], "steps": 8, "seed": 0, "output_type": "latent", "guidance_scale": 2.0}
-    return paradec.generate_images(model, **(given | request))
+    defaults = {"class_labels": [1, 2], "steps": 8, "seed": 0, "output_type": "latent", "guidance_scale": 2.0}
+    return paradec.generate_images(model, **(defaults | request))
 
 
 def test_generate_images(model: MARModel, near: MARModel) -> None:
@@ -384,9 +366,9 @@ def test_generate_images(model: MARModel, near: MARModel) -> None:
     assert out.trace.replay() == out.tokens.tolist() and (out.steps >= 0).all()
     for index in range(5):
         assert ((out.steps == index).sum((1, 2)) == out.accepted[index]).all()
-    cool = images(model, sampler=sampler, temperature=0.5).tokens
-    assert torch.equal(cool, images(model, sampler=replace(sampler, temperature=0.5)).tokens)
-    assert not torch.equal(cool, out.tokens)
+    cooled = images(model, sampler=sampler, temperature=0.5).tokens
+    assert torch.equal(cooled, images(model, sampler=replace(sampler, temperature=0.5)).tokens)
+    assert not torch.equal(cooled, out.tokens)
 
 
 @pytest.mark.parametrize("sections", [(4,), (1,), (3, 1), (10, 1), (2, 2, 3), (1000,)])

@@ -41,26 +41,26 @@ from paradec.samplers.forecast.targets import Modules
 LABELS = [1, 2, 7]
 
 
-def recorded(holds: str) -> list[Path]:
+def recorded_with(field: str) -> list[Path]:
     """Recorded files whose case, or first case of a list, has this field."""
-    forecast = []
+    paths = []
     for path in sorted(golden("diffusion").glob("*.json")):
         cases = read_head(path)
-        forecast += [path] if cases and holds in (cases[0] if isinstance(cases, list) else cases) else []
-    return forecast
+        paths += [path] if cases and field in (cases[0] if isinstance(cases, list) else cases) else []
+    return paths
 
 
 def full_steps(rule: Rule, total: int) -> list[int]:
     return [i for i in range(total) if rule.is_full(RunProgress(total, i))]
 
 
-def decoded(sampler: TaylorSeer, model: DiffusionModel, latent: Tensor, **request: object) -> ForecastState:
+def decode_latent(sampler: TaylorSeer, model: DiffusionModel, latent: Tensor, **request: object) -> ForecastState:
     state = sampler.start(model, latent, **{"scheduler": DDIMScheduler(), "num_inference_steps": 20} | request)
     decode(sampler, model, state)
     return state
 
 
-@pytest.mark.parametrize("path", recorded("scheme"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", recorded_with("scheme"), ids=lambda path: path.stem)
 def test_schedules(path: Path) -> None:
     cases = read_json(path)
     if is_packaged("diffusion"):
@@ -73,8 +73,8 @@ def test_schedules(path: Path) -> None:
 
 
 def forecasts_of(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[History, dict, Tensor | None]]:
-    """Yield (history, record, forecast) for every step of a case."""
-    features, history, seen = torch.tensor(case["features"], dtype=dtype), None, []
+    """List (history, record, forecast) for every step of a case."""
+    features, history, steps = torch.tensor(case["features"], dtype=dtype), None, []
     assert len(features) == case["num_steps"]
     assert [record["index"] for record in case["records"] if record["type"] == "full"] == case["full_steps"]
     for record in case["records"]:
@@ -84,11 +84,11 @@ def forecasts_of(basis: Basis, case: dict, dtype: torch.dtype) -> list[tuple[His
         else:
             forecast = basis.forecast(history, index)
             history = basis.roll(history, forecast)
-        seen.append((history, record, forecast))
-    return seen
+        steps.append((history, record, forecast))
+    return steps
 
 
-@pytest.mark.parametrize("path", recorded("variant"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", recorded_with("variant"), ids=lambda path: path.stem)
 @replays("path")
 def test_states_and_forecasts(path: Path) -> None:
     case = read_json(path)
@@ -120,7 +120,7 @@ def basis_of(case: dict) -> tuple[Basis, float]:
     return DMD(order, window=case["history"]), 1e-8  # eigenvectors of a matrix that is nearly singular
 
 
-@pytest.mark.parametrize("path", recorded("kind"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", recorded_with("kind"), ids=lambda path: path.stem)
 @replays("path")
 def test_variants(path: Path) -> None:
     case = read_json(path)
@@ -191,9 +191,8 @@ def test_history_is_kept_in_the_derivative_dtype() -> None:
     for name, basis in BASES.items():
         history = None
         for step in (0, 1, 2, 3):
-            history = basis(order=2, dtype=torch.float32).update(
-                history, torch.full((2, 4), 1.0 + step).bfloat16(), step
-            )
+            feature = torch.full((2, 4), 1.0 + step).bfloat16()
+            history = basis(order=2, dtype=torch.float32).update(history, feature, step)
         assert {tensor.dtype for tensor in history.tensors} == {torch.float32}, name
         assert len(history.tensors) <= basis(order=2).slots and history.count_bytes() == 32 * len(history.tensors)
         assert basis(order=2).forecast(history, 4).dtype == torch.bfloat16
@@ -267,15 +266,15 @@ def test_adaptive_schedule_is_the_best_of_all() -> None:
         for updates in range(1, total + 1):
             scores = rng.random((total, total))
 
-            def worth(steps: list[int], scores: np.ndarray = scores, total: int = total) -> float:
+            def total_score(steps: list[int], scores: np.ndarray = scores, total: int = total) -> float:
                 ends = [*steps[1:], total]
                 return sum(scores[a, t] for a, end in zip(steps, ends) for t in range(a, end))
 
-            every = [worth([0, *rest]) for rest in combinations(range(1, total), updates - 1)]
-            for maximise, best in ((True, max(every)), (False, min(every))):
+            totals = [total_score([0, *steps]) for steps in combinations(range(1, total), updates - 1)]
+            for maximise, best in ((True, max(totals)), (False, min(totals))):
                 steps = adaptive_schedule(scores, updates, maximise)
                 assert len(steps) == updates and steps[0] == 0 and steps == sorted(set(steps))
-                assert worth(steps) == pytest.approx(best, abs=1e-12)
+                assert total_score(steps) == pytest.approx(best, abs=1e-12)
     assert adaptive_schedule(np.ones((6, 6)), 3) == [0, 1, 2]  # of equals, the earliest
     with pytest.raises(ValueError, match="updates=7"):
         adaptive_schedule(np.ones((6, 6)), 7)
@@ -309,15 +308,8 @@ def test_block_schedule_files(tmp_path: Path) -> None:
 )
 def test_interval_one_is_the_plain_loop(scheduler: object, scale: float) -> None:
     module, latent = tiny_dit(), noise(3)
-    state = decoded(
-        TaylorSeer(interval=1, order=2),
-        DiffusionModel(module),
-        latent,
-        scheduler=scheduler,
-        num_inference_steps=10,
-        guidance_scale=scale,
-        class_labels=LABELS,
-    )
+    request = {"scheduler": scheduler, "num_inference_steps": 10, "guidance_scale": scale, "class_labels": LABELS}
+    state = decode_latent(TaylorSeer(interval=1, order=2), DiffusionModel(module), latent, **request)
     assert torch.equal(state.latent, denoise(module, latent, LABELS, scheduler, 10, scale))
     branches = 1 if scale == 1.0 else 2
     assert state.nfe.tolist() == [state.total] * 3
@@ -339,7 +331,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int, sche
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
     sampler = Forecast(when=Every(interval, first_enhance), order=order)
     request = {"class_labels": LABELS, "scheduler": scheduler}
-    state = decoded(sampler, DiffusionModel(module), latent, trace=True, **request)
+    state = decode_latent(sampler, DiffusionModel(module), latent, trace=True, **request)
     expected, kinds = forecast_loop(module, latent, LABELS, scheduler, 20, interval, order, first_enhance)
     assert (scheduler.timesteps.diff() > 0).all() == (scheduler is RISING)
     torch.testing.assert_close(state.latent, expected, rtol=1e-10, atol=1e-10)
@@ -354,7 +346,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int, sche
 def test_every_basis_in_the_loop(basis: str) -> None:
     module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
     sampler = Forecast(when=Every(3, 2), order=2, how=basis)
-    state = decoded(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
+    state = decode_latent(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
     scheduler, history, forecaster = DDIMScheduler(), None, sampler.forecaster
     scheduler.set_timesteps(20)
     with torch.inference_mode():
@@ -372,19 +364,19 @@ def test_every_basis_in_the_loop(basis: str) -> None:
 def test_stochastic_schedulers_draw_from_the_seed() -> None:
     model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3)
     latent = noise(1).expand(2, -1, -1, -1)
-    ends = [
-        decoded(sampler, model, latent, scheduler=DDPMScheduler(), class_labels=1, **given).latent
-        for given in ({"seed": 1}, {"seed": 2}, {"generator": torch.Generator().manual_seed(1)})
+    latents = [
+        decode_latent(sampler, model, latent, scheduler=DDPMScheduler(), class_labels=1, **draws).latent
+        for draws in ({"seed": 1}, {"seed": 2}, {"generator": torch.Generator().manual_seed(1)})
     ]
-    assert not torch.equal(ends[0][0], ends[0][1])  # copies of a row draw different noise
-    assert not torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
+    assert not torch.equal(latents[0][0], latents[0][1])  # copies of a row draw different noise
+    assert not torch.equal(latents[0], latents[1]) and not torch.equal(latents[0], latents[2])
 
 
 def test_the_first_row_that_is_not_finite_is_named() -> None:
     module = tiny_dit()
     module.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight.data[LABELS[1]] = torch.nan
     with pytest.raises(FloatingPointError, match="row 1 at step 0"):
-        decoded(TaylorSeer(), DiffusionModel(module), noise(3), class_labels=LABELS)
+        decode_latent(TaylorSeer(), DiffusionModel(module), noise(3), class_labels=LABELS)
 
 
 def test_equivalent_forms_make_the_same_sampler(tmp_path: Path) -> None:
@@ -452,7 +444,7 @@ def test_wrong_requests_are_named(name: str, value: Any) -> None:
 )
 def test_settings_for_parts_of_the_model_are_refused_for_outputs(settings: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*paradec.accelerate"):
-        decoded(Forecast(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
+        decode_latent(Forecast(**settings), DiffusionModel(tiny_dit()), noise(1), class_labels=1)
 
 
 def test_other_models_are_refused() -> None:
@@ -479,11 +471,11 @@ def test_equals_cache_dit(path: Path, name: str) -> None:
 def test_a_mask_is_a_schedule() -> None:
     """Every mask includes the first and last step; masks with faster names have fewer steps."""
     for steps in (4, 6, *range(8, 120)):
-        made = {name: step_mask(name, steps) for name in MASKS}
-        for forecast in made.values():
-            assert forecast[0] == 0 and forecast[-1] == steps - 1 and list(forecast) == sorted(set(forecast))
-            assert paradec.Forecast(when=forecast).when.steps == forecast
-        counts = [len(made[name]) for name in ("slow", "medium", "fast", "ultra")]
+        masks = {name: step_mask(name, steps) for name in MASKS}
+        for mask in masks.values():
+            assert mask[0] == 0 and mask[-1] == steps - 1 and list(mask) == sorted(set(mask))
+            assert paradec.Forecast(when=mask).when.steps == mask
+        counts = [len(masks[name]) for name in ("slow", "medium", "fast", "ultra")]
         assert counts == sorted(counts, reverse=True)
 
 

@@ -46,9 +46,8 @@ def test_cut_equals_a_plain_loop() -> None:
         sizes = policy.cut(opening).tolist()
         for r in range(5):
             remaining = new - int(decided[r])
-            expected = adaptive_length(
-                tokens[r].tolist(), confidence[r].tolist(), new, remaining, policy, available[r].tolist()
-            )
+            row = tokens[r].tolist(), confidence[r].tolist()
+            expected = adaptive_length(*row, new, remaining, policy, available[r].tolist())
             assert sizes[r] == expected <= read[r]
             lengths.add((expected > policy.length) - (expected < policy.length))
     assert lengths == {-1, 0, 1}
@@ -96,25 +95,17 @@ def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Mo
 
 
 def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
-    sampler_with_blocks = samplers.create(
-        "adablock", delimiters=(NEWLINE, END), init_block_length=16, delimiter_threshold=0.2
-    )
+    settings = {"delimiters": (NEWLINE, END), "init_block_length": 16, "delimiter_threshold": 0.2}
+    sampler_with_blocks = samplers.create("adablock", **settings)
     arguments = {"max_new_tokens": 24, "trace": True}
 
     def run(sampler: object, **more: object) -> list:
         return paradec.generate(llada64, ROWS, sampler=sampler, **arguments, **more).trace.steps
 
-    assert run(sampler_with_blocks) == run("threshold", blocks=sampler_with_blocks.blocks(None))
-    assert (
-        run(sampler_with_blocks, block_length=8)
-        == run("threshold", blocks=sampler_with_blocks.blocks(8))
-        != run(sampler_with_blocks)
-    )
-    assert (
-        run(sampler_with_blocks, blocks=FixedBlocks(8))
-        == run("threshold", block_length=8)
-        != run(sampler_with_blocks, block_length=8)
-    )
+    default, of_eight = run(sampler_with_blocks), run(sampler_with_blocks, block_length=8)
+    assert default == run("threshold", blocks=sampler_with_blocks.blocks(None))
+    assert of_eight == run("threshold", blocks=sampler_with_blocks.blocks(8)) != default
+    assert run(sampler_with_blocks, blocks=FixedBlocks(8)) == run("threshold", block_length=8) != of_eight
 
 
 @dataclass
@@ -133,9 +124,8 @@ def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
     assert AdaptiveBlocks(delimiters=["\n", ".", np.int64(1)]).for_model(model).delimiters == (1, 2, 7)
     # the tenth token is outside of the model's vocabulary
     assert AdaptiveBlocks(delimiter_match="ends").for_model(model).delimiters == (2, 3, 4, 5)
-    with pytest.warns(
-        UserWarning, match="match no token, since words has no such token; blocks have the fixed length 32"
-    ):
+    message = "match no token, since words has no such token; blocks have the fixed length 32"
+    with pytest.warns(UserWarning, match=message):
         assert AdaptiveBlocks(delimiters=("§",)).for_model(model) == FixedBlocks(32)
     with pytest.raises(ValueError, match="delimiters=9 must be an integer from 0 to 8"):
         AdaptiveBlocks(delimiters=(9,)).for_model(model)
@@ -148,15 +138,9 @@ def test_a_model_without_tokenizer_keeps_fixed_blocks(llada64: Model) -> None:
 
 
 def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> None:
+    facts = {"mask_token_id": llada64.facts.mask_token_id, "eos_token_id": END, "prediction": "same"}
     module = paradec.load(GOLDEN / "llada-tiny").unwrap()
-    model = paradec.wrap(
-        module,
-        mask_token_id=llada64.facts.mask_token_id,
-        eos_token_id=END,
-        prediction="same",
-        topology="block_causal",
-        block_length=8,
-    )
+    model = paradec.wrap(module, topology="block_causal", block_length=8, **facts)
     sampler = samplers.create("adablock", delimiters=MANY, window=1.0, delimiter_threshold=0.1)
     state = sampler.start(model, ROWS, max_new_tokens=24, eos_early_stop=False)
     lengths = set()
@@ -164,9 +148,8 @@ def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> Non
         while not state.done:
             running = state.running
             assert (state.block_start[running] // 8 == (state.block_end[running] - 1) // 8).all()
-            lengths |= set(
-                (state.block_end - state.block_start)[running & ~state.features["adaptive_blocks"].opening].tolist()
-            )
+            is_open = running & ~state.features["adaptive_blocks"].opening
+            lengths |= set((state.block_end - state.block_start)[is_open].tolist())
             sampler.commit(state, sampler.step(model, state))
     assert len(lengths) > 1
 

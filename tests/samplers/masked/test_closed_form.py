@@ -74,15 +74,13 @@ class Denoiser:
         return logits
 
 
-def at_once(answers: Sequence[tuple[int, ...]]) -> float:
+def probability_of_one_step(answers: Sequence[tuple[int, ...]]) -> float:
     """The probability of a right answer if every position is drawn independently from its marginal."""
-    marginal = [
-        {token_id: sum(a[i] == token_id for a in answers) / len(answers) for token_id in TOKENS} for i in range(N)
-    ]
+    marginal = [{token: sum(a[i] == token for a in answers) / len(answers) for token in TOKENS} for i in range(N)]
     return math.fsum(math.prod(marginal[i][token_id] for i, token_id in enumerate(answer)) for answer in answers)
 
 
-def right(task: str, answers: Tensor) -> Tensor:
+def is_right(task: str, answers: Tensor) -> Tensor:
     """Which answers [R, N] are right, [R] bool. "permutation" may draw the unchanged list; it counts as wrong."""
     support = torch.tensor(TASKS["shuffle" if task == "permutation" else task])
     return (answers.unsqueeze(1) == support).all(-1).any(1)
@@ -132,16 +130,8 @@ def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 def decode(name: str, settings: dict, filter_file: str, block: int, **request: Any) -> paradec.Output:
     if name == "learn2pd":
         settings = settings | {"filter": filter_file, "allow_mismatch": True}
-    return paradec.generate(
-        Denoiser(name, block),
-        PROMPTS,
-        sampler=samplers.create(name, **settings),
-        blocks=paradec.FixedBlocks(block),
-        max_new_tokens=N,
-        temperature=1.0,
-        seed=11,
-        **request,
-    )
+    request |= {"blocks": paradec.FixedBlocks(block), "max_new_tokens": N, "temperature": 1.0, "seed": 11}
+    return paradec.generate(Denoiser(name, block), PROMPTS, sampler=samplers.create(name, **settings), **request)
 
 
 def answers_of(out: paradec.Output, task: str) -> Tensor:
@@ -150,9 +140,9 @@ def answers_of(out: paradec.Output, task: str) -> Tensor:
 
 
 def test_the_distributions_have_the_closed_forms() -> None:
-    assert at_once(TASKS["copy"]) == 1
-    assert at_once(TASKS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
-    shuffled = at_once(TASKS["permutation"]) * len(TASKS["shuffle"]) / len(TASKS["permutation"])
+    assert probability_of_one_step(TASKS["copy"]) == 1
+    assert probability_of_one_step(TASKS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
+    shuffled = probability_of_one_step(TASKS["permutation"]) * len(TASKS["shuffle"]) / len(TASKS["permutation"])
     assert shuffled == pytest.approx((math.factorial(N) - 1) / N**N, rel=1e-14)
 
 
@@ -165,10 +155,10 @@ def test_one_step_is_right_as_often_as_the_marginals_predict(name: str, filter_f
     out = decode(name, ONE_STEP.get(name, {}), filter_file, N, steps=steps)
     assert set(out.row_nfe) == {1}
     for task, answers in TASKS.items():
-        expected = at_once(answers)
+        expected = probability_of_one_step(answers)
         if task == "permutation":
             expected = (math.factorial(N) - 1) / N**N
-        assert_probability(int(right(task, answers_of(out, task)).sum()), COPIES, expected, len(TASKS))
+        assert_probability(int(is_right(task, answers_of(out, task)).sum()), COPIES, expected, len(TASKS))
 
 
 @pytest.mark.thinned
@@ -179,7 +169,7 @@ def test_blocks_of_one_are_always_right(name: str, filter_file: str) -> None:
     for task, answers in TASKS.items():
         answer_ids = answers_of(out, task)
         if task != "permutation":
-            assert right(task, answer_ids).all()
+            assert is_right(task, answer_ids).all()
         counts = [int((answer_ids == torch.tensor(answer)).all(1).sum()) for answer in answers]
         assert sum(counts) == COPIES
         if name not in TILTS:
@@ -200,8 +190,8 @@ def test_rows_that_commit_one_token_a_step_are_right(name: str, filter_file: str
     for index, task in enumerate(TASKS):
         if task == "permutation":
             continue
-        is_right = right(task, answers_of(out, task))
+        right = is_right(task, answers_of(out, task))
         one_by_one = max_commits[index * COPIES : (index + 1) * COPIES] == 1
-        assert is_right[one_by_one].all()
+        assert right[one_by_one].all()
         if task == "copy":
-            assert is_right.all()
+            assert right.all()

@@ -46,8 +46,8 @@ def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], tex
     numbers, remaining = [], nu
     for at, token in enumerate(text):
         total = math.fsum(remaining.values())
-        below = math.fsum(mass for other, mass in remaining.items() if other[at] < token)
-        remaining = {other: mass for other, mass in remaining.items() if other[at] == token}
+        below = math.fsum(mass for tokens, mass in remaining.items() if tokens[at] < token)
+        remaining = {tokens: mass for tokens, mass in remaining.items() if tokens[at] == token}
         numbers.append((below + math.fsum(remaining.values()) / 2) / total)
     return np.array(numbers)
 
@@ -67,15 +67,15 @@ class Recorded(MaskedConstraint):
         return np.array([self.uniforms[int(state.row_step[part.row])][at - 1] for at in part.open])
 
     def _marginals(self, state: Any, part: Any, logits: torch.Tensor) -> Marginals | None:
-        found = super()._marginals(state, part, logits)
-        assert found is not None
-        self.z = math.exp(found.log_z())
-        return found
+        marginals = super()._marginals(state, part, logits)
+        assert marginals is not None
+        self.z = math.exp(marginals.log_z())
+        return marginals
 
     def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
-        found = super()._certain(state, row, canvas) if self.forced else {}
-        self.log.append(("forced", sorted([at - 1, token] for at, token in found.items())))
-        return found
+        certain = super()._certain(state, row, canvas) if self.forced else {}
+        self.log.append(("forced", sorted([at - 1, token] for at, token in certain.items())))
+        return certain
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
         """Write certain tokens at every temperature; the reference does not count them in the weight."""
@@ -84,12 +84,8 @@ class Recorded(MaskedConstraint):
 
     def on_commit(self, state: Any, proposal: Any, decision: Any) -> None:
         chosen = decision.selected[0].nonzero()[:, 0]
-        entries = zip(
-            proposal.positions[0, chosen].tolist(),
-            decision.values[0, chosen].tolist(),
-            proposal.scores[0, chosen].tolist(),
-            strict=True,
-        )
+        columns = (proposal.positions, decision.values, proposal.scores)
+        entries = zip(*(column[0, chosen].tolist() for column in columns), strict=True)
         self.log.append(("step", (self.z, sorted([at - 1, token, score] for at, token, score in entries))))
         super().on_commit(state, proposal, decision)
 
@@ -116,9 +112,8 @@ class Never:
         return torch.zeros(len(proposal.rows), dtype=torch.bool)
 
 
-def start_case(
-    case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any
-) -> tuple[Any, Any, Any]:
+def start_case(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None = None, **more: Any) -> Any:
+    """Return the sampler, the model and the first state."""
     settings, slots, size = case.get("settings", {}), case["slots"], len(case["vocab"])
     canvas, holes = case["canvas"] if canvas is None else canvas, case.get("holes") or []
     if not holes and not case["ends"] and canvas.count(None) == slots:
@@ -148,7 +143,7 @@ def text_of(state: Any, case: dict[str, Any]) -> list[int]:
     return tokens + [case["end"]] * (case["slots"] - len(tokens))
 
 
-def assert_reads(case: dict[str, Any]) -> None:
+def assert_case_fits_its_canvas(case: dict[str, Any]) -> None:
     """Assert that the recorded text and holes fit the recorded tokens and canvas."""
     expected = case["expected"]
     if "text" in expected:
@@ -160,16 +155,13 @@ def assert_reads(case: dict[str, Any]) -> None:
 
 
 def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None:
-    prompt_tokens, expected, end = (
-        [token for token in case["canvas"] if token is not None],
-        case["expected"]["steps"],
-        case["end"],
-    )
-    if end in prompt_tokens:  # does not end our row; later steps fill the rest
+    expected, end = case["expected"]["steps"], case["end"]
+    prompt_tokens = [token for token in case["canvas"] if token is not None]
+    if end in prompt_tokens:  # it does not end our row; later steps fill the remaining positions
         later = [pair for step in steps[len(expected) :] for pair in step.get("commit", step.get("forced"))]
         assert all(token == end for _, token in later)
         steps = steps[: len(expected)]
-    # if the canvas has tokens, ours excludes forbidden tokens before the softmax
+    # if the canvas has tokens, we exclude forbidden tokens before the softmax
     compared = {"z", "scores"} if case.get("ends", True) or not prompt_tokens or "holes" in case else {"scores"}
     for ours, theirs in zip(steps, expected, strict=True):
         assert all(ours[key] == theirs[key] for key in ("commit", "forced") if key in theirs)
@@ -177,10 +169,10 @@ def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None
             assert ours[key] == pytest.approx(theirs[key], rel=1e-9, abs=1e-12)
 
 
-OURS = [name for name in case_names("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "path"]
+PATH_RUNS = [name for name in case_names("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "path"]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PATH_RUNS)
 @replays("name")
 def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
@@ -195,64 +187,62 @@ def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, expected = feature.steps(), case["expected"]
     assert_same_steps(case, steps)
     assert text_of(state, case) == expected["tokens"]
-    assert_reads(case)
+    assert_case_fits_its_canvas(case)
 
 
-THEIRS = [
-    name for name in case_names("run", "draws", "holes") if SETTINGS[name]["settings"]["candidates"] == "marginal"
-]
+MARGINAL_RUNS = [name for name in case_names("run", "draws", "holes") if name not in PATH_RUNS]
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", MARGINAL_RUNS)
 @replays("name")
 def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> None:
-    """Replay the reference's check of candidates one by one, which we do not have, with our marginals and automaton."""
+    """Replay with our marginals and automaton. The reference checks candidates one by one; paradec does not."""
     case, expected = CASES[name], CASES[name]["expected"]
     settings, canvas, end = case["settings"], [*case["canvas"]], case["end"]
-    rule, size = settings["rule"], len(case["vocab"])
+    rule, size, forces = settings["rule"], len(case["vocab"]), settings.get("forced")
     spans = [(hole["first"], hole["stop"], automaton_of(case, hole["regex"], False)) for hole in case.get("holes", ())]
     spans = spans or [(0, case["slots"], automaton_of(case))]
     module, block = model_of(case).module, settings.get("block") or case["slots"]
 
-    def ended() -> bool:
+    def has_ended() -> bool:
         known = canvas[: canvas.index(None)] if None in canvas else canvas
         return case.get("ends", False) and end in known
 
-    def certain(first: int, stop: int) -> list[list[int]]:
+    def write_certain(first: int, stop: int) -> list[list[int]]:
         begin, last, automaton = spans[0]
         fits = passes.possible_classes(automaton, canvas[begin:last], 0, automaton.accept)
-        found = []
+        entries = []
         for at in range(first, stop):
             ids = np.concatenate([automaton.members[index] for index in np.flatnonzero(fits[at])])
             if canvas[at] is None and len(ids) == 1:
-                found.append([at, int(ids[0])])
-        for at, token in found:
+                entries.append([at, int(ids[0])])
+        for at, token in entries:
             canvas[at] = token
-        return found
+        return entries
 
     steps: list[dict[str, Any]] = []
     for begin in range(0, case["slots"], block):
-        if ended():
+        if has_ended():
             break
         stop, count = min(begin + block, case["slots"]), 0
-        forced = certain(begin, stop) if settings.get("forced") else []
+        forced = write_certain(begin, stop) if forces else []
         masks = canvas[begin:stop].count(None)
-        while None in canvas[begin:stop] and not ended():
+        while None in canvas[begin:stop] and not has_ended():
             logits, scores, tokens = module.of(canvas), {}, {}
             z = 1.0
             for first, last, automaton in spans:
                 seen = last if settings.get("seen", True) else min(last, stop)
                 accept = passes.completions(automaton, canvas[seen:last], automaton.accept)[0]
                 span_canvas = canvas[first:seen]
-                places = [first + at for at, token in enumerate(span_canvas) if token is None]
-                if not places:
+                positions = [first + at for at, token in enumerate(span_canvas) if token is None]
+                if not positions:
                     continue
-                padded = torch.nn.functional.pad(logits[places], (0, 2), value=-torch.inf)
-                found = Marginals(automaton, padded, span_canvas, 0, accept)
-                z *= math.exp(found.log_z())
-                best = found.conditioned_logits().softmax(-1)[:, :size].max(-1)
-                scores |= dict(zip(places, best.values.tolist(), strict=True))
-                tokens |= dict(zip(places, best.indices.tolist(), strict=True))
+                padded = torch.nn.functional.pad(logits[positions], (0, 2), value=-torch.inf)
+                marginals = Marginals(automaton, padded, span_canvas, 0, accept)
+                z *= math.exp(marginals.log_z())
+                best = marginals.conditioned_logits().softmax(-1)[:, :size].max(-1)
+                scores |= dict(zip(positions, best.values.tolist(), strict=True))
+                tokens |= dict(zip(positions, best.indices.tolist(), strict=True))
             free = [at for at in scores if begin <= at < stop]
             order = sorted(free, key=lambda at: (-scores[at], at))
             if rule["name"] == "threshold":
@@ -267,20 +257,17 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
                     trial[at] = tokens[at]
                     if passes.completions(automaton, trial[first:last], automaton.accept)[0, 0]:
                         canvas, committed = trial, [*committed, at]
-            entry = {
-                "z": z,
-                "commit": sorted([at, tokens[at]] for at in committed),
-                "scores": [scores[at] for at in sorted(committed)],
-            }
-            steps.append(entry | ({"forced": forced} if settings.get("forced") else {}))
-            forced, count = certain(begin, stop) if settings.get("forced") else [], count + 1
+            committed.sort()
+            entry = {"z": z, "scores": [scores[at] for at in committed]} | ({"forced": forced} if forces else {})
+            steps.append(entry | {"commit": [[at, tokens[at]] for at in committed]})
+            forced, count = write_certain(begin, stop) if forces else [], count + 1
         if forced:
             steps.append({"forced": forced})
-    if case.get("ends") and ended():
+    if case.get("ends") and has_ended():
         canvas[canvas.index(end) :] = [end] * (case["slots"] - canvas.index(end))
     assert canvas == expected["tokens"]
     assert_same_steps(case, steps)
-    assert_reads(case)
+    assert_case_fits_its_canvas(case)
 
 
 class Ordered(MaskedSampler):
@@ -323,18 +310,18 @@ def all_runs(
         if texts is not None:
             total = math.fsum(mass for text, mass in nu.items() if text in texts)
             nu = {text: mass / total for text, mass in nu.items() if text in texts}
-        after: dict[tuple[int, ...], list[Any]] = {}
+        next_states: dict[tuple[int, ...], list[Any]] = {}
         for text, share in nu.items():
             tracker.uniforms = {int(state.row_step[0]): uniform_for(automaton, nu, text)}
             proposal = sampler.step(model, state)
             undecided = state.undecided[0, 1 : 1 + case["slots"]].tolist()
             drawn = proposal.values[0, : case["slots"]].tolist()
             assert all(drawn[at] == token for at, token in enumerate(text) if undecided[at])
-            other = copy.deepcopy(state)
-            sampler.commit(other, proposal)
-            key = tuple(other.canvas[0].tolist())
-            after.setdefault(key, [other, 0.0])[1] += probability * share
-        pending += [(other, mass) for other, mass in after.values()]
+            next_state = copy.deepcopy(state)
+            sampler.commit(next_state, proposal)
+            key = tuple(next_state.canvas[0].tolist())
+            next_states.setdefault(key, [next_state, 0.0])[1] += probability * share
+        pending += [(next_state, mass) for next_state, mass in next_states.values()]
     return probabilities
 
 
@@ -356,13 +343,13 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
     inside = math.fsum(weighted for _, weighted in probabilities.values())
     assert inside == pytest.approx(expected["inside"], rel=1e-9)
     weighted = {text: mass / inside for text, (_, mass) in probabilities.items()}
-    whole = {tuple(text): mass for text, mass in expected["global"]}
-    assert weighted == pytest.approx(whole, rel=1e-9)
+    conditioned = {tuple(text): mass for text, mass in expected["global"]}
+    assert weighted == pytest.approx(conditioned, rel=1e-9)
     masked = {tuple(text): mass for text, mass in expected["masked"]}
-    where = orders[case["settings"]["order"]]
-    assert masked_law(case, where, [None] * case["slots"]) == pytest.approx(masked, rel=1e-9)
+    choose_position = orders[case["settings"]["order"]]
+    assert masked_law(case, choose_position, [None] * case["slots"]) == pytest.approx(masked, rel=1e-9)
     for kind, law in (("stepwise", stepwise), ("masked", masked)):
-        distance = math.fsum(abs(law.get(text, 0.0) - whole.get(text, 0.0)) for text in law | whole) / 2
+        distance = math.fsum(abs(law.get(text, 0.0) - conditioned.get(text, 0.0)) for text in law | conditioned) / 2
         assert distance == pytest.approx(expected["distance"][kind], rel=1e-9, abs=1e-12)
 
 
@@ -502,9 +489,9 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
     value, fits = KINDS[kind]
     for turn, temperature in enumerate((0.0, 0.8)):
         cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
-        for used in dict.fromkeys((cache, "none")):
-            fields = {"constraint": value, "temperature": temperature, "cache": used, "seed": 3, **POLICIES[policy]}
-            fields = supported_fields(name, fields | {"max_new_tokens": 12})
+        for cache_name in dict.fromkeys((cache, "none")):
+            fields = POLICIES[policy] | {"constraint": value, "temperature": temperature, "cache": cache_name}
+            fields = supported_fields(name, fields | {"max_new_tokens": 12, "seed": 3})
             try:
                 out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **fields)
             except ValueError as error:
@@ -537,9 +524,8 @@ def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatc
 def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject) -> None:
     part = st.sampled_from(["a", "b", "[a-e]", "[0-9]", "12", "(?:yes|no)", r"\.", "x", "."])
     pieces = st.tuples(part, st.sampled_from(["", "", "?", "+", "*", "{2}", "{1,3}"])).map("".join)
-    pattern = "|".join(
-        data.draw(st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3))
-    )
+    alternatives = st.lists(st.lists(pieces, min_size=1, max_size=4).map("".join), min_size=1, max_size=3)
+    pattern = "|".join(data.draw(alternatives))
     request = data.draw(
         st.fixed_dictionaries(
             {
@@ -571,13 +557,11 @@ def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch
 def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
     pattern = r'\{"a": [0-9]\}'
     free = paradec.generate(bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", eos_early_stop=False)
-    out = paradec.generate(
-        bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", constraint=paradec.Regex(pattern)
-    )
+    request = {"max_new_tokens": 8, "sampler": "low_confidence", "constraint": paradec.Regex(pattern)}
+    out = paradec.generate(bidirectional, [[1, 2]], **request)
     assert re.fullmatch(pattern, out.text[0]) and free.nfe == 8 and out.nfe < 8
-    certain = paradec.generate(
-        bidirectional, [[1, 2]], max_new_tokens=3, constraint=paradec.Choice(("yes",)), trace=True
-    )
+    request = {"max_new_tokens": 3, "constraint": paradec.Choice(("yes",)), "trace": True}
+    certain = paradec.generate(bidirectional, [[1, 2]], **request)
     assert certain.text == ["yes"] and certain.nfe == 0
 
 

@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "blocks64": {"prediction": "same", "topology": "block_causal", "block_length": 4},
 }
 """The last one is for samplers that support neither of the first two."""
-FOR = {
+CACHES_FOR = {
     topology: [name for name in caches.names()[1:] if topology in caches.get(name).facts.topologies]
     for topology in ("bidirectional", "block_causal")
 }
@@ -37,10 +37,10 @@ def pairs() -> list[tuple[str, str, str]]:
     triples = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
     triples += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
     for index, sampler in enumerate(MASKED):
-        fit = [model for model in bidirectional if works(sampler, "none", model)] or ["blocks64"]
-        model = fit[-(index % 2)]
-        fitting = [name for name in FOR[MODELS[model]["topology"]] if works(sampler, name, model)]
-        triples.append((sampler, fitting[index // 2 % len(fitting)], model))
+        supported = [model for model in bidirectional if works(sampler, "none", model)] or ["blocks64"]
+        model = supported[-(index % 2)]
+        names = [name for name in CACHES_FOR[MODELS[model]["topology"]] if works(sampler, name, model)]
+        triples.append((sampler, names[index // 2 % len(names)], model))
     delayed = [(name, "delayed", model) for name, model in zip(("credit", "threshold"), bidirectional, strict=True)]
     return [*triples, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64"), *delayed]
 
@@ -74,13 +74,9 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
         for _ in range(draw.randint(2, 3)):
             row = [draw.randrange(36) for _ in range(draw.randint(1, 9))]
             rows += [row] if row not in rows else []
-        request: dict[str, Any] = {
-            "block_length": draw.choice((3, 4, NEW)),
-            "temperature": temperature,
-            "guidance_scale": 1.5 if temperature == guided else 1.0,
-            "seed": draw.randrange(2**31),
-            "eos_early_stop": draw.random() < 0.5,
-        }
+        request: dict[str, Any] = {"block_length": draw.choice((3, 4, NEW)), "temperature": temperature}
+        request |= {"guidance_scale": 1.5 if temperature == guided else 1.0, "seed": draw.randrange(2**31)}
+        request |= {"eos_early_stop": draw.random() < 0.5}
         if name == "adablock":  # its default delimiters need a tokenizer
             policy = AdaptiveBlocks(6, delimiters=tuple(range(0, 64, 3)), window=0.5, delimiter_threshold=0.2)
             request |= {"blocks": policy, "block_length": None}
@@ -153,13 +149,11 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
     max_forwards = 2 * total if sampler.needs.may_wait and sampler.needs.mask_probes else total
     if sampler.needs.revises:
         length = fields["block_length"]
-        counts = [state.blocks.count(*lengths_) for lengths_ in zip(state.prompt_length, state.length, strict=True)]
-        max_forwards = max(counts) * sampler.max_steps(np.array([length]))[0]
-        max_forwards = (
-            max_forwards
-            if model_name == "blocks64"
-            else sampler.max_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
-        )
+        if model_name == "blocks64":
+            counts = [state.blocks.count(*lengths_) for lengths_ in zip(state.prompt_length, state.length, strict=True)]
+            max_forwards = max(counts) * sampler.max_steps(np.array([length]))[0]
+        else:
+            max_forwards = sampler.max_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
     steps, forwarded = [], []
     with torch.inference_mode():
         while not state.done:
@@ -194,18 +188,10 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
     assert (state.nfe <= max_forwards).all()
     assert state.progress[0] == state.progress[1] == state.total.sum() >= NEW * len(rows)
     seen: list[MaskedState] = []
+    fields |= {"max_new_tokens": NEW, "trace": True, "callback": lambda state, commit: seen.append(state)}
     for index, prompt in enumerate(rows):
         assert state.canvas[index, : len(prompt)].tolist() == prompt
-        alone = paradec.generate(
-            model,
-            [prompt],
-            sampler=sampler,
-            cache=cache,
-            max_new_tokens=NEW,
-            trace=True,
-            callback=lambda state, commit: seen.append(state),
-            **fields,
-        )
+        alone = paradec.generate(model, [prompt], sampler=sampler, cache=cache, **fields)
         assert state.canvas[index, : len(prompt) + NEW].tolist() == alone.sequences[0].tolist()
         assert state.nfe[index] == alone.nfe
         assert (state.end[index], state.stopped[index]) == (seen[-1].end[0], seen[-1].stopped[0])
@@ -236,23 +222,15 @@ def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
 UNBOUNDED = {"klass", "persistence"}
 """Samplers that may commit fewer positions than the schedule grants: only ready ones, or no early end token."""
 AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
-"""May commit more than the schedule grants."""
+"""Samplers that may commit more positions than the schedule grants."""
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [n for n in MASKED if samplers.get(n).uses_steps is True])
 @pytest.mark.parametrize("steps", [2, 4, 6])
 def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
-    out = paradec.generate(
-        model,
-        [1, 2, 3],
-        sampler=name,
-        max_new_tokens=NEW,
-        steps=steps,
-        block_length=NEW // 2,
-        eos_early_stop=False,
-        seed=1,
-    )
+    request = {"max_new_tokens": NEW, "block_length": NEW // 2, "eos_early_stop": False, "seed": 1}
+    out = paradec.generate(model, [1, 2, 3], sampler=name, steps=steps, **request)
     if name not in UNBOUNDED:
         assert out.nfe <= steps
     if not samplers.get(name).needs.may_wait and name not in AHEAD:
@@ -302,22 +280,15 @@ def test_logits_eos_inf_proposes_no_end(model: Model) -> None:
 def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: float) -> None:
     """No end token is committed while another position has a different candidate."""
     sampler = samplers.create("low_confidence")
-    state = sampler.start(
-        model,
-        [1, 2, 3],
-        max_new_tokens=NEW,
-        block_length=NEW,
-        confidence_eos_eot_inf=True,
-        temperature=temperature,
-        seed=3,
-    )
+    request = {"max_new_tokens": NEW, "block_length": NEW, "confidence_eos_eot_inf": True, "seed": 3}
+    state = sampler.start(model, [1, 2, 3], temperature=temperature, **request)
     with torch.inference_mode():
         while not state.done:
             proposal = sampler.step(model, state)
             ends = torch.isin(proposal.values, torch.tensor(model.facts.eos_token_ids))
-            others = (proposal.available & ~ends).any()
+            has_other_candidates = (proposal.available & ~ends).any()
             commit = sampler.commit(state, proposal)
-            if others:
+            if has_other_candidates:
                 assert not (commit.selected & ends).any()
 
 

@@ -61,13 +61,9 @@ def test_pipelined_blocks_that_open_when_full_equal_fixed_blocks(
 def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
     draw = random.Random(seed)
     model = tiny(1, seed=seed)
-    policy = PipelinedBlocks(
-        draw.choice((2, 3, 4)),
-        align=draw.choice(("prompt", "absolute")),
-        add=draw.choice((0, 0.3, 0.5, 1)),
-        full=draw.choice((0, 0.5, 1)),
-        forced=draw.choice(("first", "active")),
-    )
+    length, align, add = draw.choice((2, 3, 4)), draw.choice(("prompt", "absolute")), draw.choice((0, 0.3, 0.5, 1))
+    full, forced = draw.choice((0, 0.5, 1)), draw.choice(("first", "active"))
+    policy = PipelinedBlocks(length, align=align, add=add, full=full, forced=forced)
     rows = [[draw.choice((MASK, 5)) if i > 2 else 7 for i in range(draw.randint(3, 12))] for _ in range(3)]
     sampler = samplers.create("threshold", threshold=0.3)
     state = sampler.start(model, rows, max_new_tokens=9, blocks=policy, eos_early_stop=False)
@@ -85,9 +81,8 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
                 for position in range(first, length):
                     cells.setdefault((position - origin) // policy.length, []).append(position)
                 masks = {b: [p for p in positions if state.canvas[row, p] == MASK] for b, positions in cells.items()}
-                total = {
-                    b: sum(initial_canvas[row, p].item() == MASK for p in positions) for b, positions in cells.items()
-                }
+                is_hole = (initial_canvas[row] == MASK).tolist()
+                total = {b: sum(is_hole[p] for p in positions) for b, positions in cells.items()}
                 opened = last.get(row, -1)
                 full = all(not masks[b] for b in cells if b <= opened)
                 added = {p for b in cells if b <= opened for p in cells[b]}
@@ -109,22 +104,22 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
 
 
 def test_nothing_opens_after_an_end() -> None:
-    often = tuple(range(0, 40, 4))
-    always = tiny(1, ends=often)
-    ended = 0
+    ends = tuple(range(0, 40, 4))
+    model = tiny(1, ends=ends)
+    num_ended = 0
     sampler = samplers.create("threshold", threshold=0.9)
     rows = [[i, i + 1] for i in range(12)]
-    state = sampler.start(always, rows, max_new_tokens=24, blocks=PipelinedBlocks(4, add=0.2))
+    state = sampler.start(model, rows, max_new_tokens=24, blocks=PipelinedBlocks(4, add=0.2))
     with torch.inference_mode():
         while not state.done:
             before, running = state.block_end.copy(), state.running.copy()
-            sampler.commit(state, sampler.step(always, state))
+            sampler.commit(state, sampler.step(model, state))
             for row in np.flatnonzero(running & state.running):
                 answer = state.canvas[row, state.prompt_length[row] : before[row]]
-                if any(int(token) in often for token in answer):
-                    ended += 1
+                if any(int(token) in ends for token in answer):
+                    num_ended += 1
                     assert state.block_end[row] == before[row]
-    assert ended > 5 and state.stopped.all()
+    assert num_ended > 5 and state.stopped.all()
 
 
 class Flat(nn.Module):
@@ -255,10 +250,10 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
 
 
 def test_streamed_ids_are_in_order_and_final(model: Model) -> None:
-    put: list[int] = []
-    streamer = SimpleNamespace(put=lambda ids: put.extend(ids.flatten().tolist()), end=lambda: None)
+    streamed_ids: list[int] = []
+    streamer = SimpleNamespace(put=lambda ids: streamed_ids.extend(ids.flatten().tolist()), end=lambda: None)
     out = decode(model, [[1, 2, 3]], blocks=PipelinedBlocks(3, add=0.3), streamer=streamer)
-    assert put == out.sequences[0].tolist()
+    assert streamed_ids == out.sequences[0].tolist()
     written = [position for step in out.trace.steps for _, position, *_ in step.commits]
     assert written != sorted(written)
 
@@ -267,10 +262,10 @@ def test_rows_of_generate_many_are_those_of_generate(model: Model) -> None:
     request = {"blocks": PipelinedBlocks(3, add=0.3), "max_new_tokens": 10, "seed": 4, "sampler": "credit"}
     rows = [[i + 1, *[2] * (i % 3)] for i in range(7)]
     for cache in ("none", "delayed"):
-        whole = paradec.generate(model, rows, cache=cache, **request)
-        many = list(paradec.generate_many(model, rows, batch_size=2, cache=cache, **request))
-        assert [out.new_tokens[0].tolist() for out in many] == [ids.tolist() for ids in whole.new_tokens]
-        assert [out.nfe for out in many] == whole.row_nfe
+        together = paradec.generate(model, rows, cache=cache, **request)
+        outputs = list(paradec.generate_many(model, rows, batch_size=2, cache=cache, **request))
+        assert [out.new_tokens[0].tolist() for out in outputs] == [ids.tolist() for ids in together.new_tokens]
+        assert [out.nfe for out in outputs] == together.row_nfe
 
 
 def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:
@@ -307,7 +302,7 @@ def test_requests_are_saved_and_read(tmp_path: Any) -> None:
 def test_the_command_line() -> None:
     arguments = ["generate", "Sort: pear fig apple", "--blocks", "pipelined", "--block-length", "4", "--json"]
     for more in ([], ["--block-add", "0.5", "--block-full", "0.9"]):
-        done = CliRunner().invoke(cli.app, arguments + more)
-        assert done.exit_code == 0 and "apple fig pear" in done.stdout
-    bad = CliRunner().invoke(cli.app, ["generate", "Sort: pear fig apple", "--block-add", "0.5"])
-    assert bad.exit_code != 0 and "--block-add goes with --blocks pipelined --block-length N" in bad.output
+        result = CliRunner().invoke(cli.app, arguments + more)
+        assert result.exit_code == 0 and "apple fig pear" in result.stdout
+    result = CliRunner().invoke(cli.app, ["generate", "Sort: pear fig apple", "--block-add", "0.5"])
+    assert result.exit_code != 0 and "--block-add goes with --blocks pipelined --block-length N" in result.output

@@ -1,6 +1,7 @@
 """`generate(rollout=True)` for masked models: step and log-probability of every decision."""
 
 import copy
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -40,16 +41,16 @@ def blocks() -> Model:
 def test_rollouts_contain_every_write(name: str, topology: str, model: Model, blocks: Model) -> None:
     wrapped = model if topology == "bidirectional" else blocks
     more: dict[str, Any] = {"temperature": 1.0, "seed": 4} | ({} if wrapped is blocks else {"block_length": 5})
-    back = set()
+    has_remasked = set()
 
-    def sound(state: Any, commit: Any) -> None:
+    def check_state(state: Any, commit: Any) -> None:
         is_decided = state.rollout.steps >= 0
         assert torch.equal(is_decided | (state.rollout.steps == -1), state.rollout.tokens != MASK)
-        back.add(bool((commit.values[commit.selected] == MASK).any()))
+        has_remasked.add(bool((commit.values[commit.selected] == MASK).any()))
 
-    output = paradec.generate(wrapped, ROWS, sampler=name, trace=True, callback=sound, **ROLLOUT, **more)
+    output = paradec.generate(wrapped, ROWS, sampler=name, trace=True, callback=check_state, **ROLLOUT, **more)
     rollout = output.rollout
-    assert True in back or name != "saber" or wrapped is blocks
+    assert True in has_remasked or name != "saber" or wrapped is blocks
     assert rollout.tokens.shape[1] == (20 if wrapped is blocks else 17)  # the last block is complete
     for row, decided in enumerate(read_last_writes(output)):
         begin, end = len(ROWS[row]), int(rollout.length[row])
@@ -62,12 +63,10 @@ def test_rollouts_contain_every_write(name: str, topology: str, model: Model, bl
             assert is_outside or rollout.tokens[row, position] == token
     assert (rollout.settings["sampler"], rollout.settings["temperature"]) == (name, 1.0)
     if samplers.create(name).needs.revises:
-        written = [
-            [row, sum(step.forwarded[row] > 0 for step in output.trace.steps[:at]), position, token]
-            for row in range(len(ROWS))
-            for at, step in enumerate(output.trace.steps)
-            for position, token in sorted(commit[1:3] for commit in step.commits if commit[0] == row)
-        ]
+        written = []
+        for row, (at, step) in itertools.product(range(len(ROWS)), enumerate(output.trace.steps)):
+            row_step = sum(step.forwarded[row] > 0 for step in output.trace.steps[:at])
+            written += [[row, row_step, *entry] for entry in sorted(c[1:3] for c in step.commits if c[0] == row)]
         assert rollout.writes.tolist() == written and rollout.writes_logp.shape == (len(written),)
         assert (rollout.writes_logp.isnan() >= (rollout.writes[:, 3] == MASK)).all()
         assert torch.equal(rollout.writes_logp_drawn.isnan(), rollout.writes_logp.isnan())
@@ -85,9 +84,8 @@ def test_rollouts_keep_tokens_after_an_end() -> None:
     assert is_decided.sum() > is_in_answer.sum()
     assert (rollout.logp[row][is_decided] < 0).all() and not rollout.logp[row][is_decided].isnan().any()
     chosen = output.logprobs.chosen[row, -10:]
-    torch.testing.assert_close(
-        rollout.logp[row, len(ROWS[row]) :][: len(chosen)][is_in_answer[-10:]], chosen[is_in_answer[-10:]]
-    )
+    actual = rollout.logp[row, len(ROWS[row]) :][: len(chosen)]
+    torch.testing.assert_close(actual[is_in_answer[-10:]], chosen[is_in_answer[-10:]])
     assert output.logprobs.best.shape[-1] == 2
     assert paradec.generate(ending, ROWS, **ROLLOUT).logprobs.count == 0
 
@@ -95,9 +93,8 @@ def test_rollouts_keep_tokens_after_an_end() -> None:
 @pytest.mark.parametrize("name", ["threshold", "saber"])
 def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) -> None:
     together = paradec.generate(model, ROWS * 2, sampler=name, **DRAWN).rollout
-    outputs = sorted(
-        paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN), key=lambda output: output.index
-    )
+    many = paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN)
+    outputs = sorted(many, key=lambda output: output.index)
     for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
     assert_same(Rollout.concatenate([output.rollout for output in outputs]), together)
@@ -124,13 +121,9 @@ def test_rollouts_have_the_settings_of_each_prompt(model: Model) -> None:
 def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
     rollout = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
     rollout.save(tmp_path / "rollout.safetensors")
-    for other in (
-        Rollout.load(tmp_path / "rollout.safetensors"),
-        copy.deepcopy(rollout),
-        pickle.loads(pickle.dumps(rollout)),
-        rollout.to("cpu"),
-    ):
-        assert_same(other, rollout)
+    loaded, unpickled = Rollout.load(tmp_path / "rollout.safetensors"), pickle.loads(pickle.dumps(rollout))
+    for equal in (loaded, copy.deepcopy(rollout), unpickled, rollout.to("cpu")):
+        assert_same(equal, rollout)
     data = json.loads(json.dumps(rollout.to_dict(), allow_nan=False))
     assert data["tokens"] == rollout.tokens.tolist() and data["logp"][0][0] is None
     assert repr(rollout) == f"Rollout(3 rows, {int(rollout.decided.sum())} decisions, version 0)"
@@ -151,8 +144,8 @@ def test_an_interrupted_rollout_keeps_the_decided_tokens(model: Model) -> None:
     rollout = caught.value.output.rollout
     assert rollout.decided.sum() == 6 and (rollout.step_map == -2).sum() == 24
     assert (rollout.tokens[rollout.step_map == -2] == MASK).all()
-    ended = paradec.generate(model, ROWS, sampler="low_confidence", callback=lambda state, _: True, **ROLLOUT)
-    assert ended.rollout.decided.sum() == 3
+    stopped = paradec.generate(model, ROWS, sampler="low_confidence", callback=lambda state, _: True, **ROLLOUT)
+    assert stopped.rollout.decided.sum() == 3
 
 
 CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template": paradec.Regex(r"x[0-9]\.x[0-9]ab")}

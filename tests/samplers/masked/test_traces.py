@@ -211,9 +211,8 @@ def test_adablock(name: str, precision: str, numbers: tuple[int, ...] | None) ->
     trace = load_trace(name)
     exact = precision == "float64"
     sampler, arguments = request_of(trace)
-    assert_replayed(
-        decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments), exact
-    )
+    rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
+    assert_replayed(rows, exact)
 
 
 def test_traces_have_adaptive_blocks() -> None:

@@ -84,28 +84,23 @@ def their_calls(case: dict[str, Any], row: int = 0) -> Calls:
 
 
 def run(
-    model: Model,
-    sampler: Any,
-    prompts: list[list[int]],
-    new: int,
-    most: int | None = None,
-    draws: Any = None,
+    model: Model, sampler: Any, prompts: list[list[int]], new: int, max_calls: int | None = None, draws: Any = None,
     **request: Any,
-) -> Iterator[tuple[Calls, list[int]]]:
+) -> Iterator[tuple[Calls, list[int]]]:  # fmt: skip
     """Decode; yield each row's calls and final canvas.
 
-    most: maximal number of calls.
+    max_calls: maximal number of calls, or None.
     draws: for each call the reference's tokens and probabilities at the last positions of the open block, which replace
         ours.
     """
     state = sampler.start(model, prompts, max_new_tokens=new, eos_early_stop=False, rng="reference", seed=0, **request)
     calls: list[Calls] = [[] for _ in prompts]
     turn = 0
-    while not state.done and turn != most:
+    while not state.done and turn != max_calls:
         before = state.canvas.clone()
         proposal = sampler.step(model, state)
         if draws is not None:
-            put_in(proposal, *draws[turn], end=int(state.block_end[0]))
+            replace_draws(proposal, *draws[turn], end=int(state.block_end[0]))
         running = proposal.rows.tolist()
         sampler.commit(state, proposal)
         for row in running:
@@ -118,7 +113,7 @@ def run(
         yield calls[row], state.canvas[row].tolist()
 
 
-def put_in(proposal: Any, tokens: list[int], probabilities: list[float], end: int) -> None:
+def replace_draws(proposal: Any, tokens: list[int], probabilities: list[float], end: int) -> None:
     """Replace a proposal's tokens and probabilities at the last positions before `end`."""
     for token, probability, at in zip(tokens, probabilities, range(end - len(tokens), end), strict=True):
         here = proposal.positions[0] == at
@@ -134,10 +129,10 @@ def draws_of(case: dict[str, Any]) -> Any:
     return [(step["sampled"][0], step["sampled_p"][0]) for step in steps]
 
 
-def same_calls(ours: Calls, theirs: Calls, where: str) -> None:
+def assert_same_calls(ours: Calls, theirs: Calls, where: str) -> None:
     """Assert that calls are equal; the reference's may stop earlier."""
-    for number, (one, other) in enumerate(zip(ours, theirs)):
-        assert one == other, f"{where}, call {number}"
+    for number, (our_call, their_call) in enumerate(zip(ours, theirs)):
+        assert our_call == their_call, f"{where}, call {number}"
     assert len(ours) >= len(theirs), where
 
 
@@ -186,7 +181,7 @@ def test_llada2(name: str, numbers: slice) -> None:
             if is_editing and settings["editing_threshold"] > 1:
                 assert all(call in theirs for call in calls)
                 theirs = without_idle_calls(theirs)
-            same_calls(calls, theirs, where)
+            assert_same_calls(calls, theirs, where)
             assert_decided(canvas, case["final_ids"][0], trace["mask_id"])
             answer = cut(canvas[len(prompt) : len(prompt) + new], end)
             if not is_editing and settings.get("eos_early_stop") and end in prompt:
@@ -247,13 +242,9 @@ def test_in_a_pipeline(name: str, numbers: slice, cache: str | None) -> None:
     for number, case in cases(trace, numbers):
         with replay_case(trace, f"{name}, case {number}", case):
             ids, mask = torch.tensor(case["prompt_ids"]), torch.tensor(case["attention_mask"])
-            request = settings | {
-                "mask_token_id": trace["mask_id"],
-                "eos_token_id": trace["eos_id"],
-                "output_type": "seq",
-            }
+            request = settings | {"mask_token_id": trace["mask_id"], "eos_token_id": trace["eos_id"]}
             with contextlib.nullcontext() if cache is None else paradec.accelerate(pipe, cache=cache):
-                sequences = pipe(input_ids=ids, attention_mask=mask, **request).sequences.tolist()
+                sequences = pipe(input_ids=ids, attention_mask=mask, output_type="seq", **request).sequences.tolist()
             begin = ids.shape[1]
             assert sequences == [row[begin : begin + settings["gen_length"]] for row in case["final_ids"]]
 
@@ -285,28 +276,21 @@ def test_sdar_moe(name: str, numbers: slice) -> None:
             theirs = [step for step in case["steps"] if not step["store"]]
             blocks = -(-(len(prompt) + settings["gen_length"]) // length) - len(prompt) // length
             steps = settings["denoising_steps"]
-            least = samplers.create(
-                "threshold", threshold=settings.get("confidence_threshold", 1.0), quota_per_step="least"
-            )
-            state = least.start(
-                model,
-                [prompt],
-                max_new_tokens=settings["gen_length"],
-                eos_early_stop=False,
-                block_length=length,
-                steps=steps * blocks,
-            )
+            threshold = settings.get("confidence_threshold", 1.0)
+            sampler = samplers.create("threshold", threshold=threshold, quota_per_step="least")
+            request = {"block_length": length, "steps": steps * blocks, "eos_early_stop": False}
+            state = sampler.start(model, [prompt], max_new_tokens=settings["gen_length"], **request)
             for call, step in enumerate(theirs):
                 assert int(state.block_start[0]) // length * length == step["start"], where
-                proposal = least.step(model, state)
+                proposal = sampler.step(model, state)
                 end = int(state.block_end[0])
                 tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
                 if rule != "sequential":
-                    put_in(proposal, tokens, probabilities, end)
+                    replace_draws(proposal, tokens, probabilities, end)
                 else:  # confidence falls from left to right
-                    put_in(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
+                    replace_draws(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
                 before = state.canvas.clone()
-                least.commit(state, proposal)
+                sampler.commit(state, proposal)
                 filled = (before[0] != state.canvas[0]).nonzero()[:, 0].tolist()
                 expected = [at for _, at, _ in step["commit"] if before[0, at] == mask]
                 assert filled == expected, f"{where}, call {call}"

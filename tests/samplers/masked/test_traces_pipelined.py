@@ -5,8 +5,8 @@ probability, as these codes do. Differences, which the tests imitate:
 - d3LLM for LLaDA also commits the most confident position of all open blocks (`MostConfidentOfAll`). A plain loop with
   this quirk gives the reference's calls, and without it ours.
 - d3LLM's early stop fills the row after a decided end token (`fill_after_end`); ours opens no block there.
-- d3LLM's cached calls for Dream read the first position's logits from the wrong column (`own_column`), and some attend
-  to a region twice ("duplicated_keys", left out).
+- d3LLM's cached calls for Dream read the first position's logits from the wrong column (`read_own_column`). Some calls
+  attend to a region twice ("duplicated_keys"); these cases are left out.
 - D2F's blocks see only earlier blocks, counted from the prompt's end (`block_align="prompt"`): cache="block" is exact.
   For Dream it reuses the logits of the last stored position; ours evaluates that position again.
 - LoPA evaluates a round's branches one by one; here they are one call. With full attention its calls see only the
@@ -69,15 +69,13 @@ def blocks_of(trace: dict, forced: str = "first") -> Any:
 
 def d2f_model(trace: dict, inner: Model) -> Model:
     """The same module, with D2F's attention."""
-    return paradec.wrap(
-        inner.module,
-        mask_token_id=trace["mask_id"],
-        eos_token_id=trace["eos_id"],
-        prediction=inner.facts.prediction,
-        topology="block_causal",
-        block_length=trace["settings"]["block_size"],
-        block_align="prompt",
-    )
+    blocks = {"topology": "block_causal", "block_length": trace["settings"]["block_size"], "block_align": "prompt"}
+    return paradec.wrap(inner.module, **facts_of(trace, inner), **blocks)
+
+
+def facts_of(trace: dict, inner: Model) -> dict[str, Any]:
+    ids = {"mask_token_id": trace["mask_id"], "eos_token_id": trace["eos_id"]}
+    return ids | {"prediction": inner.facts.prediction}
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,12 @@ D3LLM = trace_names("d3llm")
 D2F = trace_names("d2f")
 
 
-def is_looped(settings: dict) -> bool:
+def has_plain_loop(settings: dict) -> bool:
     """Whether `pipelined_loop` supports the settings: several blocks, no cache, no early stop."""
-    apart = settings.get("early_stop") or "cache_delay_iter" in settings
-    return "block_add_threshold" in settings and not apart
+    return "block_add_threshold" in settings and not (settings.get("early_stop") or "cache_delay_iter" in settings)
 
 
-LOOPED = [name for name in D3LLM if is_looped(trace_head(name)["settings"])]
+LOOPED = [name for name in D3LLM if has_plain_loop(trace_head(name)["settings"])]
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class MostConfidentOfAll(EntropyThreshold):
         return super().select(view).scatter(1, view.scores.argmax(1, keepdim=True), True)
 
 
-def own_column(query: WindowQuery) -> WindowQuery:
+def read_own_column(query: WindowQuery) -> WindowQuery:
     """Change a call of a shifted model so that its first position reads the logits of its own column."""
     return query.with_fields(window=query.window.with_fields(available=None))
 
@@ -153,13 +150,13 @@ def d3llm_sampler(trace: dict, llada: bool) -> EntropyThreshold:
     class Quirky(MostConfidentOfAll if llada else EntropyThreshold):  # type: ignore[misc]
         def query(self, state: MaskedState) -> list[WindowQuery]:
             queries = super().query(state)
-            return queries if llada or state.store is None else [own_column(query) for query in queries]
+            return queries if llada or state.store is None else [read_own_column(query) for query in queries]
 
         def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
-            outcome = super().commit(state, proposal)
+            result = super().commit(state, proposal)
             if stops:
                 fill_after_end(state)
-            return outcome
+            return result
 
     return Quirky(threshold=trace["settings"]["threshold"])
 
@@ -187,11 +184,10 @@ def decode(model: Model, case: dict, **request: Any) -> tuple[Any, list[Forward]
     new = len(case["final_ids"][0]) - len(prompt)
     fields: dict[str, Any] = {"rng": "reference", "trace": True, "eos_early_stop": False} | request
     commits: list[Commit] = []
-    out = paradec.generate(
-        model, [prompt], max_new_tokens=new, callback=lambda state, commit: commits.append(commit), **fields
-    )
-    written = [frozenset((at, token) for _, at, token, _ in commit.to_list()) for commit in commits]
-    return out, [Forward(frozenset(), one, scores_of(c)[0]) for one, c in zip(written, commits, strict=True)]
+    fields |= {"max_new_tokens": new, "callback": lambda state, commit: commits.append(commit)}
+    out = paradec.generate(model, [prompt], **fields)
+    entries = [frozenset((at, token) for _, at, token, _ in commit.to_list()) for commit in commits]
+    return out, [Forward(frozenset(), e, scores_of(c)[0]) for e, c in zip(entries, commits, strict=True)]
 
 
 @pytest.mark.parametrize("numbers", some_or_all(2))
@@ -205,13 +201,13 @@ def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
         with replay_case(trace, name, case, pairs):
             if case["extra"].get("duplicated_keys") and not llada:
                 raise Refused("the reference attends to some positions twice (extra.duplicated_keys)")
-            out, fed = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace, llada))
-            pairs += zip(fed, recorded_forwards(case), strict=False)
+            out, forwards = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace, llada))
+            pairs += zip(forwards, recorded_forwards(case), strict=False)
             ours, theirs = calls_of(out), their_calls(case)
             if trace["settings"].get("early_stop"):
                 final, ends = case["final_ids"][0], trace["eos_id"]
-                first = len(case["prompt_ids"][0])
-                end = final.index(ends, first) if ends in final[first:] else len(final)
+                answer_start = len(case["prompt_ids"][0])
+                end = final.index(ends, answer_start) if ends in final[answer_start:] else len(final)
                 ours, theirs = (
                     [(size, [entry for entry in commits if entry[0] <= end]) for size, commits in calls]
                     for calls in (ours, theirs)
@@ -230,22 +226,16 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
     for name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, name, case, pairs):
-            out, forwards = decode(
-                model,
-                case,
-                sampler=D2FRule(settings["skip_threshold"], strategy=strategy),
-                blocks=blocks_of(trace, forced="active"),
-                cache="block",
-                eos_early_stop=not settings.get("ignore_eos", False),
-            )
+            request = {"cache": "block", "eos_early_stop": not settings.get("ignore_eos", False)}
+            request["sampler"] = D2FRule(settings["skip_threshold"], strategy=strategy)
+            out, forwards = decode(model, case, blocks=blocks_of(trace, forced="active"), **request)
             pairs += zip(forwards, recorded_forwards(case), strict=False)
             opened = case["extra"]["returned_length"]
             theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
             assert [commits for _, commits in calls_of(out)] == theirs
-            shift = model.facts.shift
-            sizes = [
-                step["input_shape"][1] + shift * (step["cached"] > 0 and not step["store"]) for step in case["steps"]
-            ]
+            sizes = [step["input_shape"][1] for step in case["steps"]]
+            if model.facts.shift:  # ours also evaluates the last stored position
+                sizes = [size + (s["cached"] > 0 and not s["store"]) for size, s in zip(sizes, case["steps"])]
             assert [size for size, _ in calls_of(out)] == sizes
             assert out.sequences[0].tolist() == case["final_ids"][0]
             assert_confidences(forwards, recorded_forwards(case))
@@ -365,26 +355,26 @@ class OpenedBlocks(nn.Module):
         self.last: Tensor | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        now, rows = self.rounds[self.called], len(input_ids)
+        current, rows = self.rounds[self.called], len(input_ids)
         self.called += 1
         cache = DynamicCache()
         for layer, pair in enumerate(self.kept):
             cache.update(*(part.expand(rows, -1, -1, -1) for part in pair), layer)
-        fed = self.inner(
-            input_ids=input_ids[:, now.cached : now.end],
-            position_ids=torch.arange(now.cached, now.end).expand(rows, -1),
-            attention_mask=torch.ones(rows, 1, now.end - now.cached, now.end, dtype=torch.bool),
+        evaluated_logits = self.inner(
+            input_ids=input_ids[:, current.cached : current.end],
+            position_ids=torch.arange(current.cached, current.end).expand(rows, -1),
+            attention_mask=torch.ones(rows, 1, current.end - current.cached, current.end, dtype=torch.bool),
             use_cache=True,
             **cache_keyword(self.inner, cache),
         ).logits
-        logits = fed.new_zeros(*input_ids.shape, fed.shape[-1])
-        logits[:, now.cached : now.end] = fed
+        logits = evaluated_logits.new_zeros(*input_ids.shape, evaluated_logits.shape[-1])
+        logits[:, current.cached : current.end] = evaluated_logits
         if self.last is not None:
-            logits[:, now.cached - 1] = self.last
-        if now.stored:
-            end, own = now.cached + now.stored, slice(now.taken, now.taken + 1)
-            self.kept = [(layer.keys[own, :, :end], layer.values[own, :, :end]) for layer in cache.layers]
-            self.last = logits[now.taken, end - 1].clone()
+            logits[:, current.cached - 1] = self.last
+        if current.stored:
+            end, branch = current.cached + current.stored, slice(current.taken, current.taken + 1)
+            self.kept = [(layer.keys[branch, :, :end], layer.values[branch, :, :end]) for layer in cache.layers]
+            self.last = logits[current.taken, end - 1].clone()
         return logits
 
 
@@ -418,34 +408,19 @@ def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
     rule = WithMask(settings["skip_threshold"], strategy=strategy)
     count = settings["branching_factor"]
     forced = settings.get("force_base", False)
-    sampler = (ForcedBase if forced else LoPA)(
-        rule,
-        branches=count if count > 1 else 0,  # with 1 the reference evaluates no branch
-        alpha=settings["alpha"],
-        tail=settings["branch_topp"],
-        confidence=strategy,
-    )
+    count = count if count > 1 else 0  # with 1 the reference evaluates no branch
+    scores = {"alpha": settings["alpha"], "tail": settings["branch_topp"], "confidence": strategy}
+    sampler = (ForcedBase if forced else LoPA)(rule, branches=count, **scores)
     for name, case in select_cases(trace, numbers):
         with replay_case(trace, name, case):
             (prompt,) = case["prompt_ids"]
             model = d2f_model(trace, inner)
             if settings["full_attention"]:
-                model = paradec.wrap(
-                    OpenedBlocks(inner.module, rounds_of(case, forced)),
-                    mask_token_id=trace["mask_id"],
-                    eos_token_id=trace["eos_id"],
-                    prediction=inner.facts.prediction,
-                    topology="bidirectional",
-                )
-            out = paradec.generate(
-                model,
-                [prompt],
-                sampler=sampler,
-                max_new_tokens=settings["gen_length"],
-                blocks=blocks_of(trace, forced="active"),
-                eos_early_stop=not settings.get("ignore_eos", False),
-                trace=True,
-            )
+                module = OpenedBlocks(inner.module, rounds_of(case, forced))
+                model = paradec.wrap(module, topology="bidirectional", **facts_of(trace, inner))
+            request = {"blocks": blocks_of(trace, forced="active"), "max_new_tokens": settings["gen_length"]}
+            request |= {"eos_early_stop": not settings.get("ignore_eos", False), "trace": True}
+            out = paradec.generate(model, [prompt], sampler=sampler, **request)
             opened = case["extra"]["returned_length"]
             rounds: dict[int, list[list[int]]] = {}
             evaluated = 0

@@ -36,9 +36,10 @@ def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
     return ids.masked_fill(mask == 0, GEMMA_PAD), mask
 
 
-def both(
+def decode_with_both(
     module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, new: int = 48, pad: int | None = GEMMA_PAD
 ):
+    """Return transformers' new tokens and its tokens per forward, and our output."""
     ids, mask = prompts(case, seed)
     stated = {"eos_token_id": ends, "pad_token_id": pad, "stability_threshold": 1 if stop else None}
     before = module.generation_config.pad_token_id
@@ -64,14 +65,14 @@ def loaded(folder: Path) -> Model:
 @pytest.mark.parametrize(("path", "number"), RECORDED)
 def test_recorded_answers(path: Path, number: int) -> None:
     case = read_json(path)["cases"][number]
-    asked = case["asked"]
+    recorded_request = case["asked"]
     with replay(case["name"]):
-        model = loaded(find_checkpoint(asked["checkpoint"], "gemma"))
-        sampler = samplers.create(asked["method"], **asked["settings"])
-        request = {"max_new_tokens": asked["max_new_tokens"], "seed": asked["seed"]}
-        if asked["draws"] != "torch":
-            raise Refused(f"draws={asked['draws']!r}: only torch's stream can be drawn again")
-        out = paradec.generate(model, asked["prompts"], sampler=sampler, rng="reference", **request)
+        model = loaded(find_checkpoint(recorded_request["checkpoint"], "gemma"))
+        sampler = samplers.create(recorded_request["method"], **recorded_request["settings"])
+        request = {"max_new_tokens": recorded_request["max_new_tokens"], "seed": recorded_request["seed"]}
+        if recorded_request["draws"] != "torch":
+            raise Refused(f"draws={recorded_request['draws']!r}: only torch's stream can be drawn again")
+        out = paradec.generate(model, recorded_request["prompts"], sampler=sampler, rng="reference", **request)
         assert out.sequences.tolist() == case["ids"]
 
 
@@ -89,7 +90,7 @@ def test_recorded_answers(path: Path, number: int) -> None:
 def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
     early = finished = 0
     for seed in range(seeds):
-        answer, per_call, out = both(tiny_gemma(), case, seed, ends, stop)
+        answer, per_call, out = decode_with_both(tiny_gemma(), case, seed, ends, stop)
         width = answer.shape[1]  # a batch that has ended stops earlier
         assert torch.equal(out.new_tokens[:, :width], answer), seed
         assert (out.new_tokens[:, width:] == GEMMA_PAD).all()
@@ -107,7 +108,7 @@ def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: l
 def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> None:
     for case in ("one", "equal"):
         for seed in range(2):
-            answer, _, out = both(tiny_gemma(dtype=dtype), case, seed, None, True, new=32)
+            answer, _, out = decode_with_both(tiny_gemma(dtype=dtype), case, seed, None, True, new=32)
             assert torch.equal(out.new_tokens, answer)
 
 
@@ -115,7 +116,7 @@ def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
     """transformers continues after a row's end; paradec cuts this part off."""
     module, finished = tiny_gemma(), 0
     for seed in range(4):
-        answer, _, out = both(module, "equal", seed, ENDS, True, pad=None)
+        answer, _, out = decode_with_both(module, "equal", seed, ENDS, True, pad=None)
         for row, (mine, whole) in enumerate(zip(out.new_tokens.tolist(), answer.tolist(), strict=True)):
             stop = next((i + 1 for i, token in enumerate(whole) if token in ENDS), len(whole))
             assert mine[:stop] == whole[:stop]
@@ -131,30 +132,25 @@ def test_equals_transformers_generate_over_a_long_context() -> None:
     torch.manual_seed(5)
     theirs = module.generate(ids, max_new_tokens=32, **SHORT).sequences
     sampler = samplers.create("diffusion_gemma", **SHORT)
-    assert torch.equal(
-        paradec.generate(model, ids, max_new_tokens=32, sampler=sampler, rng="reference", seed=5).sequences, theirs
-    )
+    ours = paradec.generate(model, ids, max_new_tokens=32, sampler=sampler, rng="reference", seed=5).sequences
+    assert torch.equal(ours, theirs)
 
 
-KEEPERS = {
-    "diffusion_gemma": (
-        samplers.create("diffusion_gemma", entropy_bound=0.5, **SHORT),
-        plain_canvas.entropy_bound(0.5),
-    ),
-    "threshold": (
-        samplers.create("canvas", rule=samplers.create("threshold", threshold=0.6), stability_threshold=2, **SHORT),
-        plain_canvas.threshold(0.6),
-    ),
+GEMMA = samplers.create("diffusion_gemma", entropy_bound=0.5, **SHORT)
+THRESHOLD = samplers.create("canvas", rule="threshold(threshold=0.6)", stability_threshold=2, **SHORT)
+RULES = {
+    "diffusion_gemma": (GEMMA, plain_canvas.entropy_bound(0.5)),
+    "threshold": (THRESHOLD, plain_canvas.threshold(0.6)),
     "low_confidence": (samplers.create("canvas", rule="low_confidence", **SHORT), plain_canvas.most_confident(12)),
 }
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", KEEPERS)
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
 def test_a_row_equals_a_plain_loop(name: str, holes: bool) -> None:
     module = tiny_gemma(dtype=torch.float64)
-    sampler, keep = KEEPERS[name]
+    sampler, keep = RULES[name]
     model = paradec.wrap(module, eos_token_id=ENDS)
     ids = prompts("one", 3, length=40)[0][0].tolist()
     prompt = [token if i not in (5, 6, 9, 10, 11, 30) else -1 for i, token in enumerate(ids)] if holes else ids[:9]
@@ -171,27 +167,27 @@ def test_a_row_equals_a_plain_loop(name: str, holes: bool) -> None:
     assert settled or name != "threshold"
 
 
-@pytest.mark.parametrize("asked", [{"top_k": 3}, {"top_p": 0.7}], ids=str)
-def test_a_filtered_row_equals_a_plain_loop(asked: dict[str, float]) -> None:
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.7}], ids=str)
+def test_a_filtered_row_equals_a_plain_loop(filters: dict[str, float]) -> None:
     def cut(logits: Tensor) -> Tensor:
         order = logits.argsort(-1, descending=True)
-        before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
+        mass_before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
         rank = order.argsort(-1)
-        kept = rank < asked.get("top_k", GEMMA_VOCAB)
-        kept &= (before < asked.get("top_p", 1.0)).gather(-1, rank)
-        return logits.masked_fill(~kept, -torch.inf)
+        is_allowed = rank < filters.get("top_k", GEMMA_VOCAB)
+        is_allowed &= (mass_before < filters.get("top_p", 1.0)).gather(-1, rank)
+        return logits.masked_fill(~is_allowed, -torch.inf)
 
     module = tiny_gemma(dtype=torch.float64)
-    sampler, keep = KEEPERS["diffusion_gemma"]
+    sampler, keep = RULES["diffusion_gemma"]
     prompt = prompts("one", 3)[0][0].tolist()
-    request = {"max_new_tokens": 20, "sampler": sampler, "seed": 0, **asked}
+    request = {"max_new_tokens": 20, "sampler": sampler, "seed": 0, **filters}
     out = paradec.generate(paradec.wrap(module, eos_token_id=()), prompt, **request)
     tokens, counts = plain_canvas.row(module, prompt, 20, keep, seed=0, steps=12, confidence=0.35, cut=cut)
     assert out.sequences[0].tolist() == tokens and out.denoising_calls == [sum(counts)]
 
 
 def test_unset_settings_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    stated = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
+    model_settings = {"max_denoising_steps": 3, "t_max": 0.6, "t_min": None, "stability_threshold": 0}
     request = {"max_new_tokens": 20, "seed": 0}
 
     def decode(model: Model, **settings: Any) -> tuple[list[list[int]], list[int]]:
@@ -199,11 +195,12 @@ def test_unset_settings_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
         return out.new_tokens.tolist(), out.denoising_calls
 
     plain, module = paradec.wrap(tiny_gemma()), tiny_gemma()
-    for name, value in stated.items():
+    for name, value in model_settings.items():
         monkeypatch.setattr(module.generation_config, name, value)
-    model, own = paradec.wrap(module), {"max_denoising_steps": 7, "t_min": 0.1}
-    assert decode(model) == decode(plain, **stated | {"t_min": 0.4}) != decode(plain)  # None: transformers' t_min
-    assert decode(model, **own) == decode(plain, **stated | own) != decode(model)
+    model, sampler_settings = paradec.wrap(module), {"max_denoising_steps": 7, "t_min": 0.1}
+    # t_min=None: transformers' t_min
+    assert decode(model) == decode(plain, **model_settings | {"t_min": 0.4}) != decode(plain)
+    assert decode(model, **sampler_settings) == decode(plain, **model_settings | sampler_settings) != decode(model)
 
 
 def test_steps_are_divided_by_the_largest_number_of_canvases() -> None:

@@ -37,20 +37,20 @@ def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool
     codes = torch.randint(model.facts.vocab_size, (3, ends[-1]), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         inputs, _ = model.vq.inputs(model.codes[codes], SCALES)
-        whole = module(labels, inputs)
+        expected = module(labels, inputs)
         store = model.store(3, last)
         for scale, stop in enumerate(ends):
             begin = module.begin(scale)
             part = module(labels, inputs[:, max(begin - 1, 0) : stop - 1], scale, scale, store)
-            torch.testing.assert_close(part, whole[:, begin:stop], atol=1e-10, rtol=0)
-        other = model.store(3, last)
-        module(labels, inputs[:, : ends[1] - 1], 0, 1, other)
-        part = module(labels, inputs[:, ends[1] - 1 :], 2, last, other, wanted=2)
-    torch.testing.assert_close(part, whole[:2, ends[-2] :], atol=1e-10, rtol=0)
-    assert store.data is not None and other.data is not None
+            torch.testing.assert_close(part, expected[:, begin:stop], atol=1e-10, rtol=0)
+        second_store = model.store(3, last)
+        module(labels, inputs[:, : ends[1] - 1], 0, 1, second_store)
+        part = module(labels, inputs[:, ends[1] - 1 :], 2, last, second_store, wanted=2)
+    torch.testing.assert_close(part, expected[:2, ends[-2] :], atol=1e-10, rtol=0)
+    assert store.data is not None and second_store.data is not None
     assert store.nbytes == store.data.nbytes == 2 * 2 * 3 * module.width * ends[-2] * 8
     stop = ends[1]
-    torch.testing.assert_close(store.data[..., :stop, :], other.data[..., :stop, :], atol=1e-12, rtol=0)
+    torch.testing.assert_close(store.data[..., :stop, :], second_store.data[..., :stop, :], atol=1e-12, rtol=0)
 
 
 def test_scales_equal_plain_loops() -> None:
@@ -139,10 +139,8 @@ def test_files(tmp_path: Any) -> None:
     buffers = {"lvl_1L": torch.zeros(1, 30), "attn_bias_for_masking": torch.zeros(1, 1, 30, 30)}
     torch.save(weights | buffers, tmp_path / "var_tiny.pth")
     read = load_var(tmp_path / "var_tiny.pth", vq=tmp_path / "vq.safetensors", scales=SCALES, heads=2)
-    again = VARModel(read.module.double(), read.vq.double())
-    assert torch.equal(tokens_of(samplers.create("var"), again, temperature=0), tokens_of(
-        samplers.create("var"), model, temperature=0
-    ))  # fmt: skip
+    loaded, var = VARModel(read.module.double(), read.vq.double()), samplers.create("var")
+    assert torch.equal(tokens_of(var, loaded, temperature=0), tokens_of(var, model, temperature=0))
     half = {name: value for name, value in weights.items() if "blocks.1.ffn" not in name}
     cases: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
         (weights, {}, "30 tokens, unlike any published model's; give scales"),
@@ -169,18 +167,18 @@ def test_files(tmp_path: Any) -> None:
         MultiScaleVQConfig(codebook_embed_dim=4, z_channels=8)
 
 
-def test_what_is_encoded_is_decoded() -> None:
+def test_encode_equals_a_plain_loop() -> None:
     model = tiny_var()
     images = torch.rand(2, 3, 8, 8, dtype=torch.float64)
     tokens = model.encode(images)
     assert tokens.shape == (2, model.facts.ends[-1])
-    rest = model.vq.features(images * 2 - 1)
+    residual = model.vq.features(images * 2 - 1)
     for index, side in enumerate(SCALES):
-        reduced = torch.nn.functional.adaptive_avg_pool2d(rest, side).flatten(2).mT
+        reduced = torch.nn.functional.adaptive_avg_pool2d(residual, side).flatten(2).mT
         nearest = (reduced.unsqueeze(2) - model.codes).square().sum(-1).argmin(-1)
         begin = model.module.begin(index)
         assert torch.equal(tokens[:, begin : begin + side**2], nearest)
-        rest = rest - model.vq.smooth_codes(model.codes[nearest], index, SCALES)
+        residual = residual - model.vq.smooth_codes(model.codes[nearest], index, SCALES)
     with pytest.raises(ValueError, match=r"expected \[batch, channels, 8, 8\]"):
         model.encode(torch.rand(1, 3, 9, 8))
 
@@ -210,17 +208,18 @@ def test_command(tmp_path: Any) -> None:
     for name, model in (("small", small), ("large", large)):
         metadata = {"config": '{"scales": [1, 2, 3, 4], "heads": 2}'}
         save_file(model.module.float().state_dict(), tmp_path / f"{name}.safetensors", metadata=metadata)
-    given = ["image", "--model", str(tmp_path / "small.safetensors"), "--vq", str(vq), "--class", "1,2", "--seed", "0"]
-    out = ["--out", str(tmp_path / "out.png")]
-    done = CliRunner().invoke(app, [*given, *out])
-    assert done.exit_code == 0 and ": 4 forwards (" in done.output, done.output
+    arguments = ["image", "--model", str(tmp_path / "small.safetensors"), "--vq", str(vq), "--class", "1,2"]
+    out = ["--seed", "0", "--out", str(tmp_path / "out.png")]
+    result = CliRunner().invoke(app, [*arguments, *out])
+    assert result.exit_code == 0 and ": 4 forwards (" in result.output, result.output
     code = ["--sampler", "code", "--set", "split=3", "--drafter", str(tmp_path / "large.safetensors")]
-    done = CliRunner().invoke(app, [*given, *code, *out])
-    assert done.exit_code == 0 and ": 1 forward (" in done.output, done.output
-    done = CliRunner().invoke(app, [*given, *code[:-1], "digits-ar", *out])
-    assert done.exit_code != 0 and "'digits-ar' is an autoregressive image model; small is a VAR model" in done.output
-    done = CliRunner().invoke(app, [*given, "--sampler", "code", *out])
-    assert done.exit_code != 0 and "--sampler code needs --drafter" in done.output
+    result = CliRunner().invoke(app, [*arguments, *code, *out])
+    assert result.exit_code == 0 and ": 1 forward (" in result.output, result.output
+    result = CliRunner().invoke(app, [*arguments, *code[:-1], "digits-ar", *out])
+    assert result.exit_code != 0
+    assert "'digits-ar' is an autoregressive image model; small is a VAR model" in result.output
+    result = CliRunner().invoke(app, [*arguments, "--sampler", "code", *out])
+    assert result.exit_code != 0 and "--sampler code needs --drafter" in result.output
 
 
 @lru_cache
@@ -231,12 +230,12 @@ def vae(name: str, dtype: torch.dtype = torch.float32) -> MultiScaleVQ:
 
 @lru_cache
 def model(system: str, name: str, dtype: torch.dtype = torch.float32) -> VARModel:
-    said, _ = image_case(system, f"{name}.config")
-    return load_var(image_file(system, f"{name}.safetensors"), vq=vae(said["vae"], dtype), dtype=dtype)
+    record, _ = image_case(system, f"{name}.config")
+    return load_var(image_file(system, f"{name}.safetensors"), vq=vae(record["vae"], dtype), dtype=dtype)
 
 
 def dtype_of(record: dict[str, Any]) -> torch.dtype:
-    """Whether the margin is too small for float32. (In float64 PyTorch draws different numbers.)"""
+    """float64 if the margin is too small for float32. (PyTorch draws different numbers in float64.)"""
     return torch.float32 if record["margin"] >= 1e-4 or "manual_seed" in record["draws"] else torch.float64
 
 
@@ -283,9 +282,8 @@ class ReplayedCoDe(CoDe):
 
 def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[str, Tensor], **request: Any) -> Any:
     settings = record["settings"]
-    state = sampler.start(
-        network, settings["labels"], guidance_scale=1 + settings["cfg"], top_p=settings["top_p"] or None, **request
-    )
+    request |= {"guidance_scale": 1 + settings["cfg"], "top_p": settings["top_p"] or None}
+    state = sampler.start(network, settings["labels"], **request)
     smooth = settings.get("more_smooth", False)
     atol = 1e-3 if smooth else 1e-4
     with torch.inference_mode():
@@ -359,13 +357,10 @@ def test_code_replays(name: str) -> None:
     record, arrays = image_case("code", name)
     settings = record["settings"]
     refiner = model("var", record["refiner"], dtype_of(record))
-    sampler = ReplayedCoDe(
-        drafter=model("code", record["drafter"], dtype_of(record)),
-        split=settings["draft_steps"],
-        top_ks=tuple(settings["top_k"]),
-        temperatures=tuple(settings["temperature"]),
-        draws=Draws(record, arrays),
-    )
+    top_ks, temperatures = tuple(settings["top_k"]), tuple(settings["temperature"])
+    fields = {"split": settings["draft_steps"], "top_ks": top_ks, "temperatures": temperatures}
+    drafter = model("code", record["drafter"], dtype_of(record))
+    sampler = ReplayedCoDe(drafter=drafter, draws=Draws(record, arrays), **fields)
     state = run(sampler, refiner, record, arrays)
     assert state.draft_nfe.tolist() == [record["draft_calls"]] * state.batch
     assert state.nfe.tolist() == [record["refine_calls"]] * state.batch
@@ -386,13 +381,13 @@ def test_pictures_become_codes(name: str) -> None:
         features = vq.features(arrays["picture"])
         codes = vq.quantise(features, scales)
         inputs, total = vq.inputs(torch.cat([vq.codes[ids] for ids in codes], 1), scales)
-        back = vq.decode(total).clamp(-1, 1)
+        decoded = vq.decode(total).clamp(-1, 1)
     torch.testing.assert_close(features, arrays["features"], atol=1e-4, rtol=0)
     assert [ids.tolist() for ids in codes] == record["codes"]
     torch.testing.assert_close(inputs, arrays["teacher_inputs"], atol=1e-4, rtol=0)
     assert_checksum(inputs, record["teacher_inputs"], 1e-4)
-    assert_checksum(back, record["reconstruction"], 1e-4)
-    torch.testing.assert_close(back, arrays["reconstruction"], atol=1e-4, rtol=0)
+    assert_checksum(decoded, record["reconstruction"], 1e-4)
+    torch.testing.assert_close(decoded, arrays["reconstruction"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", image_cases("var", "logits"))
@@ -402,8 +397,8 @@ def test_all_scales_at_once(name: str) -> None:
     network = model("var", record["model"])
     ids = torch.cat([torch.tensor(scale) for scale in record["codes"]], 1)
     with torch.no_grad():
-        given, _ = network.vq.inputs(network.vq.codes[ids], network.module.scales)
-        torch.testing.assert_close(given, arrays["inputs"], atol=1e-4, rtol=0)
+        inputs, _ = network.vq.inputs(network.vq.codes[ids], network.module.scales)
+        torch.testing.assert_close(inputs, arrays["inputs"], atol=1e-4, rtol=0)
         logits = network.module(torch.tensor(record["labels"]), arrays["inputs"])
     torch.testing.assert_close(logits, arrays["logits"], atol=1e-4, rtol=0)
 

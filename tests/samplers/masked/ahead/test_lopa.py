@@ -39,15 +39,12 @@ def test_lopa_without_branches_equals_its_base(base: str, cache: str, model: Mod
     for request in ({"block_length": 6, "temperature": 0.7}, {"blocks": PipelinedBlocks(3, add=0.3)}):
         ours, theirs = (decode(model, sampler=s, cache=cache, **request) for s in (LoPA(base, branches=0), base))
         assert commits(ours) == commits(theirs)
-        assert (ours.row_nfe, ours.row_forwards, ours.forwarded_tokens) == (
-            theirs.row_nfe,
-            theirs.row_forwards,
-            theirs.forwarded_tokens,
-        )
+        assert ours.row_nfe == theirs.row_nfe and ours.row_forwards == theirs.row_forwards
+        assert ours.forwarded_tokens == theirs.forwarded_tokens
 
 
 @pytest.mark.parametrize(
-    "lengths",
+    "policies",
     [
         (FixedBlocks(12), FixedBlocks(6)),
         (PipelinedBlocks(3, add=0.3), PipelinedBlocks(2, add=0.5)),
@@ -55,16 +52,16 @@ def test_lopa_without_branches_equals_its_base(base: str, cache: str, model: Mod
     ],
     ids=["fixed", "first", "active"],
 )
-def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> None:
+def test_branches_of_a_plain_loop(policies: tuple[FixedBlocks, FixedBlocks]) -> None:
     winners, filled = set(), 0
-    for seed, (tail, alpha, at) in enumerate(((1.0, 0.0, 0), (0.3, 0.1, 1), (0.5, 0.0, 0), (0.4, 0.0, 1))):
-        model, policy = tiny(2, seed=seed), lengths[at]
+    for seed, (tail, alpha, policy_index) in enumerate(((1.0, 0.0, 0), (0.3, 0.1, 1), (0.5, 0.0, 0), (0.4, 0.0, 1))):
+        model, policy = tiny(2, seed=seed), policies[policy_index]
         size, add = policy.length, getattr(policy, "add", 1)
         sampler = LoPA(Threshold(0.5), branches=3, alpha=alpha, tail=tail)
         out = decode(model, [[1, 2, 3]], sampler=sampler, blocks=policy)
         canvas, expected, ahead, end = [1, 2, 3, *[MASK] * 12], [], [], 3 + size
 
-        def must(ids: list[int], end: int, policy: Any = policy, size: int = size) -> list[range]:
+        def blocks_that_commit(ids: list[int], end: int, policy: Any = policy, size: int = size) -> list[range]:
             """The unfinished open blocks that must commit at least one position."""
             blocks = [range(at, at + size) for at in range(3, end, size)]
             masks = [sum(ids[i] == MASK for i in block) for block in blocks]
@@ -94,11 +91,11 @@ def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> N
             winners.add(best)
             _, ids, p, sure = evaluated[best]
             chosen = {i for i in sure if p[i].max() >= 0.5}
-            for block in must(ids, end):
+            for block in blocks_that_commit(ids, end):
                 masks = [i for i in block if ids[i] == MASK]
                 if not chosen & set(masks):
                     chosen.add(max(masks, key=lambda i: (float(p[i].max()), -i)))
-            filled += must(ids, end)[:1] not in ([], must(canvas, end)[:1])
+            filled += blocks_that_commit(ids, end)[:1] not in ([], blocks_that_commit(canvas, end)[:1])
             after = [int(p[i].argmax()) if i in chosen else token for i, token in enumerate(ids)]
             expected.append([(0, i, after[i]) for i in open_ if after[i] != canvas[i]])
             ahead = [(sure[i], i, int(p[i].argmax())) for i in sure if i not in chosen]
@@ -107,7 +104,7 @@ def test_branches_of_a_plain_loop(lengths: tuple[FixedBlocks, FixedBlocks]) -> N
             if (MASK not in canvas[:end] or size - remaining >= add * size) and end < 15:
                 end += size
         assert commits(out) == expected
-    pipelined = isinstance(lengths[0], PipelinedBlocks)
+    pipelined = isinstance(policies[0], PipelinedBlocks)
     assert winners >= ({0, 1} if pipelined else {0, 1, 2, 3})
     assert (filled > 0) == pipelined
 
@@ -133,8 +130,9 @@ def test_branches_are_counted(model: Model) -> None:
         remaining.append(remaining[-1] - len(step))
     assert out.nfe == len(out.trace.steps) and out.row_forwards == rows
     assert out.forwarded_tokens == 15 * rows
-    lost = [len(step.rejected) for step in out.trace.steps[1:]]
-    assert all(number <= min(2, n) for number, n in zip(lost, remaining[1:], strict=False)) and sum(lost) > 3
+    num_rejected = [len(step.rejected) for step in out.trace.steps[1:]]
+    assert all(number <= min(2, n) for number, n in zip(num_rejected, remaining[1:], strict=False))
+    assert sum(num_rejected) > 3
 
 
 def test_caches_that_are_exact_on_block_causal_models() -> None:

@@ -64,21 +64,14 @@ class WeighingThreshold(WeighsMask, Threshold):
 
 def freedave(settings: dict, base: Any) -> FreeDave:
     threshold, count = settings.get("confidence_threshold"), settings.get("draft_steps", 1)
-    return FreeDave(
-        base=base,
-        draft_steps=count,
-        draft_mode="tree" if settings.get("draft_mode") == "tree_attention" else "batch",
-        agreement="subset" if threshold is not None and count > 1 else "exact",
-    )
+    mode = "tree" if settings.get("draft_mode") == "tree_attention" else "batch"
+    agreement = "subset" if threshold is not None and count > 1 else "exact"
+    return FreeDave(base=base, draft_steps=count, draft_mode=mode, agreement=agreement)
 
 
 def request_of(settings: dict) -> dict:
-    return {
-        "cache": "dual" if settings["dual_cache"] else "prefix",
-        "block_length": settings["block_length"],
-        "temperature": settings["temperature"],
-        "rng": "counter",
-    }
+    request = {"cache": "dual" if settings["dual_cache"] else "prefix", "rng": "counter"}
+    return request | {name: settings[name] for name in ("block_length", "temperature")}
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
@@ -100,10 +93,9 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
                 if precision == "float32":
                     continue
                 if static:
-                    idle = threshold is not None
-                    calls = (
-                        insert_idle_calls(row, settings["block_length"], settings["dual_cache"]) if idle else row.ours
-                    )
+                    calls = row.ours
+                    if threshold is not None:
+                        calls = insert_idle_calls(row, settings["block_length"], settings["dual_cache"])
                     assert_calls(calls, row.theirs, row.where)
                 elif not settings.get("eager_acceptance_mode"):
                     assert_one_step_ahead(row, settings, model.facts.prediction == "shifted")
@@ -115,31 +107,32 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
     forced: both commit the block's first token when it opens."""
     length, drafts = settings["block_length"], settings["draft_steps"]
     by_threshold = settings.get("confidence_threshold") is not None
-    ours, mine, other = iter(row.ours), set(), set()
+    ours, our_commits, their_commits = iter(row.ours), set(), set()
     for number, call in enumerate(row.theirs):
         where = f"{row.where}, call {number}"
-        block = len(other) // length
-        remaining = (block + 1) * length - len(other)
-        full = len(mine) == (block + 1) * length
-        if full:
+        block = len(their_commits) // length
+        remaining = (block + 1) * length - len(their_commits)
+        is_full = len(our_commits) == (block + 1) * length
+        if is_full:
             assert by_threshold and remaining, where  # the call verifies the step that fills the block
         else:
-            left_of_ours, mine_before = (block + 1) * length - len(mine), set(mine)
-            one: Call = next(ours)
-            mine |= one.commits
-        other |= call.commits
-        if full:
-            assert other == mine, where
+            our_remaining, our_commits_before = (block + 1) * length - len(our_commits), set(our_commits)
+            our_call: Call = next(ours)
+            our_commits |= our_call.commits
+        their_commits |= call.commits
+        if is_full:
+            assert their_commits == our_commits, where
             continue
-        opens = len(mine_before) == block * length
+        is_opening = len(our_commits_before) == block * length
         # their calls evaluate up to one draft per mask of the block; the last draft is a full block
-        count = 1 if opens else min(drafts, remaining)
+        count = 1 if is_opening else min(drafts, remaining)
         assert call.evaluated % count == 0, where
-        assert one.evaluated == call.evaluated // count * (1 if opens else min(drafts, left_of_ours)), where
-        assert mine_before <= other <= mine, where
+        assert our_call.evaluated == call.evaluated // count * (1 if is_opening else min(drafts, our_remaining)), where
+        assert our_commits_before <= their_commits <= our_commits, where
         if not by_threshold:
-            assert len(mine - other) == (0 if len(mine) == (block + 1) * length or opens and forced else 1), where
-    assert next(ours, None) is None and mine == other, row.where
+            is_even = len(our_commits) == (block + 1) * length or is_opening and forced
+            assert len(our_commits - their_commits) == (0 if is_even else 1), where
+    assert next(ours, None) is None and our_commits == their_commits, row.where
 
 
 @pytest.mark.parametrize("name", mark_others_full(STATIC, together=1))

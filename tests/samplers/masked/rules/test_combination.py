@@ -43,16 +43,16 @@ PAIRS = [*itertools.combinations(RULES[:-1], 2), RULES[-2:], RULES[:-3:-1]]
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("joined", [Union, Intersection])
+@pytest.mark.parametrize("combination", [Union, Intersection])
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_each_step_is_what_the_rules_decide(joined: type, names: tuple[str, str], llada64: Model) -> None:
+def test_each_step_is_what_the_rules_decide(combination: type, names: tuple[str, str], llada64: Model) -> None:
     pair = tuple(samplers.create(name) for name in names)
-    whole, request = joined(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
-    state = whole.start(llada64, PROMPTS, eos_early_stop=False, **request)
+    sampler, request = combination(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
+    state = sampler.start(llada64, PROMPTS, eos_early_stop=False, **request)
     parts = [rule.start(llada64, PROMPTS, eos_early_stop=False, **request) for rule in pair]
     with torch.inference_mode():
         while not state.done:
-            decided = []
+            commits = []
             for rule, part in zip(pair, parts, strict=True):
                 part.canvas.copy_(state.canvas)
                 for name in ("running", "block_start", "block_end", "remaining", "masks_at_open", "_steps"):
@@ -61,20 +61,20 @@ def test_each_step_is_what_the_rules_decide(joined: type, names: tuple[str, str]
                 for name in part.memory.specs:  # the combination's memory of this rule
                     part.memory[name] = state.memory[f"{pair.index(rule)}.{name}"].clone()
                 commit = rule.commit(part, rule.step(llada64, part))
-                decided.append({entry[:3] for entry in commit.to_list()})
+                commits.append({entry[:3] for entry in commit.to_list()})
             before = state.running.copy()
-            ours = {entry[:3] for entry in whole.commit(state, whole.step(llada64, state)).to_list()}
-            if joined is Union:
-                assert ours == decided[0] | decided[1]
+            ours = {entry[:3] for entry in sampler.commit(state, sampler.step(llada64, state)).to_list()}
+            if combination is Union:
+                assert ours == commits[0] | commits[1]
                 continue
-            agreed = decided[0] & decided[1]
-            without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
-            assert agreed <= ours and {row for row, *_ in ours - agreed} == without
-            assert len(ours - agreed) == len(without)
+            agreed = commits[0] & commits[1]
+            rows_without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
+            assert agreed <= ours and {row for row, *_ in ours - agreed} == rows_without
+            assert len(ours - agreed) == len(rows_without)
 
 
-@pytest.mark.parametrize("joined", [Union, Intersection])
-def test_the_first_cut_by_hand(joined: type) -> None:
+@pytest.mark.parametrize("combination", [Union, Intersection])
+def test_the_first_cut_by_hand(combination: type) -> None:
     rules = [
         Learn2PD(),
         Learn2PD(eot="greedy", eot_confidence=0.5),
@@ -84,14 +84,13 @@ def test_the_first_cut_by_hand(joined: type) -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(200, 6, dtype=torch.float64, generator=generator)
     is_end, selected = torch.rand(2, 200, 6, generator=generator) < 0.2
-    view = replace(
-        view_from_scores(confidence), quantities={"confidence": confidence}, quota=(None,) * 4, memory={}, updates={}
-    )
+    fields = {"quantities": {"confidence": confidence}, "quota": (None,) * 4, "memory": {}, "updates": {}}
+    view = replace(view_from_scores(confidence), **fields)
     kinds = set()
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 2, 1, 0]):
         for rule in range(4):
             view.quantities[f"{rule}.is_end"] = is_end
-        trimmed = joined(rules=[rules[i] for i in order]).trim(view, selected).tolist()
+        trimmed = combination(rules=[rules[i] for i in order]).trim(view, selected).tolist()
         for row in range(200):
             ends = [i for i in range(6) if is_end[row, i]]
             least = {0: 0.0, 1: 0.5, 2: 0.75}
@@ -119,15 +118,15 @@ JOINED = [
 ]
 
 
-@pytest.mark.parametrize(("joined", "rules", "steps"), JOINED)
-def test_combinations_by_hand(joined: type, rules: list[tuple[str, dict]], steps: int) -> None:
+@pytest.mark.parametrize(("combination", "rules", "steps"), JOINED)
+def test_combinations_by_hand(combination: type, rules: list[tuple[str, dict]], steps: int) -> None:
     model, idle = tiny(1), 0
-    sampler = joined(rules=[samplers.create(name, **settings) for name, settings in rules])
+    sampler = combination(rules=[samplers.create(name, **settings) for name, settings in rules])
     for prompt in ([1, 2, 3], [20, 30]):
         request = {"max_new_tokens": 12, "block_length": 12, "steps": steps, "eos_early_stop": False}
         out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
         ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
-        assert ours == combined(model, prompt, joined is Union, rules, 12, steps)
+        assert ours == combined(model, prompt, combination is Union, rules, 12, steps)
         idle += set() in ours
     assert bool(idle) == sampler.needs.may_wait
 
@@ -177,9 +176,8 @@ def test_who_may_wait_and_for_how_long() -> None:
 
 def test_stages_run_in_order(llada64: Model) -> None:
     """KLASS after credit compares the credited distributions; before credit, the model's."""
-    logits = torch.randn(
-        1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=generator)
     previous = {}
     for text in ("credit+klass", "klass+credit", "klass"):
         sampler = samplers.create(text)
@@ -203,9 +201,8 @@ def test_text_is_the_value() -> None:
 def test_a_plus_can_end_a_name() -> None:
     create = samplers.create
     assert create("lantern++") == create("lantern++()") == create("lantern++", k=10)
-    assert (
-        create("lantern++(k=5)") == create(" lantern++ ( k = 5 ) ") == create("lantern++", k=5) != create("lantern++")
-    )
+    assert create("lantern++(k=5)") == create(" lantern++ ( k = 5 ) ") == create("lantern++", k=5)
+    assert create("lantern++", k=5) != create("lantern++")
     with pytest.raises(ValueError, match="LanternPlusPlus"):  # read as two names, the first of another family
         create("lantern++(k=5)+credit")
     wrong = ("+credit", "credit+", "credit + + klass", "threshold+credit++klass", "credit(threshold=0.9)+")

@@ -1,6 +1,7 @@
 """Samplers with memory (credit, ccd, ccd_agree, klass, persistence, threshold with carry) against plain loops that
 follow the papers' formulas."""
 
+import itertools
 import math
 from typing import Any
 
@@ -40,9 +41,8 @@ class Script:
 
     def __init__(self, seed: int, scale: float):
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(
-            BLOCK * BLOCKS, ROWS, 1 + BLOCK * BLOCKS, SCRIPT_VOCAB, dtype=torch.float64, generator=generator
-        )
+        shape = (BLOCK * BLOCKS, ROWS, 1 + BLOCK * BLOCKS, SCRIPT_VOCAB)
+        noise = torch.randn(shape, dtype=torch.float64, generator=generator)
         table = [noise[0]]
         for fresh in noise[1:]:  # the most likely token changes slowly
             table.append(0.9 * table[-1] + 0.4 * fresh)
@@ -87,29 +87,25 @@ def run_sampler(sampler: Sampler, script: Script, **request: object) -> list[Ste
 
 
 def run_loop(loop: Loop, script: Script, steps: int | None) -> list[Step]:
-    """The entries that a plain loop commits in each step of a script, all rows together. n: the schedule's quota."""
+    """The entries that a plain loop commits in each step of a script, for all rows together."""
     per_row = []
     for row in range(ROWS):
-        at, steps_ = 0, []
+        at, row_steps = 0, []
         for start in range(1, 1 + BLOCK * BLOCKS, BLOCK):
             undecided = list(range(start, start + BLOCK))
             loop.open(undecided)
             planned = BLOCK if steps is None else steps // BLOCKS
-            begin = at
+            first_step = at
             while undecided:
-                n = max(1, BLOCK // planned + (at - begin < BLOCK % planned))
-                z = {
-                    i: script.table[at, row, i].tolist()
-                    for i in sorted(evaluated_positions(script, at, row, undecided, start))
-                }
-                chosen = loop.step(z, n)
-                steps_.append({(row, i, token) for i, token in chosen.items()})
+                quota = max(1, BLOCK // planned + (at - first_step < BLOCK % planned))
+                evaluated = sorted(evaluated_positions(script, at, row, undecided, start))
+                z = {i: script.table[at, row, i].tolist() for i in evaluated}
+                chosen = loop.step(z, quota)
+                row_steps.append({(row, i, token) for i, token in chosen.items()})
                 undecided = [i for i in undecided if i not in chosen]
                 at += 1
-        per_row.append(steps_)
-    return [
-        set().union(*(steps_[at] for steps_ in per_row if at < len(steps_))) for at in range(max(map(len, per_row)))
-    ]
+        per_row.append(row_steps)
+    return [set().union(*step) for step in itertools.zip_longest(*per_row, fillvalue=set())]
 
 
 CASES: list[tuple[type[Loop], dict, int | None]] = [
@@ -170,15 +166,12 @@ def test_credit_survives_bfloat16() -> None:
     logits[..., 2], logits[..., 3] = 20.0, 19.875
     for storage in ("dense", "slots"):
         sampler = samplers.create("credit", storage=storage)
-        memory = {
-            name: torch.full([1, 1, *(SCRIPT_VOCAB if dim == "vocab" else dim for dim in spec.dims[1:])], spec.fill).to(
-                spec.dtype
-            )
-            for name, spec in sampler.memory().items()
-        }
-        fused, _ = sampler.process_logits(
-            logits, Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory)
-        )
+        memory = {}
+        for name, spec in sampler.memory().items():
+            shape = [1, 1, *(SCRIPT_VOCAB if dim == "vocab" else dim for dim in spec.dims[1:])]
+            memory[name] = torch.full(shape, spec.fill).to(spec.dtype)
+        stage = Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1).long(), memory)
+        fused, _ = sampler.process_logits(logits, stage)
         p = logits.double().softmax(-1)[0, 0, 2].item()
         assert fused[0, 0, 2].item() - 20 == pytest.approx(0.65 * math.log(1 + p**0.2), rel=1e-4)
         assert logits[0, 0, 2] == 20

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def test_block_filter_by_hand() -> None:
     (a, b), (c, d) = ((layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in network.layers[::2])
     confidence = np.random.default_rng(0).random((5, 32), np.float32)
     sizes = np.array([32, 32, 7, 1, 20])
-    filled = np.where(np.arange(32) < sizes[:, None], confidence, 1)
-    expected = np.maximum(filled @ a.T + b, 0) @ c.T + d
+    padded = np.where(np.arange(32) < sizes[:, None], confidence, 1)
+    expected = np.maximum(padded @ a.T + b, 0) @ c.T + d
     for width in (32, 40):  # 40: the window is wider than the block
-        seen = torch.rand(5, width)
-        seen[:, :32] = torch.tensor(confidence)
+        window_confidence = torch.rand(5, width)
+        window_confidence[:, :32] = torch.tensor(confidence)
         valid = torch.arange(width) < torch.tensor(sizes)[:, None]
-        logits = network({"confidence": seen}, valid).detach().numpy()
+        logits = network({"confidence": window_confidence}, valid).detach().numpy()
         inside = valid[:, :32].numpy()
         np.testing.assert_allclose(logits[:, :32][inside], expected[inside], atol=1e-5)
         assert np.isneginf(logits[:, 32:]).all()
@@ -75,7 +76,7 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
     filter_ = load_filter(tmp_path / "features.safetensors")
     sampler = samplers.create("learn2pd", filter=tmp_path / "features.safetensors", eot="none")
     state = sampler.start(llada64, PROMPTS, max_new_tokens=10, block_length=4, eos_early_stop=False)
-    mask, seen = llada64.facts.mask_token_id, 0
+    mask, num_compared = llada64.facts.mask_token_id, 0
     with torch.inference_mode():
         while not state.done:
             proposal = sampler.step(llada64, state)
@@ -95,17 +96,15 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
                     values_by_name["entropy"].append(-sum(p * math.log(p) for p in distribution if p) / math.log(64))
                     values_by_name["mask_ratio"].append(num_masks / (end - start))
                     values_by_name["position"].append((at - start) / (end - start))
-                features = {
-                    name: torch.tensor([values], dtype=torch.float64) for name, values in values_by_name.items()
-                }
+                as_tensor = partial(torch.tensor, dtype=torch.float64)
+                features = {name: as_tensor([values]) for name, values in values_by_name.items()}
                 assert all(0 <= min(values) and max(values) <= 1 for values in values_by_name.values())
                 expected = filter_.accept(features, torch.ones(1, end - start, dtype=torch.bool))[0]
-                torch.testing.assert_close(
-                    proposal.quantities["acceptance"][index, : end - start], expected, atol=1e-9, rtol=1e-9
-                )
-                seen += 1
+                actual = proposal.quantities["acceptance"][index, : end - start]
+                torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
+                num_compared += 1
             sampler.commit(state, proposal)
-    assert seen > 12
+    assert num_compared > 12
 
 
 def test_mismatches_of_the_filter_are_refused_by_name(llada64: Model, dream64: Model, block_filter: str) -> None:
@@ -134,17 +133,16 @@ def test_mismatches_of_the_filter_are_refused_by_name(llada64: Model, dream64: M
     assert paradec.generate(llada64, ids, sampler=whole).tokens == [4]
 
 
-def test_compare_leaves_it_out_where_no_filter_fits() -> None:
+def test_compare_leaves_learn2pd_out_where_no_filter_fits() -> None:
     questions = evaluation.packaged_questions(["copy"], limit=1)
     with pytest.warns(UserWarning, match="learn2pd is left out: filter=.* trained for block_length 32, here 2"):
         comparison = evaluation.compare(paradec.load(), questions=questions, max_new_tokens=2, block_length=2)
     fitting = {"learn2pd", *(name for name in MASKED if topology_of(name) == "bidirectional")}
-    assert comparison.complete and fitting - {result.configuration.sampler for result in comparison.results} == {
-        "learn2pd"
-    }
+    compared = {result.configuration.sampler for result in comparison.results}
+    assert comparison.complete and fitting - compared == {"learn2pd"}
 
 
-def enders(layers: int = 1, **kinds: Any) -> Model:
+def model_with_many_ends(layers: int = 1, **kinds: Any) -> Model:
     """A random model for which one token in five is an end token."""
     model = tiny(layers, **kinds)
     model.facts = dataclasses.replace(model.facts, eos_token_ids=(39, *range(0, 35, 5)), pad_token_id=38)
@@ -154,22 +152,20 @@ def enders(layers: int = 1, **kinds: Any) -> Model:
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_text_after_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
-    model, rows = enders(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
-    sampler = samplers.create(
-        "learn2pd", filter_threshold=1.0
-    )  # one token per step: an end token may come before earlier text
+    model, rows = model_with_many_ends(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
+    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token per step: ends may precede earlier text
     state = sampler.start(model, rows, max_new_tokens=24, block_length=8, cache=cache, guidance_scale=guidance)
     ends, cut_rows = set(model.facts.eos_token_ids), 0
     with torch.inference_mode():
         while not state.done:
             before = state.length.copy()
             commit = sampler.commit(state, sampler.step(model, state))
-            resolved = {}
+            cuts = {}
             for row, position, token, _ in commit.to_list():
                 if token in ends:
-                    resolved.setdefault(row, position + 1)
+                    cuts.setdefault(row, position + 1)
             for row in range(len(rows)):
-                expected = min(before[row], resolved.get(row, UNCUT))
+                expected = min(before[row], cuts.get(row, UNCUT))
                 assert state.length[row] == expected
                 tail = state.canvas[row, expected:]
                 assert (tail == 38).all()
@@ -181,11 +177,8 @@ def test_text_after_a_committed_end_is_dropped(cache: str, guidance: float) -> N
                         stored_tokens = state.store.token_at_write[row :: len(rows)]
                         assert (stored_tokens[:, expected:] == -1).all() and (stored_tokens[:, :expected] >= 0).all()
             for query in sampler.query(state) if not state.done else ():
-                assert query.forwarded.tolist() == [
-                    guidance
-                    and (state.length[r] if query.kind == "full" else state.block_end[r] - state.block_start[r])
-                    for r in query.rows
-                ]
+                lengths = state.length if query.kind == "full" else state.block_end - state.block_start
+                assert query.forwarded.tolist() == lengths[query.rows].tolist()
     assert cut_rows >= 2
 
 
@@ -194,39 +187,38 @@ def test_text_after_a_committed_end_is_dropped(cache: str, guidance: float) -> N
 @pytest.mark.parametrize("kinds", [{}, {"prediction": "shifted"}])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -> None:
-    model, rows = enders(1, **kinds), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11]]
+    model, rows = model_with_many_ends(1, **kinds), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11]]
     sampler = samplers.create("learn2pd", eot=eot, filter_threshold=1.0)
     request = {"sampler": sampler, "max_new_tokens": 24, "block_length": 8}
     plain = paradec.generate(model, rows, **request)
     cached = paradec.generate(model, rows, cache=cache, **request)
     assert plain.new_tokens.tolist() == cached.new_tokens.tolist() and plain.row_nfe == cached.row_nfe
     assert cached.forwarded_tokens < plain.forwarded_tokens
-    kept = samplers.create("learn2pd", eot="none", filter_threshold=1.0)
-    kept = paradec.generate(model, rows, **request | {"sampler": kept})
-    assert plain.forwarded_tokens < kept.forwarded_tokens
+    uncut = samplers.create("learn2pd", eot="none", filter_threshold=1.0)
+    uncut = paradec.generate(model, rows, **request | {"sampler": uncut})
+    assert plain.forwarded_tokens < uncut.forwarded_tokens
     for index, row in enumerate(rows):
         alone = paradec.generate(model, row, cache=cache, **request)
         assert alone.new_tokens[0].tolist() == cached.new_tokens[index].tolist()
         assert alone.nfe == cached.row_nfe[index] and alone.tokens == cached.tokens[index : index + 1]
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("least", [0.0, 0.5])
+@pytest.mark.parametrize("ends_last", [False, True])
+@pytest.mark.parametrize("min_confidence", [0.0, 0.5])
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
-def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
+def test_cuts_equal_loops(eot: str, min_confidence: float, ends_last: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
-    is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < torch.tensor([0.4, 0.7, 0.2]).view(
-        3, 1, 1
-    )
+    shares = torch.tensor([0.4, 0.7, 0.2]).view(3, 1, 1)
+    is_end, candidates, selected = torch.rand(3, 300, 6, generator=generator) < shares
     selected &= candidates
-    scores = torch.where(is_end & last, LAST, confidence).masked_fill(~candidates, -math.inf)
+    scores = torch.where(is_end & ends_last, LAST, confidence).masked_fill(~candidates, -math.inf)
     quantities = {"confidence": confidence, "is_end": is_end}
     view = dataclasses.replace(view_from_scores(scores), quantities=quantities)
-    cuts = Learn2PD(eot=eot, eot_confidence=least).trim(view, selected).tolist()
+    cuts = Learn2PD(eot=eot, eot_confidence=min_confidence).trim(view, selected).tolist()
     kinds = set()
     for row in range(300):
-        ends = [i for i in range(6) if is_end[row, i] and confidence[row, i] >= least]
+        ends = [i for i in range(6) if is_end[row, i] and confidence[row, i] >= min_confidence]
         final = [i for i in ends if selected[row, i]]
         predicted = [i for i in ends if candidates[row, i]] if eot == "greedy" else []
         at = final[0] if final else max(predicted, key=lambda i: float(confidence[row, i]), default=None)
@@ -236,21 +228,17 @@ def test_cuts_equal_loops(eot: str, least: float, last: bool) -> None:
 
 
 def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
-    model = enders(2)
+    model = model_with_many_ends(2)
     mask = model.facts.mask_token_id
     row = [1, *[mask] * 10, 2, 3]
     sampler = samplers.create("learn2pd")
     out = paradec.generate(model, row, sampler=sampler, max_new_tokens=6, block_length=19)
     hole = out.sequences[0, 1:11].tolist()
     assert set(hole) & set(model.facts.eos_token_ids) and out.sequences[0, 11:13].tolist() == [2, 3]
-    whole = paradec.generate(model, [1, 2], sampler=sampler, max_new_tokens=16, block_length=8, eos_early_stop=False)
-    kept = samplers.create("learn2pd", eot="none")
-    assert torch.equal(
-        whole.sequences,
-        paradec.generate(
-            model, [1, 2], sampler=kept, max_new_tokens=16, block_length=8, eos_early_stop=False
-        ).sequences,
-    )
+    request = {"max_new_tokens": 16, "block_length": 8, "eos_early_stop": False}
+    uncut_sampler = samplers.create("learn2pd", eot="none")
+    whole, uncut = (paradec.generate(model, [1, 2], sampler=s, **request) for s in (sampler, uncut_sampler))
+    assert torch.equal(whole.sequences, uncut.sequences)
     assert whole.tokens[0] <= 16 and not (whole.new_tokens == 38).any()
 
 
@@ -261,10 +249,14 @@ def test_records_by_hand() -> None:
     waits = 0
     for index, prompt in enumerate(prompts):
         expected = learn2pd_records(model, prompt, 16, 8)
-        mine = records.prompt == index
-        assert mine.sum() == len(expected)
+        is_of_prompt = records.prompt == index
+        assert is_of_prompt.sum() == len(expected)
         for features, final, undecided, (confidence, is_final, is_undecided) in zip(
-            records.features[mine], records.final[mine], records.undecided[mine], expected, strict=True
+            records.features[is_of_prompt],
+            records.final[is_of_prompt],
+            records.undecided[is_of_prompt],
+            expected,
+            strict=True,
         ):
             torch.testing.assert_close(features[0], confidence.float())
             assert final.tolist() == is_final and undecided.tolist() == is_undecided
@@ -274,21 +266,21 @@ def test_records_by_hand() -> None:
     assert waits > 0  # some records have no undecided final candidate
 
 
-def test_short_blocks_caches_and_going_on(llada64: Model, tmp_path: Path) -> None:
+def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path) -> None:
     request = {"block_length": 5, "max_new_tokens": 7, "caches": ("none", "dual"), "batch": 1}
     whole = training.collect(llada64, PROMPTS, **request)
     assert not whole.valid.all() and (whole.valid.sum(1) >= 2).all() and not (whole.final & ~whole.valid).any()
-    seen = []
+    shares = []
 
     def interrupt(what: str, share: float) -> None:
-        seen.append(share)
+        shares.append(share)
         if share > 0.5:
             raise KeyboardInterrupt
 
     with pytest.raises(paradec.Interrupted) as caught:
         training.collect(llada64, PROMPTS, progress=interrupt, **request)
     partial = caught.value.output
-    assert partial.done == 1 and set(partial.prompt.tolist()) == {0} and seen == sorted(seen)
+    assert partial.done == 1 and set(partial.prompt.tolist()) == {0} and shares == sorted(shares)
     partial.save(tmp_path / "records")
     resumed = training.collect(llada64, PROMPTS, resume=Records.load(tmp_path / "records"), **request)
     for name in ("features", "final", "undecided", "valid", "prompt"):
@@ -343,12 +335,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     assert "precision" in ran.output and Records.load(records).done == len(TASKS)
     facts = read_facts(out)
-    assert (facts.model, facts.block_length, facts.caches, facts.paradec) == (
-        "tiny-llada",
-        4,
-        ("none",),
-        paradec.__version__,
-    )
+    assert (facts.model, facts.block_length, facts.caches) == ("tiny-llada", 4, ("none",))
+    assert facts.paradec == paradec.__version__
     assert facts.held_out["prompts"] == len(TASKS)
     text = ["generate", "Copy: pear fig", "--sampler", "learn2pd", "--set", f"filter={out}", "--block-length", "4"]
     assert CliRunner().invoke(app, text).exit_code == 0

@@ -30,14 +30,9 @@ class Recorded:
     device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self, case: dict[str, Any]):
-        self.facts = ModelFacts(
-            case["vocab_size"],
-            mask_token_id=case["mask_id"],
-            topology="block_causal",
-            block_length=case["block_length"],
-            delete_token_id=case["delete_token_id"],
-            split_token_id=case["split_token_id"],
-        )
+        ids = {name: case[name] for name in ("delete_token_id", "split_token_id")} | {"mask_token_id": case["mask_id"]}
+        blocks = {"topology": "block_causal", "block_length": case["block_length"]}
+        self.facts = ModelFacts(case["vocab_size"], **blocks, **ids)
         self.logits: Tensor
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
@@ -48,12 +43,8 @@ class Recorded:
 
 
 def create(settings: dict[str, Any]) -> Any:
-    return paradec.samplers.create(
-        "levenshtein",
-        threshold=settings["threshold"],
-        editing_threshold=settings["edit_threshold"],
-        max_post_steps=settings["max_post_edit_steps"],
-    )
+    thresholds = {"threshold": settings["threshold"], "editing_threshold": settings["edit_threshold"]}
+    return paradec.samplers.create("levenshtein", max_post_steps=settings["max_post_edit_steps"], **thresholds)
 
 
 def thinned(cases: list[Any]) -> list[Any]:
@@ -67,21 +58,21 @@ def test_recorded_steps(path: Path, number: int) -> None:
     case, logits = read_json(path)["cases"][number], read_arrays(path.with_name("logits.safetensors"))
     with replay_in_float64(case["name"], case):
         model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
-        for row, (entry, given) in enumerate(zip(case["ids"], case["given"], strict=True)):
-            count = sum(given)  # prompt tokens at the front of the block
+        for row, (entry, is_given) in enumerate(zip(case["ids"], case["given"], strict=True)):
+            count = sum(is_given)  # prompt tokens at the front of the block
             # a mask in the prompt would be a hole; the recorded logits do not depend on the token
-            ids = [0 if g and token == model.facts.mask_id else token for token, g in zip(entry, given, strict=True)]
+            ids = [0 if g and token == model.facts.mask_id else token for token, g in zip(entry, is_given, strict=True)]
             prompt = [0] * block + ids[:count]  # add a block, because a prompt may not be empty
             state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
             assert state.canvas[0, block:].tolist() == ids
             for step in case["steps"]:
-                over = step["closed"][row] or step["done"][row]
+                is_finished = step["closed"][row] or step["done"][row]
                 if not state.done:
                     logits_of_step = logits[case["name"]][step["logits"]]
                     model.logits = logits_of_step.view(len(case["ids"]), block, -1)[row : row + 1]
                     sampler.commit(state, sampler.step(model, state))
-                    assert state.done == over
-                assert over or not state.done
+                    assert state.done == is_finished
+                assert is_finished or not state.done
                 assert state.canvas[0, block + count :].tolist() == step["ids"][row][count:]
                 if not state.done:
                     assert state.memory["post_steps"].tolist() == [step["post_steps"][row]]
@@ -134,9 +125,8 @@ def test_recorded_answers(path: Path, number: int, cache: str) -> None:
                 stop = min(first + block, int(state.end[0]))  # padding follows an end token
                 assert state.canvas[0, first:stop].tolist() == step["ids"][: stop - first]
         assert state.done and state.nfe.tolist() == [calls]
-        out = paradec.generate(
-            model, [case["prompt_ids"]], sampler=sampler, max_new_tokens=case["max_new_tokens"], cache=cache
-        )
+        request = {"sampler": sampler, "max_new_tokens": case["max_new_tokens"], "cache": cache}
+        out = paradec.generate(model, [case["prompt_ids"]], **request)
         begin, answer = len(case["prompt_ids"]), case["answer"]
         assert out.new_tokens[0, : out.tokens[0]].tolist() == answer
         assert case["canvas"][: begin + len(answer)] == [*case["prompt_ids"], *answer]
@@ -147,18 +137,12 @@ def test_recorded_answers(path: Path, number: int, cache: str) -> None:
 def test_traces_contain_deletions_and_insertions(tiny22: Model) -> None:
     num_remasked = 0
     for case in ANSWERS[:4]:
-        prompt, seen = case["prompt_ids"], list[list[int]]()
-        out = paradec.generate(
-            tiny22,
-            [prompt],
-            max_new_tokens=case["max_new_tokens"],
-            sampler=create(case["settings"]),
-            eos_early_stop=False,
-            trace=True,
-            callback=lambda state, commit, seen=seen: seen.append(state.canvas[0].tolist()),
-        )
-        text = prompt + [FACTS["mask"]] * (len(seen[0]) - len(prompt))
-        for step, after in zip(out.trace.steps, seen, strict=True):
+        prompt, canvases = case["prompt_ids"], list[list[int]]()
+        request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": False, "trace": True}
+        request["callback"] = lambda state, commit, canvases=canvases: canvases.append(state.canvas[0].tolist())
+        out = paradec.generate(tiny22, [prompt], sampler=create(case["settings"]), **request)
+        text = prompt + [FACTS["mask"]] * (len(canvases[0]) - len(prompt))
+        for step, after in zip(out.trace.steps, canvases, strict=True):
             for _, position, token, _ in step.commits:
                 num_remasked += token == FACTS["mask"]
                 text[position] = token

@@ -101,13 +101,10 @@ def test_replays_the_reference(path: Path) -> None:
     groups = groups_of(case["log"], positions)
     model = load_uvit(find_weights(case["weights"], "recap"), heads=case["model"]["num_heads"])
     sampler = Replayed(
-        local_steps=settings["num_cache_iters"],
-        full_groups=settings["pre_full_iters"],
-        choice_temperature=settings["conf_temp"],
-        final_temperature=settings["samp_temp"],
+        local_steps=settings["num_cache_iters"], full_groups=settings["pre_full_iters"], groups=groups,
+        choice_temperature=settings["conf_temp"], final_temperature=settings["samp_temp"],
         guidance_start=1 + guidance[0][0] if settings["cfg"] else None,
-        groups=groups,
-    )
+    )  # fmt: skip
     labels = [label for (label,) in case["labels"]]
     assert settings["mask_id"] == vocab == model.module.codebook_size
     assert settings["null_class"] == model.module.classes - 1
@@ -116,22 +113,15 @@ def test_replays_the_reference(path: Path) -> None:
     sizes, group_of_step = np.array(counts("power", positions, settings["gen_step"])), sampler.group_index(step)
     local = [sizes[group_of_step == group].tolist() for group in range(group_of_step[-1] + 1)]
     assert recorded_schedule["local_tokens"] == local
-    assert recorded_schedule["group_tokens"] == [sum(each) for each in local]
+    assert recorded_schedule["group_tokens"] == [sum(group_sizes) for group_sizes in local]
     noises = sampler.noise_at(step, total)[sampler.index_in_group(step) == 0]
     np.testing.assert_allclose(noises, recorded_schedule["conf_temps"], atol=1e-12)
     if settings["cfg"]:
         assert_guidance(sampler, recorded_schedule["local_cfg"])
     temperatures = sum(recorded_schedule["local_sample_temps"], [])
     np.testing.assert_allclose(sampler.temperature_at(step, total), temperatures, atol=1e-12)
-    state = sampler.start(
-        model,
-        prompts(model, *labels),
-        cache="recap",
-        steps=settings["gen_step"],
-        temperature=1.0,
-        guidance_scale=1 + guidance[-1][-1],
-        seed=0,
-    )
+    request = {"cache": "recap", "steps": settings["gen_step"], "temperature": 1.0, "seed": 0}
+    state = sampler.start(model, prompts(model, *labels), guidance_scale=1 + guidance[-1][-1], **request)
     while not state.done:
         group, place = sampler.at(state)
         calls = group.calls[place]
@@ -158,8 +148,8 @@ def test_replays_the_reference(path: Path) -> None:
             noise = proposal.quantities["noise_scale"]
             assert noise.flatten()[0].item() == pytest.approx(group.scale)
             ours = proposal.scores.log() + noise * group.noise
-            open_ = proposal.available
-            torch.testing.assert_close(ours[open_], group.confidence[open_], atol=1e-3, rtol=0)
+            available = proposal.available
+            torch.testing.assert_close(ours[available], group.confidence[available], atol=1e-3, rtol=0)
         sampler.commit(state, proposal)
     assert state.canvas[:, 1:].tolist() == case["final"]
 
@@ -176,10 +166,8 @@ def test_schedules_are_the_reference_s(path: Path) -> None:
 def assert_guidance(sampler: Recap, scales: list[list[float]]) -> None:
     """Assert the guidance scales of all steps. scales: by group; the public code's scale is ours minus one."""
     expected = np.array(sum(scales, []))
-    step, state = (
-        np.arange(len(expected)),
-        SimpleNamespace(request=SimpleNamespace(guidance_scale=1 + expected[-1]), canvas=torch.empty(0)),
-    )
+    step, request = np.arange(len(expected)), SimpleNamespace(guidance_scale=1 + expected[-1])
+    state = SimpleNamespace(request=request, canvas=torch.empty(0))
     ours = sampler.guidance_at(state, step, np.full(len(step), len(step)))
     np.testing.assert_allclose(np.asarray(ours).flatten() - 1, expected, atol=1e-9)
 
@@ -194,9 +182,8 @@ def assert_schedule(row: dict[str, Any]) -> None:
         sizes = np.array(counts("power", row["seq_len"], row["T"]))
         assert [sizes[group == g].tolist() for g in range(group[-1] + 1)] == row["local_tokens"]
     assert [int((group == g).sum()) for g in range(group[-1] + 1)] == list(map(len, row["local_tokens"]))
-    np.testing.assert_allclose(
-        sampler.noise_at(step, total)[sampler.index_in_group(step) == 0], row["conf_temps"], atol=1e-12
-    )
+    noises = sampler.noise_at(step, total)[sampler.index_in_group(step) == 0]
+    np.testing.assert_allclose(noises, row["conf_temps"], atol=1e-12)
     np.testing.assert_allclose(sampler.temperature_at(step, total), sum(row["sample_temps"], []), atol=1e-12)
 
 
@@ -257,13 +244,13 @@ def test_local_steps_are_guided(cache: str, start: float | None) -> None:
     for step in range(steps):
         proposal = sampler.step(model, state)
         assert proposal.kind == ("window" if cache == "recap" and step % 3 else "full")
-        grown = step - 1 if step % 3 else step
-        scale = last if start is None else start + (last - start) * grown / (steps - 1)
-        null = state.canvas.clone()
-        null[:, 0] = model.facts.mask_token_id
+        full_step = step - 1 if step % 3 else step
+        scale = last if start is None else start + (last - start) * full_step / (steps - 1)
+        null_canvas = state.canvas.clone()
+        null_canvas[:, 0] = model.facts.mask_token_id
         with torch.no_grad():
-            given, without = (model.module(tokens).logits[..., :12] for tokens in (state.canvas, null))
-        distribution = (without + scale * (given - without)).softmax(-1)
+            cond, uncond = (model.module(tokens).logits[..., :12] for tokens in (state.canvas, null_canvas))
+        distribution = (uncond + scale * (cond - uncond)).softmax(-1)
         at = proposal.positions.unsqueeze(-1).expand(-1, -1, 12)
         expected = distribution.gather(1, at).gather(-1, proposal.values.unsqueeze(-1).clamp(max=11)).squeeze(-1)
         chosen = proposal.available
@@ -276,20 +263,17 @@ def test_local_steps_are_guided(cache: str, start: float | None) -> None:
 def test_local_steps_evaluate_the_targets_alone() -> None:
     model = random_uvit(2)
     sampler = Recap(local_steps=1, full_groups=1)
-    out = paradec.generate(
-        model, prompts(model, 1), sampler=sampler, cache="recap", steps=5, temperature=1.0, trace=True
-    )
+    request = {"sampler": sampler, "steps": 5, "temperature": 1.0, "trace": True}
+    out = paradec.generate(model, prompts(model, 1), cache="recap", **request)
     sizes = counts("power", 16, 5)
     expected = [17, 17, 1 + sizes[1] + sizes[2], 17, 1 + sizes[3] + sizes[4]]
     assert [step.forwarded for step in out.trace.steps] == [[n] for n in expected]
     assert [len(step.commits) for step in out.trace.steps] == list(sizes)
     assert out.nfe == 5 and out.forwarded_tokens == sum(expected)
-    read_ = paradec.caches.create("recap", recompute_prompt=False)
-    out = paradec.generate(model, prompts(model, 1), sampler=sampler, cache=read_, steps=5, temperature=1.0, trace=True)
-    assert [step.forwarded[0] for step in out.trace.steps if step.kind == "window"] == [
-        expected[2] - 1,
-        expected[4] - 1,
-    ]
+    cache = paradec.caches.create("recap", recompute_prompt=False)
+    out = paradec.generate(model, prompts(model, 1), cache=cache, **request)
+    evaluated = [step.forwarded[0] for step in out.trace.steps if step.kind == "window"]
+    assert evaluated == [expected[2] - 1, expected[4] - 1]
 
 
 def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:

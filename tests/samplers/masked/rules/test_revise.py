@@ -118,23 +118,19 @@ def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale
         for index, row in enumerate(proposal.rows):
             length = int(state.length[row])
             block = list(range(state.block_start[row], state.block_end[row]))
-            places = [*range(length), *block]
-            visible = torch.zeros(len(places), len(places), dtype=torch.bool)
-            for q, at in enumerate(places):
-                for k, other in enumerate(places):
+            positions = [*range(length), *block]
+            visible = torch.zeros(len(positions), len(positions), dtype=torch.bool)
+            for q, position in enumerate(positions):
+                for k, seen_position in enumerate(positions):
                     sees = q >= length or k < length  # only shadows see shadows
-                    sees = sees and not (q >= length and k < length and at == other)
-                    visible[q, k] = sees and (topology == "bidirectional" or other // 4 <= at // 4)
+                    sees = sees and not (q >= length and k < length and position == seen_position)
+                    visible[q, k] = sees and (topology == "bidirectional" or seen_position // 4 <= position // 4)
             ids = torch.cat((state.canvas[row, :length], torch.full((len(block),), MASK)))
-            given = torch.cat((state.is_prompt[row, :length], torch.zeros(len(block), dtype=torch.bool)))
+            is_given = torch.cat((state.is_prompt[row, :length], torch.zeros(len(block), dtype=torch.bool)))
+            arguments = {"position_ids": torch.tensor([positions]), "attention_mask": visible[None, None]}
             branches = [
-                model.module(
-                    input_ids=tokens[None],
-                    position_ids=torch.tensor([places]),
-                    attention_mask=visible[None, None],
-                    use_cache=False,
-                ).logits[0]
-                for tokens in (ids, ids.masked_fill(given, MASK))
+                model.module(input_ids=tokens[None], use_cache=False, **arguments).logits[0]
+                for tokens in (ids, ids.masked_fill(is_given, MASK))
             ]
             logits = branches[1] + guidance_scale * (branches[0] - branches[1])
             logits[:, MASK] = -torch.inf
@@ -142,32 +138,24 @@ def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale
             current = proposal.current[index, : len(block)]
             decided = current != MASK
             shadow = p[length:].gather(1, current[:, None])[:, 0]
-            torch.testing.assert_close(
-                proposal.updates["shadow_confidence"][index, : len(block)][decided], shadow[decided]
-            )
+            actual = proposal.updates["shadow_confidence"][index, : len(block)]
+            torch.testing.assert_close(actual[decided], shadow[decided])
             torch.testing.assert_close(proposal.scores[index, : len(block)], p[block].amax(-1))
             compared += int(decided.sum())
     assert compared > 30
 
 
-STORED = [
-    name
-    for name in caches.names()
-    if name != "none" and verdict(samplers.get("wino"), caches.create(name), ModelFacts(2)).status != REFUSED
-]
+WINO = samplers.get("wino")
+STORED = [name for name in caches.names()[1:] if verdict(WINO, caches.create(name), ModelFacts(2)).status != REFUSED]
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_shadow_over_a_store_is_exact_with_one_layer(name: str) -> None:
     """Shadows are not stored and hide the stored key of their position: scores equal those without a cache."""
     model, sampler = tiny(1), samplers.create("wino", **EAGER)
-    pairs = zip(
-        steps_of(sampler, model, ROWS, block_length=4, cache=name),
-        steps_of(sampler, model, ROWS, block_length=4),
-        strict=True,
-    )
+    runs = (steps_of(sampler, model, ROWS, block_length=4, cache=cache) for cache in (name, "none"))
     steps = 0
-    for (state, ours), (plain, theirs) in pairs:
+    for (state, ours), (plain, theirs) in zip(*runs, strict=True):
         assert torch.equal(state.canvas, plain.canvas)
         available = ours.available
         torch.testing.assert_close(ours.scores[available], theirs.scores[available])

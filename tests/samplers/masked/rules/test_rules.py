@@ -59,9 +59,9 @@ def test_rule_equals_loops(name: str, loops: Callable[..., set[int]], settings: 
     for seed in range(60):
         scores = random_scores(seed, entropies=name.startswith("entropy"))
         selected = sampler.select(view_from_scores(scores)) & (scores > -INF)
-        for row, taken in zip(scores.tolist(), selected, strict=True):
+        for row, row_selected in zip(scores.tolist(), selected, strict=True):
             expected = {i for i in loops(row, **settings) if row[i] > -INF}
-            assert set(taken.nonzero().flatten().tolist()) == expected
+            assert set(row_selected.nonzero().flatten().tolist()) == expected
             sizes.add(len(expected))
     assert len(sizes) > 5  # the rule selects different numbers of positions
 
@@ -89,18 +89,9 @@ def test_entropy_bound_reads_the_filtered_distribution(llada64: Model) -> None:
 
 def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
     sampler, orders = samplers.create("random", order="block"), {}
+    request = {"max_new_tokens": 16, "block_length": 8, "seed": 3, "eos_early_stop": False, "trace": True}
     for per_step in (1, 2, 4):
-        out = paradec.generate(
-            llada64,
-            PROMPTS,
-            sampler=sampler,
-            max_new_tokens=16,
-            block_length=8,
-            steps=16 // per_step,
-            seed=3,
-            eos_early_stop=False,
-            trace=True,
-        )
+        out = paradec.generate(llada64, PROMPTS, sampler=sampler, steps=16 // per_step, **request)
         steps = out.trace.steps[: 8 // per_step]
         orders[per_step] = [
             [{p for r, p, *_ in step.commits if r == row} for step in steps] for row in range(len(PROMPTS))
@@ -118,47 +109,43 @@ def test_origin_goes_through_the_time_grid_in_every_block() -> None:
         tiny(1), [[1, 2, 3]] * count, sampler="origin", max_new_tokens=2 * size, block_length=size, steps=2 * planned,
         eos_early_stop=False, seed=list(range(count)), trace=True,
     )  # fmt: skip
-    final, num_masks = ([[0] * planned for _ in range(2)] for _ in range(2))
+    num_committed, num_masks = ([[0] * planned for _ in range(2)] for _ in range(2))
     for row in range(count):
         masked, step = [size, size], 0
         for record in out.trace.steps:
             if not any(masked):
                 break
             block = 0 if masked[0] else 1
-            here = [position for at, position, _, _ in record.commits if at == row]
-            assert all((position - 3) // size == block for position in here)
+            positions = [position for at, position, _, _ in record.commits if at == row]
+            assert all((position - 3) // size == block for position in positions)
             num_masks[block][step] += masked[block]
-            final[block][step] += len(here)
-            masked[block] -= len(here)
+            num_committed[block][step] += len(positions)
+            masked[block] -= len(positions)
             step = 0 if not masked[block] else step + 1
     for block in range(2):
-        assert final[block][-1] == num_masks[block][-1] > 0
+        assert num_committed[block][-1] == num_masks[block][-1] > 0
         for step in range(planned - 1):
             share, trials = 1 / (planned - step), num_masks[block][step]
             error = 5 * math.sqrt(share * (1 - share) / trials)
-            assert abs(final[block][step] / trials - share) < error, (block, step)
+            assert abs(num_committed[block][step] / trials - share) < error, (block, step)
 
 
-@pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.7}])
-def test_reference_entropies_of_filtered_distributions(kept: dict, dream64: Model) -> None:
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.7}])
+def test_reference_entropies_of_filtered_distributions(filters: dict, dream64: Model) -> None:
     """With rng="reference" the score is sum p ln(p + 1e-10); tokens of probability 0 add 0."""
     sampler = samplers.create("entropy")
-    state = sampler.start(
-        dream64, PROMPTS[:1], max_new_tokens=8, steps=4, temperature=0.8, rng="reference", seed=0, **kept
-    )
+    request = {"max_new_tokens": 8, "steps": 4, "temperature": 0.8, "rng": "reference", "seed": 0} | filters
+    state = sampler.start(dream64, PROMPTS[:1], **request)
     with torch.inference_mode():
         proposal = sampler.step(dream64, state)
         logits = dream64.module(input_ids=state.canvas, use_cache=False).logits[0] / 0.8
     for at, position in enumerate(proposal.positions[0].tolist()):
-        distribution = sorted(
-            logits[position - 1].softmax(-1).tolist(), reverse=True
-        )  # logits of the position to the left
-        if "top_k" in kept:
-            distribution = distribution[:3]
-        else:  # the smallest set with more than 0.7
-            distribution = distribution[
-                : next(size for size in range(1, len(distribution) + 1) if sum(distribution[:size]) > 0.7)
-            ]
+        # the model is shifted: logits of the position to the left
+        distribution = sorted(logits[position - 1].softmax(-1).tolist(), reverse=True)
+        count = 3
+        if "top_p" in filters:  # the smallest set with more than 0.7
+            count = next(size for size in range(1, len(distribution) + 1) if sum(distribution[:size]) > 0.7)
+        distribution = distribution[:count]
         distribution = [p / sum(distribution) for p in distribution]
         expected = sum(p * math.log(p + 1e-10) for p in distribution)
         assert float(proposal.scores[0, at]) == pytest.approx(expected, abs=1e-9)
@@ -198,12 +185,9 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
     cache: Any = settings["cache"]
     request: dict[str, Any] = {"block_length": settings["block_length"]}
     if model.facts.shift:
-        sampler, others = restrict_to_top_k(sampler)
-        sampler, cache, request = (
-            force_first_position(sampler),
-            cache_without_left_position(cache == "dual"),
-            request | others,
-        )
+        sampler, filters = restrict_to_top_k(sampler)
+        sampler, request = force_first_position(sampler), request | filters
+        cache = cache_without_left_position(cache == "dual")
     rows = decode(model, trace, sampler, numbers=numbers, cache=cache, **request)
     if trace["batch_size"] > 1:
         assert_batches_move_together(rows, settings["block_length"])
@@ -221,11 +205,10 @@ def neighbours_of(value: float) -> list[float]:
 def one_row_view(scores: list[float], quota: int | None = None, **more: Any) -> View:
     """A view of one row. more: fields of `View` as lists [W]."""
     view = view_from_scores(torch.tensor([scores], dtype=torch.float64))
-    given = tensors(more)
-    quantities = view.quantities | given.pop("quantities", {})
-    ends = torch.tensor([END])
+    fields = tensors(more)
+    fields["quantities"] = view.quantities | fields.get("quantities", {})
     quotas = None if quota is None else np.array([quota])
-    return dataclasses.replace(view, quantities=quantities, quota=quotas, ends=ends, **given)
+    return dataclasses.replace(view, quota=quotas, ends=torch.tensor([END]), **fields)
 
 
 def tensors(values: Any) -> Any:
@@ -237,7 +220,7 @@ def tensors(values: Any) -> Any:
     return torch.tensor([values])
 
 
-def chosen(sampler: str, scores: list[float], quota: int | None = None, settings: Any = None, **more: Any) -> list[int]:
+def selection(sampler: str, scores: list[float], quota: Any = None, settings: Any = None, **more: Any) -> list[int]:
     view = one_row_view(scores, quota, **more)
     selected = samplers.create(sampler, **(settings or {})).select(view) & view.candidates
     return selected[0].nonzero().flatten().tolist()
@@ -251,7 +234,7 @@ INCLUDED = [
     ("credit", {"threshold": 0.75}, 0.75, True),
     ("localleap", {"anchor_threshold": 0.75, "relaxed_threshold": 0.75}, 0.75, True),
     ("localleap", {"anchor_threshold": 0.75, "relaxed_threshold": 0.25, "radius": 0}, 0.75, True),
-    # the first one is an anchor, and all others are near it
+    # the first score is an anchor, and all others are near it
     ("localleap", {"anchor_threshold": 0.75, "relaxed_threshold": 0.25}, 0.25, True),
     ("hierarchy", {"threshold": 0.75, "low_threshold": None}, 0.75, False),
     ("wino", {"threshold": 0.75}, 0.75, False),
@@ -266,34 +249,27 @@ INCLUDED = [
 def test_a_score_at_the_threshold(name: str, settings: dict, value: float, included: bool) -> None:
     best = BEST if value > 0 else -1e-9
     for score, expected in zip(neighbours_of(value), (True, included, False), strict=True):
-        assert chosen(name, [best, score], settings=settings) == ([0, 1] if expected else [0]), score
+        assert selection(name, [best, score], settings=settings) == ([0, 1] if expected else [0]), score
 
 
 def test_a_threshold_of_one_is_reached() -> None:
     """Trained models are so sure that probabilities round to 1."""
     scores = [1.0, math.nextafter(1.0, 0), 1.0, -INF]
     for name in ("threshold", "adablock", "credit", "localleap"):
-        setting = "anchor_threshold" if name == "localleap" else "threshold"
-        assert chosen(name, scores, settings={setting: 1.0, **({"radius": 0} if name == "localleap" else {})}) == [0, 2]
+        settings = {"anchor_threshold": 1.0, "radius": 0} if name == "localleap" else {"threshold": 1.0}
+        assert selection(name, scores, settings=settings) == [0, 2]
 
 
 MEAN = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
 """Memory of two tokens with confidences 1 and 0.5."""
+BUFFERED = {"updates": {"buffered": [True, True]}}
 BOUNDS: list[tuple[str, dict[str, Any], Callable[[float], list[float]], float, bool, dict[str, Any], list[int]]] = [
     ("hierarchy", {"threshold": None, "low_threshold": 0.5}, lambda x: [0.625, -INF, 0.25, x], 0.5, False, {}, [0, 3]),
     # (n + 1) (1 - c_n) <= f with numbers that are exact: n = 1 always, n = 3 at 1 - f / 4
     ("factor", {"factor": 1.0}, lambda x: [0.875, 0.875, x], 0.75, True, {}, [0, 1, 2]),
     # entropies of the first k - 1 positions sum to gamma
     ("entropy_bound", {"gamma": 0.625}, lambda x: [-0.125, x, -0.75], -0.5, True, {}, [0, 1, 2]),
-    (
-        "ccd",
-        {"entropy_threshold": 0.5},
-        lambda x: [-0.125, x],
-        -0.5,
-        True,
-        {"updates": {"buffered": [True, True]}},
-        [0, 1],
-    ),
+    ("ccd", {"entropy_threshold": 0.5}, lambda x: [-0.125, x], -0.5, True, BUFFERED, [0, 1]),
     ("saber", {"minimum": 1}, lambda x: [0.875, x], 0.75, False, {"memory": MEAN}, [0, 1]),
 ]
 
@@ -304,17 +280,17 @@ def test_the_last_column_at_its_bound(
 ) -> None:
     quota = 1 if name == "ccd" else None
     for score, enough in zip(neighbours_of(bound), (True, included, False), strict=True):
-        assert chosen(name, scores(score), quota, settings, **more) == (columns if enough else columns[:-1])
+        assert selection(name, scores(score), quota, settings, **more) == (columns if enough else columns[:-1])
 
 
 def test_ccd_waits_for_its_buffer() -> None:
-    assert chosen("ccd", [-0.125, -0.25], 1, {"entropy_threshold": 0.5}, updates={"buffered": [True, False]}) == [0]
+    assert selection("ccd", [-0.125, -0.25], 1, {"entropy_threshold": 0.5}, updates={"buffered": [True, False]}) == [0]
 
 
 def test_runs_and_radii() -> None:
-    assert chosen("hierarchy", [0.5, 0.5, 0.3, -INF, 0.45, 0.45]) == [0, 1, 4, 5]  # equal maxima of a run
+    assert selection("hierarchy", [0.5, 0.5, 0.3, -INF, 0.45, 0.45]) == [0, 1, 4, 5]  # equal maxima of a run
     settings = {"anchor_threshold": 0.75, "relaxed_threshold": 0.5, "radius": 2}
-    assert chosen("localleap", [0.5] * 3 + [0.875] + [0.5] * 4, settings=settings) == [*range(1, 6)]
+    assert selection("localleap", [0.5] * 3 + [0.875] + [0.5] * 4, settings=settings) == [*range(1, 6)]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -323,7 +299,7 @@ def test_klass_is_strict_in_confidence_and_counts_its_steps(steps: int) -> None:
     for score, sure in zip(neighbours_of(0.5), (True, False, False), strict=True):
         updates = {"stable": [0, steps]}
         expected = [1] if sure and steps >= 2 else [0]
-        assert chosen("klass", [0.875, score], 1, settings, updates=updates) == expected
+        assert selection("klass", [0.875, score], 1, settings, updates=updates) == expected
 
 
 def test_klass_is_strict_in_divergence() -> None:
@@ -335,37 +311,37 @@ def test_klass_is_strict_in_divergence() -> None:
     stage = Stage(torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64), memory)
     _, first = sampler.process_logits(logits, stage)
     assert first["stable"].tolist() == [[0]]
-    again = dataclasses.replace(stage, memory=first)
+    second_stage = dataclasses.replace(stage, memory=first)
     p = first["previous"].double()
-    assert sampler.process_logits(logits, again)[1]["stable"].tolist() == [[1]]
-    # the threshold is another step's divergence, computed by the formula
-    other = logits.flip(-1)
-    q = other.softmax(-1).float()
-    measured = float(torch.linalg.vecdot(q, ((q + 1e-12) / (p.float() + 1e-12)).log()))
-    for threshold, stable in zip(neighbours_of(measured), (1, 0, 0), strict=True):
+    assert sampler.process_logits(logits, second_stage)[1]["stable"].tolist() == [[1]]
+    # the divergence of a changed step, by the formula
+    changed = logits.flip(-1)
+    q = changed.softmax(-1).float()
+    kl = float(torch.linalg.vecdot(q, ((q + 1e-12) / (p.float() + 1e-12)).log()))
+    for threshold, stable in zip(neighbours_of(kl), (1, 0, 0), strict=True):
         # in float32, the next numbers are further apart
-        threshold = measured if threshold == measured else measured * (1 + 1e-5 * (1 if threshold > measured else -1))
-        found = samplers.create("klass", kl_threshold=threshold, history=1).process_logits(other, again)[1]
-        assert found["stable"].tolist() == [[stable]], threshold
+        threshold = kl if threshold == kl else kl * (1 + 1e-5 * (1 if threshold > kl else -1))
+        updates = samplers.create("klass", kl_threshold=threshold, history=1).process_logits(changed, second_stage)[1]
+        assert updates["stable"].tolist() == [[stable]], threshold
 
 
 def test_persistence_at_its_three_thresholds() -> None:
     settings = {"threshold": 0.75, "persist": 3, "end_threshold": 0.5}
 
-    def lasting(score: float, runs: int, token: int = 1) -> list[int]:
+    def columns_after_run(score: float, runs: int, token: int = 1) -> list[int]:
         memory = {"best": [5, token], "run": [1, runs]}
-        quantities = {"best_token": torch.tensor([[4, token]])}
         tokens = torch.tensor([[4, token]])
-        return chosen("persistence", [0.875, score], 1, settings, memory=memory, quantities=quantities, tokens=tokens)
+        fields = {"memory": memory, "quantities": {"best_token": tokens}, "tokens": tokens}
+        return selection("persistence", [0.875, score], 1, settings, **fields)
 
     for score, enough in zip(neighbours_of(0.75), (True, True, False), strict=True):
         for runs in (1, 2, 3):  # this step is one more
-            assert lasting(score, runs) == ([0, 1] if enough and runs >= 2 else [0])
+            assert columns_after_run(score, runs) == ([0, 1] if enough and runs >= 2 else [0])
     # an end token is the best one, and is committed first if it is sure enough
     for score, enough in zip(neighbours_of(0.5), (True, True, False), strict=True):
         view = {"memory": {"best": [5, 5], "run": [0, 0]}, "quantities": {"best_token": torch.tensor([[END, 1]])}}
-        found = chosen("persistence", [score, 0.25], 1, settings, tokens=torch.tensor([[END, 1]]), **view)
-        assert found == ([0] if enough else [1])
+        columns = selection("persistence", [score, 0.25], 1, settings, tokens=torch.tensor([[END, 1]]), **view)
+        assert columns == ([0] if enough else [1])
 
 
 @pytest.mark.parametrize(
@@ -387,14 +363,14 @@ def test_ccd_agree_at_its_warmup_tail_and_quota(
     memory = {"best": best, "buffer": [True] * 6, "step": step, "masks": masks}
     scores = [-0.1 * column for column in range(1, 7)]
     quantities = {"best_token": torch.ones(1, 6, dtype=torch.int64)}
-    assert chosen("ccd_agree", scores, quota, settings, memory=memory, quantities=quantities) == expected
+    assert selection("ccd_agree", scores, quota, settings, memory=memory, quantities=quantities) == expected
 
 
 def test_learn2pd_at_its_thresholds() -> None:
-    for acceptance, more in zip(neighbours_of(0.75), (True, False, False), strict=True):
+    for acceptance, accepted in zip(neighbours_of(0.75), (True, False, False), strict=True):
         quantities = {"acceptance": torch.tensor([[0.0, acceptance]], dtype=torch.float64)}
-        found = chosen("learn2pd", [0.875, 0.25], settings={"filter_threshold": 0.75}, quantities=quantities)
-        assert found == ([0, 1] if more else [0])
+        columns = selection("learn2pd", [0.875, 0.25], settings={"filter_threshold": 0.75}, quantities=quantities)
+        assert columns == ([0, 1] if accepted else [0])
     sampler = samplers.create("learn2pd", eot_confidence=0.5)
     for confidence, cuts in zip(neighbours_of(0.5), (True, True, False), strict=True):
         view = one_row_view([0.875, confidence], quantities={"is_end": torch.tensor([[False, True]])})
@@ -402,32 +378,26 @@ def test_learn2pd_at_its_thresholds() -> None:
         assert (cut == 9) == cuts  # the view begins at position 7
 
 
-def revised(sampler: str, settings: dict, decided: float, tokens: int = 2, **more: Any) -> Any:
+def revise(sampler: str, settings: dict, confidence: float, proposed: int = 2, **more: Any) -> Any:
     """Revise one row: two undecided columns that are committed, and a decided token 1."""
     candidates = torch.tensor([[True, True, False]])
-    view = one_row_view(
-        [0.875, 0.875, -INF],
-        candidates=candidates,
-        editable=~candidates,
-        current=torch.tensor([[0, 0, 1]]),
-        tokens=torch.tensor([[2, 2, tokens]]),
-        quantities={"confidence": torch.tensor([[0.875, 0.875, decided]], dtype=torch.float64)},
-        **more,
-    )
+    fields = {"candidates": candidates, "editable": ~candidates, "current": [0, 0, 1], "tokens": [2, 2, proposed]}
+    fields["quantities"] = {"confidence": torch.tensor([[0.875, 0.875, confidence]], dtype=torch.float64)}
+    view = one_row_view([0.875, 0.875, -INF], **fields, **more)
     return samplers.create(sampler, **settings).revise(view, candidates)
 
 
 def test_wino_doubts_below_its_threshold() -> None:
     for shadow, doubted in zip(neighbours_of(0.5), (False, False, True), strict=True):
         updates = {"shadow_confidence": torch.tensor([[1.0, 1.0, shadow]], dtype=torch.float64)}
-        revision = revised("wino", {"threshold_back": 0.5}, 0.5, memory={"accepted": 2}, updates=updates)
+        revision = revise("wino", {"threshold_back": 0.5}, 0.5, memory={"accepted": 2}, updates=updates)
         assert revision.remask.tolist() == [[False, False, doubted]]
 
 
 def test_editing_exchanges_above_its_threshold() -> None:
     for score, edited in zip(neighbours_of(0.5), (True, False, False), strict=True):
         for token in (1, 2):
-            revision = revised("editing", {"editing_threshold": 0.5}, score, token, memory={"post_steps": 0})
+            revision = revise("editing", {"editing_threshold": 0.5}, score, token, memory={"post_steps": 0})
             assert revision.edit.tolist() == [[False, False, edited and token != 1]]
 
 
@@ -446,14 +416,8 @@ def test_prophet_at_its_bars_and_stages(decided: int, bar: float) -> None:
 def cut_of(policy: AdaptiveBlocks, confidence: list[float], tokens: list[int], answer: int, start: int = 0) -> int:
     """Length of the block that a row opens after a prompt of 3 positions."""
     size = len(tokens)
-    opening = Opening(
-        tokens=torch.tensor([tokens]),
-        confidence=torch.tensor([confidence], dtype=torch.float64),
-        available=torch.ones(1, size, dtype=torch.bool),
-        start=np.array([3 + start]),
-        prompt_length=np.array([3]),
-        length=np.array([3 + answer]),
-    )
+    read = torch.tensor([tokens]), torch.tensor([confidence], dtype=torch.float64), torch.ones(1, size).bool()
+    opening = Opening(*read, start=np.array([3 + start]), prompt_length=np.array([3]), length=np.array([3 + answer]))
     return int(policy.cut(opening))
 
 
@@ -463,7 +427,7 @@ def test_adaptive_blocks_at_their_threshold() -> None:
         assert cut_of(policy, [0.9, score, 0.9, 0.9], [1, 7, 1, 1], 8) == (2 if ends else 4)
     # the leftmost of equally sure delimiters, and the most confident one wherever it stands
     assert cut_of(policy, [0.5, 0.75, 0.75, 0.5], [7, 7, 7, 7], 8) == 2
-    # half of the answer is read: 4 positions of 9, and none after them is looked at
+    # half of the answer is read: 4 positions of 9
     assert cut_of(policy, [0.5] * 5, [1, 1, 1, 7, 1], 9) == 4
     policy = dataclasses.replace(policy, length=5)
     assert cut_of(policy, [0.75] * 5, [1, 1, 1, 1, 7], 9) == 5  # the default length, since the delimiter is not read
@@ -478,12 +442,8 @@ def test_equal_scores_go_to_the_lower_position() -> None:
     for name in ("threshold", "adablock", "credit", "localleap", "factor", "entropy_threshold", "entropy_bound",
                  "wino", "editing"):  # fmt: skip
         value = -3.0 if name.startswith("entropy") else 0.125
-        assert chosen(name, [-INF, value - 0.125, value, value, value]) == [2], name
-    for name, updates in (
-        ("low_confidence", {}),
-        ("margin", {}),
-        ("entropy", {}),
-        ("klass", {"stable": [0] * 5}),
-        ("ccd", {"buffered": [False] * 5}),
-    ):
-        assert chosen(name, [-INF, 0.0, 0.125, 0.125, 0.125], 2, updates=updates) == [2, 3], name
+        assert selection(name, [-INF, value - 0.125, value, value, value]) == [2], name
+    updates_by_name = {"klass": {"stable": [0] * 5}, "ccd": {"buffered": [False] * 5}}
+    for name in ("low_confidence", "margin", "entropy", "klass", "ccd"):
+        updates = updates_by_name.get(name, {})
+        assert selection(name, [-INF, 0.0, 0.125, 0.125, 0.125], 2, updates=updates) == [2, 3], name

@@ -20,6 +20,11 @@ from paradec.samplers.masked.rules.s2d2 import S2D2, VerifyLogits
 
 ROUTES = {"mask_span_length": "span", "score_threshold": "score", "score_hysteresis": "hysteresis"}
 ESTIMATORS = {"soft_entropy_negexp": "entropy", "hard_margin_threshold": "margin"}
+PUBLISHED_NAMES = {
+    "min_span": "min_ssd_span_length", "tau": "do_verify_score_threshold", "on": "hysteresis_threshold_on",
+    "off": "hysteresis_threshold_off", "cost": "score_penalty_coef", "threshold": "confidence_threshold",
+    "block_steps": "denoising_steps", "confident_too": "always_check_high_confidence", "causal": "cache_ver",
+}  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
 
 
@@ -39,11 +44,11 @@ class Replayed(S2D2):
         masks = (state.window.read(state.canvas) == state.mask_id)[0].tolist()
         first = masks.index(True)
         span = next((at for at in range(first, width) if not masks[at]), width) - first
-        found = torch.full((1, width, 2), 0.5, dtype=torch.float64)
-        found[0, first : first + span, 0] = numbers[:span]
-        found[0, :, 1] = numbers[span]  # for the residual, if a draft is rejected
+        uniform = torch.full((1, width, 2), 0.5, dtype=torch.float64)
+        uniform[0, first : first + span, 0] = numbers[:span]
+        uniform[0, :, 1] = numbers[span]  # for the residual, if a draft is rejected
         fed["used"] += span
-        return found
+        return uniform
 
 
 def filter_top_k_first(logits: Tensor, top_p: float | None, top_k: int | None, min_p: float | None) -> Tensor:
@@ -52,26 +57,17 @@ def filter_top_k_first(logits: Tensor, top_p: float | None, top_k: int | None, m
 
 
 def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
-    given = {
+    settings = {
         "do_verify_policy": "mask_span_length", "min_ssd_span_length": 1, "do_verify_score_threshold": 0.0,
         "hysteresis_threshold_on": 0.0, "hysteresis_threshold_off": -5.0, "score_penalty_coef": 2.0,
         "do_verify_score_type": "difference_dynamic", "token_acceptance_estimator": "hard_margin_threshold",
         "confidence_threshold": 0.85, "always_check_high_confidence": False, "cache_ver": False, **trace["settings"],
     }  # fmt: skip
     return {
-        "route": ROUTES[given["do_verify_policy"]],
-        "min_span": given["min_ssd_span_length"],
-        "tau": given["do_verify_score_threshold"],
-        "on": given["hysteresis_threshold_on"],
-        "off": given["hysteresis_threshold_off"],
-        "cost": given["score_penalty_coef"],
-        "dynamic": given["do_verify_score_type"] == "difference_dynamic",
-        "estimator": ESTIMATORS[given["token_acceptance_estimator"]],
-        "threshold": given["confidence_threshold"],
-        "block_steps": given["denoising_steps"],
-        "confident_too": given["always_check_high_confidence"],
-        "causal": given["cache_ver"],
-    }
+        "route": ROUTES[settings["do_verify_policy"]],
+        "dynamic": settings["do_verify_score_type"] == "difference_dynamic",
+        "estimator": ESTIMATORS[settings["token_acceptance_estimator"]],
+    } | {name: settings[published_name] for name, published_name in PUBLISHED_NAMES.items()}
 
 
 @functools.cache
@@ -80,11 +76,11 @@ def loaded(folder: Path, block: int, mask: int) -> Model:
 
 
 def files() -> list[Any]:
-    found = []
+    parameters = []
     for path in sorted(golden("autumn").glob("s2d2/*.json")):
         if any("steps" in case for case in read_head(path)["cases"]):
-            found.append(pytest.param(path, id=path.stem))
-    return found
+            parameters.append(pytest.param(path, id=path.stem))
+    return parameters
 
 
 @pytest.mark.thinned
@@ -93,39 +89,36 @@ def files() -> list[Any]:
 def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.samplers.masked.rules.s2d2.filter_logits", filter_top_k_first)
     trace = read_json(path)
-    asked, block = trace["settings"], trace["settings"]["block_length"]
+    settings, block = trace["settings"], trace["settings"]["block_length"]
     model = loaded(find_checkpoint(trace["model"], "autumn"), block, trace["mask_id"])
     sampler = Replayed(**settings_of(trace))
     request: dict[str, Any] = {"temperature": 0.0, "cache": cache, "eos_early_stop": False}
-    if asked.get("do_sample"):
-        request["temperature"] = asked.get("temperature", 1.0)
-        request |= {name: asked[name] for name in ("top_k", "top_p") if name in asked}
+    if settings.get("do_sample"):
+        request["temperature"] = settings.get("temperature", 1.0)
+        request |= {name: settings[name] for name in ("top_k", "top_p") if name in settings}
     for number, case in enumerate(trace["cases"]):
         with replay_in_float64(f"{path.stem}, case {number}", case):
             state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], **request)
             state.fed = {"numbers": case["uniforms"], "used": 0}  # type: ignore[attr-defined]
-            made, theirs = (
-                [],
-                [(step["verified"], {(at, id) for at, id, _ in step["commit"]}) for step in case["steps"]],
-            )
-            while not state.done and len(made) < len(theirs):
+            theirs = [(step["verified"], {(at, id) for at, id, _ in step["commit"]}) for step in case["steps"]]
+            ours = list[Any]()
+            while not state.done and len(ours) < len(theirs):
                 before, verifies = state.canvas[0].clone(), bool(state.memory["verifies"][0])
                 sampler.commit(state, sampler.step(model, state))
                 written = (state.canvas[0] != before).nonzero()[:, 0].tolist()
                 if written:
-                    made.append((verifies, {(at, int(state.canvas[0, at])) for at in written}))
+                    ours.append((verifies, {(at, int(state.canvas[0, at])) for at in written}))
                     # a rejected draft uses one more number
-                    state.fed["used"] += verifies and case["steps"][len(made) - 1]["rejected"] is not None
-            assert made == theirs
+                    state.fed["used"] += verifies and case["steps"][len(ours) - 1]["rejected"] is not None
+            assert ours == theirs
             text = [(at, token) for at, token in enumerate(case["canvas"]) if token != trace["mask_id"]]
             assert all(int(state.canvas[0, at]) == token for at, token in text if at < state.canvas.shape[1])
             verified = [step for step in case["steps"] if step["verified"]]
             assert case["accepted"] == [sum(kind == "accepted" for _, _, kind in step["commit"]) for step in verified]
-            # a prefill, a draft a step, a verification, and a call that stores each block
+            # a prefill, a draft in each step, verifications, and a call that stores each block
             prefill = len(case["prompt_ids"]) >= block
-            assert case["calls"] == prefill + len(theirs) + len(verified) + len(
-                {step["block"] for step in case["steps"]}
-            )
+            num_blocks = len({step["block"] for step in case["steps"]})
+            assert case["calls"] == prefill + len(theirs) + len(verified) + num_blocks
 
 
 def test_the_recorded_runs_show_every_route() -> None:
@@ -137,22 +130,18 @@ def test_the_recorded_runs_show_every_route() -> None:
 def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
     model, rows = tiny(2, "block_causal"), [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3]]
     for settings in ({}, {"route": "span", "causal": False}, {"route": "hysteresis", "on": 0.5, "off": 0.0}):
-        request: dict[str, Any] = {
-            "sampler": S2D2(**settings),
-            "temperature": temperature,
-            "seed": 1,
-            "max_new_tokens": 9,
-        }
+        request: dict[str, Any] = {"sampler": S2D2(**settings), "temperature": temperature, "seed": 1}
+        request |= {"max_new_tokens": 9}
         together = [paradec.generate(model, rows, cache=cache, **request) for cache in ("none", "block")]
         assert together[0].new_tokens.tolist() == together[1].new_tokens.tolist()
-        for row, found in enumerate(paradec.generate_many(model, rows, cache="block", batch_size=2, **request)):
+        for row, output in enumerate(paradec.generate_many(model, rows, cache="block", batch_size=2, **request)):
             alone = paradec.generate(model, [rows[row]], **request)
-            assert found.new_tokens.tolist() == alone.new_tokens.tolist() == [together[0].new_tokens[row].tolist()]
-            assert found.row_nfe == alone.row_nfe == [together[0].row_nfe[row]]
+            assert output.new_tokens.tolist() == alone.new_tokens.tolist() == [together[0].new_tokens[row].tolist()]
+            assert output.row_nfe == alone.row_nfe == [together[0].row_nfe[row]]
 
 
 def test_always_verified_it_is_nearly_token_by_token() -> None:
     model, request = tiny(2, "block_causal"), {"max_new_tokens": 8, "eos_early_stop": False}
-    found = paradec.generate(model, [[3, 1, 2, 5]], sampler=S2D2(route="span"), temperature=1e-4, seed=0, **request)
-    exact = paradec.generate(model, [[3, 1, 2, 5]], sampler="self_speculative", temperature=0, **request)
-    assert found.new_tokens.tolist() == exact.new_tokens.tolist()
+    verified = paradec.generate(model, [[3, 1, 2, 5]], sampler=S2D2(route="span"), temperature=1e-4, seed=0, **request)
+    expected = paradec.generate(model, [[3, 1, 2, 5]], sampler="self_speculative", temperature=0, **request)
+    assert verified.new_tokens.tolist() == expected.new_tokens.tolist()
