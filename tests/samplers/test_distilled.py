@@ -118,21 +118,21 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
     module.load_state_dict(weights)
     model = DistilledLlamaGenModel(module, golden_vq())
     teacher: dict[str, Any] = {}
-    taught: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     if "teacher" in record:
         sizes, weights = golden_sizes(record["teacher"], settings["grid"])
         teacher_module = LlamaGen(LlamaGenConfig(**sizes))
         teacher_module.load_state_dict(weights)
         teacher = {"teacher": LlamaGenModel(teacher_module), "teacher_start": settings["teacher_start"]}
-        taught = {"guidance_scale": settings["cfg"], "temperature": settings["temperature"]}
-        taught |= {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
+        sampling = {"guidance_scale": settings["cfg"], "temperature": settings["temperature"]}
+        sampling |= {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
         assert settings["t_list"][-1] == settings["teacher_end"]
 
     def assert_teacher_call(state: Any, query: Any, step: dict[str, Any]) -> None:
         assert query.positions[0].tolist() == step["positions"]
         assert_checksum(state.teacher.answer(query), step["raw_logits"])
 
-    state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
+    state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **sampling)
     assert state.nfe.tolist() == [record["calls"] + state.teacher_nfe] * state.batch
     if "codes" in record:
         assert state.ids[:, : settings["t_list"][-1]].tolist() == record["codes"]
@@ -280,15 +280,15 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     vq = load_multi_scale_vq(image_file("", f"{student['vae']}.safetensors"), norm_groups=norm_groups)
     path = image_file(SYSTEM_VAR, f"{record['model']}.safetensors")
     model = load_distilled_var(path, scales=student["patch_nums"], heads=student["num_heads"], vq=vq)
-    teacher, taught = {}, {}
+    teacher, sampling = {}, {}
     if "teacher" in record:
         config, _ = image_case("var", f"{record['teacher']}.config")
         path = image_file("var", f"{record['teacher']}.safetensors")
         teacher = {"teacher": load_var(path, scales=config["patch_nums"], heads=config["num_heads"], vq=vq)}
         teacher |= {"teacher_start": settings["teacher_start"]}
         # our guidance scale is the public code's plus one
-        taught = {"guidance_scale": settings["cfg"] + 1, "top_k": settings["top_k"] or None}
-        taught |= {"top_p": settings["top_p"] or None}
+        sampling = {"guidance_scale": settings["cfg"] + 1, "top_k": settings["top_k"] or None}
+        sampling |= {"top_p": settings["top_p"] or None}
 
     def assert_teacher_call(state: Any, query: Any, step: dict[str, Any]) -> None:
         assert query.positions.shape[1] == step["evaluated"]
@@ -298,7 +298,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         if raw.numel() == step["raw_logits"][0]:  # the reference may include the prefix or an unused half
             assert_checksum(raw, step["raw_logits"])
 
-    state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **taught)
+    state = replay_steps(model, record, arrays, monkeypatch, assert_teacher_call, teacher, **sampling)
     if "f_hat" in arrays:
         torch.testing.assert_close(model.latent(state.tokens).float(), arrays["f_hat"], atol=1e-4, rtol=0)
     assert_image(model.decode(state.tokens), record, arrays)
@@ -357,12 +357,12 @@ def test_one_call_is_the_network_s() -> None:
     state = decode(Distilled(), student, Distilled().start(student, [3], seed=0))
     x, book = state.noise, student.codes()
     for stage in (0, stages.second):
-        kept, split = stages.data_counts[stage], stages.data_counts[stages.split]
-        inputs = torch.cat((x[:, :kept], state.noise[:, kept:]), 1)
-        continuous, logits = student.module(torch.tensor([3]), inputs, kept)
+        num_kept, split = stages.data_counts[stage], stages.data_counts[stages.split]
+        inputs = torch.cat((x[:, :num_kept], state.noise[:, num_kept:]), 1)
+        continuous, logits = student.module(torch.tensor([3]), inputs, num_kept)
         ids = logits.argmax(-1)
-        ids[:, :kept] = torch.cdist(inputs[0, :kept], book).argmin(-1)
-        continuous[:, :kept] = inputs[:, :kept]
+        ids[:, :num_kept] = torch.cdist(inputs[0, :num_kept], book).argmin(-1)
+        continuous[:, :num_kept] = inputs[:, :num_kept]
         x = torch.cat((book[ids[:, :split]], continuous[:, split:]), 1)
     torch.testing.assert_close(state.tokens, x, atol=1e-10, rtol=0)
 

@@ -109,8 +109,8 @@ def test_calls_evaluate_undecided_positions_only(model: ProteinMPNNModel) -> Non
     assert remaining == 0 and 1 < out.nfe < 12 and len(out.trace.steps[0].commits) == 1
     first, second = out.trace.steps[:2]
     assert not first.rejected and len(second.rejected) + len(second.commits) - 1 == 10
-    one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
-    assert one.nfe == 12 and torch.equal(one.sequences, out.sequences)
+    one_by_one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
+    assert one_by_one.nfe == 12 and torch.equal(one_by_one.sequences, out.sequences)
     assert {at for step in out.trace.steps for _, at, *_ in step.commits} == {*range(1, 15)} - {1, 8}
 
 
@@ -213,14 +213,15 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
 def test_stop_strings_streamers_and_holes_see_the_text() -> None:
     model, streamed = Sums(), []
     request = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
-    whole = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **request)
-    letters = "".join("abcde.?"[token] for token in whole.sequences[0].tolist())
+    unstopped = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **request)
+    letters = "".join("abcde.?"[token] for token in unstopped.sequences[0].tolist())
     stop_string = letters[3:5]
     streamer = SimpleNamespace(put=lambda ids: streamed.append(ids.clone()), end=lambda: streamed.append(None))
     out = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], stop_strings=stop_string, streamer=streamer, **request)
     end = letters.index(stop_string, 1) + 2
     assert out.text == letters[:end] and out.finished == [True]
-    assert torch.cat(streamed[:-1], 1)[0].tolist() == [0, *whole.sequences[0, 1:end].tolist()] and streamed[-1] is None
+    expected = [0, *unstopped.sequences[0, 1:end].tolist()]
+    assert torch.cat(streamed[:-1], 1)[0].tolist() == expected and streamed[-1] is None
     for seed in range(9):
         filled = paradec.infill(model, [0, 6, 6, 2, 6, 1], sampler="jacobi", temperature=2.0, seed=seed)
         assert filled.sequences[0, [0, 3, 5]].tolist() == [0, 2, 1] and not (filled.sequences == 5).any()

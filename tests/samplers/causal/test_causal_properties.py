@@ -58,20 +58,20 @@ METHODS: dict[str, Callable[[], CausalSampler]] = {
     "speculative, lookup": lambda: Speculative(drafter=PromptLookup(5, 2)),
     "speculative, recycling": lambda: Speculative(drafter="token_recycling", rule="naive"),
 }  # fmt: skip
-OWN = {
+SELF_SPECULATIVE = {
     "self_speculative, causal": ("causal", "shifted"),
     "self_speculative": ("block_causal", "same"),
     "self_speculative, shifted": ("block_causal", "shifted"),
 }
 """Self-speculative methods: topology and prediction of their models."""
-EVERY = [*METHODS, *OWN]
+ALL_METHODS = [*METHODS, *SELF_SPECULATIVE]
 
 
 @cache
 def create_sampler_and_model(name: str) -> tuple[CausalSampler, Any]:
-    if name not in OWN:
+    if name not in SELF_SPECULATIVE:
         return METHODS[name](), causal()
-    topology, prediction = OWN[name]
+    topology, prediction = SELF_SPECULATIVE[name]
     if topology == "block_causal":
         return samplers.create("self_speculative", rule="match"), tiny(2, topology, prediction)
     facts = {"topology": topology, "prediction": prediction, "eos_token_id": END, "mask_token_id": MASK}
@@ -100,7 +100,7 @@ def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALL_METHODS)
 def test_rows_do_not_depend_on_the_batch(name: str) -> None:
     sampler, model = create_sampler_and_model(name)
     request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "logprobs": 2}
@@ -118,7 +118,7 @@ def test_rows_do_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALL_METHODS)
 def test_steps_have_no_side_effects_and_copies_decode_alike(name: str) -> None:
     sampler, model = create_sampler_and_model(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=10, seed=4, temperature=0.8, eos_early_stop=False)
@@ -143,7 +143,7 @@ def test_steps_have_no_side_effects_and_copies_decode_alike(name: str) -> None:
     assert state.progress == (40, 40)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALL_METHODS)
 def test_a_trace_replays(name: str) -> None:
     sampler, model = create_sampler_and_model(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5, trace=True, eos_early_stop=False)
@@ -156,7 +156,7 @@ def test_a_trace_replays(name: str) -> None:
     assert len(rejected) == len(set(rejected))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", ALL_METHODS)
 def test_logits_that_are_not_finite_are_refused(name: str) -> None:
     sampler, model = copy.deepcopy(create_sampler_and_model(name))
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)

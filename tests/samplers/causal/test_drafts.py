@@ -132,8 +132,8 @@ def test_tokens_are_those_of_the_window_alone(settings: dict[str, Any], request_
     assert tokens == expected and state.nfe.sum() < alone.nfe.sum()
     if state.logprobs is not None:
         for name in ("chosen", "best"):
-            values, other = (getattr(run.logprobs, name) for run in (state, alone))
-            torch.testing.assert_close(values, other, rtol=0, atol=1e-9, equal_nan=True)
+            values, expected_values = (getattr(run.logprobs, name) for run in (state, alone))
+            torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-9, equal_nan=True)
 
 
 def test_answers_with_a_pool_have_the_model_s_distribution() -> None:
@@ -296,9 +296,9 @@ def test_drafters_of_hidden_states(name: str) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     request = {"max_new_tokens": 12, "temperature": 0, "seed": 1}
     expected, _ = decode_answers(SJD(window=1), base, TEXTS, **request)
-    whole = decode_answers(Speculative(drafter=drafter), base, TEXTS, **request)[1]
+    unstopped = decode_answers(Speculative(drafter=drafter), base, TEXTS, **request)[1]
     tokens, state = decode_answers(Speculative(drafter=drafter, stop=low_tokens), base, TEXTS, **request)
-    assert tokens == expected and state.forwarded_tokens.sum() < whole.forwarded_tokens.sum()
+    assert tokens == expected and state.forwarded_tokens.sum() < unstopped.forwarded_tokens.sum()
 
 
 def test_a_recorded_confidence_ends_the_window() -> None:
@@ -308,7 +308,7 @@ def test_a_recorded_confidence_ends_the_window() -> None:
     cases = json.loads((RECORDED / "cases.json").read_text())
     tensors = load_file(RECORDED / "cases.safetensors")
     base = paradec.load(RECORDED / "base", dtype=torch.float64)
-    seen = 0
+    num_inside = 0
     for key, case in cases.items():
         if f"{key}/confidence_logit" not in tensors or case["temperature"] != 0:
             continue
@@ -325,8 +325,8 @@ def test_a_recorded_confidence_ends_the_window() -> None:
             assert state.memory["drafts"][0, : len(case["drafts"])].tolist() == case["drafts"]
             expected = 1 + int((confidence[1:] >= threshold).long().cumprod(0).sum())
             assert state.drafted[0] == expected
-            seen += 1 < expected < len(confidence)
-    assert seen
+            num_inside += 1 < expected < len(confidence)
+    assert num_inside
 
 
 SAVED = [

@@ -37,10 +37,8 @@ def cases(*families: str) -> list[Any]:
 
 def sampler_of(case: dict[str, Any]) -> SJD:
     if case["method"] == "gsd":
-        settings = case["settings"]
-        return GSD(
-            group_half_width=settings["half_width"], p_threshold=settings["p_thr"], d_threshold=settings["d_thr"]
-        )
+        names = {"group_half_width": "half_width", "p_threshold": "p_thr", "d_threshold": "d_thr"}
+        return GSD(**{name: case["settings"][published_name] for name, published_name in names.items()})
     return SCD(refresh="maximal") if case["method"].startswith("scd") else SJD()
 
 
@@ -185,15 +183,15 @@ class OldDistribution(SCD):
         count = commit.selected.sum(1, keepdim=True)
         slot = torch.arange(state.width)
         at = (slot + count).clamp(max=state.width - 1)
-        same = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
-        whole = state.memory["draft_distribution"].clone()
-        old = drafts.distributions(at)
+        retained = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
+        whole_q = state.memory["draft_distribution"].clone()
+        old_q = drafts.distributions(at)
         rows = torch.as_tensor(proposal.rows)
         source = state.memory["draft_source"][rows]
         for i in range(state.width):  # slot i of the next window is slot i + count of this one
-            distribution = torch.where(same[:, i, None], old[:, i], whole[rows, source[:, i].clamp(min=0)])
-            whole[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, distribution, whole[rows, 0])
-        state.memory["draft_distribution"] = whole
+            slot_q = torch.where(retained[:, i, None], old_q[:, i], whole_q[rows, source[:, i].clamp(min=0)])
+            whole_q[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, slot_q, whole_q[rows, 0])
+        state.memory["draft_distribution"] = whole_q
         return commit
 
 
@@ -201,8 +199,8 @@ class OldDistribution(SCD):
 class WrongGuessDistribution(SJD):
     """Draw guesses from a distribution other than the reported one (wrong)."""
 
-    def guess(self, *given: Any) -> tuple[Tensor, Tensor]:
-        guess, source = super().guess(*given)
+    def guess(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        guess, source = super().guess(*arguments)
         return guess.minimum(guess.roll(1, 1)), source
 
 
@@ -238,15 +236,9 @@ class AllOfQ(WithoutReplacement):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        OldDistribution(window=4),
-        WrongGuessDistribution(window=4),
-        FilteredResidual(window=4, guess_distribution="one_hot"),
-    ],
-)
-def test_the_chi_square_test_has_power(sampler: SJD) -> None:
+@pytest.mark.parametrize("wrong", [OldDistribution, WrongGuessDistribution, FilteredResidual])
+def test_the_chi_square_test_has_power(wrong: type[SJD]) -> None:
+    sampler = wrong(window=4, **{"guess_distribution": "one_hot"} if wrong is FilteredResidual else {})
     assert min(exactness.test_case(sampler, MODEL, 10_000, seed=1)["p_values"]) < 1e-5
 
 
@@ -336,10 +328,8 @@ def test_drafts_and_draws_at_their_bounds() -> None:
 def test_groups_and_neighbours_at_their_bounds() -> None:
     """GSD's thresholds are exclusive, and a draft with exactly `group_half_width` less likely tokens has a group."""
     distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
-    drafts = DraftDistributions(
-        torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0]
-    )  # 1 and the draft are alike
-    latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)
+    drafts = DraftDistributions(torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0])
+    latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)  # token 1 is near the draft
     above = float(np.nextafter(0.25, 1))
     for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
         sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
@@ -368,39 +358,38 @@ def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window
     model, sampler = RecordingModel(), SJD(window=window, init=init)
     state = sampler.start(model, [[3, 1], [2], [7, 7, 7]], grid=GRID, seed=0)
     start = torch.tensor([[2], [1], [3]])
-    copied = 0
+    num_copied = 0
     while not state.done:
         drafts, source = state.memory["drafts"], state.memory["draft_source"]
         positions = state.positions(np.arange(3))
-        forced = state.prescribed_tokens(np.arange(3), positions)
-        inside = positions - start < GRID.length
+        prescribed = state.prescribed_tokens(np.arange(3), positions)
+        is_inside = positions - start < GRID.length
         # structure tokens are fixed; guesses are image tokens
-        assert torch.equal(drafts[(forced >= 0) & inside], forced[(forced >= 0) & inside])
-        assert ((drafts >= 2) & (drafts < 8))[(forced < 0) & inside].all()
+        assert torch.equal(drafts[(prescribed >= 0) & is_inside], prescribed[(prescribed >= 0) & is_inside])
+        assert ((drafts >= 2) & (drafts < 8))[(prescribed < 0) & is_inside].all()
         if init != "random":
-            taken = (source == ONE_HOT) & (forced < 0) & inside
+            is_copied = (source == ONE_HOT) & (prescribed < 0) & is_inside
             committed = torch.as_tensor(state.committed)[:, None]
-            for row, slot in taken.nonzero().tolist():
-                at = int(positions[row, slot])
-                column = (at - int(start[row]) - 1) % GRID.stride
+            for row, slot in is_copied.nonzero().tolist():
+                position = int(positions[row, slot])
+                column = (position - int(start[row]) - 1) % GRID.stride
                 if init == "repeat_vertical":
                     known = committed[row] + int((source[row] >= 0).sum())
-                    above = at - GRID.stride
+                    above = position - GRID.stride
                     while above >= known:
                         above -= GRID.stride
-                    token_id = (
-                        state.canvas[row, above] if above < committed[row] else drafts[row, above - committed[row]]
-                    )
+                    is_committed = above < committed[row]
+                    token_id = state.canvas[row, above] if is_committed else drafts[row, above - committed[row]]
                     assert above > int(start[row]) and drafts[row, slot] == token_id
                 elif init.endswith("horizontal"):
                     assert column > 0
-                copied += 1
+                num_copied += 1
         sampler.commit(state, sampler.step(model, state))
     answers = state.canvas.gather(1, start + torch.arange(GRID.length))
     layout = GRID.layout.expand(3, -1)
     assert torch.equal(answers[layout >= 0], layout[layout >= 0])
     assert GRID.codes(answers).shape == (3, 3, 3)
-    assert (init == "random") == (copied == 0)
+    assert (init == "random") == (num_copied == 0)
 
 
 def test_images_are_greedy_at_temperature_0() -> None:

@@ -177,10 +177,10 @@ def test_the_prefix_of_an_early_exit_is_greedy_decoding(iterations: int) -> None
     assert out.new_tokens.tolist() == [token_by_token(MODEL, prompt, 13, ()) for prompt in PROMPTS]
     lossy = Jacobi(group=6, max_iterations=iterations, early_exit="published")
     assert not lossy.lossless
-    other = paradec.generate(MODEL, input_ids=PROMPTS, sampler=lossy, max_new_tokens=13, seed=0)
-    assert not torch.equal(other.new_tokens, out.new_tokens) and other.nfe < out.nfe
+    published = paradec.generate(MODEL, input_ids=PROMPTS, sampler=lossy, max_new_tokens=13, seed=0)
+    assert not torch.equal(published.new_tokens, out.new_tokens) and published.nfe < out.nfe
     # prefill, and `iterations` for each of two blocks of six (the second block also gives the last token)
-    assert max(other.row_nfe) <= 1 + 2 * iterations
+    assert max(published.row_nfe) <= 1 + 2 * iterations
 
 
 def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
@@ -248,11 +248,11 @@ def test_images_have_their_structure() -> None:
 
 def test_log_probabilities_are_those_of_token_by_token_decoding() -> None:
     request = {"max_new_tokens": 11, "seed": 0, "logprobs": 2}
-    out, plain = (
+    out, expected = (
         paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, **request)
         for sampler in (Jacobi(group=5), Jacobi(window=1))
     )
-    torch.testing.assert_close(out.logprobs.chosen, plain.logprobs.chosen, equal_nan=True)
+    torch.testing.assert_close(out.logprobs.chosen, expected.logprobs.chosen, equal_nan=True)
 
 
 def test_settings() -> None:

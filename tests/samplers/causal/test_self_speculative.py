@@ -40,8 +40,8 @@ def causal(seed: int = 0) -> Model:
     return model
 
 
-class Fed:
-    """A replacement for a state's `uniform` that returns the reference's numbers in order of use."""
+class RecordedUniform:
+    """Replacement for `state.uniform`. It returns the reference's numbers in the order of use."""
 
     def __init__(self, state: Any, numbers: list[float], rule: str):
         self.state, self.numbers, self.rule, self.used = state, numbers, rule, 0
@@ -90,56 +90,57 @@ def test_recorded_rounds(path: Path) -> None:
                 ends = settings.get("eos", 0) is not None
                 request = {"temperature": settings["temperature"], "eos_early_stop": ends}
                 state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
-                fed = None
+                uniform = None
                 if "uniforms" in case:
-                    fed = Fed(state, case["uniforms"], rule)
-                    state.uniform = fed  # type: ignore[method-assign]
+                    uniform = RecordedUniform(state, case["uniforms"], rule)
+                    state.uniform = uniform  # type: ignore[method-assign]
                     state.allowed = None  # the published loop keeps the mask's probability
                 rounds, calls = [], 0
                 while not state.done:
                     drafts = state.memory.read(state.rows)["drafts"][0, : int(state.drafted[0])].tolist()
                     rounds.append((drafts, int(state.committed[0])))
-                    if fed is not None:
-                        fed.drafted = int(state.drafted[0])
+                    if uniform is not None:
+                        uniform.drafted = int(state.drafted[0])
                     proposal = sampler.step(model, state)
-                    if fed is not None:  # count used numbers before the next drafts are drawn
+                    if uniform is not None:  # count used numbers before the next drafts are drawn
                         draft = sampler.draft_window
 
-                        def noted(state: Any, *args: Any, draft: Any = draft, fed: Fed = fed) -> None:
-                            fed.committed(int(state.accepted[-1][0]))
+                        def count_numbers(state: Any, *args: Any, draft: Any = draft, uniform: Any = uniform) -> None:
+                            uniform.committed(int(state.accepted[-1][0]))
                             draft(state, *args)
 
-                        object.__setattr__(sampler, "draft_window", noted)
+                        object.__setattr__(sampler, "draft_window", count_numbers)
                     sampler.commit(state, proposal)
-                    if fed is not None:
+                    if uniform is not None:
                         object.__delattr__(sampler, "draft_window")
                     calls += 1
                 answer = state.canvas[0, begin : int(state.end[0])].tolist()
                 # windows beyond the end use different numbers
-                same = new if fed is None else max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
-                assert answer[:same] == case["tokens"][:new][:same]
+                num_compared = new
+                if uniform is not None:
+                    num_compared = max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
+                assert answer[:num_compared] == case["tokens"][:new][:num_compared]
                 num_committed = [int(step[0]) for step in state.accepted]
-                if fed is not None:
-                    rounds = [(drafts, at) for drafts, at in rounds if at <= begin + same]
+                if uniform is not None:
+                    rounds = [(drafts, at) for drafts, at in rounds if at <= begin + num_compared]
                     num_committed = num_committed[: len(rounds)]
                 for (drafts, committed), theirs in zip(rounds[1:], case["rounds"], strict=False):
                     assert committed - 1 == theirs["start"]
                     assert drafts == theirs["block"][1:] or not drafts
                 recorded = [1, *(entry["accepted"] + 1 for entry in case["rounds"])]
                 assert num_committed[:-1] == recorded[: len(num_committed) - 1] and len(num_committed) <= len(recorded)
-                if fed is None and drafts:
+                if uniform is None and drafts:
                     assert state.draft_nfe[0] == sum(entry["drafts"] for entry in case["rounds"][: calls - 1])
                 expected = [[0, begin, 1, 1, 0]]
                 for entry in case["rounds"]:
                     start, width = entry["start"], len(entry["block"])
                     expected += [[start, width, 0, 0, int(drafted_with)]] * entry["drafts"] + [[start, width, 1, 1, 0]]
                 assert case["calls"] == expected and case["forwards"] == len(expected)
-                assert [token for entry in case["rounds"] for token in entry["tokens"]][
-                    : len(case["tokens"]) - 1
-                ] == case["tokens"][1:]
+                round_tokens = [token for entry in case["rounds"] for token in entry["tokens"]]
+                assert round_tokens[: len(case["tokens"]) - 1] == case["tokens"][1:]
                 if "ar_tokens" in case:
-                    same = case["ar_tokens"][:new] == case["tokens"][: min(new, len(case["ar_tokens"]))]
-                    assert case["equals_ar"] == same
+                    equals_ar = case["ar_tokens"][:new] == case["tokens"][: min(new, len(case["ar_tokens"]))]
+                    assert case["equals_ar"] == equals_ar
 
 
 def greedy_files() -> list[Any]:
@@ -175,19 +176,15 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
     assert num_accepted or not is_packaged("autumn")
 
 
-def kinds() -> dict[str, Any]:
-    return {
-        "causal": causal,
-        "same": lambda: tiny(2, "block_causal"),
-        "shifted": lambda: tiny(2, "block_causal", "shifted"),
-    }
+MODELS: dict[str, Any] = {"causal": causal, "same": lambda: tiny(2, "block_causal")}
+MODELS["shifted"] = lambda: tiny(2, "block_causal", "shifted")
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("count", [12, pytest.param(170, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", MODELS)
 def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: int) -> None:
-    model, draw = kinds()[kind](), random.Random(count)
+    model, draw = MODELS[kind](), random.Random(count)
     assert model.pads and model.supports_store
     usual = [token for token in range(VOCAB) if token not in (MASK, END)]
     num_accepted = 0
@@ -203,13 +200,13 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
     assert num_accepted > 0
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
     "settings", [{}, {"rule": "match"}, {"rule": "match", "threshold": 0.2}, {"window": 2}], ids=str
 )
 @pytest.mark.full
 def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
-    model, rows, temperature = kinds()[kind](), 6000, 0.6
+    model, rows, temperature = MODELS[kind](), 6000, 0.6
     suppressed = [token for token in range(VOCAB) if token not in (1, 2, 3, 5)]
     request = {"temperature": temperature, "max_new_tokens": 3, "suppress_tokens": suppressed, "eos_early_stop": False}
     out = paradec.generate(model, [PROMPTS[0]] * rows, sampler=SelfSpeculative(**settings), seed=1, **request)
@@ -230,10 +227,10 @@ def test_the_adapter_changes_drafts_alone() -> None:
     folder = next(iter(sorted(path.parent for path in (GOLDEN / "autumn" / "nld").glob("*/config.json"))))
     model = loaded(folder)
     before = {name: weight.clone() for name, weight in model.module.named_parameters()}
-    usual = [token for token in range(20, 30) if token != model.facts.mask_id]
+    prompt = [token for token in range(20, 30) if token != model.facts.mask_id]
     canvases, drafts = [], []
     for adapter in (True, False):
-        state = SelfSpeculative(adapter=adapter).start(model, [usual], max_new_tokens=20, temperature=0)
+        state = SelfSpeculative(adapter=adapter).start(model, [prompt], max_new_tokens=20, temperature=0)
         sampler, draft_steps = SelfSpeculative(adapter=adapter), []
         while not state.done:
             sampler.commit(state, sampler.step(model, state))

@@ -27,9 +27,8 @@ RECORDED = [pytest.param(path, id=path.stem) for path in sorted(golden("drafters
 def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
     case = read_json(path)
     expected, vocab = case["expected"], case["vocab"]
-    final, next_drafts = sjd_pac_step(
-        case, lambda at: case["laws"][",".join(map(str, at))], draw, by_number, last=False
-    )
+    next_probabilities = lambda path: case["laws"][",".join(map(str, path))]  # noqa: E731
+    final, next_drafts = sjd_pac_step(case, next_probabilities, draw, by_number, last=False)
     assert (final, len(next_drafts)) == (expected["committed"], expected["kept"])
     next_drafts += [
         (int(case["g"][slot] * vocab), [1 / vocab] * vocab) for slot in range(len(next_drafts), case["window"] - 1)
@@ -50,17 +49,17 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     expected, model = case["expected"], TableModel.random(case["vocab"], seed=0)
     sampler = SCD(window=width, refresh="maximal", siblings=count, branching=depth)
     state = sampler.start(model, [[0, 1]], max_new_tokens=3 * width)
-    moved = len(expected["committed"])
+    num_committed = len(expected["committed"])
 
     def uniform(rows: Any, positions: torch.Tensor, size: int, stream: Any, ahead: Any = None) -> torch.Tensor:
         drafts = torch.full((*positions.shape, size), 0.5, dtype=torch.float64)
         streams = torch.as_tensor(stream).expand(positions.shape[1])
-        for column, (position, own) in enumerate(zip(positions[0].tolist(), streams.tolist(), strict=True)):
+        for column, (position, kind) in enumerate(zip(positions[0].tolist(), streams.tolist(), strict=True)):
             slot = position - 2
-            if own == rng.TOKEN_STREAM and slot < width:
+            if kind == rng.TOKEN_STREAM and slot < width:
                 numbers = [case["v"][slot], case["u"][slot][0], case["v"][slot], *case["u"][slot][1:]]
-            elif own == DRAFT_STREAM and 0 <= slot - moved < width:
-                numbers = [case["g"][slot - moved], *case["t"][slot - moved]]
+            elif kind == DRAFT_STREAM and 0 <= slot - num_committed < width:
+                numbers = [case["g"][slot - num_committed], *case["t"][slot - num_committed]]
             else:
                 continue
             drafts[0, column, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)[:size]
@@ -82,22 +81,22 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     proposal = sampler.propose(state, [torch.tensor([laws], dtype=torch.float64).log()], queries)
     commit = sampler.commit(state, proposal)
     assert commit.values[commit.selected].tolist() == expected["committed"]
-    kept, firsts = expected["kept"], [slot[0] for slot in expected["drafts"]]
+    num_kept, firsts = expected["kept"], [slot[0] for slot in expected["drafts"]]
     drafts, source = state.memory["drafts"][0].tolist(), state.memory["draft_source"][0].tolist()
-    assert drafts[:kept] == firsts[:kept] and drafts[kept + 1 : width - 1] == firsts[kept + 1 :]
-    if moved < width:
-        assert drafts[kept] == draw(case["laws"][",".join("0" * (width - 1))], case["v"][-1])
-    for slot in range(kept):
+    assert drafts[:num_kept] == firsts[:num_kept] and drafts[num_kept + 1 : width - 1] == firsts[num_kept + 1 :]
+    if num_committed < width:
+        assert drafts[num_kept] == draw(case["laws"][",".join("0" * (width - 1))], case["v"][-1])
+    for slot in range(num_kept):
         torch.testing.assert_close(
             state.memory["draft_distribution"][0, source[slot]], torch.tensor(expected["q"][slot], dtype=torch.float64)
         )
     for slot in range(depth if count > 1 else 0):
         others = expected["drafts"][slot][1:]
-        if slot != kept or moved == width:
+        if slot != num_kept or num_committed == width:
             assert state.memory["siblings"][0, slot].tolist() == others
-        rest = torch.tensor([expected["q"][slot]], dtype=torch.float64)
-        rest[0, firsts[slot]] = 0
-        assert RULE.children(rest, count - 1, torch.tensor([case["t"][slot]])).tolist() == [others]
+        remaining_q = torch.tensor([expected["q"][slot]], dtype=torch.float64)
+        remaining_q[0, firsts[slot]] = 0
+        assert RULE.children(remaining_q, count - 1, torch.tensor([case["t"][slot]])).tolist() == [others]
 
 
 @pytest.mark.parametrize(
@@ -120,24 +119,24 @@ def test_the_plain_steps_have_the_model_s_distribution(
     guess = tuple([1 / vocab] * vocab)
     numbers = {"u": [[0.0] * siblings] * window, "v": [0.0] * window, "branching": branching}
 
-    def filled(next_drafts: list[Any], slots: int) -> list[tuple[float, Any]]:
+    def next_windows(next_drafts: list[Any], slots: int) -> list[tuple[float, Any]]:
         """All next windows with their probabilities: remaining drafts, then guesses, each with siblings."""
 
         def act(pick: Draw, flip: Coin) -> Any:
-            whole = [*next_drafts[:slots]]
-            whole += [(pick(list(guess), 0.0), guess) for _ in range(slots - len(whole))]
+            window_drafts = [*next_drafts[:slots]]
+            window_drafts += [(pick(list(guess), 0.0), guess) for _ in range(slots - len(window_drafts))]
             counts = [siblings - 1 if slot < branching else 0 for slot in range(slots)]
             return tuple(
                 (tuple(siblings_of(list(q), x, pick, [0.0] * more)), tuple(q))
-                for (x, q), more in zip(whole, counts, strict=True)
+                for (x, q), more in zip(window_drafts, counts, strict=True)
             )
 
         return outcomes(act)
 
     states: dict[Any, float] = defaultdict(float)
-    for chance, drafts in filled([], min(window, length) - 1):
+    for chance, drafts in next_windows([], min(window, length) - 1):
         states[(0,), drafts] += chance
-    law: dict[Any, float] = defaultdict(float)
+    distribution: dict[Any, float] = defaultdict(float)
     while states:
         (text, drafts), weight = states.popitem()
         case = numbers | {"drafts": [list(slot) for slot, _ in drafts], "q": [list(q) for _, q in drafts]}
@@ -148,17 +147,17 @@ def test_the_plain_steps_have_the_model_s_distribution(
         for chance, (final, next_drafts) in outcomes(functools.partial(sjd_pac_step, case, of_path, last=True)):
             longer = (*text, *final)
             if len(longer) == length + 1:
-                law[longer] += weight * chance
+                distribution[longer] += weight * chance
                 continue
-            for more, following in filled(next_drafts, min(window, length + 1 - len(longer)) - 1):
+            for more, following in next_windows(next_drafts, min(window, length + 1 - len(longer)) - 1):
                 states[longer, following] += weight * chance * more
     worst = 0.0
-    for text, chance in law.items():
+    for text, chance in distribution.items():
         expected = 1.0
         for at in range(1, length + 1):
             expected *= after(text[:at])[text[at]]
         worst = max(worst, abs(chance - expected))
-    assert len(law) == vocab**length and worst < 1e-12
+    assert len(distribution) == vocab**length and worst < 1e-12
 
 
 MODEL = TableModel.random(5, seed=0)
@@ -169,7 +168,7 @@ SHAPES = [(2, 1, 6), (3, 2, 4), (4, 1, 3), (2, 3, 4), (6, 2, 3)]
 @pytest.mark.parametrize(("siblings", "branching", "window"), SHAPES)
 def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, window: int) -> None:
     sampler = SCD(window=window, refresh="maximal", siblings=siblings, branching=branching)
-    prompts, answer, deep = [[2, 0], [4, 1, 3], [1, 2, 2, 0]], 9, set()
+    prompts, answer, lengths = [[2, 0], [4, 1, 3], [1, 2, 2, 0]], 9, set()
     state = sampler.start(MODEL, prompts, max_new_tokens=answer, seed=5)
     while not state.done:
         rows, width = state.rows, state.width
@@ -181,29 +180,29 @@ def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, w
             slots = min(width, int(state.length[row] - start[row]))
             depth = min(branching, slots - 1)
             case: dict[str, Any] = {"branching": min(branching, width - 1), "v": drawn[index, :, 2].tolist()}
-            case["u"] = [[own[1], *own[3:]] for own in drawn[index].tolist()]
+            case["u"] = [[numbers[1], *numbers[3:]] for numbers in drawn[index].tolist()]
             sources, guess = before["draft_source"][row].tolist(), [1 / 5] * 5
             case["q"] = [q_before[row, at].tolist() if at >= 0 else guess for at in sources[: slots - 1]]
             firsts, others = before["drafts"][row].tolist(), before["siblings"][row].tolist()
             case["drafts"] = [[firsts[at], *(others[at] if at < depth else [])] for at in range(slots - 1)]
             text = state.canvas[row, : start[row]].tolist()
 
-            def law(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
-                whole = [*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))]
-                return MODEL.table[whole[-2], whole[-1]].softmax(-1).tolist()
+            def next_probabilities(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
+                tokens = [*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))]
+                return MODEL.table[tokens[-2], tokens[-1]].softmax(-1).tolist()
 
             case["end"] = float(drawn[index, slots - 1, 0])
-            made, left = sjd_pac_step(case, law, draw, by_number, last=True)
-            assert commit.values[index][commit.selected[index]].tolist() == made
-            assert state.memory["drafts"][row, : len(left)].tolist() == [x for x, _ in left]
-            if len(made) > 1 and case["drafts"][0].index(made[0]) > 0:
-                deep.add(min(len(made), 3))
+            committed, next_drafts = sjd_pac_step(case, next_probabilities, draw, by_number, last=True)
+            assert commit.values[index][commit.selected[index]].tolist() == committed
+            assert state.memory["drafts"][row, : len(next_drafts)].tolist() == [x for x, _ in next_drafts]
+            if len(committed) > 1 and case["drafts"][0].index(committed[0]) > 0:
+                lengths.add(min(len(committed), 3))
             if state.committed[row] < state.end[row]:
                 t = state.uniform(np.array([row]), state.positions(np.array([row])), siblings, DRAFT_STREAM)[0, :, 1:]
-                for slot, (x, own) in enumerate(left[: min(branching, width - 1)]):
-                    expected = siblings_of(own, x, draw, t[slot].tolist())
+                for slot, (x, q) in enumerate(next_drafts[: min(branching, width - 1)]):
+                    expected = siblings_of(q, x, draw, t[slot].tolist())
                     assert state.memory["siblings"][row, slot].tolist() == expected[1:]
-    assert deep  # at least one accepted path leaves the chain of first drafts
+    assert lengths  # at least one accepted path leaves the chain of first drafts
 
 
 @pytest.mark.parametrize("request_", [{"temperature": 0.8, "top_k": 3}, {"guidance_scale": 1.7, "logprobs": 2}])
@@ -217,8 +216,8 @@ def test_with_noise_the_tokens_are_those_of_jacobi(siblings: int, branching: int
     assert tokens == expected and state.nfe.sum() < alone.nfe.sum()
     if state.logprobs is not None:
         for name in ("chosen", "best"):
-            values, other = (getattr(run.logprobs, name) for run in (state, alone))
-            torch.testing.assert_close(values, other, rtol=0, atol=1e-9, equal_nan=True)
+            values, expected_values = (getattr(run.logprobs, name) for run in (state, alone))
+            torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("refresh", ["maximal", "gumbel"])

@@ -279,11 +279,11 @@ def draft() -> MARModel:
 @pytest.fixture(scope="module")
 def near(model: MARModel) -> MARModel:
     """The model with a little noise: p and q overlap, though the last step's deviations are small."""
-    other = copy.deepcopy(model)
+    noisy = copy.deepcopy(model)
     torch.manual_seed(5)
-    for parameter in other.module.parameters():
+    for parameter in noisy.module.parameters():
         parameter.data += 0.0001 * torch.randn_like(parameter)
-    return other
+    return noisy
 
 
 def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) -> Any:

@@ -56,7 +56,7 @@ def test_cut_equals_a_plain_loop() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("low_confidence", "dual")])
 def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, llada64: Model, dream64: Model) -> None:
-    seen = set()
+    sizes = set()
     for model in (llada64, dream64):
         facts = model.facts
         policy = AdaptiveBlocks(8, delimiters=(NEWLINE, facts.eos_token_ids[0]), window=0.5)
@@ -75,8 +75,8 @@ def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, 
                     size = adaptive_length(tokens.tolist(), p.tolist(), 24, len(p), policy, [True] * len(p))
                     end = state.block_end[row] if state.block_start[row] == start[row] else state.block_start[row]
                     assert end - start[row] == size
-                    seen.add(size)
-    assert len(seen) >= 4
+                    sizes.add(size)
+    assert len(sizes) >= 4
 
 
 @pytest.mark.thinned

@@ -60,8 +60,8 @@ class Denoiser:
         logits = torch.full((rows, count, self.facts.vocab_size), -torch.inf, dtype=torch.float64)
         known = query.tokens[:, None, 1 : N + 1].expand(rows, count, N)
         if query.visible is not None:
-            seen = query.visible.gather(1, query.wanted.unsqueeze(2).expand(rows, count, query.visible.shape[2]))
-            known = known.masked_fill(~seen[:, :, 1 : N + 1], HOLE)
+            visible = query.visible.gather(1, query.wanted.unsqueeze(2).expand(rows, count, query.visible.shape[2]))
+            known = known.masked_fill(~visible[:, :, 1 : N + 1], HOLE)
         slot = query.positions.gather(1, query.wanted) - 1
         for index, answers in enumerate(TASKS.values()):
             of_task = query.tokens[:, 0] == FIRST_TASK + index

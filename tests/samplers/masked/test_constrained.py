@@ -231,9 +231,9 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
             logits, scores, tokens = module.of(canvas), {}, {}
             z = 1.0
             for first, last, automaton in spans:
-                seen = last if settings.get("seen", True) else min(last, stop)
-                accept = passes.completions(automaton, canvas[seen:last], automaton.accept)[0]
-                span_canvas = canvas[first:seen]
+                read_end = last if settings.get("seen", True) else min(last, stop)
+                accept = passes.completions(automaton, canvas[read_end:last], automaton.accept)[0]
+                span_canvas = canvas[first:read_end]
                 positions = [first + at for at, token in enumerate(span_canvas) if token is None]
                 if not positions:
                     continue

@@ -187,21 +187,21 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
     assert not state.undecided.any()
     assert (state.nfe <= max_forwards).all()
     assert state.progress[0] == state.progress[1] == state.total.sum() >= NEW * len(rows)
-    seen: list[MaskedState] = []
-    fields |= {"max_new_tokens": NEW, "trace": True, "callback": lambda state, commit: seen.append(state)}
+    states: list[MaskedState] = []
+    fields |= {"max_new_tokens": NEW, "trace": True, "callback": lambda state, commit: states.append(state)}
     for index, prompt in enumerate(rows):
         assert state.canvas[index, : len(prompt)].tolist() == prompt
         alone = paradec.generate(model, [prompt], sampler=sampler, cache=cache, **fields)
         assert state.canvas[index, : len(prompt) + NEW].tolist() == alone.sequences[0].tolist()
         assert state.nfe[index] == alone.nfe
-        assert (state.end[index], state.stopped[index]) == (seen[-1].end[0], seen[-1].stopped[0])
+        assert (state.end[index], state.stopped[index]) == (states[-1].end[0], states[-1].stopped[0])
         ours = [[entry[1:3] for entry in entries if entry[0] == index] for entries in steps]
         theirs = [[entry[1:3] for entry in step.commits] for step in alone.trace.steps]
         assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
         assert sum(counts[index] for counts in forwarded) == alone.forwarded_tokens
         replayed = alone.trace.replay()[0]
-        ended = int(seen[-1].end[0])  # padding after the end is not in the commits
-        assert replayed[:ended] == alone.sequences[0, :ended].tolist()
+        end = int(states[-1].end[0])  # padding after the end is not in the commits
+        assert replayed[:end] == alone.sequences[0, :end].tolist()
         assert alone.nfe == sum(step.forwarded[0] > 0 for step in alone.trace.steps)
         assert alone.forwarded_tokens == sum(step.forwarded[0] for step in alone.trace.steps)
 
@@ -323,10 +323,10 @@ def test_ends_come_last_by_hand(threshold: float | None) -> None:
 def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None:
     rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [1, 2]]
     stopped = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8)
-    whole = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8, eos_early_stop=False)
+    unstopped = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8, eos_early_stop=False)
     end = llada64.facts.eos_token_ids[0]
     for index in range(len(rows)):
-        assert stopped.row_nfe[index] <= whole.row_nfe[index]
+        assert stopped.row_nfe[index] <= unstopped.row_nfe[index]
         if not stopped.finished[index]:
             continue
         count = stopped.tokens[index]
@@ -334,8 +334,8 @@ def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None
         assert answer.index(end) == count - 1
         assert answer[count:] == [llada64.facts.fill_token_id] * (32 - count)
         # up to the end, the answer equals the one without early stop
-        assert answer[:count] == whole.new_tokens[index, :count].tolist()
-    assert any(stopped.finished) and sum(stopped.row_nfe) < sum(whole.row_nfe)
+        assert answer[:count] == unstopped.new_tokens[index, :count].tolist()
+    assert any(stopped.finished) and sum(stopped.row_nfe) < sum(unstopped.row_nfe)
     assert stopped.tokens_per_forward == sum(stopped.tokens) / sum(stopped.row_nfe)
 
 
@@ -353,14 +353,14 @@ def test_left_and_right_padding_and_lists_are_the_same(model: Model) -> None:
 
 
 def test_callback_ends_the_decoding_and_nothing_is_lost(llada64: Model) -> None:
-    seen = []
+    progress = []
 
     def callback(state: MaskedState, commit: object) -> bool:
-        seen.append(state.progress)
-        return len(seen) == 3
+        progress.append(state.progress)
+        return len(progress) == 3
 
     out = paradec.generate(llada64, [1, 2, 3], sampler="low_confidence", max_new_tokens=NEW, callback=callback)
-    assert seen == [(1, NEW), (2, NEW), (3, NEW)] and out.nfe == 3
+    assert progress == [(1, NEW), (2, NEW), (3, NEW)] and out.nfe == 3
     assert (out.new_tokens == llada64.facts.mask_token_id).sum() == NEW - 3
 
 

@@ -216,23 +216,23 @@ def test_which_blocks_wait_depends_on_the_model(prediction: str) -> None:
     """As in d3LLM's code, blocks wait one after another for LLaDA, and at the same time for Dream."""
     draw, differ = random.Random(0), 0
     model = tiny(1, prediction=prediction)
-    usual, other = ("first", "all") if prediction == "same" else ("all", "first")
+    default, reverse = ("first", "all") if prediction == "same" else ("all", "first")
     for _ in range(12):
         size, new = draw.choice((2, 3)), draw.randint(10, 16)
         rows = [[1] * draw.randint(1, 4) for _ in range(2)]
         when = [draw.randint(0, 6) for _ in range(20)]
         delay, interval = draw.choice((1, 2, 3)), draw.choice((3, 5, 10000))
-        for waiting in (None, usual, other):
+        for waiting in (None, default, reverse):
             cache = DelayedCache(delay, interval, waiting=waiting)
             for row, (ours, filled) in zip(rows, evaluated(model, rows, new, when, size, cache), strict=True):
                 prompt, length = len(row), len(row) + new
-                expected = delayed_positions(prompt, length, size, cache, waiting or usual, filled)
+                expected = delayed_positions(prompt, length, size, cache, waiting or default, filled)
                 if prediction == "shifted":
                     first = [min(set(range(prompt, length)).difference(*filled[:step])) for step in range(len(ours))]
                     starts = [at - (at - prompt) % size for at in first]
                     expected = [max(n, length - at + 1) for n, at in zip(expected, starts, strict=True)]
                 assert ours == expected
-                both = [delayed_positions(prompt, length, size, cache, w, filled) for w in (usual, other)]
+                both = [delayed_positions(prompt, length, size, cache, w, filled) for w in (default, reverse)]
                 differ += both[0] != both[1]
     assert differ > 10
 

@@ -51,8 +51,8 @@ from paradec.core.protocol import Sampler
 
 METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
 NAMES = [name for name in trace_names(*METHODS) if cache_of(trace_head(name)) == "none"]
-ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
-ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
+REPLAYED_ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
+REPLAYED_ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Methods that other test files replay."""
 
 
@@ -69,7 +69,7 @@ def models_of_methods() -> dict[str, set[str]]:
 
 def test_no_method_without_a_replay() -> None:
     """Refuse cases of methods without a replay; no packaged case is refused."""
-    for name in trace_names(*models_of_methods().keys() - {*METHODS} - ELSEWHERE):
+    for name in trace_names(*models_of_methods().keys() - {*METHODS} - REPLAYED_ELSEWHERE):
         for case, _ in select_cases(trace_head(name) | {"file": name}, None):
             assert not is_packaged("traces"), case
             refuse(case, "of a kind that paradec does not have (docs/fidelity.md)")
@@ -160,20 +160,20 @@ def unrolled(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
     filled = [False] * len(rows)
     calls: list[list[Call]] = [[] for _ in rows]
     for block, steps in enumerate(zip(*(row.blocks(length) for row in rows), strict=True)):
-        steps = [[] if full else one for one, full in zip(steps, filled, strict=True)]
+        steps = [[] if is_full else row_steps for row_steps, is_full in zip(steps, filled, strict=True)]
         done = 0
-        while remaining := sum(len(call.commits) for one in steps for call in one[done:]):
+        while remaining := sum(len(call.commits) for row_steps in steps for call in row_steps[done:]):
             done += min(max(remaining // settings["expected_tpf"], 1), settings["maximum_unroll"])
-        for one, mine in zip(steps, calls, strict=True):
-            mine += one + [Call(evaluated, frozenset())] * (done - len(one))
-        ended = [any(token == end for call in one for _, token in call.commits) for one in steps]
+        for row_steps, row_calls in zip(steps, calls, strict=True):
+            row_calls += row_steps + [Call(evaluated, frozenset())] * (done - len(row_steps))
+        have_ends = [any(token == end for call in row_steps for _, token in call.commits) for row_steps in steps]
         if settings["early_stop"]:
             fill = {(at, end) for at in range(rows[0].prompt + (block + 1) * length, evaluated)}
-            for mine, ends in zip(calls, ended, strict=True):
-                if ends:
-                    mine[-1] = Call(evaluated, mine[-1].commits | fill)
-            filled = [full or ends for full, ends in zip(filled, ended, strict=True)]
-        if all(full or ends for full, ends in zip(filled, ended, strict=True)):
+            for row_calls, has_end in zip(calls, have_ends, strict=True):
+                if has_end:
+                    row_calls[-1] = Call(evaluated, row_calls[-1].commits | fill)
+            filled = [is_full or has_end for is_full, has_end in zip(filled, have_ends, strict=True)]
+        if all(is_full or has_end for is_full, has_end in zip(filled, have_ends, strict=True)):
             break
     return calls
 

@@ -121,9 +121,9 @@ def read_own_column(query: WindowQuery) -> WindowQuery:
 class WithoutLeft(DelayedCache):
     """The delayed cache without evaluation of the position left of the window."""
 
-    def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> list[Part]:
-        start, stop = self.range(state, state.window.rows[chosen])
-        return range_parts(state, chosen, start, stop, "window", most)
+    def partial(self, state: Any, index: Any, picks: Any, limit: int) -> list[Part]:
+        start, stop = self.range(state, state.window.rows[index])
+        return range_parts(state, index, start, stop, "window", limit)
 
 
 def fill_after_end(state: MaskedState) -> None:

@@ -77,21 +77,21 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str) -> None:
     wrapped, method = create_model(), create_sampler(name)
     state = method.start(wrapped, HOLED, seed=3, max_new_tokens=20, trace=True)
-    given, before = state.is_prompt.clone(), state.canvas.clone()
+    is_given, before = state.is_prompt.clone(), state.canvas.clone()
     steps, column = np.zeros(state.batch, int), torch.arange(state.canvas.shape[1])
-    total = int((~given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
+    total = int((~is_given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
     while not state.done:
         start, final = state.block_start.copy(), ~state.undecided
         assert state.progress[0] < state.progress[1] == total
-        was = copy.deepcopy(state_values(state))
+        values_before = copy.deepcopy(state_values(state))
         proposal = method.step(wrapped, state)
         second = method.step(wrapped, state)
         assert torch.equal(proposal.values, second.values) and torch.equal(proposal.logits, second.logits)
-        assert same_values(state_values(state), was)
+        assert same_values(state_values(state), values_before)
         commit = method.commit(state, proposal)
         state.trace.steps.append(TraceStep(commit.to_list(), proposal.cost.forwarded.tolist(), commit.kind))
         assert torch.equal(state.canvas[final], before[final])
-        assert torch.equal(state.canvas[given], before[given])
+        assert torch.equal(state.canvas[is_given], before[is_given])
         assert not (commit.selected & ~proposal.available).any()
         steps[proposal.rows] += 1
         for index, row in enumerate(proposal.rows):
@@ -172,12 +172,13 @@ def test_waiting_makes_fewer_calls() -> None:
 @pytest.mark.parametrize("new", [1, 5, CANVAS, CANVAS + 1])
 def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
     wrapped, method = create_model(ends=()), create_sampler("diffusion_gemma")
-    whole = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
+    longer = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
     out = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=new)
-    assert torch.equal(out.new_tokens, whole[:, :new])
+    assert torch.equal(out.new_tokens, longer[:, :new])
     assert out.tokens == [new] * 4 and out.finished == [False] * 4
-    on = paradec.generate(create_model(), ROWS, sampler=method, seed=4, max_new_tokens=new, eos_early_stop=False)
-    assert torch.equal(on.new_tokens, out.new_tokens)
+    request = {"sampler": method, "seed": 4, "max_new_tokens": new, "eos_early_stop": False}
+    full = paradec.generate(create_model(), ROWS, **request)
+    assert torch.equal(full.new_tokens, out.new_tokens)
 
 
 def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

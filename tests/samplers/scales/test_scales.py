@@ -157,9 +157,9 @@ def test_files(tmp_path: Any) -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="needs its multi-scale VQ"):
         load_var(tmp_path / "var_tiny.pth")
-    other = MultiScaleVQ(dataclasses.replace(model.vq.config, codebook_size=31))
+    smaller_vq = MultiScaleVQ(dataclasses.replace(model.vq.config, codebook_size=31))
     with pytest.raises(ValueError, match="the codebook has 31 entries; var_tiny predicts 32 codes"):
-        load_var(tmp_path / "var_tiny.pth", vq=other, scales=SCALES)
+        load_var(tmp_path / "var_tiny.pth", vq=smaller_vq, scales=SCALES)
     save_file({k: v for k, v in vq.items() if "quant_resi" not in k}, tmp_path / "part.safetensors")
     with pytest.raises(ValueError, match="missing weights: quantize.quant_resi"):
         load_multi_scale_vq(tmp_path / "part.safetensors", norm_groups=4)

@@ -22,10 +22,8 @@ ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
 
 
 def is_same_output(first: Any, second: Any) -> bool:
-    fields = ("tokens", "finished", "text")
-    return torch.equal(first.sequences, second.sequences) and all(
-        getattr(first, name) == getattr(second, name) for name in fields
-    )
+    has_same_fields = all(getattr(first, name) == getattr(second, name) for name in ("tokens", "finished", "text"))
+    return torch.equal(first.sequences, second.sequences) and has_same_fields
 
 
 VOCAB, DIGITS, DENOISERS = 14, 8, 500
@@ -82,20 +80,20 @@ def test_freedave_gives_the_tokens_of_its_base_on_500_denoisers(
     arguments = {"max_new_tokens": 8, "block_length": 4, "seed": 1} | request_
     method = FreeDave(base).base
     expected = paradec.generate(model, prompts, sampler=method, **arguments)
-    fewer = []
+    forwards = []
     for count in (1, 2, 4, 8):
         output = paradec.generate(model, prompts, sampler=FreeDave(base, draft_steps=count), **arguments)
         assert is_same_output(output, expected)
         assert all(ours <= theirs for ours, theirs in zip(output.row_nfe, expected.row_nfe, strict=True))
         if count == 1:
             assert output.row_nfe == expected.row_nfe and output.forwarded_tokens == expected.forwarded_tokens
-        fewer.append(sum(output.row_nfe))
+        forwards.append(sum(output.row_nfe))
     drawn, drafted = (
         paradec.generate(model, prompts, sampler=sampler, temperature=0.6, **arguments)
         for sampler in (method, FreeDave(base))
     )
     assert is_same_output(drawn, drafted) and not is_same_output(drawn, expected)
-    assert fewer[0] > fewer[1] >= fewer[2] >= fewer[3]
+    assert forwards[0] > forwards[1] >= forwards[2] >= forwards[3]
     assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers do differ
 
 
@@ -185,9 +183,7 @@ def test_every_forward_by_hand(
                 running = np.flatnonzero(state.running)
                 entries = sampler.commit(state, sampler.step(model, state)).to_list()
                 for row in running:
-                    commits[row].append(
-                        {(i, token_id, round(score, 9)) for r, i, token_id, score in entries if r == row}
-                    )
+                    commits[row].append({(i, token, round(score, 9)) for r, i, token, score in entries if r == row})
             expected = [hand.decode(prompt, 10, size) for prompt in chosen]
         for row, reference in enumerate(expected):
             assert commits[row] == reference["commits"]

@@ -151,7 +151,7 @@ def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None
     assert {stopped for stopped, _ in ends} == {False, True}
 
 
-OTHERS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
+OTHER_ROWS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
 LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 2), (11, 7))]
 """Two batches that fill 32 columns, with 24 new tokens."""
 
@@ -163,9 +163,9 @@ def test_requests_reuse_the_tensors_of_the_last_one(cache: str) -> None:
     request = {"cache": cache, "temperature": 0.6}
     assert_same(model, "threshold", **request)
     ((key, first),) = model.engines.items()
-    assert_same(model, "threshold", prompt=OTHERS, seed=7, **request)
+    assert_same(model, "threshold", prompt=OTHER_ROWS, seed=7, **request)
     assert list(model.engines.items()) == [(key, first)] and first.model is None
-    assert_same(model, "threshold", prompt=OTHERS, cache=cache, temperature=0.3)
+    assert_same(model, "threshold", prompt=OTHER_ROWS, cache=cache, temperature=0.3)
     assert len(model.engines) == 2 and key[0].request.temperature == 0.6
     method, state = start("threshold", model, **request)
     in_use = model.engines.pop(key)  # as if another request were using it
@@ -237,9 +237,9 @@ class Tape(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("sampler", "request_", "prompts"),
     [
-        ("threshold", {"cache": "dual", "temperature": 0.5}, (ROWS, OTHERS, ROWS)),
-        ("low_confidence", {"cache": "prefix", "steps": 6}, (ROWS, OTHERS)),
-        ("entropy", {"cache": "none", "settings": {"alg_temp": 0.4}, "temperature": 0.5}, (ROWS, OTHERS)),
+        ("threshold", {"cache": "dual", "temperature": 0.5}, (ROWS, OTHER_ROWS, ROWS)),
+        ("low_confidence", {"cache": "prefix", "steps": 6}, (ROWS, OTHER_ROWS)),
+        ("entropy", {"cache": "none", "settings": {"alg_temp": 0.4}, "temperature": 0.5}, (ROWS, OTHER_ROWS)),
         ("random", {"cache": "dual", "max_new_tokens": 24, "block_length": 8, "steps": 9}, LEVEL),
         ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, LEVEL),
     ],
@@ -260,14 +260,14 @@ def test_replayed_operations_equal_steps(
     monkeypatch.setattr(device_engine, "capture_graph", captured)
     # on the CPU some operations use NumPy, which a tape cannot record
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
-    known = set()
+    known_phases = set()
     for number, prompt in enumerate(prompts):
         assert_same(model, sampler, capture=True, prompt=prompt, seed=number, **request_)
         (device,) = model.engines.values()
         assert len(tapes) == len(device.graphs)
         if number:  # phases of the first request are not captured again
-            assert known & set(device.graphs) and len(tapes) < 2 * len(known) + number
-        known |= set(device.graphs)
+            assert known_phases & set(device.graphs) and len(tapes) < 2 * len(known_phases) + number
+        known_phases |= set(device.graphs)
     assert device.layout.rows_fill_canvas == (prompts is LEVEL)
 
 
@@ -306,11 +306,11 @@ def test_unsupported_requests_are_refused_by_name(sampler: str, request_: dict, 
 
 
 def test_custom_subclasses_are_not_supported() -> None:
-    class Mine(samplers.get("threshold")):
+    class Custom(samplers.get("threshold")):
         pass
 
     _, state = start("threshold", MODELS["same"])
-    assert engine.why_unsupported(Mine(), MODELS["same"], state) == "sampler 'threshold' is a custom class, Mine"
+    assert engine.why_unsupported(Custom(), MODELS["same"], state) == "sampler 'threshold' is a custom class, Custom"
 
 
 @pytest.mark.parametrize(
@@ -328,12 +328,12 @@ def test_unsupported_requests_fall_back_with_one_warning(sampler: str, callback:
 
 def test_a_step_that_cannot_be_captured_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(1)
-    seen = []
+    captured_steps = []
 
     def captured(device: engine.DeviceEngine, step: Any) -> Any:
-        if seen:
+        if captured_steps:
             raise engine.NotCapturable("a step of LlamaForCausalLM cannot be captured: it waits")
-        seen.append(step)
+        captured_steps.append(step)
         return step
 
     monkeypatch.setattr(device_engine, "capture_graph", captured)

@@ -128,9 +128,9 @@ def test_mismatches_of_the_filter_are_refused_by_name(llada64: Model, dream64: M
         with pytest.raises(ValueError, match="reads blocks of up to 4 positions"):
             run(llada64, allow_mismatch=True, **request)
     # a canvas with one block of 4 masks fits block_length 4
-    whole = samplers.create("learn2pd", filter=block_filter)
+    sampler = samplers.create("learn2pd", filter=block_filter)
     ids = [1, 2, *[llada64.facts.mask_token_id] * 4]
-    assert paradec.generate(llada64, ids, sampler=whole).tokens == [4]
+    assert paradec.generate(llada64, ids, sampler=sampler).tokens == [4]
 
 
 def test_compare_leaves_learn2pd_out_where_no_filter_fits() -> None:
@@ -237,9 +237,9 @@ def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
     assert set(hole) & set(model.facts.eos_token_ids) and out.sequences[0, 11:13].tolist() == [2, 3]
     request = {"max_new_tokens": 16, "block_length": 8, "eos_early_stop": False}
     uncut_sampler = samplers.create("learn2pd", eot="none")
-    whole, uncut = (paradec.generate(model, [1, 2], sampler=s, **request) for s in (sampler, uncut_sampler))
-    assert torch.equal(whole.sequences, uncut.sequences)
-    assert whole.tokens[0] <= 16 and not (whole.new_tokens == 38).any()
+    plain, uncut = (paradec.generate(model, [1, 2], sampler=s, **request) for s in (sampler, uncut_sampler))
+    assert torch.equal(plain.sequences, uncut.sequences)
+    assert plain.tokens[0] <= 16 and not (plain.new_tokens == 38).any()
 
 
 def test_records_by_hand() -> None:
@@ -268,8 +268,8 @@ def test_records_by_hand() -> None:
 
 def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path) -> None:
     request = {"block_length": 5, "max_new_tokens": 7, "caches": ("none", "dual"), "batch": 1}
-    whole = training.collect(llada64, PROMPTS, **request)
-    assert not whole.valid.all() and (whole.valid.sum(1) >= 2).all() and not (whole.final & ~whole.valid).any()
+    full = training.collect(llada64, PROMPTS, **request)
+    assert not full.valid.all() and (full.valid.sum(1) >= 2).all() and not (full.final & ~full.valid).any()
     shares = []
 
     def interrupt(what: str, share: float) -> None:
@@ -284,7 +284,7 @@ def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path)
     partial.save(tmp_path / "records")
     resumed = training.collect(llada64, PROMPTS, resume=Records.load(tmp_path / "records"), **request)
     for name in ("features", "final", "undecided", "valid", "prompt"):
-        assert torch.equal(getattr(resumed, name), getattr(whole, name))
+        assert torch.equal(getattr(resumed, name), getattr(full, name))
     for change, match in (
         ({"block_length": 4}, "block_length=5, this run has block_length=4"),
         ({"caches": ["none"]}, "caches"),

@@ -86,11 +86,8 @@ def test_recorded_steps(path: Path, number: int) -> None:
 TINY = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
 FACTS = read_head(TINY / "forwards.json")["facts"]
 ANSWERS = read_head(TINY / "answers.json")["cases"]
-RECORDED = [
-    (path, number)
-    for path in sorted(golden("autumn").glob("**/answers.json"))
-    for number in range(len(read_head(path)["cases"]))
-]
+ANSWER_FILES = sorted(golden("autumn").glob("**/answers.json"))
+RECORDED = [(path, number) for path in ANSWER_FILES for number in range(len(read_head(path)["cases"]))]
 
 
 @functools.cache

@@ -33,7 +33,7 @@ def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: i
 
 
 @pytest.mark.parametrize(
-    ("schedule", "left"),
+    ("schedule", "masked_share"),
     [
         ("cosine", lambda r: math.cos(math.pi / 2 * r)),
         ("arccos", lambda r: 1 - (1 - math.acos(r) / (math.pi / 2))),
@@ -41,9 +41,9 @@ def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: i
         ("power", lambda r: 1 - r**2.5),
     ],
 )
-def test_remaining_masks_follow_the_schedule(schedule: str, left: Any) -> None:
+def test_remaining_masks_follow_the_schedule(schedule: str, masked_share: Any) -> None:
     remaining = 1024 - np.cumsum(counts(schedule, 1024, 8))
-    expected = [math.floor(1024 * left((t + 1) / 8) + 1e-9) for t in range(7)]
+    expected = [math.floor(1024 * masked_share((t + 1) / 8) + 1e-9) for t in range(7)]
     assert np.abs(remaining[:-1] - expected).max() <= 1 and remaining[-1] == 0
 
 
@@ -98,9 +98,9 @@ def test_second_draw_cools_down(model: UViTModel) -> None:
     (query,) = sampler.query(state)
     with torch.no_grad():
         best = model(query)[..., : model.module.codebook_size].argmax(-1)
-    open_ = state.undecided[:, 1:].clone()
+    undecided = state.undecided[:, 1:].clone()
     sampler.commit(state, sampler.step(model, state))
-    assert torch.equal(state.canvas[:, 1:][open_], best[open_])
+    assert torch.equal(state.canvas[:, 1:][undecided], best[undecided])
     assert len({tuple(row) for row in first.values.tolist()}) > 1
 
 

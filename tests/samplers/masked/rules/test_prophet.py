@@ -80,11 +80,11 @@ def test_a_threshold_of_zero_commits_everything_at_once(llada64: Model) -> None:
 
 def test_an_end_token_still_ends_the_text(llada64: Model) -> None:
     end = llada64.facts.eos_token_ids[0]
-    whole = decode(llada64, PROMPTS[0], stop=AT_ONCE).new_tokens[0].tolist()
+    unstopped = decode(llada64, PROMPTS[0], stop=AT_ONCE).new_tokens[0].tolist()
     stopped = decode(llada64, PROMPTS[0], stop=AT_ONCE, eos_early_stop=True)
-    assert end in whole[:-1] and stopped.finished == [True]
-    assert stopped.tokens == [whole.index(end) + 1]
-    assert stopped.new_tokens[0].tolist()[: stopped.tokens[0]] == whole[: stopped.tokens[0]]
+    assert end in unstopped[:-1] and stopped.finished == [True]
+    assert stopped.tokens == [unstopped.index(end) + 1]
+    assert stopped.new_tokens[0].tolist()[: stopped.tokens[0]] == unstopped[: stopped.tokens[0]]
 
 
 def test_prophet_works_with_adaptive_blocks(llada64: Model) -> None:
@@ -102,14 +102,14 @@ def test_prophet_decides_only_in_full_steps(llada64: Model) -> None:
 
 
 def test_a_function_finds_the_answer(llada64: Model) -> None:
-    seen = []
+    calls = []
 
     def answer(ids: np.ndarray, start: int) -> range | None:
-        seen.append((len(ids), start, int((ids == llada64.facts.mask_token_id).sum())))
-        return None if seen[-1][2] > NEW - 3 else range(2)
+        calls.append((len(ids), start, int((ids == llada64.facts.mask_token_id).sum())))
+        return None if calls[-1][2] > NEW - 3 else range(2)
 
     out = decode(llada64, PROMPTS[2], stop=paradec.Prophet(gaps=(0, 0, 0), answer=answer))
-    assert seen == [(2 + NEW, 2, NEW - step) for step in range(4)] and out.nfe == 4
+    assert calls == [(2 + NEW, 2, NEW - step) for step in range(4)] and out.nfe == 4
     beyond = paradec.Prophet(gaps=(0, 0, 0), answer=[NEW])
     assert decode(llada64, PROMPTS[2], stop=beyond).nfe == NEW
 

@@ -40,12 +40,12 @@ class Additive:
         self.vectors = self.table.tolist()
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
-        apart = (query.positions.unsqueeze(1) - query.positions.unsqueeze(2)) % REACH
-        seen = torch.ones_like(apart, dtype=torch.bool) if query.visible is None else query.visible
+        distance = (query.positions.unsqueeze(1) - query.positions.unsqueeze(2)) % REACH
+        visible = torch.ones_like(distance, dtype=torch.bool) if query.visible is None else query.visible
         if query.valid is not None:
-            seen = seen & query.valid.unsqueeze(1)
-        vectors = self.table[apart, query.tokens.unsqueeze(1).expand_as(apart)]
-        return take_columns((vectors * seen.unsqueeze(-1)).sum(2), query.wanted)
+            visible = visible & query.valid.unsqueeze(1)
+        vectors = self.table[distance, query.tokens.unsqueeze(1).expand_as(distance)]
+        return take_columns((vectors * visible.unsqueeze(-1)).sum(2), query.wanted)
 
     def read(self, at: int, columns: list[tuple[int, int]]) -> list[float]:
         """Probabilities of the tokens at position `at`, which sees the (position, token) columns."""
