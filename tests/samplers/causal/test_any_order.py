@@ -38,7 +38,7 @@ def model() -> ProteinMPNNModel:
 
 
 def draw_request(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
-    """Draw prompts of several structures, a request, and a list of `order` and the listed orders of all rows."""
+    """Draw prompts of several structures, a request, and [`order`, a listed order for each row]."""
     prompts, listed_orders = [], []
     for _ in range(draw.randint(1, 4)):
         number = draw.randrange(len(PIECES))
