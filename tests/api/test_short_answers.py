@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import supported_fields
-from drafters import decode_answers, eagle_weights, exactness, tiny_base, write_eagle
+from drafters import decode_answers, eagle_weights, exactness, tiny_base, write_drafter
 from small_models import tiny
 from torch import Tensor
 
@@ -77,7 +77,9 @@ def fits(name: str, shape: str) -> bool:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
     base = tiny_base()
-    eagle = paradec.load_drafter(write_eagle(tmp_path_factory.mktemp("eagle") / "drafter", *eagle_weights()), base=base)
+    eagle = paradec.load_drafter(
+        write_drafter(tmp_path_factory.mktemp("eagle") / "drafter", *eagle_weights()), base=base
+    )
     base.codebook = base.token_embeddings
     table = exactness.TableModel.random(5, seed=0)
     small = exactness.TableModel.random(5, seed=1, near=table)

@@ -17,7 +17,7 @@ from drafters import (
     exactness,
     p_values,
     tiny_base,
-    write_eagle,
+    write_drafter,
 )
 from images import CODES, tiny_llamagen
 from oracles.causal import greedy
@@ -43,7 +43,7 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 @pytest.fixture
 def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
     def load(base: Model, **sizes: Any) -> EagleDrafter:
-        return paradec.load_drafter(write_eagle(tmp_path / "drafter", *eagle_weights(**sizes)), base=base)
+        return paradec.load_drafter(write_drafter(tmp_path / "drafter", *eagle_weights(**sizes)), base=base)
 
     return load
 
@@ -358,7 +358,7 @@ def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
     config, weights = eagle_weights(bias=bias, qkv_bias=bias)
     weights["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)  # an unused buffer of old files
     a, b = (
-        paradec.load_drafter(write_eagle(tmp_path / file, config, weights, file), base=base)
+        paradec.load_drafter(write_drafter(tmp_path / file, config, weights, file), base=base)
         for file in ("model.safetensors", "pytorch_model.bin")
     )
     for (name, one), other in zip(a.module.state_dict().items(), b.module.state_dict().values(), strict=True):
@@ -390,18 +390,18 @@ def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
     config, weights = eagle_weights()
     change(config, weights)
     with pytest.raises(CheckpointError, match=message):
-        paradec.load_drafter(write_eagle(tmp_path / "drafter", config, weights), base=tiny_base())
+        paradec.load_drafter(write_drafter(tmp_path / "drafter", config, weights), base=tiny_base())
 
 
 def test_wrong_sources_and_bases(tmp_path: Path) -> None:
-    base, folder = tiny_base(), write_eagle(tmp_path / "drafter", *eagle_weights())
+    base, folder = tiny_base(), write_drafter(tmp_path / "drafter", *eagle_weights())
     refuses(lambda: paradec.load_drafter(3, base=base), "source=3")
     refuses(lambda: paradec.load_drafter(folder, base=None), "base=None")
     (folder / "model.safetensors").unlink()
     refuses(lambda: paradec.load_drafter(folder, base=base), "neither model.safetensors", CheckpointError)
     torch.save({"fc.weight": print}, folder / "pytorch_model.bin")
     refuses(lambda: paradec.load_drafter(folder, base=base), "code in it is not run", CheckpointError)
-    write_eagle(folder, *eagle_weights())
+    write_drafter(folder, *eagle_weights())
     bert = BertForMaskedLM(BertConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
     refuses(lambda: paradec.load_drafter(folder, base=paradec.wrap(bert, mask_token_id=1)), "must be causal")
     eager = tiny_base()

@@ -13,7 +13,7 @@ import torch
 from checkpoints import CONFIGS, DREAM, IDS, LLADA, logits, random_weights, shard, write_checkpoint, write_family
 from decoding import refuses
 from drafters import eagle_weights as eagle_checkpoint
-from drafters import tiny_base, write_eagle
+from drafters import tiny_base, write_drafter
 from images import tiny_chameleon, tiny_emu3, tiny_janus, tiny_llamagen, tiny_vq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -88,7 +88,7 @@ BASE = tiny_base()
 def eagle(folder: Path, file: str = "model.safetensors") -> Case:
     config, weights = eagle_checkpoint()
     old = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2, dtype=torch.int32)}
-    write_eagle(folder, config, weights | old, file)
+    write_drafter(folder, config, weights | old, file)
     return folder / file, "fc.weight", lambda: paradec.load_drafter(folder, base=BASE)
 
 

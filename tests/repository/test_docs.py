@@ -99,7 +99,7 @@ class StandIn:
 
     def _drafter(self) -> dict[str, Any]:
         config, weights = drafters.eagle_weights(hidden=32, vocab=64, kv_heads=4)
-        return {"drafter": drafters.write_eagle(self.folder / "drafter", config, weights)}
+        return {"drafter": drafters.write_drafter(self.folder / "drafter", config, weights)}
 
 
 def make_runnable(page: str, block: str) -> str:

@@ -144,7 +144,7 @@ SDAR = FAMILY_SIZES | {
     "fuse_cross_entropy": True,
     "tie_word_embeddings": False,
 }
-# config.json of Efficient-Large-Model/Fast_dLLM_v2_1.5B but for the sizes
+# config.json of Efficient-Large-Model/Fast_dLLM_v2_1.5B with smaller sizes
 FAST_DLLM = FAMILY_SIZES | {
     "model_type": "Fast_dLLM_Qwen",
     "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -209,9 +209,8 @@ def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
     } | ({"mask_token": mask} if states_mask else {})
     (folder / "tokenizer.json").write_text(json.dumps(table))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}<|im_start|> {{ m.content }} <|im_end|>{% endfor %}<|im_start|>"
-    )
+    template = "{% for m in messages %}<|im_start|> {{ m.content }} <|im_end|>{% endfor %}<|im_start|>"
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def write_family(folder: Path, family: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
@@ -256,11 +255,10 @@ def golden_moe(
 
 @functools.cache
 def _load_moe(folder: Path, dtype: str, block_length: int | None, mask_token_id: int | None) -> Model:
-    replaced = {"block_length": block_length, "mask_token_id": mask_token_id}
+    replacements = {"block_length": block_length, "mask_token_id": mask_token_id}
     facts = moe_facts(folder) if (folder / "forwards.json").exists() else {}
-    return paradec.load(
-        folder, dtype=dtype, **facts | {name: value for name, value in replaced.items() if value is not None}
-    )
+    facts |= {name: value for name, value in replacements.items() if value is not None}
+    return paradec.load(folder, dtype=dtype, **facts)
 
 
 MOE_SIZES = {

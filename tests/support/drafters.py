@@ -52,19 +52,20 @@ def eagle_weights(
         shapes["fc.bias"] = (hidden,)
     for name, size in (("q", hidden), ("k", narrow), ("v", narrow)) if qkv_bias else ():
         shapes[f"layers.0.self_attn.{name}_proj.bias"] = (size,)
+    return config, random_weights(shapes, seed)
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return config, {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for name, shape in shapes.items()
-    }
+    return {name: 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def write_eagle(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], file: str = "model.safetensors"
-) -> Path:
+def write_drafter(folder: Path, config: Any, weights: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+    """Write config.json and the weights of a drafter; the weights as a pickle if `file` is no safetensors file."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
-        save_file(weights, folder / file)
+        save_file(weights, folder / file, metadata={"format": "pt"})
     else:
         torch.save(weights, folder / file)
     return folder
@@ -137,7 +138,7 @@ def drafts_after(
     proposal = sampler.propose(state, certain, queries)
     numbers = iter(case["uniform"])
 
-    def uniform(rows: Any, positions: Tensor, *rest: Any) -> Tensor:
+    def uniform(rows: Any, positions: Tensor, *_: Any) -> Tensor:
         return torch.tensor([next(numbers) for _ in range(positions.shape[1])], dtype=torch.float64)[None, :, None]
 
     object.__setattr__(state, "uniform", uniform)

@@ -10,10 +10,20 @@ from typing import Any
 import torch
 from checkpoints import CONFIGS, MOE, moe_facts, write_family
 from diffusers import DDIMScheduler
-from images import IMAGE_MODELS, MAR_DECODER, MAR_SIZES, tiny_lpd, tiny_nar, tiny_student, tiny_var, tiny_var_student
+from images import (
+    IMAGE_MODELS,
+    MAR_DECODER,
+    MAR_SIZES,
+    randomize,
+    tiny_lpd,
+    tiny_nar,
+    tiny_student,
+    tiny_var,
+    tiny_var_student,
+)
 from pipelines import noise, tiny_dit
-from places import GOLDEN, ROOT
-from small_models import ROWS, tiny_gemma, wrap_kind
+from places import GOLDEN
+from small_models import ROWS, piece, tiny_gemma, wrap_kind
 from torch import Tensor
 
 import paradec
@@ -21,7 +31,6 @@ from paradec.core.protocol import decode
 from paradec.models.images.diffusion import DiffusionModel
 from paradec.models.images.mar import MAR, MARModel
 from paradec.models.images.vq import KLDecoder, VQConfig
-from paradec.models.proteins.structure import Structure, read_structure
 
 WRAPPED = [
     "Bert", "ModernBert", "ConvBert", "Llama bidirectional", "Qwen2 block_causal", "Qwen3 bidirectional",
@@ -37,19 +46,13 @@ EVERY = [*TEXT, CANVAS, PROTEIN, IN_ORDER, *IMAGES]
 
 
 def tiny_protein() -> Any:
-    whole = read_structure(ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb")
-    pieces = [
-        Structure(whole.coordinates[first:stop], whole.sequence[first:stop], name=f"{first} to {stop}")
-        for first, stop in ((0, 12), (30, 38))
-    ]
+    pieces = [piece(first, stop, f"{first} to {stop}") for first, stop in ((0, 12), (30, 38))]
     return paradec.load_protein_mpnn(GOLDEN / "proteins" / "small.pt", pieces, dtype=torch.float64)
 
 
 def make_mar() -> MARModel:
     torch.manual_seed(0)
-    module = MAR(**MAR_SIZES).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
+    module = randomize(MAR(**MAR_SIZES), 0.1)
     return MARModel(module, KLDecoder(VQConfig(**MAR_DECODER)).double(), {"steps": 5, "guidance_scale": 2.0}, "tiny")
 
 

@@ -99,9 +99,7 @@ def tiny_chameleon(layout: ChameleonLayout, vq: bool = True) -> ChameleonModel:
     letters = {str(digit): chr(ord("A") + digit) for digit in range(10)}
     vocabulary = {"<image>": 3}
     # codes and ids are ordered differently, so that the map matters
-    vocabulary |= {
-        f"IMGIMG{''.join(letters[d] for d in str(code))}Z": 4 + (code * 5 + 3) % CODES for code in range(CODES)
-    }
+    vocabulary |= {f"IMGIMG{''.join(letters[d] for d in str(c))}Z": 4 + (c * 5 + 3) % CODES for c in range(CODES)}
     sizes = {
         "embed_dim": 4, "num_embeddings": CODES, "latent_channels": 8, "resolution": 16, "base_channels": 32,
         "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1,
@@ -123,9 +121,8 @@ def tiny_janus() -> JanusModel:
     }  # fmt: skip
     text = TEXT | {"model_type": "llama", "num_key_value_heads": 4}
     torch.manual_seed(0)
-    module = JanusForConditionalGeneration(
-        JanusConfig(text_config=text, vision_config=vision, vq_config=vq, image_token_id=7)
-    )
+    config = JanusConfig(text_config=text, vision_config=vision, vq_config=vq, image_token_id=7)
+    module = JanusForConditionalGeneration(config)
     for name in ("generation_embeddings", "generation_head", "generation_aligner"):
         for parameter in getattr(module.model, name).parameters():
             if parameter.ndim > 1:
@@ -143,10 +140,7 @@ def tiny_uvit() -> UViTModel:
 def random_uvit(depth: int = 2, seed: int = 0) -> UViTModel:
     """4 x 4 cells of 12 codes, five classes. Its distributions are far from uniform."""
     torch.manual_seed(seed)
-    module = UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return UViTModel(module)
+    return UViTModel(randomize(UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2), 0.3))
 
 
 def tiny_masked_image() -> MaskedImageModel:
@@ -166,9 +160,7 @@ def tiny_mar() -> MARModel:
 def random_mar(seed: int = 0, noise: float = 0.0, **sizes: int) -> MARModel:
     """A MAR without a decoder, whose head changes its input little. noise: standard deviation added to weights."""
     torch.manual_seed(seed)
-    module = MAR(**MAR_SIZES | {"depth": 1, "head_depth": 1, "head_width": 16} | sizes).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    module = randomize(MAR(**MAR_SIZES | {"depth": 1, "head_depth": 1, "head_width": 16} | sizes), 0.3)
     torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
     for parameter in module.parameters():
         parameter.data += noise * torch.randn_like(parameter)
@@ -204,8 +196,7 @@ def tiny_var(
 def tiny_lpd() -> LPDModel:
     """4 x 4 cells of 32 codes, five classes."""
     torch.manual_seed(0)
-    module = LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5))
-    module = randomize(module, 0.3)
+    module = randomize(LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)), 0.3)
     return LPDModel(module.requires_grad_(False), tiny_vq())
 
 

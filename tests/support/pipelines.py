@@ -261,37 +261,36 @@ def glm_image_pipeline(folder: Path) -> Any:
     from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
 
     prior = GlmImageForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float64).eval()
-    ids = prior.config
-    free = [i for i in range(ids.text_config.vision_vocab_size, ids.text_config.vocab_size) if i != ids.image_token_id]
-    plain = ["[UNK]", "[PAD]", "<sop>", "<eop>", "a", "fox", "cat", *map(str, range(30))]
-    words = dict(zip(plain, free, strict=False)) | {"<|image|>": ids.image_token_id}
-    words |= {"<start>": ids.image_start_token_id, "<end>": ids.image_end_token_id}
-    split = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    split.pre_tokenizer = pre_tokenizers.Whitespace()
-    named = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
-    known = {"unk_token": "[UNK]", "pad_token": "[PAD]", "bos_token": "<start>", "eos_token": "<end>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=split, padding_side="left", extra_special_tokens=named, **known
-    )
+    ids, text = prior.config, prior.config.text_config
+    unused_ids = [i for i in range(text.vision_vocab_size, text.vocab_size) if i != ids.image_token_id]
+    words = ["[UNK]", "[PAD]", "<sop>", "<eop>", "a", "fox", "cat", *map(str, range(30))]
+    vocabulary = dict(zip(words, unused_ids, strict=False)) | {"<|image|>": ids.image_token_id}
+    vocabulary |= {"<start>": ids.image_start_token_id, "<end>": ids.image_end_token_id}
+    word_level = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    extra = {"image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "bos_token": "<start>", "eos_token": "<end>"}
+    special |= {"extra_special_tokens": extra}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_level, padding_side="left", **special)
     template = (
         "{% for m in messages %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<start><|image|><end>"
         "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}"
     )
-    pictures = GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
-    processor = GlmImageProcessor(pictures, tokenizer, chat_template=template)
+    image_processor = GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
+    processor = GlmImageProcessor(image_processor, tokenizer, chat_template=template)
 
-    def sizes(height: int, width: int) -> tuple[int, int, int, int]:  # about 16 cells in the preview instead of 256
+    def target_shape(height: int, width: int) -> tuple[int, int, int, int]:  # a preview of about 16 cells, not 256
         rows, columns = height // 32, width // 32
         return rows, columns, int((rows / columns) ** 0.5 * 4), int((columns / rows) ** 0.5 * 4)
 
-    processor._get_target_shape = sizes
+    processor._get_target_shape = target_shape
     transformer = GlmImageTransformer2DModel.from_pretrained(folder / "dit").eval()
     torch.manual_seed(0)
-    small = {"d_model": transformer.config.text_embed_dim, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5_sizes = {"d_model": transformer.config.text_embed_dim, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     pipe = GlmImagePipeline(
         tokenizer=ByT5Tokenizer(),
         processor=processor,
-        text_encoder=T5EncoderModel(T5Config(**small, vocab_size=384)).eval(),
+        text_encoder=T5EncoderModel(T5Config(**t5_sizes, vocab_size=384)).eval(),
         vision_language_encoder=prior,
         vae=AutoencoderKL(
             block_out_channels=(4, 4, 4, 4), down_block_types=("DownEncoderBlock2D",) * 4, norm_num_groups=1,
@@ -314,9 +313,7 @@ class LoopPipeline(DiffusionPipeline):
         self.register_modules(transformer=transformer, scheduler=scheduler)
 
     @torch.no_grad()
-    def __call__(
-        self, inputs: dict[str, Any], steps: int = 6, calls: int = 1, callback_on_step_end: Any = None
-    ) -> Tensor:
+    def __call__(self, inputs: dict, steps: int = 6, calls: int = 1, callback_on_step_end: Any = None) -> Tensor:
         latent = inputs["hidden_states"].to(self.transformer.dtype)
         self.scheduler.set_timesteps(steps)
         for i, t in enumerate(self.progress_bar(self.scheduler.timesteps)):

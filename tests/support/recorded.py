@@ -121,7 +121,7 @@ def _record(value: Any, places: dict[tuple[str, ...], set[str]], place: tuple[st
         fields = {name: _record(field, places, (*place, name)) for name, field in value.items()}
         return Fields(fields, places.setdefault(place, set()))
     if isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value):
-        return [_record(entry, places, (*place, str(at))) for at, entry in enumerate(value)]
+        return [_record(entry, places, (*place, str(index))) for index, entry in enumerate(value)]
     return value
 
 
@@ -171,9 +171,9 @@ def _count_unread(
     value: Any, places: Any, place: tuple[str, ...], field: str, counts: Counter[tuple[str, str]], group: str
 ) -> None:
     if isinstance(value, list):
-        for at, entry in enumerate(value):
+        for index, entry in enumerate(value):
             if isinstance(entry, (dict, list)):
-                _count_unread(entry, places, (*place, str(at)), field, counts, group)
+                _count_unread(entry, places, (*place, str(index)), field, counts, group)
     elif isinstance(value, dict):
         is_table = len(value) > 1 and all(isinstance(entry, dict) for entry in value.values())
         for name, entry in value.items():
@@ -237,30 +237,25 @@ def replay(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replay_in_float64(name: str, case: Any) -> Iterator[None]:
-    """`replay`, where a difference is a near tie if the case's `margin` is small, and refused if `fp64_same` is
-    false."""
-    with replay(name):
-        try:
-            yield
-        except AssertionError as error:
-            if case.get("margin", 1.0) < NEAR_TIE:
-                raise NearTie(f"scores {case['margin']:.1e} apart: {error}") from error
-            if case.get("fp64_same") is False:
-                raise Refused("the reference itself decides otherwise in float64") from error
-            raise
-
-
-@contextlib.contextmanager
-def tied_below(gap: Callable[[], float]) -> Iterator[None]:
-    """Report a failed assertion as a near tie if `gap()`, the distance of the deciding scores, is below `NEAR_TIE`."""
+def tied_below(gap: Callable[[], float], case: Any = None) -> Iterator[None]:
+    """Report a failed assertion as a near tie if `gap()`, the distance of the deciding scores, is below `NEAR_TIE`;
+    otherwise as refused if the case's `fp64_same` is false."""
     try:
         yield
     except AssertionError as error:
         distance = gap()
         if distance < NEAR_TIE:
             raise NearTie(f"scores {distance:.1e} apart: {error}") from error
+        if case is not None and case.get("fp64_same") is False:
+            raise Refused("the reference itself decides otherwise in float64") from error
         raise
+
+
+@contextlib.contextmanager
+def replay_in_float64(name: str, case: Any) -> Iterator[None]:
+    """`replay` with `tied_below` the case's `margin`."""
+    with replay(name), tied_below(lambda: case.get("margin", 1.0), case):
+        yield
 
 
 def distance_to_bounds(weights: Any, uniform: Any) -> float:

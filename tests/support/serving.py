@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 NAME = "tiny"
 SORT = "Sort: pear fig apple"
-LONG: dict[str, Any] = {
-    "max_tokens": 400,
-    "temperature": 1.0,
-    "paradec": {"sampler": "low_confidence", "eos_early_stop": False},
-}
+LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0}
+LONG |= {"paradec": {"sampler": "low_confidence", "eos_early_stop": False}}
 """Fields of a request that takes hundreds of steps."""
 
 
@@ -44,23 +41,19 @@ class Running:
         """Send a request; return status, headers and text of the response. body: a JSON value, or raw bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         with self.send(data, path, **headers) as wire:
-            answer = b""
+            response = b""
             while piece := wire.recv(65536):
-                answer += piece
-        head, _, text = answer.decode().partition("\r\n\r\n")
-        first, *lines = head.split("\r\n")
+                response += piece
+        head, _, text = response.decode().partition("\r\n\r\n")
+        status_line, *lines = head.split("\r\n")
         fields = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        return int(first.split()[1]), fields, text
+        return int(status_line.split()[1]), fields, text
 
     def send(self, data: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
         """Send a request and return its connection; the response is unread."""
         wire = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        fields = {
-            "Host": "x",
-            "Connection": "close",
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-        }
+        fields = {"Host": "x", "Connection": "close", "Content-Type": "application/json"}
+        fields |= {"Content-Length": str(len(data))}
         fields |= {name.replace("_", "-"): value for name, value in headers.items()}
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         wire.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
@@ -79,9 +72,7 @@ def wait(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @contextmanager
-def running(
-    model: Any, *, batch_size: int = 4, request: dict[str, Any] | None = None, **options: Any
-) -> Iterator[Running]:
+def running(model: Any, *, batch_size: int = 4, request: dict | None = None, **options: Any) -> Iterator[Running]:
     """Start a server, and stop it and its threads at the end."""
     engine = Engine(model, batch_size=batch_size, **(request or {}))
     app = build_app(engine, **{"name": NAME, **options})
@@ -140,10 +131,8 @@ def scripted(
     tokenizer = byte_level_tokenizer("<|im_end|>")
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *markers]})
     tokenizer.chat_template = template
-    ends = {"eos_token_id": tokenizer.eos_token_id}
-    model = paradec.wrap(
-        Scripted(tokenizer, text), tokenizer=tokenizer, prediction="shifted", topology="causal", **ends
-    )
+    facts = {"prediction": "shifted", "topology": "causal", "eos_token_id": tokenizer.eos_token_id}
+    model = paradec.wrap(Scripted(tokenizer, text), tokenizer=tokenizer, **facts)
     with running(model, request={"sampler": "sjd"}) as server:
         from openai import OpenAI
 

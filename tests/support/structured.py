@@ -52,9 +52,8 @@ def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
     words = {text: token for token, text in enumerate([*vocab, "<mask>", "<prompt>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<prompt>"))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="<mask>", eos_token=vocab[end], extra_special_tokens=["<prompt>"]
-    )
+    special = {"mask_token": "<mask>", "eos_token": vocab[end], "extra_special_tokens": ["<prompt>"]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
@@ -79,11 +78,11 @@ class Table(nn.Module):
     def of(self, canvas: Canvas) -> Tensor:
         """Logits [n, V] for a canvas."""
         logits = self.bias.clone()
-        for other, token in enumerate(canvas):
+        for position, token in enumerate(canvas):
             if token is not None:
-                unchanged = logits[other].clone()  # a position does not see itself
-                logits += self.pair[:, other, token]
-                logits[other] = unchanged
+                unchanged = logits[position].clone()  # a position does not see itself
+                logits += self.pair[:, position, token]
+                logits[position] = unchanged
         return logits
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -105,8 +104,8 @@ class CausalTable(Table):
         logits[:, :, size:] = -torch.inf
         for slot in range(min(ids.shape[1], len(self.bias))):
             slot_logits = self.bias[slot].expand(len(ids), -1)
-            for other in range(slot):
-                slot_logits = slot_logits + self.pair[slot, other][ids[:, 1 + other].clamp(max=size - 1)]
+            for earlier in range(slot):
+                slot_logits = slot_logits + self.pair[slot, earlier][ids[:, 1 + earlier].clamp(max=size - 1)]
             logits[:, slot, :size] = slot_logits
         return logits
 
@@ -264,8 +263,7 @@ def tiny_with_texts(topology: str = "bidirectional") -> Model:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<38>"))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("yes|no|ab|."), "isolated")
-    others = [f"<{token}>" for token in range(len(TEXTS), 39)]
-    model.tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="<mask>", eos_token="<end>", extra_special_tokens=others
-    )
+    special = {"mask_token": "<mask>", "eos_token": "<end>"}
+    special |= {"extra_special_tokens": [f"<{token}>" for token in range(len(TEXTS), 39)]}
+    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     return model

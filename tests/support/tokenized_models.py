@@ -22,21 +22,21 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, mask_token=words[-1])
 
 
-def byte_level_tokenizer(end: str = "<|end|>", text: str = TEXT) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with 300 entries: words of a text, parts of words, and bytes. end: name of the end token."""
+def byte_level_bpe(special_tokens: list[str], text: str = TEXT) -> Tokenizer:
+    """A byte-level BPE with 300 entries: special tokens, words of a text, parts of words, and bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|mask|>", end, "<|turn|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="<|mask|>", eos_token=end, extra_special_tokens=["<|turn|>"]
-    )
+    settings = {"special_tokens": special_tokens, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=300, show_progress=False, **settings))
+    return tokenizer
+
+
+def byte_level_tokenizer(end: str = "<|end|>", text: str = TEXT) -> PreTrainedTokenizerFast:
+    """A tokenizer with `byte_level_bpe` and a mask token. end: text of the end token."""
+    special = {"mask_token": "<|mask|>", "eos_token": end, "extra_special_tokens": ["<|turn|>"]}
+    tokenizer = byte_level_bpe(["<|mask|>", end, "<|turn|>"], text)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 TOKENIZER = byte_level_tokenizer()
@@ -98,13 +98,10 @@ def chat_network(seed: int = 0, dtype: torch.dtype = torch.float64) -> LlamaForC
 
 
 def chat_model(topology: str, prediction: str = "same", module: nn.Module | None = None, **more: Any) -> Model:
-    if topology == "causal":
-        more, prediction = {"eos_token_id": CHAT_END} | more, "shifted"
-    else:
-        more = {"mask_token_id": CHAT_MASK, "eos_token_id": CHAT_END} | more
-    return paradec.wrap(
-        module or chat_network(), topology=topology, prediction=prediction, tokenizer=CHAT_TOKENIZER, **more
-    )
+    is_causal = topology == "causal"
+    facts = {"topology": topology, "prediction": "shifted" if is_causal else prediction, "eos_token_id": CHAT_END}
+    facts |= {} if is_causal else {"mask_token_id": CHAT_MASK}
+    return paradec.wrap(module or chat_network(), tokenizer=CHAT_TOKENIZER, **facts | more)
 
 
 class ConstantLogits(nn.Module):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded import NEAR_TIE, NearTie, Refused, find_checkpoint, golden, read_head, read_json, replay
+from recorded import find_checkpoint, golden, read_head, read_json, replay, tied_below
 from torch import Tensor
 
 import paradec
@@ -76,10 +76,8 @@ def some_or_all(*numbers: int) -> list[Any]:
 def precisions(*numbers: int) -> list[Any]:
     """Parameters (precision, numbers) of a test: these cases in float64; and, marked `full`, None for all cases in
     each precision."""
-    every = [
-        pytest.param(precision, None, id=precision, marks=pytest.mark.full) for precision in ("float64", "float32")
-    ]
-    return [pytest.param("float64", numbers, id="some"), *every]
+    full = [pytest.param(dtype, None, id=dtype, marks=pytest.mark.full) for dtype in ("float64", "float32")]
+    return [pytest.param("float64", numbers, id="some"), *full]
 
 
 def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
@@ -88,12 +86,10 @@ def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, 
     if numbers is None:
         return cases
     cases = [(name, case) for name, case in cases if case.get("fp64_same", True)]
-    return [cases[at] for at in sorted({number % len(cases) for number in numbers})] if cases else []
+    return [cases[index] for index in sorted({number % len(cases) for number in numbers})] if cases else []
 
 
-def select_covering_traces(
-    names: Iterable[str], together: int = 2, load: Callable[[str], dict] = trace_head
-) -> list[str]:
+def select_covering_traces(names: Iterable[str], together: int = 2, load: Callable = trace_head) -> list[str]:
     """Select a few traces that together cover all combinations of `together` setting values that occur in `names`.
 
     Model, batch size and method count as settings. The choice is greedy, by new combinations per forward.
@@ -153,8 +149,8 @@ def cache_of(trace: dict) -> str:
     function = settings.get("function", "")
     if "dual_cache" in settings:
         # Fast-dLLM's block code for Dream always has a cache; AdaBlock has a dual cache or none
-        other = "prefix" if trace["method"] == "fastdllm-dream" else "none"
-        return "dual" if settings["dual_cache"] else other
+        without_dual = "prefix" if trace["method"] == "fastdllm-dream" else "none"
+        return "dual" if settings["dual_cache"] else without_dual
     return next((cache for cache in ("prefix", "dual") if f"{cache}_cache" in function), "none")
 
 
@@ -229,9 +225,9 @@ class Row:
     def gap(self) -> float:
         """The difference of the deciding scores in the first call that departs from the reference."""
         ours = [(call.commits, scores) for call, scores in zip(self.ours, self.scores, strict=True) if call.commits]
-        for (mine, scores), call in zip(ours, self.decided, strict=False):
-            if mine != call.commits:
-                return decision_gap(mine, call.commits, scores, self.threshold)
+        for (commits, scores), call in zip(ours, self.decided, strict=False):
+            if commits != call.commits:
+                return decision_gap(commits, call.commits, scores, self.threshold)
         return float("inf")
 
     def blocks(self, length: int) -> list[list[Call]]:
@@ -253,50 +249,44 @@ def decision_gap(
     For each position that only one step chose: the least distance of its score to the threshold and to the scores of
     positions that only the other step chose. Returns the largest of these distances.
     """
-    mine, other = {at for at, _ in ours}, {at for at, _ in theirs}
+    chosen, reference = {position for position, _ in ours}, {position for position, _ in theirs}
     bounds = [threshold] if threshold is not None else []
     gaps = [
-        min((abs(scores[at] - bound) for bound in [*bounds, *(scores[b] for b in opposite - own if b in scores)]),
+        min((abs(scores[p] - bound) for bound in [*bounds, *(scores[b] for b in second - first if b in scores)]),
             default=float("inf"))
-        for own, opposite in ((mine, other), (other, mine)) for at in own - opposite if at in scores
+        for first, second in ((chosen, reference), (reference, chosen)) for p in first - second if p in scores
     ]  # fmt: skip
     return max(gaps, default=float("inf"))
 
 
 @contextlib.contextmanager
-def replay_rows(rows: list[Row]) -> Iterator[None]:
-    with replay(rows[0].name):
-        try:
-            yield
-            check_case(rows[0].trace, rows[0].case)
-        except AssertionError as error:
-            check_case(rows[0].trace, rows[0].case)
-            gap = min(row.gap() for row in rows)
-            if gap < NEAR_TIE:
-                raise NearTie(f"scores {gap:.1e} apart: {error}") from error
-            if rows[0].case.get("fp64_same") is False:
-                raise Refused("the reference itself decides otherwise in float64") from error
-            raise
-
-
-@contextlib.contextmanager
-def replay_case(trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, Any]] = ()) -> Iterator[None]:
-    """Replay a case of one row. pairs: (our call, reference's call), appended in the body of the `with` statement."""
+def replay_checked(name: str, trace: dict, case: dict, gap: Callable[[], float]) -> Iterator[None]:
+    """`replay` with `tied_below`, for a case whose recorded sizes, counts and texts are checked too."""
     with replay(name):
         try:
-            yield
+            with tied_below(gap, case):
+                yield
+        finally:
             check_case(trace, case)
-        except AssertionError as error:
-            check_case(trace, case)
-            first = next(((ours, theirs) for ours, theirs in pairs if ours.commits != theirs.commits), None)
-            if first is not None:
-                ours, theirs = first
-                gap = decision_gap(ours.commits, theirs.commits, ours.scores, trace["settings"].get("threshold"))
-                if gap < NEAR_TIE:
-                    raise NearTie(f"scores {gap:.1e} apart: {error}") from error
-            if case.get("fp64_same") is False:
-                raise Refused("the reference itself decides otherwise in float64") from error
-            raise
+
+
+def replay_rows(rows: list[Row]) -> contextlib.AbstractContextManager[None]:
+    """Replay a case with all its rows."""
+    return replay_checked(rows[0].name, rows[0].trace, rows[0].case, lambda: min(row.gap() for row in rows))
+
+
+def replay_case(
+    trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, Any]] = ()
+) -> contextlib.AbstractContextManager[None]:
+    """Replay a case of one row. pairs: (our call, reference's call), appended in the body of the `with` statement."""
+
+    def gap() -> float:
+        for ours, theirs in pairs:
+            if ours.commits != theirs.commits:
+                return decision_gap(ours.commits, theirs.commits, ours.scores, trace["settings"].get("threshold"))
+        return float("inf")
+
+    return replay_checked(name, trace, case, gap)
 
 
 def group_by_case(rows: list[Row]) -> list[list[Row]]:
@@ -403,9 +393,9 @@ def check_case(trace: dict, case: dict) -> None:
     if "block_history" in extra:
         assert_block_history(case, begin)
     if "trajectory_step_map" in extra and settings.get("method") == "static":
-        committing = [{at for _, at, _ in step["commit"]} for step in case["steps"] if step["commit"]]
-        numbers = {at: number for number, places in enumerate(committing) for at in places}
-        assert extra["trajectory_step_map"] == [[numbers[begin + at] for at in range(len(numbers))]]
+        committing = [{position for _, position, _ in step["commit"]} for step in case["steps"] if step["commit"]]
+        numbers = {position: number for number, positions in enumerate(committing) for position in positions}
+        assert extra["trajectory_step_map"] == [[numbers[begin + index] for index in range(len(numbers))]]
     if "returned" in extra:
         for final, returned in zip(case["final_ids"], extra["returned"], strict=True):
             without_ends = [[token for token in row if token != trace["eos_id"]] for row in (final, returned)]
@@ -418,23 +408,23 @@ def assert_block_history(case: dict, begin: int) -> None:
     steps = iter(case["steps"])
     for length, calls in zip(case["extra"]["block_history"], case["extra"]["nfe_history"], strict=True):
         for step in itertools.islice(steps, calls):
-            assert all(begin <= at < begin + length for _, at, _ in step["commit"])
+            assert all(begin <= position < begin + length for _, position, _ in step["commit"])
         begin += length
     assert begin == len(case["final_ids"][0])
 
 
 def _their_call(step: dict, row: int, batch: int) -> Call:
     calls, tokens = step["input_shape"]
-    commits = frozenset((position, token) for at, position, token in step["commit"] if at == row)
+    commits = frozenset((position, token) for index, position, token in step["commit"] if index == row)
     return Call(calls * tokens // batch, commits)
 
 
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
     """Assert that final tokens and number of calls equal the reference's; with `exact`, also each call's evaluated
     count and commits."""
-    for together in group_by_case(rows):
-        with replay_rows(together):
-            for row in together:
+    for case_rows in group_by_case(rows):
+        with replay_rows(case_rows):
+            for row in case_rows:
                 if exact:
                     assert_calls(row.ours, row.theirs, row.where)
                 assert row.tokens == row.final, row.where
@@ -442,22 +432,22 @@ def assert_replayed(rows: list[Row], exact: bool = True) -> None:
 
 
 def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
-    for number, (one, other) in enumerate(zip(ours, theirs)):
-        assert one.evaluated == other.evaluated, f"{where}, call {number}"
-        assert sorted(one.commits) == sorted(other.commits), f"{where}, call {number}"
+    for number, (call, reference) in enumerate(zip(ours, theirs)):
+        assert call.evaluated == reference.evaluated, f"{where}, call {number}"
+        assert sorted(call.commits) == sorted(reference.commits), f"{where}, call {number}"
     assert len(ours) == len(theirs), where
 
 
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
     """`assert_replayed` for references in which all rows of a batch open their next block together."""
-    for together in group_by_case(rows):
-        with replay_rows(together):
-            for row in together:
+    for case_rows in group_by_case(rows):
+        with replay_rows(case_rows):
+            for row in case_rows:
                 if exact:
                     assert_calls(row.ours, row.decided, row.where)
                 assert row.tokens == row.final, row.where
-            lengths = ([len(calls) for calls in row.blocks(block_length)] for row in together)
-            assert sum(map(max, zip(*lengths, strict=True))) == together[0].case["nfe"], together[0].where
+            lengths = ([len(calls) for calls in row.blocks(block_length)] for row in case_rows)
+            assert sum(map(max, zip(*lengths, strict=True))) == case_rows[0].case["nfe"], case_rows[0].where
 
 
 def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
@@ -474,27 +464,27 @@ def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 def force_first_position(sampler: MaskedSampler) -> MaskedSampler:
     """A copy of `sampler` whose first step in a block commits only the first position, like public cached decoders."""
 
-    class Forced(type(sampler)):  # type: ignore[misc]
+    class FirstPositionFirst(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
             return state.block_step[rows] == 0, super().quota(state, rows)
 
         def select(self, view: View) -> Tensor:
             opens, quota = view.quota
             first = view.candidates & (view.candidates.cumsum(-1) == 1)
-            usual = super().select(dataclasses.replace(view, quota=quota))
-            return torch.where(torch.as_tensor(opens).unsqueeze(1), first, usual)
+            by_rule = super().select(dataclasses.replace(view, quota=quota))
+            return torch.where(torch.as_tensor(opens).unsqueeze(1), first, by_rule)
 
-    return Forced(**{field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)})
+    return FirstPositionFirst(**{field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)})
 
 
 def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
     """A copy of `sampler` that computes confidence among the 50 most likely tokens, and the request's `top_k`."""
 
-    class OfTheLikeliest(type(sampler)):  # type: ignore[misc]
+    class TopK(type(sampler)):  # type: ignore[misc]
         needs = dataclasses.replace(type(sampler).needs, score_from="sampled")
 
     settings = {field.name: getattr(sampler, field.name) for field in dataclasses.fields(sampler)}
-    return OfTheLikeliest(**settings), {"top_k": 50}
+    return TopK(**settings), {"top_k": 50}
 
 
 class PrefixWithoutLeftPosition(PrefixCache):
@@ -531,22 +521,22 @@ def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
     forwards = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}
-        commits = {(at, token) for _, at, token in step["commit"]}
+        commits = {(position, token) for _, position, token in step["commit"]}
         if block is not None:
             prompt = len(case["prompt_ids"][0])
-            last = prompt + ((min(commits)[0] - prompt) // block + 1) * block
-            commits = {(at, token) for at, token in commits if at < last}
-        scores = dict(zip((at for _, at, _ in step["commit"]), step.get("conf", ()), strict=False))
+            block_end = prompt + ((min(commits)[0] - prompt) // block + 1) * block
+            commits = {(position, token) for position, token in commits if position < block_end}
+        scores = dict(zip((position for _, position, _ in step["commit"]), step.get("conf", ()), strict=False))
         forwards.append(Forward(frozenset(fed), frozenset(commits), scores))
     return forwards
 
 
 def assert_confidences(ours: list[Forward], theirs: list[Forward]) -> None:
     """Assert that our scores of committed tokens equal the reference's, which come from float32 logits."""
-    for one, other in zip(ours, theirs):
-        for at, _ in one.commits:
-            if other.scores.get(at) is not None:
-                assert abs(one.scores[at] - other.scores[at]) < 1e-4, f"position {at}"
+    for forward, reference in zip(ours, theirs):
+        for position, _ in forward.commits:
+            if reference.scores.get(position) is not None:
+                assert abs(forward.scores[position] - reference.scores[position]) < 1e-4, f"position {position}"
 
 
 def decode_forwards(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Forward], list[int]]:
