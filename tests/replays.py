@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "moe": (
         ("moe",),
         {
-            "samplers/masked/test_traces_moe.py": "llada20 llada21 ends batches in_a_pipeline llada_moe sdar_moe",
+            "samplers/masked/test_traces_moe.py": "llada2 ends batches in_a_pipeline llada_moe sdar_moe",
             "models/text/test_moe.py": "facts logits logits_of_unequal_rows_in_one_batch logits_over_a_store "
             "hidden_states_and_routing",
         },
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "samplers/causal/test_jacobi_blocks.py": "blocks_are_those_of_the_public_code "
             "a_block_that_stays_in_the_store_has_another_fixed_point",
             "models/images/test_lpd.py": "a_recorded_run a_recorded_forward",
-            "models/images/test_nar.py": "replays_the_reference the_mask_and_one_forward_are_the_reference_s",
+            "models/images/test_nar.py": "replays_the_reference the_mask_and_one_forward_equal_the_reference",
             "core/test_orders.py": "a_recorded_order",
         },
     ),
@@ -76,11 +76,11 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "proteins": (
         ("proteins",),
         {
-            "models/proteins/test_network.py": "numbers_along_the_chain scores_are_those_of_the_public_code "
-            "single_residues_are_those_of_the_public_code a_design_is_drawn_from_the_same_probabilities"
+            "models/proteins/test_network.py": "numbers_along_the_chain scores_equal_the_public_code "
+            "single_residue_scores_equal_the_public_code designs_have_the_recorded_probabilities"
         },
     ),
-    "ligands": (("ligands",), {"models/proteins/test_relatives.py": "probabilities_are_those_of_the_public_code"}),
+    "ligands": (("ligands",), {"models/proteins/test_relatives.py": "probabilities_equal_the_public_code"}),
     "images-autumn": (
         ("images-autumn",),
         {
@@ -93,8 +93,8 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "drafters": (
         ("drafters",),
         {
-            "models/test_eagle3.py": "the_recorded_base recorded_drafts_and_what_they_were_drawn_from",
-            "models/test_walking_drafters.py": "recorded_blocks_and_what_they_were_drawn_from",
+            "models/test_eagle3.py": "the_recorded_base recorded_drafts_and_their_distributions",
+            "models/test_walking_drafters.py": "recorded_drafts_and_their_distributions",
             "models/test_mtp.py": "recorded_calls",
             "samplers/causal/test_siblings.py": "the_plain_step_replays_a_recorded_verification "
             "replays_a_recorded_verification",
@@ -116,7 +116,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "autumn": (
         ("autumn",),
         {
-            "models/text/test_rotary.py": "the_tables",
+            "models/text/test_rotary.py": "angles_equal_the_recorded_tables",
             "models/text/test_nemotron_diffusion.py": "facts forwards the_causal_mode blocks",
             "samplers/masked/rules/test_s2d2.py": "recorded_steps",
             "samplers/masked/rules/test_levenshtein.py": "recorded_steps recorded_answers",

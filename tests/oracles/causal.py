@@ -16,14 +16,14 @@ def greedy(
 ) -> list[list[int]]:
     """Greedy decoding of `new` tokens. scale: guidance scale, against `negative` prompts (default: empty guidance)."""
     answers = []
-    for prompt, other in zip(prompts, prompts if negative is None else negative, strict=True):
+    for prompt, negative_prompt in zip(prompts, prompts if negative is None else negative, strict=True):
         ids: list[int] = []
         for _ in range(new):
             with torch.inference_mode():
                 logits = module(torch.tensor([prompt + ids])).logits[0, -1]
                 if scale != 1:
-                    without = module(torch.tensor([other + ids])).logits[0, -1]
-                    logits = without + scale * (logits - without)
+                    unconditional = module(torch.tensor([negative_prompt + ids])).logits[0, -1]
+                    logits = unconditional + scale * (logits - unconditional)
             ids.append(int(logits.argmax()))
         answers.append(ids)
     return answers
@@ -45,22 +45,22 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
                 break
             if before[row] == grid.width:
                 continue
-            at = first + row * grid.stride + before[row]
+            cell = first + row * grid.stride + before[row]
             if row and not before[row]:
                 if grid.row_end is not None:
-                    known[at - 1] = grid.row_end
+                    known[cell - 1] = grid.row_end
                 elif before[row - 1] < grid.width:
-                    proxies[at - 1] = known[at - grid.width - 1 + before[row - 1]]
+                    proxies[cell - 1] = known[cell - grid.width - 1 + before[row - 1]]
             done[row] += 1
-            tokens[at] = None
-        for at in tokens:
-            visible = {offset: token_id for offset, token_id in (proxies | known).items() if offset < at}
+            tokens[cell] = None
+        for cell in tokens:
+            visible = {offset: token_id for offset, token_id in (proxies | known).items() if offset < cell}
             order = sorted(visible)
             ids = torch.tensor([[*prompt, *(visible[offset] for offset in order)]])
             positions = torch.tensor([[*range(len(prompt)), *(len(prompt) + offset for offset in order)]])
             with torch.inference_mode():
                 logits = module(ids, position_ids=positions).logits[0, -1]
-            tokens[at] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
+            tokens[cell] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
         known |= tokens
         for row in range(grid.height):
             if done[row] == grid.width and grid.row_end is not None:
@@ -77,16 +77,20 @@ def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, .
     return tokens[len(prompt) :]
 
 
-def blocks_of_one(model: Model, row: list[int], new: int, filters: Any = None) -> list[int]:
-    """Greedy decoding in blocks of one, without a store; an unshifted model predicts a mask after the causal text."""
-    tokens, module = list(row), model.module
+def next_logits(model: Model, row: list[int]) -> torch.Tensor:
+    """Logits [V] of the next token after causal text, without a store. An unshifted model predicts an added mask."""
+    tokens = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
+    causal = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
+    arguments = {"attention_mask": causal, "position_ids": torch.arange(len(tokens))[None], "use_cache": False}
+    with torch.no_grad():
+        return model.module(input_ids=torch.tensor([tokens]), **arguments).logits[0, -1].clone()
+
+
+def blocks_of_one(model: Model, row: list[int], new: int) -> list[int]:
+    """Greedy decoding in blocks of one, without a store."""
+    tokens = list(row)
     for _ in range(new):
-        ids = tokens if model.facts.prediction == "shifted" else [*tokens, model.facts.mask_id]
-        causal = torch.ones(1, 1, len(ids), len(ids), dtype=torch.bool).tril()
-        with torch.no_grad():
-            positions = torch.arange(len(ids))[None]
-            out = module(input_ids=torch.tensor([ids]), attention_mask=causal, position_ids=positions, use_cache=False)
-        logits = out.logits[0, -1].clone()
+        logits = next_logits(model, tokens)
         logits[model.facts.mask_id] = -torch.inf
         tokens.append(int(logits.argmax()))
     return tokens[len(row) :]
@@ -94,12 +98,7 @@ def blocks_of_one(model: Model, row: list[int], new: int, filters: Any = None) -
 
 def next_token(model: Model, row: list[int], ids: list[int], temperature: float) -> np.ndarray:
     """The distribution of the next token among `ids`, computed without a store."""
-    tokens = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
-    causal = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
-    with torch.no_grad():
-        positions = torch.arange(len(tokens))[None]
-        out = model.module(input_ids=torch.tensor([tokens]), attention_mask=causal, position_ids=positions)
-    p: np.ndarray = (out.logits[0, -1, ids].double() / temperature).softmax(-1).numpy()
+    p: np.ndarray = (next_logits(model, row)[ids].double() / temperature).softmax(-1).numpy()
     return p
 
 
@@ -146,8 +145,8 @@ def sjd_pac_step(
                 chosen = child
                 break
             p = normalized(without(p, q))
-            others = [0.0 if token == x else weight for token, weight in enumerate(q)]
-            q = normalized(others) if sum(others) > 0 else q
+            remaining = [0.0 if token == x else weight for token, weight in enumerate(q)]
+            q = normalized(remaining) if sum(remaining) > 0 else q
         if chosen < 0:
             chain = slot >= branching and not any(path)
             final.append(draw(p, end if slot == width - 1 and chain else case["v"][slot]))
@@ -198,7 +197,7 @@ def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
 
         result = act(
             lambda weights, _, choose=choose: choose(normalized(weights)),
-            lambda happens, _, choose=choose: choose([1 - happens, happens]) == 1,
+            lambda p, _, choose=choose: choose([1 - p, p]) == 1,
         )
         if not branches:
             results.append((chance, result))

@@ -21,8 +21,9 @@ def surest(case: dict[str, Any], canvas: Canvas) -> int:
 
 
 def masked_law(case: dict[str, Any], where: Any, canvas: Canvas) -> dict[tuple[int, ...], float]:
-    """Distribution of texts decoded token by token, without tokens after which no completion exists. where: canvas ->
-    the next slot."""
+    """Distribution of texts decoded token by token, without tokens after which no completion exists.
+
+    where: maps a canvas to the next slot."""
     if None not in canvas:
         return {tuple(canvas): 1.0}
     automaton, slot, masses = automaton_of(case), where(canvas), dict[tuple[int, ...], float]()
@@ -31,5 +32,5 @@ def masked_law(case: dict[str, Any], where: Any, canvas: Canvas) -> dict[tuple[i
     allowed = [token for token, t in trials.items() if passes.completions(automaton, t, automaton.accept)[0, 0]]
     for token in allowed:
         for text, mass in masked_law(case, where, trials[token]).items():
-            masses[text] = mass * p[token] / math.fsum(p[other] for other in allowed)
+            masses[text] = mass * p[token] / math.fsum(p[allowed_token] for allowed_token in allowed)
     return masses

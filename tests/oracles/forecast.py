@@ -21,8 +21,7 @@ def denoise(
             inputs = torch.cat([latent, latent]) if scale != 1.0 else latent
             if hasattr(scheduler, "scale_model_input"):
                 inputs = scheduler.scale_model_input(inputs, t)
-            output = module(inputs, timestep=t.expand(len(inputs)), class_labels=classes).sample
-            output = output[:, :4]
+            output = module(inputs, timestep=t.expand(len(inputs)), class_labels=classes).sample[:, :4]
             if scale != 1.0:
                 conditional, unconditional = output.chunk(2)
                 output = unconditional + scale * (conditional - unconditional)
@@ -41,7 +40,7 @@ def forecast_loop(
     first_enhance: int,
 ) -> tuple[Tensor, list[str]]:
     """The final latent, and "full" or "forecast" for each step. Derivatives are finite differences of evaluations."""
-    counter, derivatives, last, kinds = 0, list[Tensor](), 0, list[str]()
+    counter, derivatives, last_full, kinds = 0, list[Tensor](), 0, list[str]()
     scheduler.set_timesteps(steps)
     classes = torch.tensor(labels)
     with torch.inference_mode():
@@ -52,12 +51,12 @@ def forecast_loop(
                 new = [output]
                 for i in range(order):
                     if i < len(derivatives) and step > first_enhance - 2:
-                        new.append((new[i] - derivatives[i]) / (step - last))
-                derivatives, last = new, step
+                        new.append((new[i] - derivatives[i]) / (step - last_full))
+                derivatives, last_full = new, step
                 kinds.append("full")
             else:
                 counter += 1
-                output = sum(term * (step - last) ** i / factorial(i) for i, term in enumerate(derivatives))
+                output = sum(term * (step - last_full) ** i / factorial(i) for i, term in enumerate(derivatives))
                 kinds.append("forecast")
             latent = scheduler.step(output, t, latent).prev_sample
     return latent, kinds

@@ -58,7 +58,7 @@ def is_valid(value: Any, schema: Any, root: Any) -> bool:
         "$ref": follow,
         "type": lambda kinds: any(has_kind(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)),
         "enum": lambda values: any(equal(value, allowed) for allowed in values),
-        "const": lambda other: equal(value, other),
+        "const": lambda constant: equal(value, constant),
         "allOf": lambda parts: all(map(inner, parts)),
         "anyOf": lambda parts: any(map(inner, parts)),
         "oneOf": lambda parts: sum(map(inner, parts)) == 1,
@@ -96,13 +96,13 @@ def _is_valid_number(value: float, schema: Any) -> bool:
 
 def _is_valid_array(value: list[Any], schema: Any, inner: Callable[[Any, Any], bool]) -> bool:
     items = schema.get("items", True)
-    front, rest = (items, schema.get("additionalItems", True)) if isinstance(items, list) else (
-        schema.get("prefixItems", []), items
-    )  # fmt: skip
+    prefix, after_prefix = schema.get("prefixItems", []), items
+    if isinstance(items, list):
+        prefix, after_prefix = items, schema.get("additionalItems", True)
     count = sum(inner(schema["contains"], item) for item in value) if "contains" in schema else None
     return (
         schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf)
-        and all(inner(front[i] if i < len(front) else rest, item) for i, item in enumerate(value))
+        and all(inner(prefix[i] if i < len(prefix) else after_prefix, item) for i, item in enumerate(value))
         and (count is None or schema.get("minContains", 1) <= count <= schema.get("maxContains", math.inf))
         and not (schema.get("uniqueItems") and any(equal(a, b) for i, a in enumerate(value) for b in value[:i]))
     )

@@ -105,15 +105,12 @@ def editing(model: Any, row: list[int], block: range, memory: dict, settings: di
         masks = [i for i in block if row[i] == HOLE]
         post_steps += not masks
         p = {i: model.read(i, list(enumerate(row))) for i in block}
-        sure = {i: p[i][most_confident(p[i])] for i in block}
+        best = {i: most_confident(p[i]) for i in block}
+        sure = {i: p[i][best[i]] for i in block}
         chosen = [i for i in masks if sure[i] > settings["threshold"]] or sorted(masks, key=lambda i: (-sure[i], i))[:1]
-        edits = [
-            i
-            for i in block
-            if i not in masks and sure[i] > settings["editing_threshold"] and most_confident(p[i]) != row[i]
-        ]
+        edits = [i for i in block if row[i] not in (HOLE, best[i]) and sure[i] > settings["editing_threshold"]]
         for i in chosen + edits:
-            row[i] = most_confident(p[i])
+            row[i] = best[i]
         memory["back"] += len(edits)
         yield
         if all(row[i] != HOLE for i in block):
@@ -484,11 +481,9 @@ def decoded_by_hand(
     return counts | {"row": row}
 
 
-def learn2pd_records(
-    model: Model, prompt: list[int], new: int, length: int
-) -> list[tuple[Tensor, list[bool], list[bool]]]:
-    """Confidences, candidates equal to the final tokens, and undecided positions of each step, for one row without a
-    cache."""
+def learn2pd_records(model: Model, prompt: list[int], new: int, length: int) -> list[tuple[Tensor, list, list]]:
+    """For each step of one row without a cache: confidences, whether each candidate equals the final token, and
+    whether each position is undecided."""
     mask = model.facts.mask_token_id
 
     def forward(canvas: list[int]) -> tuple[Tensor, Tensor]:
@@ -502,9 +497,9 @@ def learn2pd_records(
     for begin in range(start, start + new, length):
         for _ in range(length):
             confidence, tokens = forward(canvas)
-            open_ = [i for i in range(begin, begin + length) if canvas[i] == mask]
-            at = max(open_, key=lambda i: (float(confidence[i]), -i))
-            canvas[at] = int(tokens[at])
+            undecided = [i for i in range(begin, begin + length) if canvas[i] == mask]
+            best = max(undecided, key=lambda i: (float(confidence[i]), -i))
+            canvas[best] = int(tokens[best])
     target, records = canvas, []
     canvas = prompt + [mask] * new
     for begin in range(start, start + new, length):
@@ -517,7 +512,9 @@ def learn2pd_records(
             if guess == before or step == length - 1:
                 canvas[block] = target[block]
             else:
-                canvas[block] = [b if yes else c for yes, b, c in zip(final, target[block], canvas[block], strict=True)]
+                canvas[block] = [
+                    t if same else c for same, t, c in zip(final, target[block], canvas[block], strict=True)
+                ]
             before = guess
             if mask not in canvas[block]:
                 break
@@ -541,14 +538,14 @@ def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: Pi
         open_ = [i for block in range(opened) for i in masks_of(block)]
         for i in open_:
             if rule.name == "klass":
-                now = p[i].float()
-                last = before.get(i, torch.zeros(VOCAB))
-                divergence = float((now * ((now + 1e-12) / (last + 1e-12)).log()).sum())
+                current = p[i].float()
+                previous = before.get(i, torch.zeros(VOCAB))
+                divergence = float((current * ((current + 1e-12) / (previous + 1e-12)).log()).sum())
                 run[i] = run.get(i, 0) + 1 if divergence < rule.kl_threshold else 0
             else:
-                now = int(p[i].argmax())
-                run[i] = run.get(i, 0) + 1 if before.get(i) == now else 1
-            before[i] = now
+                current = int(p[i].argmax())
+                run[i] = run.get(i, 0) + 1 if before.get(i) == current else 1
+            before[i] = current
         sure = {i: float(p[i].max()) for i in open_}
         if rule.name == "klass":
             chosen = {i for i in open_ if sure[i] > rule.confidence_threshold and run[i] >= rule.history}
@@ -575,7 +572,7 @@ def delayed_positions(
     A block is stored `cache_delay_iter` steps after it is full. waiting: "first" if blocks start to wait one by one.
     commits: the positions that each step fills."""
     undecided = set(range(prompt, length))
-    blocks = [range(prompt), *(range(at, min(at + size, length)) for at in range(prompt, length, size))]
+    blocks = [range(prompt), *(range(start, min(start + size, length)) for start in range(prompt, length, size))]
     since, num_stored, sizes = {0: -1}, 0, []
     for step, filled in enumerate(commits):
         waits, stored = False, num_stored
@@ -589,8 +586,8 @@ def delayed_positions(
             waits = True
             if waiting == "first":
                 break
-        whole = stored == num_stored and (not num_stored or waits or (step + 1) % cache.refresh_interval == 0)
-        sizes.append(length - (blocks[num_stored].start if num_stored < len(blocks) and not whole else 0))
+        is_full = stored == num_stored and (not num_stored or waits or (step + 1) % cache.refresh_interval == 0)
+        sizes.append(length - (blocks[num_stored].start if num_stored < len(blocks) and not is_full else 0))
         num_stored, undecided = stored, undecided - filled
     return sizes
 
@@ -621,24 +618,23 @@ class FreeDaveLoop:
 
     def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
         """The accepted rows in order, each with the index of the draft whose logits it comes from."""
-        path, at = [], 0
+        path, index = [], 0
         while True:
-            later = range(at + 1, len(drafts)) if self.subset else range(at + 1, min(at + 2, len(drafts)))
-            matches = [
-                i
-                for i in later
-                if drafts[i] == after[at]
-                or (self.subset and all(d in (self.mask, a) for d, a in zip(drafts[i], after[at], strict=True)))
-            ]
+            row, later = after[index], range(index + 1, len(drafts) if self.subset else min(index + 2, len(drafts)))
+            matches = [i for i in later if drafts[i] == row or self.subset and self.is_part(drafts[i], row)]
             if not matches:
-                return [*path, (after[at], at)]
-            path += [(drafts[i], at) for i in range(at + 1, matches[-1] + 1)]
-            at = matches[-1]
+                return [*path, (row, index)]
+            path += [(drafts[i], index) for i in range(index + 1, matches[-1] + 1)]
+            index = matches[-1]
+
+    def is_part(self, draft: list[int], row: list[int]) -> bool:
+        """Whether all decided tokens of a draft are those of the row."""
+        return all(d in (self.mask, token_id) for d, token_id in zip(draft, row, strict=True))
 
     def decode(self, prompt: list[int], new: int, size: int) -> dict[str, Any]:
         row, length = prompt + [self.mask] * new, len(prompt) + new
         commits, steps = [], 0
-        for block in [range(at, at + size) for at in range(len(prompt), length, size)]:
+        for block in [range(start, start + size) for start in range(len(prompt), length, size)]:
             carried = None
             while masks := [i for i in block if row[i] == self.mask]:
                 drafts = [row]
@@ -655,37 +651,28 @@ class FreeDaveLoop:
                     first = next((i for i in block if row[i] in (self.mask, self.end)), None)
                     if first is not None and row[first] == self.end:
                         beyond = len(path) - number - 1  # accepted steps after the end token
-                        return self.ended(commits, steps, row, first + 1, True) | {"beyond": beyond}
+                        return self.result(commits, steps, row[: first + 1], True) | {"beyond": beyond}
                     if all(row[i] != self.mask for i in block):
                         break
-        return self.ended(commits, steps, row, length, False)
+        return self.result(commits, steps, row, False)
 
-    def ended(self, commits: list, steps: int, row: list[int], end: int, stopped: bool) -> dict[str, Any]:
+    def result(self, commits: list, steps: int, row: list[int], stopped: bool) -> dict[str, Any]:
         decided = sum(map(len, commits))
-        return {
-            "commits": commits,
-            "steps": steps,
-            "row": row[:end],
-            "stopped": stopped,
-            "decided": decided,
-            "beyond": 0,
-        }
+        return {"commits": commits, "steps": steps, "row": row, "stopped": stopped, "decided": decided, "beyond": 0}
 
 
-def decided_share(decided: list[bool], at: int, sigma: float) -> float:
-    """Gaussian-weighted share of decided positions around `at`; past the end, the last position repeats."""
+def decided_share(decided: list[bool], center: int, sigma: float) -> float:
+    """Gaussian-weighted share of decided positions around `center`; past the end, the last position repeats."""
     reach, share, total = math.ceil(6 * sigma), 0.0, 0.0
-    for j in range(at - reach, at + reach + 1):
-        weight = math.exp(-((j - at) ** 2) / (2 * sigma**2))
+    for j in range(center - reach, center + reach + 1):
+        weight = math.exp(-((j - center) ** 2) / (2 * sigma**2))
         total += weight
         share += weight * (True if j < 0 else decided[-1] if j >= len(decided) else decided[j])
     return share / total
 
 
-def d2_positions(
-    state: Any, row: int, sure: dict[int, float], last: set[int], k: int, sigma: float, w: int
-) -> set[int]:
-    """The positions of a row that a later step evaluates, by D2Cache's rule."""
+def d2_positions(state: Any, row: int, sure: dict, last: set[int], k: int, sigma: float, w: int) -> set[int]:
+    """The positions of a row that a later step evaluates, by D2Cache's rule. sure: position -> confidence."""
     canvas, length = state.canvas[row].tolist(), int(state.length[row])
     canvas, start, end = canvas[:length], int(state.block_start[row]), int(state.block_end[row])
     masks = [p for p in range(length) if canvas[p] == MASK]

@@ -37,15 +37,12 @@ def groups_of_one(model: LPDModel, label: int, codes: Tensor, order: Tensor, sca
     conditional, unconditional = (
         model.module(codes[None], torch.tensor([c]), order[None], (1,) * size)[0] for c in (label, none)
     )
-    scales = (
-        1 + (scale - 1) * torch.arange(size, dtype=conditional.dtype) / size if grows else torch.full((size,), scale)
-    )
+    linear = 1 + (scale - 1) * torch.arange(size, dtype=conditional.dtype) / size
+    scales = linear if grows else torch.full((size,), scale)
     return unconditional + scales.unsqueeze(1) * (conditional - unconditional)
 
 
-def one_position_a_call(
-    model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool
-) -> Tensor:
+def one_cell_per_call(model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool) -> Tensor:
     """Sample one position per step, with the noise of its cell."""
     codes, count = torch.zeros(len(order), dtype=torch.int64), model.facts.vocab_size
     for rank, cell in enumerate(order.tolist()):
@@ -58,19 +55,16 @@ def one_position_a_call(
 
 
 def density(y: list[float], mean: Tensor, std: Tensor) -> float:
-    return math.prod(
-        math.exp(-(((v - m) / s) ** 2) / 2) / s for v, m, s in zip(y, mean.tolist(), std.tolist(), strict=True)
-    )
+    values = zip(y, mean.tolist(), std.tolist(), strict=True)
+    return math.prod(math.exp(-(((v - m) / s) ** 2) / 2) / s for v, m, s in values)
 
 
 def cspd_token(
     token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
 ) -> tuple[list[float], bool]:
     """One token of the corrected CSPD rule: its value, and whether the draft was accepted."""
-    x, (mq, sq), (mp, sp) = (
-        draft.mean[token].tolist(),
-        *((distribution.mean[token], distribution.std[token]) for distribution in (draft, target)),
-    )
+    (mq, sq), (mp, sp) = ((distribution.mean[token], distribution.std[token]) for distribution in (draft, target))
+    x = mq.tolist()
     sigma = math.exp(float((target.half_log_variance[token] - draft.half_log_variance[token]).sum()))
     ratio = sigma * density(x, mp, sp * inner) / density(x, mq, sq * inner)
     if ratio > u:

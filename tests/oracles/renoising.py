@@ -19,12 +19,12 @@ Keep = Callable[[Tensor, Tensor, int], Tensor]
 def entropy_bound(bound: float) -> Keep:
     def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
         entropy = torch.special.entr(distribution).sum(-1).masked_fill(~free, torch.inf)
-        kept, spent = torch.zeros_like(free), 0.0
-        for at in entropy.argsort(stable=True).tolist():
-            if spent > bound or not free[at]:
+        selected, spent = torch.zeros_like(free), 0.0
+        for position in entropy.argsort(stable=True).tolist():
+            if spent > bound or not free[position]:
                 break
-            kept[at], spent = True, spent + float(entropy[at])
-        return kept
+            selected[position], spent = True, spent + float(entropy[position])
+        return selected
 
     return keep
 
@@ -32,9 +32,9 @@ def entropy_bound(bound: float) -> Keep:
 def threshold(min_confidence: float) -> Keep:
     def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
         best = distribution.amax(-1).masked_fill(~free, -1)
-        kept = best >= min_confidence
-        kept[best.argmax()] = True
-        return kept & free
+        selected = best >= min_confidence
+        selected[best.argmax()] = True
+        return selected & free
 
     return keep
 
@@ -43,9 +43,9 @@ def most_confident(steps: int) -> Keep:
     def keep(distribution: Tensor, free: Tensor, step: int) -> Tensor:
         count = -(-int(free.sum()) * step // steps)
         best = distribution.amax(-1).masked_fill(~free, -1)
-        kept = torch.zeros_like(free)
-        kept[best.argsort(descending=True, stable=True)[:count]] = True
-        return kept
+        selected = torch.zeros_like(free)
+        selected[best.argsort(descending=True, stable=True)[:count]] = True
+        return selected
 
     return keep
 
@@ -78,17 +78,17 @@ def row(
     is_prompt = torch.tensor(tokens) >= 0
     total_steps, counts = 0, []
 
-    def number(at: Tensor, stream: int) -> Tensor:
-        return rng.uniform(keys, torch.tensor([total_steps]), at.unsqueeze(0), 1, stream)[0, :, 0]
+    def uniform(positions: Tensor, stream: int) -> Tensor:
+        return rng.uniform(keys, torch.tensor([total_steps]), positions.unsqueeze(0), 1, stream)[0, :, 0]
 
     while -1 in tokens[:end]:
         start = tokens.index(-1)
-        at = torch.arange(start, start + size)
-        pinned, fixed = is_prompt[at], torch.tensor(tokens)[at]
+        positions = torch.arange(start, start + size)
+        pinned, fixed = is_prompt[positions], torch.tensor(tokens)[positions]
         cached = cache_keyword(module, DynamicCache(config=module.config.text_config))
         context = torch.tensor([tokens[:start]])
-        noisy = torch.where(pinned, fixed, (number(at, 4) * vocab).long())
-        logits, before, same = None, None, 0
+        noisy = torch.where(pinned, fixed, (uniform(positions, 4) * vocab).long())
+        logits, before, num_repeats = None, None, 0
         for step in range(1, steps + 1):
             if step == 1:
                 module.model.encoder(input_ids=context, attention_mask=causal(module, start), **cached)
@@ -101,22 +101,22 @@ def row(
                 **cached,
                 self_conditioning_logits=logits,
                 self_conditioning_mask=None,
-                decoder_position_ids=at.unsqueeze(0),
+                decoder_position_ids=positions.unsqueeze(0),
             ).logits[0]
             hook.remove()
             heat = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
             tempered = cut(out / heat)
             distribution = tempered.double().softmax(-1)
             best = torch.where(pinned, fixed, tempered.argmax(-1))
-            kept = keep(distribution, ~pinned, step)
-            single = tempered.softmax(-1).double().cumsum(-1)
-            drawn = torch.searchsorted(single, number(at, 0).unsqueeze(-1) * single[:, -1:], right=True)[:, 0]
-            noise = (number(at, 5) * vocab).long()
-            noisy = torch.where(pinned, fixed, torch.where(kept, drawn, noise))
-            same = same + 1 if before is not None and torch.equal(best, before) else 0
+            selected = keep(distribution, ~pinned, step)
+            total = tempered.softmax(-1).double().cumsum(-1)
+            drawn = torch.searchsorted(total, uniform(positions, 0).unsqueeze(-1) * total[:, -1:], right=True)[:, 0]
+            noise = (uniform(positions, 5) * vocab).long()
+            noisy = torch.where(pinned, fixed, torch.where(selected, drawn, noise))
+            num_repeats = num_repeats + 1 if before is not None and torch.equal(best, before) else 0
             before, logits, total_steps = best, tempered.to(module.dtype).unsqueeze(0), total_steps + 1
             mean = torch.special.entr(distribution).sum(-1)[~pinned].mean()
-            if stability is not None and same >= stability and mean < confidence:
+            if stability is not None and num_repeats >= stability and mean < confidence:
                 break
         counts.append(step)
         tokens[start : start + size] = best.tolist()

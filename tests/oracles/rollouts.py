@@ -26,21 +26,21 @@ def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: fl
                 block_steps[block_steps.index(step) // shrink * shrink] if b == block and step >= 0 else unchanged
                 for step, b, unchanged in zip(steps, blocks, first, strict=True)
             ]
-        sees = torch.tensor(blocks)[:, None] >= torch.tensor(blocks) if facts.block_length else everything(length)
+        block_ids = torch.tensor(blocks)
+        sees = block_ids[:, None] >= block_ids if facts.block_length else everything(length)
+        mask = sees.view(1, 1, length, length)
         for step in {step for step in first if step >= 0}:
-            decided = torch.tensor([-1 <= other < step for other in first])
+            decided = torch.tensor([-1 <= earlier < step for earlier in first])
             branches = []
             for is_visible in (decided, decided & (torch.tensor(steps) >= 0)):  # guidance hides the prompt
                 ids = torch.where(is_visible, tokens, facts.mask_id)[None]
                 with torch.no_grad():
-                    branches.append(
-                        model.module(ids, attention_mask=sees.view(1, 1, length, length)).logits[0].double()
-                    )
+                    branches.append(model.module(ids, attention_mask=mask).logits[0].double())
             logits = branches[0] if scale == 1 else branches[1] + scale * (branches[0] - branches[1])
             logits[:, rollout.suppressed[row]] = -math.inf
             for position in (position for position in range(length) if first[position] == step):
-                at = max(position - facts.shift, 0)
-                logp[row, position] = (logits[at] / temperature).log_softmax(-1)[tokens[position]]
+                predicting = max(position - facts.shift, 0)
+                logp[row, position] = (logits[predicting] / temperature).log_softmax(-1)[tokens[position]]
     return logp
 
 

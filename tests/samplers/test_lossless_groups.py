@@ -10,7 +10,7 @@ import pytest
 import torch
 from drafters import exactness
 from images import tiny_lpd
-from oracles.pictures import groups_of_one, one_position_a_call
+from oracles.pictures import groups_of_one, one_cell_per_call
 from places import load_script
 
 import paradec
@@ -67,7 +67,7 @@ def test_the_tokens_are_those_of_one_position_a_call(name: str, setting: int) ->
         for row, label in enumerate(labels):
             positions = torch.as_tensor(groups.order[row].copy())
             arguments = (positions, keys[row], Request(**request), schedule == "linear")
-            expected = one_position_a_call(model, label, *arguments)
+            expected = one_cell_per_call(model, label, *arguments)
             assert out.tokens[row].tolist() == expected.tolist(), (order, row)
             assert out.row_nfe[row] <= size
         assert out.row_forwards == sum(out.row_nfe) * (2 if "guidance_scale" in request else 1)

@@ -16,6 +16,7 @@ from small_models import MASK
 from torch import Tensor
 
 import paradec
+from paradec import samplers
 from paradec.batching.batch import Batch
 from paradec.batching.slots import Ticket
 from paradec.core.rollouts import Rollout
@@ -26,9 +27,7 @@ from paradec.samplers.statistics import top_by_rank
 
 UNREADY = {"learn2pd"}
 """Samplers that need a component trained for the model."""
-MASKED = [
-    name for name in paradec.samplers.names() if paradec.samplers.get(name).family == "masked" and name not in UNREADY
-]
+MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked" and name not in UNREADY]
 
 
 def covering(*parameters: Iterable[Any]) -> list[Any]:
@@ -46,7 +45,7 @@ def covering(*parameters: Iterable[Any]) -> list[Any]:
 
 def fits(name: str, model: Model) -> bool:
     """Whether the model supports the sampler: its topology, mask probes, deletions."""
-    needs = getattr(paradec.samplers.get(name), "needs", Needs())
+    needs = getattr(samplers.get(name), "needs", Needs())
     if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False
     return not needs.mask_probes or (model.supports_visibility and model.facts.prediction == "same")
@@ -54,7 +53,7 @@ def fits(name: str, model: Model) -> bool:
 
 def topology_of(name: str) -> str:
     """The topology that a sampler is tested with: bidirectional if the sampler supports it, else its first."""
-    topologies = paradec.samplers.get(name).needs.topologies
+    topologies = samplers.get(name).needs.topologies
     return "bidirectional" if not topologies or "bidirectional" in topologies else topologies[0]
 
 
@@ -68,7 +67,7 @@ def facts_of(name: str, block_length: int) -> dict[str, object]:
 
 def supported_fields(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
     """The request without the fields that the sampler (an object or a name) does not support."""
-    method = paradec.samplers.create(sampler) if isinstance(sampler, str) else sampler
+    method = samplers.create(sampler) if isinstance(sampler, str) else sampler
     return {key: value for key, value in request.items() if key not in method.unsupported}
 
 
