@@ -67,11 +67,11 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
     for split in (generation_block(np.array(lengths), np.array(new), size).tolist(), None):
         expected = reference_means(query, key, size, lengths, split)
         assert (block_means(query, key, size, lengths=lengths, first=split) - expected).abs().max() < 1e-14
-        known = torch.full(query.shape[:3], torch.nan, dtype=torch.float64)
+        sums = torch.full(query.shape[:3], torch.nan, dtype=torch.float64)
         for row, real in enumerate(lengths):
-            known[row, :, :real] = scores_of(query, key)[row, :, :real, :real].logsumexp(-1)
-        again = block_means(query, key, size, lengths=lengths, first=split, logsumexp=known)
-        assert (again - expected).abs().max() < 1e-14
+            sums[row, :, :real] = scores_of(query, key)[row, :, :real, :real].logsumexp(-1)
+        means = block_means(query, key, size, lengths=lengths, first=split, logsumexp=sums)
+        assert (means - expected).abs().max() < 1e-14
     # rows of probabilities: a tile's mean times its keys, over all of them
     extent = torch.tensor([min(size, length - j * size) for j in range(expected.shape[-1])])
     assert ((expected[0] * extent).sum(-1) - 1).abs().max() < 1e-12
@@ -171,13 +171,13 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     width = max(map(len, chosen))
     positions = np.array([row + [row[-1]] * (width - len(row)) for row in chosen])
     valid = np.array([[column < len(row) for column in range(width)] for row in chosen])
-    here = torch.as_tensor(positions)
-    picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
-    visible = visible_keys(index.to_mask(6)[rows], size, here, length)
-    expected, sums = reference_attention(picked, key, value, visible, lengths)
+    columns = torch.as_tensor(positions)
+    window = query.gather(2, columns[:, None, :, None].expand(-1, 2, -1, query.shape[-1]))
+    visible = visible_keys(index.to_mask(6)[rows], size, columns, length)
+    expected, sums = reference_attention(window, key, value, visible, lengths)
     tiles = QueryTiles.from_positions(positions, valid, size)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "return_logsumexp": True}
-    output, output_sums = sparse_attention(picked, key, value, index, **options)
+    output, output_sums = sparse_attention(window, key, value, index, **options)
     real = torch.as_tensor(valid)[:, None].expand(-1, 2, -1)
     assert (output - expected)[real].abs().max() < 1e-13 and torch.isfinite(output).all()
     assert torch.allclose(output_sums[real], sums[real], atol=1e-13, rtol=0)
@@ -222,11 +222,10 @@ def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPat
         ({"tiles": QueryTiles.from_lengths(np.array([30]), 30, 8)}, "1 x 32 columns"),
     ],
 )
-def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     query, key, value = tensors(1, 2, 1, 32)
     arguments = {"index": random_lists(1, 2, 4, 8)} | change
-    with pytest.raises(ValueError, match=message):
-        sparse_attention(query, key, value, **arguments)
+    refuses(lambda: sparse_attention(query, key, value, **arguments), message)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -249,8 +248,8 @@ def test_kernel_attends_to_everything() -> None:
     options = {"return_logsumexp": True, "backend": "triton", "block_size": 256}
     output, output_sums = sparse_attention(query, key, value, None, **options)
     assert (output - expected).abs().max() < 1e-5 and (output_sums - sums).abs().max() < 1e-5
-    one = sparse_attention(query[:, :, :1], key[:, :, :1], value[:, :, :1], None, backend="triton", block_size=32)
-    assert (one - value[:, :, :1]).abs().max() < 1e-6
+    single = sparse_attention(query[:, :, :1], key[:, :, :1], value[:, :, :1], None, backend="triton", block_size=32)
+    assert (single - value[:, :, :1]).abs().max() < 1e-6
 
 
 @interpreter
@@ -263,14 +262,15 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
     index, rows, lengths = random_lists(3, 2, 3, 16, 0.6, seed=2), [2, 0], [40, 33]
     positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
     valid = np.array([[True] * 5, [True] + [False] * 4])
-    here = torch.as_tensor(positions)
-    picked = query.gather(2, here[:, None, :, None].expand(-1, 2, -1, 16))
-    expected, _ = reference_attention(picked, key, value, visible_keys(index.to_mask(3)[rows], 16, here, 40), lengths)
+    columns = torch.as_tensor(positions)
+    window = query.gather(2, columns[:, None, :, None].expand(-1, 2, -1, 16))
+    visible = visible_keys(index.to_mask(3)[rows], 16, columns, 40)
+    expected, _ = reference_attention(window, key, value, visible, lengths)
     if shares > 1:
         key, value = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in (key, value))
     tiles = QueryTiles.from_positions(positions, valid, 16)
     options = {"tiles": tiles, "lengths": lengths, "rows": rows, "backend": "triton"}
-    output = sparse_attention(picked, key, value, index, **options)
+    output = sparse_attention(window, key, value, index, **options)
     assert (output - expected).abs()[torch.as_tensor(valid)[:, None].expand(-1, 2, -1)].max() < 2e-6
     assert torch.isfinite(output).all()
 
@@ -286,9 +286,9 @@ def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
     assert (output - expected).abs().max() < 1e-6
     if dtype == torch.float32:
         sums = scores_of(query, key)[1:, :, :20, :20].logsumexp(-1)
-        known = block_means(query[1:, :, :20], key[1:, :, :20], 16, first=[2], logsumexp=sums.float(), backend="triton")
-        plain = reference_means(query[1:, :, :20], key[1:, :, :20], 16, [20], None)
-        assert (known - plain).abs().max() < 1e-6
+        query, key = query[1:, :, :20], key[1:, :, :20]
+        means = block_means(query, key, 16, first=[2], logsumexp=sums.float(), backend="triton")
+        assert (means - reference_means(query, key, 16, [20], None)).abs().max() < 1e-6
 
 
 EVERYTHING = SparseD(select=1.0, block_size=8)
@@ -332,8 +332,8 @@ def test_the_report_says_what_was_computed() -> None:
     assert out.attention.sparse_calls == [18] * 3 and out.nfe == 24
     sizes = [math.ceil((len(row) + 24) / 8) for row in ROWS]
     firsts = [math.ceil(len(row) / 8) for row in ROWS]
-    kept = [min(p, int(p * 0.3) + 1) + min(n - p, int((n - p) * 0.3) + 1) for n, p in zip(sizes, firsts, strict=True)]
-    assert out.attention.density == pytest.approx([k / n for k, n in zip(kept, sizes, strict=True)])
+    counts = [min(p, int(p * 0.3) + 1) + min(n - p, int((n - p) * 0.3) + 1) for n, p in zip(sizes, firsts, strict=True)]
+    assert out.attention.density == pytest.approx([count / n for count, n in zip(counts, sizes, strict=True)])
     assert out.attention.pattern_bytes > 0
     assert not torch.equal(out.sequences, trained().sequences)  # sparse attention changes the answer
 
@@ -364,9 +364,7 @@ DUAL = {"cache": "dual"}
         ({"select": 0.3}, {"sampler": samplers.create("threshold", threshold=0.0)}, (1, 1, 1)),
     ],
 )
-def test_how_many_steps_are_dense(
-    settings: dict[str, Any], request_: dict[str, Any], expected: tuple[int, ...]
-) -> None:
+def test_how_many_steps_are_dense(settings: dict[str, Any], request_: dict[str, Any], expected: tuple) -> None:
     attention = SparseD(**{"select": 0.5, "block_size": 8} | settings)
     assert steps_of(trained(rows=ROWS[:1], attention=attention, **request_)) == expected
 
@@ -378,26 +376,22 @@ class Oracle:
         self.plan, self.positions, self.settings, self.lists, self.new = plan, positions, settings, lists, new
         self.modes, self.attended = plan.modes, False
 
-    def attend(
-        self, dense: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: Any
-    ) -> Tensor:
-        self.attended, size, plan = True, self.settings.block_size, self.plan
+    def attend(self, dense: Any, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: Any) -> Any:
+        self.attended, plan, size, select = True, self.plan, self.settings.block_size, self.settings.select
         visible = torch.ones(*query.shape[:3], key.shape[2], dtype=torch.bool)
-        for at, (row, mode) in enumerate(zip(plan.rows.tolist(), plan.modes.tolist(), strict=True)):
+        for index, (row, mode) in enumerate(zip(plan.rows.tolist(), plan.modes.tolist(), strict=True)):
             length = len(ROWS[row % len(ROWS)]) + self.new
             if mode == ESTIMATE:
-                both = (query[at : at + 1, :, :length], key[at : at + 1, :, :length])
+                query_and_key = (query[index : index + 1, :, :length], key[index : index + 1, :, :length])
                 first = generation_block(np.array([length]), np.array([self.new]), size).tolist()
-                means = reference_means(*both, size, [length], first)
-                joint = reference_means(*both, size, [length], None)
+                means = reference_means(*query_and_key, size, [length], first)
+                joint = reference_means(*query_and_key, size, [length], None)
                 joint = joint if self.settings.selection == "reference" else None
-                self.lists[layer, row] = reference_selection(
-                    means, self.settings.select, size, [length], [self.new], joint
-                )
+                self.lists[layer, row] = reference_selection(means, select, size, [length], [self.new], joint)
             if mode == SPARSE:
                 blocks = self.lists[layer, row].repeat_interleave(size, 3)
                 wide = F.pad(blocks, (0, max(0, key.shape[2] - blocks.shape[3])))[0, :, :, : key.shape[2]]
-                visible[at] = wide[:, torch.as_tensor(self.positions[at]) // size]
+                visible[index] = wide[:, torch.as_tensor(self.positions[index]) // size]
         lengths = [len(ROWS[row % len(ROWS)]) + self.new for row in plan.rows]
         return reference_attention(query, key, value, visible, lengths)[0].transpose(1, 2)
 
@@ -409,26 +403,25 @@ class Oracle:
 )
 def test_logits_of_every_step_equal_the_rule(cache: str, selection: str, guidance_scale: float) -> None:
     """In every step, logits equal those of the paper's rule with explicit softmax matrices."""
-    model, chosen = tiny(2), SparseD(select=0.2, block_size=4, selection=selection, refresh_pattern_every=4)
+    model, attention = tiny(2), SparseD(select=0.2, block_size=4, selection=selection, refresh_pattern_every=4)
     sampler = samplers.create("threshold", threshold=0.4)
     request = {"max_new_tokens": 16, "block_length": 8, "cache": cache, "guidance_scale": guidance_scale}
-    state = sampler.start(model, ROWS, attention=chosen, eos_early_stop=False, **request)
+    state = sampler.start(model, ROWS, attention=attention, eos_early_stop=False, **request)
     lists: dict[Any, Tensor] = {}
     seen = set()
     with torch.inference_mode():
         while not state.done:
             queries = sampler.query(state)
-            answers = [model(query, state.store) for query in queries]
-            for query, answer in zip(queries, answers, strict=True):
+            outputs = [model(query, state.store) for query in queries]
+            for query, output in zip(queries, outputs, strict=True):
                 if query.attention is None:
                     continue
                 seen |= set(query.attention.modes.tolist())
-                oracle = Oracle(query.attention, query.positions.numpy(), chosen, lists, new=16)
+                oracle = Oracle(query.attention, query.positions.numpy(), attention, lists, new=16)
                 expected = model(query.with_fields(attention=oracle), state.store)
-                wanted = torch.isfinite(answer)
-                assert wanted.all() and (answer - expected).abs().max() < 1e-10
+                assert torch.isfinite(output).all() and (output - expected).abs().max() < 1e-10
                 query.attention.attended = True
-            sampler.commit(state, sampler.propose(state, answers, queries))
+            sampler.commit(state, sampler.propose(state, outputs, queries))
     assert seen >= {ESTIMATE, SPARSE} and min(state.attention_state.calls[SPARSE]) > 0
 
 
@@ -436,15 +429,14 @@ def test_steps_have_no_side_effects_and_requests_are_independent() -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
     request = {"max_new_tokens": 12, "block_length": 6, "eos_early_stop": False, "cache": "prefix"}
     settings = [SparseD(select=0.3, block_size=4), SparseD(select=0.6, block_size=8, skip=0.4), None]
-    alone = [paradec.generate(model, ROWS[:2], sampler=sampler, attention=each, **request) for each in settings]
-    states = [sampler.start(model, ROWS[:2], attention=each, **request) for each in settings]
+    alone = [paradec.generate(model, ROWS[:2], sampler=sampler, attention=sparse, **request) for sparse in settings]
+    states = [sampler.start(model, ROWS[:2], attention=sparse, **request) for sparse in settings]
     with torch.inference_mode():
         while not states[0].done:
             for state in states:
-                before = sampler.step(model, state)
-                again = sampler.step(model, state)
-                assert torch.equal(before.scores, again.scores) and torch.equal(before.values, again.values)
-                sampler.commit(state, again)
+                first, second = sampler.step(model, state), sampler.step(model, state)
+                assert torch.equal(first.scores, second.scores) and torch.equal(first.values, second.values)
+                sampler.commit(state, second)
     for state, out in zip(states, alone, strict=True):
         rows = [state.canvas[row, : state.length[row]].tolist()[-12:] for row in range(2)]
         assert rows == out.new_tokens.tolist()
@@ -454,7 +446,7 @@ def test_steps_have_no_side_effects_and_requests_are_independent() -> None:
 def test_models_that_predict_shifted(dream64: Model, cache: str) -> None:
     request = {"sampler": "entropy", "steps": 8, "max_new_tokens": 16, "block_length": 8, "cache": cache}
     request |= {"eos_early_stop": False}
-    outs = [paradec.generate(dream64, ROWS[:2], attention=each, **request) for each in ("dense", EVERYTHING)]
+    outs = [paradec.generate(dream64, ROWS[:2], attention=value, **request) for value in ("dense", EVERYTHING)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     assert outs[1].attention.sparse_calls == [3 if cache == "dual" else 5] * 2
 
@@ -495,20 +487,20 @@ def test_decoding_through_the_kernels() -> None:
     assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
 
 
-def test_a_model_can_be_loaded_with_it() -> None:
+def test_a_model_can_be_loaded_with_sparse_attention() -> None:
     model = paradec.load(GOLDEN / "llada-tiny", attn_implementation="sparsed")
     assert model.module.config._attn_implementation == "paradec_sparsed"
     request = REQUEST | {"max_new_tokens": 8}
-    own = paradec.generate(model, ROWS[:1], **request)
-    assert own.attention.sparse_calls[0] > 0
-    assert paradec.generate(checkpoint(), ROWS[:1], attention="sparsed", **request).attention == own.attention
+    by_default = paradec.generate(model, ROWS[:1], **request)
+    assert by_default.attention.sparse_calls[0] > 0
+    assert paradec.generate(checkpoint(), ROWS[:1], attention="sparsed", **request).attention == by_default.attention
     assert paradec.generate(model, ROWS[:1], attention="dense", **request).attention is None
     with pytest.warns(UserWarning, match="does not work with sampler 'wino' here: .*attention is dense"):
         out = paradec.generate(model, ROWS[:1], max_new_tokens=8, block_length=8, sampler="wino")
     assert out.attention is None
 
 
-def test_a_wrapped_model_can_have_it() -> None:
+def test_a_wrapped_model_can_have_sparse_attention() -> None:
     plain = tiny(1)
     module, options = plain.unwrap(), {"mask_token_id": MASK, "prediction": "same", "attn_implementation": "sparsed"}
     with pytest.raises(ValueError, match="attn_implementation='sparsed' needs a bidirectional .* block-causal"):
@@ -529,9 +521,9 @@ def test_a_mask_per_position_is_dense_with_one_warning() -> None:
         columns = query.positions.shape[1]
         trees = query.with_fields(visible=torch.ones(1, columns, columns, dtype=torch.bool))
         with pytest.warns(UserWarning, match="no effect in calls with a mask per position"):
-            answer = model(trees)
-        assert torch.allclose(answer, model(query.with_fields(attention=None)), atol=1e-12)
-        sampler.commit(state, sampler.propose(state, [answer], [trees]))
+            output = model(trees)
+        assert torch.allclose(output, model(query.with_fields(attention=None)), atol=1e-12)
+        sampler.commit(state, sampler.propose(state, [output], [trees]))
     assert state.attention_state.listed_at.tolist() == [-1]  # no lists were made
 
 
@@ -541,5 +533,4 @@ def test_modules_that_ignore_the_plan_are_refused() -> None:
     layer = model.module.model.layers[0].self_attn
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, **{k: v for k, v in kwargs.items() if k != "attention_plan"})
-    with pytest.raises(RuntimeError, match="does not pass its keyword arguments on"):
-        sampler.step(model, state)
+    refuses(lambda: sampler.step(model, state), "does not pass its keyword arguments on", RuntimeError)

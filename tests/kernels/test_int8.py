@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decoding import run_in_threads
+from decoding import refuses, run_in_threads
 from torch import Tensor, nn
 
 from paradec.kernels.int8 import (
@@ -68,9 +68,8 @@ def test_shapes_dtypes_and_bias(dtype: torch.dtype) -> None:
     exact = linear(x).double()
     assert (result.double() - exact).norm() <= 0.02 * exact.norm() * (1 if BITS == 8 else 2)
     reference = reference_linear(x, layer.weight.t(), layer.scale, layer.bias)
-    assert torch.allclose(
-        result.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 if dtype.itemsize == 2 else 1e-6
-    )
+    atol = 1e-2 if dtype.itemsize == 2 else 1e-6
+    assert torch.allclose(result.double(), reference, rtol=2 * torch.finfo(dtype).eps, atol=atol)
     assert layer(x[:0]).shape == (0, 5, 20)
 
 
@@ -138,9 +137,9 @@ def test_copies_pickles_and_threads() -> None:
     layer = Int8Linear.from_linear(nn.Linear(64, 33))
     x = draw(5, 64)
     expected = layer(x)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(x), expected)
-        assert not any(parameter.requires_grad for parameter in other.parameters())
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(copied(x), expected)
+        assert not any(parameter.requires_grad for parameter in copied.parameters())
     assert all(torch.equal(output, expected) for output in run_in_threads(lambda: layer(x), lambda: layer(x)))
 
 
@@ -192,8 +191,8 @@ def test_experts(packs: bool) -> None:
                 expected[row] += shares[row, slot] * multiply("down_proj", expert, nn.functional.silu(gate) * up)
     torch.testing.assert_close(experts(x, chosen, shares), expected, rtol=1e-5, atol=1e-5)
     assert all(not packs or isinstance(getattr(experts, name), nn.ParameterList) for name in stacks)
-    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
-        assert torch.equal(other(x, chosen, shares), experts(x, chosen, shares))
+    for copied in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert torch.equal(copied(x, chosen, shares), experts(x, chosen, shares))
     experts(x, chosen, shares)
     assert all(torch.equal(experts.state_dict()[name], stack) for name, stack in plain.items())
 
@@ -210,8 +209,8 @@ def test_packed_products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(rows: Tensor, packed: Tensor) -> Tensor:
         raise RuntimeError("no such operator")
 
-    for other in (wrong, missing):
-        monkeypatch.setattr(portable, "_packed_product", other)
+    for replacement in (wrong, missing):
+        monkeypatch.setattr(portable, "_packed_product", replacement)
         assert not check()
     monkeypatch.setattr(portable, "_packed_product", product)
     assert check() == HAS_PACKED
@@ -231,5 +230,4 @@ def test_exactness_is_checked_with_extreme_values(monkeypatch: pytest.MonkeyPatc
         patch.setattr(torch, "_int_mm", saturate)
         assert weight_bits.__wrapped__() == 7
         patch.setattr(torch, "_int_mm", lambda rows, weight: saturate(rows, weight) + 1)
-        with pytest.raises(RuntimeError, match="wrong sums"):
-            weight_bits.__wrapped__()
+        refuses(lambda: weight_bits.__wrapped__(), "wrong sums", RuntimeError)

@@ -56,8 +56,8 @@ for kernel, more in (
         kinds["blocks"] = "*i16"
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=module._launch(query, shapes))
-    print(len(made.asm["cubin"]) > 0 and made.metadata.shared < 227 * 1024)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=module._launch(query, shapes))
+    print(len(binary.asm["cubin"]) > 0 and binary.metadata.shared < 227 * 1024)
 """
 TOKEN_STATS = """
 from triton.backends.compiler import GPUTarget
@@ -77,8 +77,8 @@ for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
         if name in CONSTANTS:
             signature[name], constants[name] = "constexpr", CONSTANTS[name]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    print(len(made.asm["cubin"]) > 0)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(len(binary.asm["cubin"]) > 0)
 """
 
 
@@ -88,6 +88,6 @@ for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
 )
 def test_kernels_compile_for_an_h100(code: str, kernels: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * kernels
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["True"] * kernels

@@ -32,7 +32,7 @@ VOCABULARY = 9001
 ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WITHOUT_TRITON = pytest.mark.skipif(
+NEEDS_TRITON = pytest.mark.skipif(
     not HAS_TRITON or DEVICE == "cpu" and not interpreting(),
     reason="needs triton, and TRITON_INTERPRET=1 where there is no GPU (conftest.py sets it)",
 )
@@ -40,7 +40,7 @@ WITHOUT_TRITON = pytest.mark.skipif(
 
 def runs_kernel(test: Callable[..., None]) -> Callable[..., None]:
     # numpy warns of -inf - -inf, which the kernel does not use
-    return WITHOUT_TRITON(pytest.mark.filterwarnings("ignore:invalid value encountered")(test))
+    return NEEDS_TRITON(pytest.mark.filterwarnings("ignore:invalid value encountered")(test))
 
 
 def kernel(
@@ -55,7 +55,7 @@ def kernel(
     if draws is not None:
         draws = TokenDraws(draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature)
     ids = None if ids is None else ids.to(DEVICE)
-    # strides outlive a move of the whole storage only
+    # a view would lose its strides when moved, so the whole storage is moved
     storage = logits if logits._base is None else logits._base
     moved = storage.to(DEVICE).as_strided(logits.shape, logits.stride(), logits.storage_offset())
     from paradec.kernels.token_stats.triton import triton_stats
@@ -78,23 +78,20 @@ def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = tor
 
 def assert_close(stats: TokenStats, expected: dict[str, Tensor], names: frozenset[str] | tuple[str, ...], rel: float):
     for name in names:
-        got, wanted = getattr(stats, name), expected[name]
-        assert got.shape == wanted.shape, name
-        if wanted.dtype.is_floating_point:
-            assert got.dtype == torch.float64
-            torch.testing.assert_close(got, wanted, rtol=rel, atol=rel, msg=lambda text, name=name: f"{name}: {text}")
+        actual, exact = getattr(stats, name), expected[name]
+        assert actual.shape == exact.shape, name
+        if exact.dtype.is_floating_point:
+            assert actual.dtype == torch.float64
+            torch.testing.assert_close(actual, exact, rtol=rel, atol=rel, msg=lambda text, name=name: f"{name}: {text}")
         else:
-            assert torch.equal(got, wanted), name
+            assert torch.equal(actual, exact), name
 
 
 def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
     generator = torch.Generator().manual_seed(7)
-    return TokenDraws(
-        keys=torch.randint(2**32, (rows, 2), generator=generator),
-        steps=torch.randint(1000, (rows,), generator=generator),
-        positions=torch.randint(5000, (rows, width), generator=generator),
-        temperature=temperature,
-    )
+    shapes = ((2**32, (rows, 2)), (1000, (rows,)), (5000, (rows, width)))
+    keys, steps, positions = (torch.randint(bound, shape, generator=generator) for bound, shape in shapes)
+    return TokenDraws(keys, steps, positions, temperature)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
@@ -126,8 +123,8 @@ def test_confident_tokens_keep_their_order_and_entropy() -> None:
     torch.testing.assert_close(second, torch.full_like(second, math.exp(-85.0)), rtol=1e-6, atol=0)
     # beyond the range of float32
     far[:, 20], far[:, 30] = -295.0, -296.0
-    rest = math.exp(-300.0) + math.exp(-301.0)
-    entropy = rest + 300 * math.exp(-300.0) + 301 * math.exp(-301.0)
+    doubt = math.exp(-300.0) + math.exp(-301.0)
+    entropy = doubt + 300 * math.exp(-300.0) + 301 * math.exp(-301.0)
     stats = token_stats(far, path="chunked").entropy
     torch.testing.assert_close(stats, torch.full_like(stats, entropy), rtol=1e-6, atol=0)
 
@@ -152,16 +149,15 @@ def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str
     assert not view.is_contiguous()
     ids = torch.randint(VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(1))
     stats = token_stats(view, ids=ids, path=path)
-    again = token_stats(view.contiguous(), path=path)
+    contiguous = token_stats(view.contiguous(), path=path)
     for name in FIELDS:
-        assert torch.equal(getattr(stats, name), getattr(again, name)), name
+        assert torch.equal(getattr(stats, name), getattr(contiguous, name)), name
     torch.testing.assert_close(stats.ids_prob, view.double().softmax(-1).gather(-1, ids), rtol=1e-5, atol=0)
-    one = token_stats(view, ids=ids[..., 2], path=path).ids_prob
-    assert torch.equal(one, stats.ids_prob[..., 2])
+    assert torch.equal(token_stats(view, ids=ids[..., 2], path=path).ids_prob, stats.ids_prob[..., 2])
 
 
 @pytest.mark.parametrize("vocabulary", [64, 2000, 4096, 8000])
-def test_chunks_in_float64_equal_the_whole(vocabulary: int) -> None:
+def test_chunks_in_float64_equal_single_rows(vocabulary: int) -> None:
     rows = 2 * read.FLOAT64_CPU_BLOCK // vocabulary + 3
     logits = logits_of(rows, vocabulary=vocabulary)
     logits[1, [vocabulary - 1, 70 % vocabulary, 5]] = 99.0
@@ -169,12 +165,12 @@ def test_chunks_in_float64_equal_the_whole(vocabulary: int) -> None:
     for temperature in (1.0, 0.5):
         stats = token_stats(logits, temperature=temperature, ids=ids)
         assert stats.token.equal(logits.max(-1).indices) and stats.token[1] == min(5, 70 % vocabulary)
-        for at in (0, 1, rows // 2, rows - 1):
-            alone = token_stats(logits[at], temperature=temperature, ids=ids[at])
-            expected = reference_stats(logits[at], temperature)
-            torch.testing.assert_close(stats.prob[at], expected.prob, rtol=1e-12, atol=0)
+        for row in (0, 1, rows // 2, rows - 1):
+            alone = token_stats(logits[row], temperature=temperature, ids=ids[row])
+            expected = reference_stats(logits[row], temperature)
+            torch.testing.assert_close(stats.prob[row], expected.prob, rtol=1e-12, atol=0)
             for name in (*FIELDS, "ids_prob"):
-                assert torch.equal(getattr(stats, name)[at], getattr(alone, name)), name
+                assert torch.equal(getattr(stats, name)[row], getattr(alone, name)), name
     plain = token_stats(logits, fields=())
     assert torch.equal(plain.token, logits.max(-1).indices) and plain.entropy is None
     torch.testing.assert_close(plain.prob, logits.double().softmax(-1).amax(-1), rtol=1e-12, atol=0)
@@ -186,13 +182,13 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            for made in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(made, Tensor) and made.untyped_storage().data_ptr() != given:
-                    self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() != input_address:
+                    self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
             return out
 
     logits = logits_of(60, vocabulary=40_000)
-    given = logits.untyped_storage().data_ptr()
+    input_address = logits.untyped_storage().data_ptr()
     with Largest() as largest:
         token_stats(logits, path="chunked")
     assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_BLOCK < logits.nbytes / 2
@@ -250,14 +246,8 @@ def assert_exact_zeros(stats: TokenStats, logits: Tensor) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype"),
-    [
-        (size, dtype)
-        for size in (300, VOCABULARY)
-        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [300, VOCABULARY])
 def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> None:
     logits = shapes_of_rows(vocabulary, dtype)
     ids = torch.arange(40).expand(10, -1)
@@ -270,7 +260,7 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
         exact = reference_stats(logits, temperature, ids)
         assert_close(exact, expected, FIELDS, 1e-11)
         assert_exact_zeros(exact, logits)
-        # sharp logits of their own accord
+        # logits as sharp without a temperature
         sharp = (logits.double() / temperature).to(dtype)
         assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
 
@@ -287,7 +277,7 @@ def extreme_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None:
+def test_extreme_logits_are_not_infinite(path: str, dtype: torch.dtype) -> None:
     logits = extreme_logits(VOCABULARY, dtype)
     for temperature in (1e-6, 1.0, 1e6):
         draws = draws_for(3, 1, temperature)
@@ -300,8 +290,8 @@ def test_extreme_logits_are_no_infinities(path: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(stats.sample_prob, expected, rtol=1e-6, atol=0)
         assert stats.sample[0] == 70 and stats.sample[1] in (30, 90)
     # noise still matters next to huge logits: tied tokens are drawn equally often
-    many = TokenDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
-    counts = token_stats(logits[1].expand(1, 100, -1), draws=many, path=path).sample.view(-1).bincount()
+    hundred = TokenDraws(draws.keys[:1], draws.steps[:1], torch.arange(100).unsqueeze(0), 1e-6)
+    counts = token_stats(logits[1].expand(1, 100, -1), draws=hundred, path=path).sample.view(-1).bincount()
     assert set(counts.nonzero().view(-1).tolist()) == {30, 90} and 25 < counts[30] < 75
 
 
@@ -333,20 +323,18 @@ def test_kernel_with_extreme_logits(splits: int) -> None:
     assert sample[0].unique().tolist() == [30, 90] and len(sample[1].unique()) > 3
 
 
-def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], left: Tensor, count: int) -> float:
-    """P-value of `count` draws from logits [V] against the distribution `left` [V]; rare tokens are pooled."""
+def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], p: Tensor, count: int) -> float:
+    """P-value of `count` draws from logits [V] against the distribution p [V]; rare tokens are pooled."""
     uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
     stats = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
-    counts = stats.bincount(minlength=len(left))
-    assert (counts[left == 0] == 0).all()
-    order = left.argsort(descending=True)
-    often = int((left * count >= 20).sum())
-    expected, counted = left[order] * count, counts[order].double()
-    groups = [torch.cat((each[:often], each[often:].sum().unsqueeze(0))) for each in (counted, expected)]
-    kept = groups[1] > 5
-    if kept.sum() == 1:
-        return 1.0
-    return float(chisquare(groups[0][kept], groups[1][kept] * groups[0][kept].sum() / groups[1][kept].sum()).pvalue)
+    counts = stats.bincount(minlength=len(p))
+    assert (counts[p == 0] == 0).all()
+    order = p.argsort(descending=True)
+    num_frequent = int((p * count >= 20).sum())
+    frequencies = (counts[order].double(), p[order] * count)
+    observed, expected = (torch.cat((f[:num_frequent], f[num_frequent:].sum().unsqueeze(0))) for f in frequencies)
+    observed, expected = observed[expected > 5], expected[expected > 5]
+    return 1.0 if len(expected) == 1 else float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
 
 
 @pytest.mark.thinned
@@ -359,20 +347,22 @@ def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: fl
     for vocabulary in (700, VOCABULARY):
         logits = 3 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(3))
         logits[::7] = -torch.inf
-        left = filter_logits(logits.double() / temperature, *filters).softmax(-1)
+        p = filter_logits(logits.double() / temperature, *filters).softmax(-1)
 
-        def one(rows: Tensor, uniform: Tensor) -> Tensor:
-            draws = Given(uniform, temperature)
+        def draw_tokens(rows: Tensor, uniform: Tensor) -> Tensor:
+            draws = FixedDraws(uniform, temperature)
             if filters == (None, None):
                 return token_stats(rows, fields=(), draws=draws).sample
             stats = draw_filtered(rows, uniform, temperature, *filters)
             return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if stats is None else stats
 
-        few = count if vocabulary == 700 or filters == (None, None) else min(count, 10_000)  # each takes half a ms
-        assert p_value(logits, one, left, few) > 0.01 / 32
+        is_fast = vocabulary == 700 or filters == (None, None)  # the other draws take half a ms each
+        assert p_value(logits, draw_tokens, p, count if is_fast else min(count, 10_000)) > 0.01 / 32
 
 
-class Given(TokenDraws):
+class FixedDraws(TokenDraws):
+    """Draws with given uniform numbers."""
+
     def __init__(self, numbers: Tensor, temperature: float):
         zero = torch.zeros(len(numbers), dtype=torch.int64)
         super().__init__(zero.unsqueeze(1).expand(-1, 2), zero, zero, temperature)
@@ -382,19 +372,19 @@ class Given(TokenDraws):
         return self.numbers
 
 
-def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, temperature: float) -> int:
+def count_different_draws(stats_of: Callable[..., TokenStats], logits: Tensor, count: int, temperature: float) -> int:
     """Number of draws from logits [N, V] that differ from exact draws in float64. Asserts that the uniform number of
     each is within 1e-6 of the boundary between the two tokens."""
     total = (logits.double() / temperature).softmax(-1).cumsum(-1)
-    generator, others = torch.Generator().manual_seed(int(10 * temperature)), 0
+    generator, num_different = torch.Generator().manual_seed(int(10 * temperature)), 0
     for _ in range(0, count, len(logits)):
         uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
         exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
-        stats = read(logits, draws=Given(uniform, temperature)).sample
+        stats = stats_of(logits, draws=FixedDraws(uniform, temperature)).sample
         wrong = (stats != exact).nonzero().flatten()
         assert (total[wrong, torch.minimum(stats, exact)[wrong]] - uniform[wrong]).abs().le(1e-6).all()
-        others += len(wrong)
-    return others
+        num_different += len(wrong)
+    return num_different
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
@@ -406,49 +396,46 @@ def others_drawn(read: Callable[..., TokenStats], logits: Tensor, count: int, te
         *(pytest.param(*each, marks=pytest.mark.full) for each in ((VOCABULARY, 100_000), (126_464, 20_000))),
     ],
 )
-def test_paths_draw_the_same_tokens_but_at_boundaries(
-    path: str, temperature: float, vocabulary: int, count: int
-) -> None:
+def test_draws_of_paths_differ_only_at_boundaries(path: str, temperature: float, vocabulary: int, count: int) -> None:
     """At most one draw in 10,000 differs, and only if its number is within 1e-6 of the boundary."""
     logits = logits_of(40, 1, vocabulary=vocabulary)[:, 0] / 3
 
-    def read(rows: Tensor, draws: TokenDraws) -> TokenStats:
+    def stats_of(rows: Tensor, draws: TokenDraws) -> TokenStats:
         return token_stats(rows, fields=(), draws=draws, path=path)
 
-    assert others_drawn(read, logits, count, temperature) <= count // 10_000
+    assert count_different_draws(stats_of, logits, count, temperature) <= count // 10_000
 
 
-def test_draws_beside_boundaries_are_those_of_float64() -> None:
-    logits = torch.linspace(0.1, 1, 4).unsqueeze(1) * torch.randn(
-        4, VOCABULARY, generator=torch.Generator().manual_seed(0)
-    )
+def test_draws_next_to_boundaries_equal_float64() -> None:
+    noise = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    logits = torch.linspace(0.1, 1, 4).unsqueeze(1) * noise
     total = (logits.double() / 0.7).softmax(-1).cumsum(-1)
-    for token, beside in ((100, 1e-10), (4_000, -1e-10), (7_003, 1e-10), (VOCABULARY - 2, -1e-10)):
-        uniform = total[:, token] / total[:, -1] + beside
-        expected = token + (beside > 0)
-        stats = token_stats(logits, fields=(), draws=Given(uniform, 0.7), path="chunked").sample
+    for token, offset in ((100, 1e-10), (4_000, -1e-10), (7_003, 1e-10), (VOCABULARY - 2, -1e-10)):
+        uniform = total[:, token] / total[:, -1] + offset
+        expected = token + (offset > 0)
+        stats = token_stats(logits, fields=(), draws=FixedDraws(uniform, 0.7), path="chunked").sample
         assert stats.tolist() == [expected] * 4
-        alone = token_stats(logits[1:2], fields=(), draws=Given(uniform[1:2], 0.7), path="chunked").sample
+        alone = token_stats(logits[1:2], fields=(), draws=FixedDraws(uniform[1:2], 0.7), path="chunked").sample
         assert alone.tolist() == [expected]
     total = filter_logits(logits.double() / 0.7, 0.9, None).softmax(-1).cumsum(-1)
-    kept = (total.diff(dim=-1) > 0)[2].nonzero().flatten() + 1
-    for at in (100, 900, 2_000):
-        uniform = total[2, kept[at]] / total[2, -1] + torch.tensor([1e-10, -1e-10], dtype=torch.float64)
+    allowed_ids = (total.diff(dim=-1) > 0)[2].nonzero().flatten() + 1
+    for index in (100, 900, 2_000):
+        uniform = total[2, allowed_ids[index]] / total[2, -1] + torch.tensor([1e-10, -1e-10], dtype=torch.float64)
         stats = draw_filtered(logits[2].expand(2, -1), uniform, 0.7, 0.9, None)
-        assert stats is not None and stats.tolist() == [kept[at + 1], kept[at]]
+        assert stats is not None and stats.tolist() == [allowed_ids[index + 1], allowed_ids[index]]
 
 
 @runs_kernel
 @pytest.mark.parametrize("count", [20, pytest.param(10_000, marks=pytest.mark.full)])
-def test_the_kernel_draws_the_same_tokens_but_at_boundaries(count: int) -> None:
+def test_draws_of_the_kernel_differ_only_at_boundaries(count: int) -> None:
     from paradec.kernels.token_stats.triton import triton_stats
 
-    def read(rows: Tensor, draws: Given) -> TokenStats:
-        moved = Given(draws.numbers.to(DEVICE), draws.temperature)
+    def stats_of(rows: Tensor, draws: FixedDraws) -> TokenStats:
+        moved = FixedDraws(draws.numbers.to(DEVICE), draws.temperature)
         stats = triton_stats(rows.to(DEVICE), frozenset(), 1.0, None, moved, block=8192, splits=1)
         return TokenStats(sample=stats.sample.cpu(), token=stats.token, prob=stats.prob)
 
-    assert others_drawn(read, logits_of(20, 1)[:, 0] / 3, count, 0.7) <= count // 10_000
+    assert count_different_draws(stats_of, logits_of(20, 1)[:, 0] / 3, count, 0.7) <= count // 10_000
 
 
 def test_rows_do_not_depend_on_batch_and_threads() -> None:
@@ -461,28 +448,27 @@ def test_rows_do_not_depend_on_batch_and_threads() -> None:
         stats = token_stats(logits, fields=("entropy",), draws=draws)
         for count in (2, 3, 4):
             torch.set_num_threads(count)
-            again = token_stats(logits, fields=("entropy",), draws=draws)
+            repeated = token_stats(logits, fields=("entropy",), draws=draws)
             for name in ("prob", "entropy", "sample", "sample_prob"):
-                assert torch.equal(getattr(again, name), getattr(stats, name)), (name, count)
+                assert torch.equal(getattr(repeated, name), getattr(stats, name)), (name, count)
         torch.set_num_threads(1)
         for row in range(15):
-            here = slice(row, row + 1)
-            own = TokenDraws(draws.keys[here], draws.steps[here], draws.positions[here], 0.7)
-            alone = token_stats(logits[here], fields=("entropy",), draws=own)
+            only = slice(row, row + 1)
+            row_draws = TokenDraws(draws.keys[only], draws.steps[only], draws.positions[only], 0.7)
+            alone = token_stats(logits[only], fields=("entropy",), draws=row_draws)
             for name in ("prob", "entropy", "sample", "sample_prob"):
                 assert torch.equal(getattr(alone, name)[0], getattr(stats, name)[row]), (name, row)
     finally:
         torch.set_num_threads(threads)
 
 
+ZEROS = torch.zeros(2, 2).long()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"logits": torch.zeros(2, 3, dtype=torch.int64)},
-            TypeError,
-            "logits must be a float tensor .* not torch.int64",
-        ),
+        ({"logits": torch.zeros(2, 3).long()}, TypeError, "logits must be a float tensor .* not torch.int64"),
         ({"logits": torch.zeros(2, 0)}, ValueError, r"logits of shape \(2, 0\) have no tokens"),
         ({"fields": ("probability",)}, ValueError, "unknown fields: 'probability'; allowed: .*prob"),
         ({"temperature": 0}, ValueError, "temperature=0 must be a number"),
@@ -490,15 +476,11 @@ def test_rows_do_not_depend_on_batch_and_threads() -> None:
         ({"ids": torch.zeros(3, dtype=torch.int64)}, ValueError, r"ids must be int64 of shape \(2,\) or"),
         ({"ids": torch.tensor([0, 5])}, ValueError, "ids from 0 to 5 must be from 0 to 4"),
         ({"draws": draws_for(3, 1)}, ValueError, r"draws.keys must be int64 \(2, 2\), not"),
-        (
-            {"draws": TokenDraws(torch.zeros(2, 2).long(), torch.zeros(2).long(), torch.zeros(2).long(), 0)},
-            ValueError,
-            "draws.temperature=0 must be above 0",
-        ),
+        ({"draws": TokenDraws(ZEROS, ZEROS[0], ZEROS[0], 0)}, ValueError, "draws.temperature=0 must be above 0"),
         ({"path": "triton"}, ValueError, "path='triton' has no smoothed_entropy"),
     ],
 )
-def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_named(change: dict, error: type[Exception], message: str) -> None:
     arguments = {"logits": torch.zeros(2, 5)} | change
     with pytest.raises(error, match=message):
         token_stats(arguments.pop("logits"), **arguments)
@@ -521,13 +503,13 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
 
 @runs_kernel
 def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
-    whole = logits_of(3, 4, vocabulary=70)
-    view = whole[1:, 1:3]
+    logits = logits_of(3, 4, vocabulary=70)
+    view = logits[1:, 1:3]
     assert_close(kernel(view, 0.8, block=32, splits=2), reference_stats(view, 0.8)._asdict(), ONE_READ, 1e-5)
-    flat = whole.view(12, 70)[::3]
+    flat = logits.view(12, 70)[::3]
     assert_close(kernel(flat), reference_stats(flat)._asdict(), ONE_READ, 1e-6)
-    asked = token_stats(flat.to(DEVICE), fields=ONE_READ, path="triton")
-    assert torch.equal(asked.token.cpu(), kernel(flat).token)
+    stats = token_stats(flat.to(DEVICE), fields=ONE_READ, path="triton")
+    assert torch.equal(stats.token.cpu(), kernel(flat).token)
 
 
 @runs_kernel

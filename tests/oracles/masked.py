@@ -512,9 +512,7 @@ def learn2pd_records(model: Model, prompt: list[int], new: int, length: int) -> 
             if guess == before or step == length - 1:
                 canvas[block] = target[block]
             else:
-                canvas[block] = [
-                    t if same else c for same, t, c in zip(final, target[block], canvas[block], strict=True)
-                ]
+                canvas[block] = [t if ok else c for ok, t, c in zip(final, target[block], canvas[block], strict=True)]
             before = guess
             if mask not in canvas[block]:
                 break
