@@ -53,8 +53,8 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
     assert grid.length == facts["tokens"]
     assert facts["prompt_lengths"] == [len(prompt) for prompt in laid.prompts.rows]
     assert facts["batch"] == len(laid.prompts.rows)
-    free = arrays["greedy_unrestricted"]
-    assert facts["non_codes_unrestricted"] == (free >= codes).sum()
+    unrestricted = arrays["greedy_unrestricted"]
+    assert facts["non_codes_unrestricted"] == (unrestricted >= codes).sum()
     assert facts["distinct_greedy"] == len(np.unique(arrays["greedy"]))
     for row, prompt in enumerate(laid.prompts.rows):
         first = len(arrays["input_ids"][row]) - len(prompt)
@@ -63,9 +63,9 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
         assert np.array_equal(laid.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
         logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
-        if len(free[row]) == grid.length:  # the unrestricted run did not stop early
-            actual = call(laid, row, [*prompt, *free[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
-            assert np.array_equal(actual, free[row])
+        if len(unrestricted[row]) == grid.length:  # the unrestricted run did not stop early
+            actual = call(laid, row, [*prompt, *unrestricted[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
+            assert np.array_equal(actual, unrestricted[row])
 
 
 @pytest.mark.thinned
@@ -106,7 +106,7 @@ def small_previews(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(glm_image, "PREVIEW", 4)
 
 
-def test_two_sizes_in_turn_and_what_the_module_keeps(small_previews: None) -> None:
+def test_sizes_in_turn_do_not_depend_on_state_of_the_module(small_previews: None) -> None:
     glm, sizes = model(), [(128, 96), (64, 32)]
     prompts = [[100, 101, 102, 64], [103, 64]]
     alone = [paradec.generate_images(glm, prompts, height=h, width=w, seed=3, output_type="latent") for h, w in sizes]
@@ -163,12 +163,11 @@ GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_zipar_knows_both_rasters(window: int) -> None:
     steps = schedule(GRID, window)
-    assert sorted([at for step in steps for at in step.targets]) == list(range(GRID.length))
-    assert max(step for step, each in enumerate(steps) if min(each.targets) < 4) < min(
-        step for step, each in enumerate(steps) if max(each.targets) >= 4
-    )
+    assert sorted(target for step in steps for target in step.targets) == list(range(GRID.length))
+    preview_steps = [number for number, step in enumerate(steps) if min(step.targets) < 4]
+    assert max(preview_steps) < min(number for number, step in enumerate(steps) if max(step.targets) >= 4)
     assert len(steps) == (2 + min(window, 2)) + (4 + 2 * min(window, 4))
-    assert set(range(-1, 3)) <= {at for step in steps[:-1] for at in step.positions}  # the small raster whole
+    assert set(range(-1, 3)) <= {position for step in steps[:-1] for position in step.positions}  # all of the preview
     method = paradec.samplers.create("zipar", window=window)
     laid = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
     state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))
@@ -190,15 +189,16 @@ def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
     request = paradec.Request(sampler=method, seed=1, **model().defaults)
     laid = model().lay_out([prompt] * rows, [()] * rows, grid)
     state = model().begin(method, laid, grid, request)
-    law = {}
+    probability = {}
     for first in range(64):
         logits = call(laid, 0, [*prompt, first])[None, len(prompt) - 1 :]
         p = state.distribution(logits, np.array([0]), torch.arange(3, 5)[None])[0].numpy()
-        law |= {(first, second): p[0, first] * p[1, second] for second in range(64)}
+        probability |= {(first, second): p[0, first] * p[1, second] for second in range(64)}
     paradec.decode(method, laid.model, state)
     actual = [tuple(pair) for pair in model().read(state, grid).tokens.tolist()]
-    assert all(law[pair] > 0 for pair in actual)
-    likely = [pair for pair, chance in law.items() if chance * rows >= 5]
-    counts, expected = np.array([actual.count(pair) for pair in likely]), rows * np.array([law[p] for p in likely])
+    assert all(probability[pair] > 0 for pair in actual)
+    likely = [pair for pair, p in probability.items() if p * rows >= 5]
+    counts = np.array([actual.count(pair) for pair in likely])
+    expected = rows * np.array([probability[pair] for pair in likely])
     assert len(likely) > 5 and expected.sum() > 0.98 * rows
     assert chisquare(counts, expected / expected.sum() * counts.sum()).pvalue > 1e-3

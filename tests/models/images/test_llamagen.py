@@ -6,6 +6,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import refuses
-from images import CODES, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
+from images import CODES, LLAMAGEN, TINY_VQ, last_logits, tiny_llamagen, tiny_vq
 from recorded import golden, read_arrays, replay
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,9 +31,8 @@ RECORDED = sorted(golden("llamagen").glob("*.safetensors"))
 
 def list_recordings(part: str, key: str) -> list[Any]:
     """List the recordings that have the array "part.key", for example "c2i.ids"."""
-    return [
-        pytest.param(path, part, id=f"{path.stem}-{part}") for path in RECORDED if f"{part}.{key}" in read_arrays(path)
-    ]
+    paths = [path for path in RECORDED if f"{part}.{key}" in read_arrays(path)]
+    return [pytest.param(path, part, id=f"{path.stem}-{part}") for path in paths]
 
 
 def weights_of(recorded: dict[str, Tensor], part: str) -> dict[str, Tensor]:
@@ -53,19 +53,17 @@ def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenMode
     vocab, dim = state["output.weight"].shape
     layers = len({name.split(".")[1] for name in state if name.startswith("layers.")})
     grid = math.isqrt(slots - prefix)  # the cache is as long as prompt and picture, rounded up to a multiple of 8
-    config = LlamaGenConfig(
-        dim=dim, n_layer=layers, n_head=heads, vocab_size=vocab, grid=grid, condition=condition, **sizes
-    )
-    network = LlamaGen(config)
+    sizes |= {"dim": dim, "n_layer": layers, "n_head": heads, "vocab_size": vocab, "grid": grid}
+    network = LlamaGen(LlamaGenConfig(**sizes, condition=condition))
     network.load_state_dict(state)
     model = LlamaGenModel(network)
-    given = recorded[f"{condition}.cond"]
+    conditions = recorded[f"{condition}.cond"]
     if condition == "c2i":
-        request = model.request([0] * len(given), model.grid())
-        request.prompts.rows = [[vocab + int(label)] for label in given]
+        request = model.request([0] * len(conditions), model.grid())
+        request.prompts.rows = [[vocab + int(label)] for label in conditions]
         return model, request
-    kept = recorded["t2i.emb_mask"].bool()
-    return model, model.request([row[keep] for row, keep in zip(given, kept, strict=True)], model.grid())
+    masks = recorded["t2i.emb_mask"].bool()
+    return model, model.request([row[mask] for row, mask in zip(conditions, masks, strict=True)], model.grid())
 
 
 def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: int = 0) -> Query:
@@ -88,9 +86,8 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
         model, request = reference(expected, condition)
         ids, prompts = expected[f"{condition}.ids"], request.prompts.rows
         rows, first, vocab = len(ids), len(prompts[0]), model.facts.vocab_size
-        names = [
-            name.removeprefix(f"{condition}.logits_") for name in expected if name.startswith(f"{condition}.logits_")
-        ]
+        prefix = f"{condition}.logits_"
+        names = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
         windows = sorted(tuple(map(int, name.split("_"))) for name in names if name != "prefill")
         full = torch.cat((torch.tensor(prompts), ids), 1)
         query = Query(rows=np.arange(rows), tokens=full, positions=torch.arange(full.shape[1]).expand(rows, -1))
@@ -99,7 +96,7 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
         actual |= {f"{start}_{stop}": logits[:, first + start : first + stop] for start, stop in windows}
         for name, part in actual.items():
             # the public code pads captions on the left; outputs at padding are ignored
-            assert (part - expected[f"{condition}.logits_{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
+            assert (part - expected[f"{prefix}{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
 
         store = model.make_store(rows, full.shape[1])
         repeated = [request.model(window(prompts, ids, -1, 0), store)]
@@ -109,8 +106,8 @@ def test_logits_of_the_public_code(path: Path, condition: str) -> None:
         discarded = request.model(window(prompts, wrong, start, stop, step), store)
         store.clear_from(np.arange(rows), np.full(rows, first + start))
         repeated.append(request.model(window(prompts, ids, start, stop, step + 1), store))
-        for part, expected_name in zip(repeated, actual, strict=True):
-            assert (part - expected[f"{condition}.logits_{expected_name}"][:, -part.shape[1] :]).abs().max() < 1e-5
+        for part, name in zip(repeated, actual, strict=True):
+            assert (part - expected[f"{prefix}{name}"][:, -part.shape[1] :]).abs().max() < 1e-5
         assert (discarded - repeated[-1]).abs().max() > 0.1
 
 
@@ -152,14 +149,11 @@ def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
         state = weights_of(recorded, part)
         channels = state["decoder.conv_out.weight"].shape[1]
         levels = len({name.split(".")[2] for name in state if name.startswith("decoder.conv_blocks.")})
-        widths = [len(state[f"decoder.conv_blocks.{at}.res.0.conv2.weight"]) for at in reversed(range(levels))]
+        widths = [len(state[f"decoder.conv_blocks.{level}.res.0.conv2.weight"]) for level in reversed(range(levels))]
         codes, width = state["quantize.embedding.weight"].shape
-        sizes = {
-            "codebook_size": codes,
-            "codebook_embed_dim": width,
-            "z_channels": len(state["post_quant_conv.weight"]),
-        }
-        config = VQConfig(**sizes, channels=channels, channel_mult=tuple(each // channels for each in widths))
+        sizes = {"codebook_size": codes, "codebook_embed_dim": width, "channels": channels}
+        sizes |= {"z_channels": len(state["post_quant_conv.weight"])}
+        config = VQConfig(**sizes, channel_mult=tuple(width // channels for width in widths))
         model, ids = VQModel(config), recorded["vq.code"]
         model.load_state_dict(state)
         side = math.isqrt(ids.shape[-1])
@@ -182,20 +176,20 @@ def diffusers_names(model: VQModel) -> dict[str, Tensor]:
     levels = len(model.config.channel_mult)
     middle = {"mid.0": "resnets.0", "mid.1": "attentions.0", "mid.2": "resnets.1"}
     result = {}
-    for name, tensor in model.state_dict().items():
-        half, _, rest = name.partition(".")
+    for full_name, tensor in model.state_dict().items():
+        half, _, name = full_name.partition(".")
         if half == "encoder":
             for ours, theirs in middle.items():
-                rest = re.sub(f"^{ours}\\.", f"mid_block.{theirs}.", rest)
+                name = re.sub(f"^{ours}\\.", f"mid_block.{theirs}.", name)
             for ours, theirs in attention.items():
-                if f"attentions.0.{ours}." in rest:
-                    rest = rest.replace(f"attentions.0.{ours}.", f"attentions.0.{theirs}.")
+                if f"attentions.0.{ours}." in name:
+                    name = name.replace(f"attentions.0.{ours}.", f"attentions.0.{theirs}.")
                     tensor = tensor[:, :, 0, 0] if tensor.ndim == 4 else tensor
             for level in range(levels):
-                rest = rest.replace(f"conv_blocks.{level}.res.", f"down_blocks.{level}.resnets.")
-                rest = rest.replace(f"conv_blocks.{level}.downsample.", f"down_blocks.{level}.downsamplers.0.")
-            rest = rest.replace("nin_shortcut", "conv_shortcut").replace("norm_out", "conv_norm_out")
-        result[f"{half}.{rest}"] = tensor
+                name = name.replace(f"conv_blocks.{level}.res.", f"down_blocks.{level}.resnets.")
+                name = name.replace(f"conv_blocks.{level}.downsample.", f"down_blocks.{level}.downsamplers.0.")
+            name = name.replace("nin_shortcut", "conv_shortcut").replace("norm_out", "conv_norm_out")
+        result[f"{half}.{name}"] = tensor
     return {name: tensor for name, tensor in result.items() if name.startswith(("encoder.", "quant_conv."))}
 
 
@@ -242,9 +236,8 @@ def test_taming_names(tmp_path: Path) -> None:
     model = tiny_vq(l2_norm=False, attention=False, encoder=True)
     theirs = taming_names(model)
     assert "decoder.up.1.block.0.conv1.weight" in theirs and "encoder.down.0.downsample.conv.weight" in theirs
-    assert {name: tensor.shape for name, tensor in from_taming(theirs).items()} == {
-        name: tensor.shape for name, tensor in model.state_dict().items()
-    }
+    renamed, expected = from_taming(theirs), model.state_dict()
+    assert {name: tensor.shape for name, tensor in renamed.items()} == {name: t.shape for name, t in expected.items()}
     file = tmp_path / "vqgan.ckpt"
     torch.save({"state_dict": theirs | {"loss.discriminator.main.0.weight": torch.zeros(1)}}, file)
     actual = load_vq(file, model.config).double()
@@ -278,27 +271,23 @@ def test_published_files(tmp_path: Path, save: Callable[[Path, dict[str, Tensor]
     vq = tmp_path / "vq.safetensors"
     save_file({k: v.float() for k, v in tiny_vq().state_dict().items()}, vq, {"config": json.dumps(TINY_VQ.to_dict())})
     # files of the public code contain a table of angles
-    model = paradec.load(
-        save(tmp_path, state | {"freqs_cis": torch.zeros(257, 6, 2)}), n_head=4, vq=vq, dtype="float64"
-    )
-    assert model.facts.name == "c2i_B_256" and model.module.config == original.config.__class__(
-        **{**vars(original.config), "ffn_dim": 256, "n_kv_head": 4, "caption_dim": 2048, "caption_length": 120}
-    )
+    file = save(tmp_path, state | {"freqs_cis": torch.zeros(257, 6, 2)})
+    model = paradec.load(file, n_head=4, vq=vq, dtype="float64")
+    changes = {"ffn_dim": 256, "n_kv_head": 4, "caption_dim": 2048, "caption_length": 120}
+    assert model.facts.name == "c2i_B_256" and model.module.config == replace(original.config, **changes)
     assert all(torch.allclose(p.float(), state[name]) for name, p in model.module.state_dict().items())
     assert model.grid().length == 256 and model.vq.config == TINY_VQ
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    save_file(
-        {k: v.float().contiguous() for k, v in tiny_llamagen().module.state_dict().items()},
-        tmp_path / "model.safetensors",
-    )
-    fields = {"dim": 48, "n_layer": 2, "n_head": 4, "vocab_size": CODES, "grid": 4, "num_classes": 10}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields}))
+    state = tiny_llamagen().module.state_dict()
+    save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    fields = {"model_type": "llamagen", **LLAMAGEN, "grid": 4}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     assert paradec.load(tmp_path).grid().length == 16
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields, "n_layer": 3}))
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"n_layer": 3}))
     refuses(lambda: paradec.load(tmp_path), "missing weights: layers.2", paradec.CheckpointError)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llamagen", **fields, "n_head": 5}))
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"n_head": 5}))
     refuses(lambda: paradec.load(tmp_path), "n_head=5 must divide dim=48", paradec.CheckpointError)
 
 

@@ -44,13 +44,13 @@ class Replayed(Groups):
 @pytest.mark.parametrize("name", image_cases("lpd", "steps"))
 @replays("name", "lpd/")
 def test_a_recorded_run(name: str) -> None:
-    said, arrays = image_case("lpd", name)
-    settings, steps = said["settings"], said["steps"]
-    seed = re.search(r"manual_seed\((\d+)\)", said["draws"])
+    case, arrays = image_case("lpd", name)
+    settings, steps = case["settings"], case["steps"]
+    seed = re.search(r"manual_seed\((\d+)\)", case["draws"])
     # float32 cannot resolve smaller margins, and torch draws other numbers in float64
-    dtype = torch.float32 if said["margin"] >= 1e-4 or seed is not None else torch.float64
-    model = recorded(said["model"], dtype)
-    order = orders.Given(cells=said["orders"], sizes=settings["group_sizes"])
+    dtype = torch.float32 if case["margin"] >= 1e-4 or seed is not None else torch.float64
+    model = recorded(case["model"], dtype)
+    order = orders.Given(cells=case["orders"], sizes=settings["group_sizes"])
     generator = None if seed is None else torch.Generator().manual_seed(int(seed[1]))
     sampler = Replayed(order, settings["cfg_schedule"], steps=steps, generator=generator)
     none = model.module.config.num_classes
@@ -70,32 +70,30 @@ def test_a_recorded_run(name: str) -> None:
         logits = model(query, state.store)
         proposal = sampler.propose(state, [logits], [query])
         for layer, sums in enumerate(step["kv"]):
-            for kept, expected in zip((state.store.layer_keys, state.store.layer_values), sums, strict=True):
-                assert_checksum(kept[layer][:, :end].transpose(1, 2), expected)
+            for stored, expected in zip((state.store.layer_keys, state.store.layer_values), sums, strict=True):
+                assert_checksum(stored[layer][:, :end].transpose(1, 2), expected)
         if state.branches == 2:
             logits = apply_guidance(logits, sampler.guidance(state))
         assert_checksum(logits, step["guided_logits"])
         if f"guided_logits.{index}" in arrays:
             theirs = arrays[f"guided_logits.{index}"]
             assert (logits.reshape(theirs.shape) - theirs).abs().max() < 1e-4
-        assert (proposal.positions - 1).tolist() == [step["positions"]] * len(labels) or (
-            proposal.positions - 1
-        ).tolist() == step["positions"]
+        assert (proposal.positions - 1).tolist() in ([step["positions"]] * len(labels), step["positions"])
         assert proposal.values.tolist() == step["tokens"]
         sampler.commit(state, proposal)
-    assert state.done and state.nfe.tolist() == [said["calls"]] * len(labels)
-    assert state.canvas[:, 1:].tolist() == said["codes"]
+    assert state.done and state.nfe.tolist() == [case["calls"]] * len(labels)
+    assert state.canvas[:, 1:].tolist() == case["codes"]
 
 
 @pytest.mark.parametrize("name", image_cases("lpd", "logits_in_order"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @replays("name", "lpd/")
 def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
-    said, arrays = image_case("lpd", name)
-    model = recorded(said["model"], dtype)
-    given = (torch.tensor(said[key]) for key in ("codes", "labels", "orders"))
+    case, arrays = image_case("lpd", name)
+    model = recorded(case["model"], dtype)
+    inputs = (torch.tensor(case[key]) for key in ("codes", "labels", "orders"))
     with torch.no_grad():
-        actual = model.module(*given, said["group_sizes"])
+        actual = model.module(*inputs, case["group_sizes"])
     assert (actual - arrays["logits_in_order"]).abs().max() < 1e-4
 
 
@@ -110,17 +108,17 @@ ORDERS: list[Any] = [
 def test_cached_decoding_equals_one_forward(order: Any) -> None:
     model, sampler = tiny_lpd(), samplers.create("groups", order=order)
     state = sampler.start(model, [[model.blank_id + 1 + label] for label in (3, 0, 4)], seed=[1, 2, 3])
-    seen = []
+    cached_logits = []
     while not state.done:
         queries = sampler.query(state)
         logits = model(queries[0], state.store)
-        seen.append(logits)
+        cached_logits.append(logits)
         sampler.commit(state, sampler.propose(state, [logits], queries))
     codes, ranks = state.canvas[:, 1:], torch.as_tensor(state.groups.order.copy())
     with torch.no_grad():
         full = model.module(codes, torch.tensor([3, 0, 4]), ranks, state.groups.sizes)
-    assert torch.allclose(torch.cat(seen, 1), full, atol=1e-10, rtol=0)
-    assert len(seen) == len(state.groups) == state.nfe[0]
+    assert torch.allclose(torch.cat(cached_logits, 1), full, atol=1e-10, rtol=0)
+    assert len(cached_logits) == len(state.groups) == state.nfe[0]
 
 
 def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
@@ -128,20 +126,17 @@ def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
     weights = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
     torch.save({"model": weights, "epoch": 3}, tmp_path / "tiny.pth")
     save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "lpd", "n_head": 2, "defaults": {"guidance_scale": 2.0, "top_k": 9}})
-    )
+    defaults = {"guidance_scale": 2.0, "top_k": 9}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "lpd", "n_head": 2, "defaults": defaults}))
     assert file_type(tmp_path / "tiny.pth") == file_type(tmp_path / "model.safetensors") == "lpd"
     single = paradec.load(tmp_path / "tiny.pth", n_head=2, dtype="float64")
     folder = paradec.load(tmp_path, dtype="float64")
     assert single.module.config == folder.module.config == replace(model.module.config, inner=64)
     assert (single.facts.name, folder.defaults["top_k"], single.defaults["top_k"]) == ("tiny", 9, None)
-    outputs = [paradec.generate_images(m, class_labels=[1], seed=0, output_type="latent") for m in (single, folder)]
+    request = {"class_labels": [1], "seed": 0, "output_type": "latent"}
+    outputs = [paradec.generate_images(m, **request) for m in (single, folder)]
     assert not torch.equal(outputs[0].codes, outputs[1].codes)  # other defaults
-    repeated = paradec.generate_images(
-        single, class_labels=[1], seed=0, output_type="latent", guidance_scale=2.0, top_k=9
-    )
-    assert torch.equal(outputs[1].codes, repeated.codes)
+    assert torch.equal(outputs[1].codes, paradec.generate_images(single, **request, **defaults).codes)
     assert {parameter.dtype for parameter in paradec.load(tmp_path).module.parameters()} == {torch.float32}
 
 
@@ -184,7 +179,7 @@ def make(model: LPDModel, **request: Any) -> Any:
     return paradec.generate_images(model, **(arguments | request))
 
 
-def test_pictures_come_of_codes() -> None:
+def test_pictures_are_decoded_from_codes() -> None:
     model = tiny_lpd()
     output = make(model, output_type="pt")
     assert output.images.shape == (2, 3, 8, 8) and output.codes.shape == (2, 4, 4)
@@ -238,14 +233,15 @@ def test_published_guidance_and_repulsion() -> None:
     assert model.defaults_with(samplers.create("groups", order={"order": "lpd", "sizes": 32}))["guidance_scale"] == 5.4
     assert GUIDANCE[1280][1024, 48] == 6.0
 
-    seen = []
+    repulsions = []
 
     @dataclass(frozen=True)
-    class Seen(Groups):
+    class Recording(Groups):
         def start(self, *args: Any, **named: Any) -> Any:
-            seen.append(self.order.repulsion)
+            repulsions.append(self.order.repulsion)
 
     model = LPDModel(largest)
     for order in ("lpd", {"order": "lpd", "sizes": 32}, {"order": "lpd", "repulsion": 1}):
-        model.begin(Seen(order), model.request([1], model.grid()), model.grid(), paradec.Request(sampler=Seen(order)))
-    assert seen == [3.0, None, 1]
+        sampler, grid = Recording(order), model.grid()
+        model.begin(sampler, model.request([1], grid), grid, paradec.Request(sampler=sampler))
+    assert repulsions == [3.0, None, 1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from images import randomize
 from recorded import find_weights, golden, read_head, read_json, replays
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,9 +30,7 @@ RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" 
 @pytest.fixture(scope="module")
 def model() -> MARModel:
     torch.manual_seed(0)
-    module = MAR(**{**SIZES, "side": 4}, **HEAD).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    module = randomize(MAR(**{**SIZES, "side": 4}, **HEAD), 0.3)
     # small weights: the head changes its noise little
     torch.nn.init.zeros_(module.diffloss.net.final_layer.linear.weight)
     torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
@@ -44,12 +43,12 @@ class Replayed(Sampler):
 
     channels: int = 4
 
-    def _noise(self, state: Any, at: Tensor, local: bool) -> Tensor:
+    def _noise(self, state: Any, positions: Tensor, local: bool) -> Tensor:
         steps = self.head_steps // 2 if local else self.head_steps
-        rows, width = at.numel(), self.channels
+        rows, width = positions.numel(), self.channels
         both = rows * (2 if state.guidance_scale != 1.0 else 1)
         noise = [torch.randn(rows, width)] + [torch.randn(both, width)[:rows] for _ in range(steps)]
-        return torch.stack(noise, 1).unflatten(0, at.shape).double()
+        return torch.stack(noise, 1).unflatten(0, positions.shape).double()
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
@@ -100,10 +99,9 @@ def test_every_step_decides_something(size: int, steps: int) -> None:
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_local_steps_over_all_positions_are_exact(model: MARModel, guidance: float, keep_buffer: bool) -> None:
     """Nothing is cached, except the keys of the class tokens with `keep_buffer`, which do not see later decisions."""
-    plain, grouped = (
-        Sampler(local_steps=local, full_groups=0, head_steps=3, fast_ratio=1, chunk_order="order", keep_buffer=keep)
-        for local, keep in ((0, False), (4, keep_buffer))
-    )
+    settings = {"full_groups": 0, "head_steps": 3, "fast_ratio": 1, "chunk_order": "order"}
+    plain = Sampler(local_steps=0, keep_buffer=False, **settings)
+    grouped = Sampler(local_steps=4, keep_buffer=keep_buffer, **settings)
     states = [s.start(model, [3, 1], steps=5, guidance_scale=guidance, seed=7) for s in (plain, grouped)]
     for step in range(5):
         proposals = [s.step(model, state) for s, state in zip((plain, grouped), states, strict=True)]
@@ -122,13 +120,13 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
     state = sampler.start(model, [0, 5, 5], steps=6, guidance_scale=2.0, seed=1)
     kinds, forwarded, decided = [], [], torch.zeros(3, 16, dtype=torch.bool)
 
-    def note(_: Any, commit: Any) -> None:
+    def record(_: Any, commit: Any) -> None:
         kinds.append(commit.kind)
         assert not decided.gather(1, commit.positions).any()
         decided.scatter_(1, commit.positions, True)
         forwarded.append(int(state.forwarded_tokens[0]) // 2 - sum(forwarded))
 
-    decode(sampler, model, state, note)
+    decode(sampler, model, state, record)
     remaining = remaining_counts(16, 6)
     assert kinds == ["full", "full", "full", "window", "full", "window"] and decided.all()
     assert forwarded == [16, 16, 16, remaining[2] - remaining[4], 16, remaining[4]]
@@ -138,19 +136,19 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
 def test_local_steps_are_guided(model: MARModel, schedule: str) -> None:
-    """Scale of full and local steps: 1 + (s - 1) (S - m) / S, m masked positions after the step; or constant s."""
+    """The scale of full and local steps is 1 + (s - 1) (S - m) / S with m masked positions after the step, or s."""
     sampler = Sampler(local_steps=2, full_groups=0, head_steps=4, fast_ratio=1, guidance_schedule=schedule)
     plain = Sampler(local_steps=0, head_steps=4, guidance_schedule=schedule)
-    left, scale, kinds = remaining_counts(16, 6), 3.0, []
+    remaining, scale, kinds = remaining_counts(16, 6), 3.0, []
     state = sampler.start(model, [0, 5], steps=6, guidance_scale=scale, seed=1)
-    other = plain.start(model, [0, 5], steps=6, guidance_scale=1.0, seed=1)
+    unguided = plain.start(model, [0, 5], steps=6, guidance_scale=1.0, seed=1)
     while not state.done:
         (query,) = sampler.query(state)
-        grown = 1 + (scale - 1) * (16 - left[state.index + 1]) / 16
-        assert query.guidance == pytest.approx(grown if schedule == "linear" else scale, rel=1e-12)
+        linear = 1 + (scale - 1) * (16 - remaining[state.index + 1]) / 16
+        assert query.guidance == pytest.approx(linear if schedule == "linear" else scale, rel=1e-12)
         assert query.branches == 2
         kinds.append(query.kind)
         sampler.commit(state, sampler.step(model, state))
-        plain.commit(other, plain.step(model, other))
+        plain.commit(unguided, plain.step(model, unguided))
     assert kinds == ["full", "window", "window"] * 2
-    assert (state.tokens - other.tokens).abs().amax() > 1e-3  # guidance is not idle here
+    assert (state.tokens - unguided.tokens).abs().amax() > 1e-3  # guidance has an effect
