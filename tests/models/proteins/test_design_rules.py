@@ -24,6 +24,7 @@ from paradec.samplers.start import row_keys
 
 BOUND = GOLDEN / "ligands"
 TIES = ((0, 6), (1, 7), (2, 8, 10), (9, 4))
+FULL = pytest.mark.full
 
 
 def dimer(name: str = "dimer", **changes: Any) -> Structure:
@@ -43,21 +44,17 @@ def design_by_loop(
     groups, rules = model.columns[number].residues, model.rules[number]
     row, size = list(row), len(model.structures[number])
     decided, total = [index for index, token in enumerate(row[1:]) if token != MASK_ID], []
+
+    def bias_of(residue: int) -> list[float]:
+        at_residue = rules.bias_at.get(residue, {})
+        return [rules.bias.get(letter, 0) + at_residue.get(letter, 0) for letter in LETTERS[:20]]
+
     for column in (column for column in order if row[1 + column] == MASK_ID):
         letters, rank = torch.zeros(1, size, dtype=torch.int64), torch.full((1, size), 99)
-        for when, known in enumerate(decided):
-            letters[0, groups[known]], rank[0, groups[known]] = row[1 + known], when
+        for step, known in enumerate(decided):
+            letters[0, groups[known]], rank[0, groups[known]] = row[1 + known], step
         mean = model.module(model.encodings[number], letters, rank)[0, groups[column], :20].mean(0)
-        bias = [
-            np.mean(
-                [
-                    rules.bias.get(letter, 0) + rules.bias_at.get(residue, {}).get(letter, 0)
-                    for residue in groups[column]
-                ]
-            )
-            for letter in LETTERS[:20]
-        ]
-        logits = mean + torch.tensor(bias)
+        logits = mean + torch.tensor(np.mean([bias_of(residue) for residue in groups[column]], 0))
         for residue in groups[column]:
             logits[[LETTERS.index(letter) for letter in rules.omit + rules.omit_at.get(residue, "")]] = -torch.inf
         logits = torch.nn.functional.pad(logits, (0, model.facts.vocab_size - 20), value=-torch.inf)
@@ -87,66 +84,64 @@ def draw_rules(draw: random.Random, structure: Structure) -> DesignRules:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(
-    "first", [pytest.param(each, marks=() if each in range(3) else pytest.mark.full) for each in range(40)]
-)
+@pytest.mark.parametrize("first", [pytest.param(n, marks=() if n in range(3) else FULL) for n in range(40)])
 def test_jacobi_equals_one_tie_per_step(model: ProteinMPNNModel, first: int) -> None:
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
         gaps = dimer("gaps").coordinates.clone()
         gaps[[3, 8], 1] = torch.nan
         structures = [dimer(), piece(3, 9, "short"), dimer("gaps", coordinates=gaps)]
-        some = model.on(structures, [draw_rules(draw, structure) for structure in structures])
-        rows, orders, of = [], [], [draw.randrange(3) for _ in range(draw.randint(1, 3))]
-        for each in of:
-            free = [own[0] for own in some.columns[each].residues if len(own) == 1]
-            rows.append(some.prompt(each, fixed=draw.sample(free, min(len(free) - 1, 2)) if len(free) > 1 else ()))
+        ruled = model.on(structures, [draw_rules(draw, structure) for structure in structures])
+        rows, orders, structure_ids = [], [], [draw.randrange(3) for _ in range(draw.randint(1, 3))]
+        for structure_id in structure_ids:
+            untied = [residues[0] for residues in ruled.columns[structure_id].residues if len(residues) == 1]
+            fixed = draw.sample(untied, min(len(untied) - 1, 2)) if len(untied) > 1 else ()
+            rows.append(ruled.prompt(structure_id, fixed=fixed))
             orders.append(draw.sample(range(len(rows[-1]) - 1), len(rows[-1]) - 1))
         temperature = draw.choice((0.0, 0.1, 1.0))
-        out = paradec.generate(some, rows, sampler="jacobi", temperature=temperature, order=orders, seed=number)
+        out = paradec.generate(ruled, rows, sampler="jacobi", temperature=temperature, order=orders, seed=number)
         keys = torch.as_tensor(row_keys([number] * len(rows), rows))
         for index, (row, order) in enumerate(zip(rows, orders, strict=True)):
-            expected, mean = design_by_loop(some, row, order, keys[index], temperature, of[index])
-            assert out.sequences[index, -len(row) :].tolist() == expected, (number, index)
+            expected, mean = design_by_loop(ruled, row, order, keys[index], temperature, structure_ids[index])
+            design = out.sequences[index, -len(row) :]
+            assert design.tolist() == expected, (number, index)
             assert out.row_nfe[index] <= row.count(MASK_ID)
-            assert some.score(row, out.sequences[index, -len(row) :][None], [order])[0] == pytest.approx(mean, abs=1e-9)
-            text = some.letters(out.sequences[index][None])[0]
-            assert len(text) == len(structures[of[index]])
-            for own in some.columns[of[index]].residues:
-                assert len({text[residue] for residue in own}) == 1
+            assert ruled.score(row, design[None], [order])[0] == pytest.approx(mean, abs=1e-9)
+            text = ruled.letters(out.sequences[index][None])[0]
+            assert len(text) == len(structures[structure_ids[index]])
+            for residues in ruled.columns[structure_ids[index]].residues:
+                assert len({text[residue] for residue in residues}) == 1
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "name", ["sjd", "jacobi", *(pytest.param(each, marks=pytest.mark.full) for each in ("scd", "random"))]
+    "name", ["sjd", "jacobi", *(pytest.param(n, marks=pytest.mark.full) for n in ("scd", "random"))]
 )
 def test_ties_have_the_distribution_of_one_tie_per_step(model: ProteinMPNNModel, name: str) -> None:
     letters, temperature = "LPS", 0.5
     omit = "".join(letter for letter in LETTERS[:20] if letter not in letters)
     rules = DesignRules(bias={"P": 0.4}, omit=omit, ties=[(0, 3), (1, 4)])
-    four = model.on(piece(12, 17, "five"), rules)
-    prompt, order = four.prompt(), [2, 0, 1]
-    assert prompt == [22, MASK_ID, MASK_ID, MASK_ID] and four.columns[0].residues == [[0, 3], [1, 4], [2]]
+    five = model.on(piece(12, 17, "five"), rules)
+    prompt, order, columns = five.prompt(), [2, 0, 1], five.columns[0].residues
+    assert prompt == [22, MASK_ID, MASK_ID, MASK_ID] and columns == [[0, 3], [1, 4], [2]]
     expected = torch.zeros(27, dtype=torch.float64)
     orders = [order] if name != "random" else list(itertools.permutations(range(3)))
     bias = torch.tensor([0.0, 0.4, 0.0])
-    at = [LETTERS.index(letter) for letter in letters]
+    letter_ids = [LETTERS.index(letter) for letter in letters]
     for index, design in enumerate(itertools.product(range(3), repeat=3)):
-        for places in orders:
-            chance = 1.0
-            for k, column in enumerate(places):
-                shown, rank = torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), 9)
-                for when, known in enumerate(places[:k]):
-                    own = four.columns[0].residues[known]
-                    shown[0, own], rank[0, own] = at[design[known]], when
-                own = four.columns[0].residues[column]
-                mean = four.module(four.encodings[0], shown, rank)[0, own].mean(0)[at]
-                chance *= float(((mean + bias) / temperature).softmax(-1)[design[column]])
-            expected[index] += chance / len(orders)
+        for decoding_order in orders:
+            p = 1.0
+            for k, column in enumerate(decoding_order):
+                decided, rank = torch.zeros(1, 5, dtype=torch.int64), torch.full((1, 5), 9)
+                for step, known in enumerate(decoding_order[:k]):
+                    decided[0, columns[known]], rank[0, columns[known]] = letter_ids[design[known]], step
+                mean = five.module(five.encodings[0], decided, rank)[0, columns[column]].mean(0)[letter_ids]
+                p *= float(((mean + bias) / temperature).softmax(-1)[design[column]])
+            expected[index] += p / len(orders)
     request = {"temperature": temperature, "seed": 3, "num_return_sequences": 2_000}
     request |= {"order": order} if name != "random" else {}
-    out = paradec.generate(four, prompt, sampler=name, **request)
-    index = {token: number for number, token in enumerate(at)}
+    out = paradec.generate(five, prompt, sampler=name, **request)
+    index = {token: number for number, token in enumerate(letter_ids)}
     numbers = torch.tensor([[index[token] for token in row] for row in out.sequences[:, 1:].tolist()])
     counts = torch.bincount((numbers * torch.tensor([9, 3, 1])).sum(1), minlength=27)
     assert expected.sum() == pytest.approx(1) and exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
@@ -159,10 +154,10 @@ def test_weights_of_a_tie_multiply_its_residues_logits(model: ProteinMPNNModel, 
     rules = DesignRules(ties=[(0, 3)], tie_weights=[weights])
     five = model.on(piece(12, 17, "five"), rules)
     prompt = five.prompt(fixed=[1, 2, 4])
-    given = torch.zeros(1, 5, dtype=torch.int64)
-    given[0, [1, 2, 4]] = torch.tensor([prompt[1 + column] for column in (1, 2, 3)])
+    decided = torch.zeros(1, 5, dtype=torch.int64)
+    decided[0, [1, 2, 4]] = torch.tensor([prompt[1 + column] for column in (1, 2, 3)])
     rank = torch.tensor([[9, 0, 1, 9, 2]])
-    logits = five.module(five.encodings[0], given, rank)[0, [0, 3], :20].double()
+    logits = five.module(five.encodings[0], decided, rank)[0, [0, 3], :20].double()
     expected = (torch.tensor(weights).double().unsqueeze(1) * logits).sum(0)
     out = paradec.generate(five, prompt, sampler="jacobi", temperature=0, logprobs=20)
     assert int(out.sequences[0, 1]) == int(expected.argmax())
@@ -170,11 +165,11 @@ def test_weights_of_a_tie_multiply_its_residues_logits(model: ProteinMPNNModel, 
 
 
 def test_tied_rows_that_start_and_end_independently(model: ProteinMPNNModel) -> None:
-    some = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
-    prompts = [some.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
+    tied = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
+    prompts = [tied.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
     arguments = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
-    together = paradec.generate(some, prompts, **arguments)
-    for out in paradec.generate_many(some, prompts, batch_size=2, **arguments):
+    together = paradec.generate(tied, prompts, **arguments)
+    for out in paradec.generate_many(tied, prompts, batch_size=2, **arguments):
         assert out.error is None
         row = together.sequences[out.index, -len(prompts[out.index]) :]
         assert torch.equal(out.sequences[0, -len(row) :], row)
@@ -188,14 +183,14 @@ def test_ligands_in_any_order_and_with_masked_samplers() -> None:
     prompt = model.prompt()
     request = {"temperature": 0.5, "seed": 2, "order": "chain"}
     out = paradec.generate(model, prompt, sampler="jacobi", **request)
-    one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
-    assert torch.equal(out.sequences, one.sequences) and out.nfe < one.nfe == len(prompt) - 1
+    serial = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
+    assert torch.equal(out.sequences, serial.sequences) and out.nfe < serial.nfe == len(prompt) - 1
     for name in ("margin", "threshold"):
         design = model.letters(paradec.generate(model, prompt, sampler=name, temperature=0.5, seed=1).sequences)[0]
         assert "C" not in design and all(design[a] == design[b] for a, b in structure.copies())
 
 
-def test_given_letters_of_ties(model: ProteinMPNNModel) -> None:
+def test_fixed_letters_of_ties(model: ProteinMPNNModel) -> None:
     tied = model.on(dimer(sequence="AAACDEAAGHI"), DesignRules(ties=TIES))
     assert tied.columns[0].residues == [[0, 6], [1, 7], [2, 8, 10], [3], [4, 9], [5]]
     row = tied.prompt(fixed=[0, 6, 1, 5])
@@ -206,12 +201,12 @@ def test_given_letters_of_ties(model: ProteinMPNNModel) -> None:
     # incomplete residues are ignored
     gaps = dimer().coordinates.clone()
     gaps[8, 0] = torch.nan
-    free = model.on(dimer("gaps", coordinates=gaps), DesignRules(ties=TIES))
-    assert free.columns[0].residues == [[0, 6], [1, 7], [2, 10], [3], [4, 9], [5], [8]]
-    refuses(lambda: free.letters(torch.tensor([[1, 2]])), "a row has no structure")
+    incomplete = model.on(dimer("gaps", coordinates=gaps), DesignRules(ties=TIES))
+    assert incomplete.columns[0].residues == [[0, 6], [1, 7], [2, 10], [3], [4, 9], [5], [8]]
+    refuses(lambda: incomplete.letters(torch.tensor([[1, 2]])), "a row has no structure")
 
 
-def test_copies() -> None:
+def test_residues_of_chain_copies() -> None:
     numbers = [1, 2, 2, 4, 5, 6, 2, 2, 4, 7, 1]
     assert dimer(numbers=numbers).copies() == [[0, 10], [1, 6], [2, 7], [3, 8]]
     assert dimer(numbers=numbers).copies("AB") == dimer(numbers=numbers).copies()
@@ -220,7 +215,7 @@ def test_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "error", "words"),
+    ("rules", "error", "message"),
     [
         ({"bias": {"B": 1}}, ValueError, "bias: unknown letter: 'B'"),
         ({"bias": {"A": float("nan")}}, ValueError, r"bias\['A'\]=nan"),
@@ -242,5 +237,5 @@ def test_copies() -> None:
         ({"omit_at": "A1"}, TypeError, "omit_at must be a Mapping"),
     ],
 )
-def test_invalid_rules_are_refused(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, words: str) -> None:
-    refuses(lambda: (DesignRules(**rules), model.on(dimer(), DesignRules(**rules))), words, error)
+def test_invalid_rules_are_refused(model: ProteinMPNNModel, rules: dict[str, Any], error: Any, message: str) -> None:
+    refuses(lambda: (DesignRules(**rules), model.on(dimer(), DesignRules(**rules))), message, error)

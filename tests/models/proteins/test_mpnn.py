@@ -2,6 +2,8 @@
 
 import gzip
 import math
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,13 @@ def model() -> ProteinMPNNModel:
 
 
 def distribution(model: ProteinMPNNModel, number: int, letters: Tensor, order: list[int]) -> Tensor:
-    """Return the log-probabilities [L, 20] (without X) of every residue given the earlier ones of an order."""
+    """Return the log-probabilities [L, 20] (without X) of each residue, conditioned on the residues before it."""
     logits = model.module(model.encodings[number], letters[None], torch.tensor([order]).argsort())[0]
     return logits[:, :20].log_softmax(-1)
 
 
 def commits_of(out: Any, row: int) -> list[list[int]]:
-    steps = [[at - 1 for of, at, token, _ in step.commits if of == row] for step in out.trace.steps]
+    steps = [[position - 1 for index, position, _, _ in step.commits if index == row] for step in out.trace.steps]
     return [step for step in steps if step]
 
 
@@ -47,12 +49,11 @@ def test_one_residue_per_step_is_ancestral_sampling(model: ProteinMPNNModel, tem
         letters = out.sequences[row, length - size + 1 :]
         steps = commits_of(out, row)
         assert {len(step) for step in steps} == {1}
-        given = [residue for residue, token in enumerate(prompt[1:]) if token != MASK_ID]
-        order = given + [residue for step in steps for residue in step]
-        expected = distribution(model, row, letters, order).gather(1, letters[:, None])[:, 0]
-        chosen_logprobs = out.logprobs.chosen[row, length - size + 1 :]
-        assert chosen_logprobs[given].isnan().all()
+        fixed = [residue for residue, token in enumerate(prompt[1:]) if token != MASK_ID]
         designed = [residue for step in steps for residue in step]
+        expected = distribution(model, row, letters, fixed + designed).gather(1, letters[:, None])[:, 0]
+        chosen_logprobs = out.logprobs.chosen[row, length - size + 1 :]
+        assert chosen_logprobs[fixed].isnan().all()
         assert (chosen_logprobs - expected)[designed].abs().max() < 1e-5
         total = math.fsum(expected[designed].tolist())
         assert out.logprobs.sums()[row] == pytest.approx(total, abs=1e-4)
@@ -64,17 +65,17 @@ def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sam
     out = paradec.generate(model, prompt, sampler=sampler, steps=5, temperature=1.0, seed=1, trace=True, logprobs=0)
     letters, actual = out.sequences[0, 1:], out.logprobs.chosen[0, 1:]
     decided: list[int] = []
-    several = []
+    differences = []
     for step in commits_of(out, 0):
         for residue in step:
-            others = [i for i in range(len(letters)) if i not in decided and i != residue]
-            expected = distribution(model, 0, letters, [*decided, residue, *others])[residue, letters[residue]]
+            undecided = [i for i in range(len(letters)) if i not in decided and i != residue]
+            expected = distribution(model, 0, letters, [*decided, residue, *undecided])[residue, letters[residue]]
             assert actual[residue] == pytest.approx(float(expected), abs=1e-5)
             if residue != min(step):
-                joint = distribution(model, 0, letters, [*decided, *sorted(step), *set(others) - {*step}])
-                several.append(abs(float(joint[residue, letters[residue]] - expected)))
+                joint = distribution(model, 0, letters, [*decided, *sorted(step), *set(undecided) - {*step}])
+                differences.append(abs(float(joint[residue, letters[residue]] - expected)))
         decided += sorted(step)
-    assert max(several) > 0.01  # had they seen each other, these would be other numbers
+    assert max(differences) > 0.01  # numbers would differ if residues of a step saw each other
 
 
 def test_drafts_are_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
@@ -110,20 +111,17 @@ def test_rewritten_residues_move_to_the_end_of_the_order(
 ) -> None:
     sampler = paradec.samplers.create(name, **settings)
     state = sampler.start(model, model.prompt("long"), temperature=1.0, seed=0)
-    kept, edited = state.canvas.clone(), 0
+    canvas, order, num_edits = state.canvas.clone(), state.features["decision_order"], 0
     while not state.done:
-        step = int(state.row_step[0])
-        before = state.features["decision_order"].decided_at.clone()
+        step, before = int(state.row_step[0]), order.decided_at.clone()
         decode(sampler, model, state, lambda *_: True)
-        changed = state.canvas != kept
-        edited += int((changed & (kept != MASK_ID)).sum())
-        assert (state.features["decision_order"].decided_at[changed & (state.canvas != MASK_ID)] == step).all()
-        assert torch.equal(state.features["decision_order"].decided_at[~changed], before[~changed])
-        assert (
-            (state.features["decision_order"].decided_at == -1) == (state.is_prompt | (state.canvas == MASK_ID))
-        ).all()
-        kept = state.canvas.clone()
-    assert edited
+        changed = state.canvas != canvas
+        num_edits += int((changed & (canvas != MASK_ID)).sum())
+        assert (order.decided_at[changed & (state.canvas != MASK_ID)] == step).all()
+        assert torch.equal(order.decided_at[~changed], before[~changed])
+        assert ((order.decided_at == -1) == (state.is_prompt | (state.canvas == MASK_ID))).all()
+        canvas = state.canvas.clone()
+    assert num_edits
 
 
 QUICK = ("threshold", "random", "editing", "ccd", "wino")
@@ -138,23 +136,23 @@ QUICK = ("threshold", "random", "editing", "ccd", "wino")
 def test_masked_samplers_design_or_are_refused(model: ProteinMPNNModel, name: str) -> None:
     prompts = [model.prompt("long", fixed=[0, 5]), model.prompt("short", fixed=range(3))]
     sampler = paradec.samplers.create(name, **({"branches": 0} if name == "lopa" else {}))
-    given = supported_fields(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
+    request = supported_fields(name, {"temperature": 0.3, "seed": [1, 2], "sampler": sampler})
     if not fits(name, model):
-        with pytest.raises(ValueError, match=f"sampler {name!r} (evaluates masks|does not work here)"):
-            paradec.generate(model, prompts, **given)
+        message = f"sampler {name!r} (evaluates masks|does not work here)"
+        refuses(lambda: paradec.generate(model, prompts, **request), message)
         return
-    out = paradec.generate(model, prompts, **given)
+    out = paradec.generate(model, prompts, **request)
     for row, prompt in enumerate(prompts):
         tokens = out.sequences[row, -len(prompt) :]
         assert all(token in (MASK_ID, int(designed)) for token, designed in zip(prompt, tokens, strict=True))
         assert (tokens[1:] < 20).all()
-        assert torch.equal(paradec.generate(model, prompt, **(given | {"seed": row + 1})).sequences[0], tokens)
+        assert torch.equal(paradec.generate(model, prompt, **(request | {"seed": row + 1})).sequences[0], tokens)
     state = sampler.start(model, prompts, temperature=0.3, seed=3)
     decode(sampler, model, state, lambda *_: True)
-    kept = state.features["decision_order"].decided_at.clone()
+    decided_at = state.features["decision_order"].decided_at.clone()
     first, second = sampler.step(model, state), sampler.step(model, state)
     assert torch.equal(first.values, second.values) and torch.equal(first.scores, second.scores)
-    assert torch.equal(state.features["decision_order"].decided_at, kept)
+    assert torch.equal(state.features["decision_order"].decided_at, decided_at)
 
 
 def test_refilled_rows_keep_their_order(model: ProteinMPNNModel) -> None:
@@ -189,10 +187,8 @@ def test_residues_have_the_names_of_the_file() -> None:
     assert antibody.find_residues("H100A") == antibody.find_residues(["H100A"]) == [3]
     assert antibody.find_residues(["H100-H102", 0, "L:2"]) == [2, 3, 4, 5, 6, 0, 8]
     model = load_protein_mpnn(WEIGHTS, antibody)
-    rows = {
-        tuple(model.prompt(redesign=residues))
-        for residues in (["H95-H100A"], "H95-100A", range(4), ["H95", "H96", "H100-100A"])
-    }
+    names = (["H95-H100A"], "H95-100A", range(4), ["H95", "H96", "H100-100A"])
+    rows = {tuple(model.prompt(redesign=residues)) for residues in names}
     assert rows == {tuple(model.prompt(fixed=["H100B-102", "L1-3"]))} == {tuple(model.prompt(fixed=range(4, 10)))}
     assert [token == MASK_ID for token in rows.pop()[1:]] == [True] * 4 + [False] * 6
     assert model.prompt(redesign=range(4), fixed="H95").count(MASK_ID) == 3
@@ -224,8 +220,8 @@ def test_chains_and_incomplete_residues() -> None:
 def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
     narrow = load_protein_mpnn(WEIGHTS, model.structures, dtype=dtype)
     assert narrow.dtype == dtype
-    for inside in (torch.inference_mode, torch.no_grad):
-        with inside():
+    for context in (torch.inference_mode, torch.no_grad):
+        with context():
             paradec.generate(narrow, narrow.prompt(), sampler="threshold", temperature=0.1, seed=0)
     wide, rank = model.encodings[0], torch.arange(24)[None]
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
@@ -235,8 +231,8 @@ def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
 
 
 def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
-    other = model.on(piece(10, 20, "long"))
-    assert other.module is model.module and other.names == ["long"] and other.facts.max_length == 11
+    shorter = model.on(piece(10, 20, "long"))
+    assert shorter.module is model.module and shorter.names == ["long"] and shorter.facts.max_length == 11
     twice = model.on([piece(10, 20, "long"), piece(12, 20, "long")])
     assert twice.names == ["long", "long-2"] and twice.prompt("long-2")[0] == 23
     refuses(lambda: model.on([]), "structures is empty")
@@ -245,17 +241,15 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
 
 
 def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
-    for row, words in (
+    for row, message in (
         ([0, MASK_ID], "begins with 'A', not with a structure's token .<long>, <short>.: make prompts with"),
         ([MASK_ID] * 3, "begins with '-', not with a structure"),
         ([22, MASK_ID], "row 0 of a call has 1 residues; long has 24"),
         ([22, *[MASK_ID] * 23, 23], "a row has a second structure"),
     ):
-        with pytest.raises(ValueError, match=words):
-            paradec.generate(model, row)
-    refuses(
-        lambda: paradec.generate(model, model.prompt(), sampler="margin", guidance_scale=2.0), "guidance_scale: small"
-    )
+        refuses(partial(paradec.generate, model, row), message)
+    prompt = model.prompt()
+    refuses(lambda: paradec.generate(model, prompt, sampler="margin", guidance_scale=2.0), "guidance_scale: small")
     refuses(lambda: paradec.infill(model, "<long>B<mask:23>"), "unknown residue: 'B'")
     refuses(lambda: model.prompt("lung"), "unknown structure: 'lung'.*did you mean 'long'")
     refuses(lambda: model.prompt(2), "structure=2 must be an integer from 0 to 1")
@@ -270,16 +264,16 @@ def test_other_weight_files_are_refused(tmp_path: Path) -> None:
     torch.save(data["model_state_dict"], file)
     refuses(lambda: load_protein_mpnn(file, structure), "'model_state_dict' and 'num_edges'", CheckpointError)
 
-    def refused(words: str, **changes: Any) -> None:
+    for message, changes in (
+        ("missing weights: W_out.bias", {"W_out.bias": None}),
+        ("unexpected weights: features.extra.weight", {"features.extra.weight": torch.ones(2)}),
+        ("predicts side chains", {"W_torsions.weight": torch.ones(2)}),
+        ("mismatched weights: W_s.weight", {"W_s.weight": torch.ones(20, 8)}),
+        ("W_out.bias is int64", {"W_out.bias": torch.ones(21, dtype=torch.int64)}),
+    ):
         weights = {name: tensor for name, tensor in (data["model_state_dict"] | changes).items() if tensor is not None}
         torch.save(data | {"model_state_dict": weights}, file)
-        refuses(lambda: load_protein_mpnn(file, structure), words, CheckpointError)
-
-    refused("missing weights: W_out.bias", **{"W_out.bias": None})
-    refused("unexpected weights: features.extra.weight", **{"features.extra.weight": torch.ones(2)})
-    refused("predicts side chains", **{"W_torsions.weight": torch.ones(2)})
-    refused("mismatched weights: W_s.weight", **{"W_s.weight": torch.ones(20, 8)})
-    refused("W_out.bias is int64", **{"W_out.bias": torch.ones(21, dtype=torch.int64)})
+        refuses(lambda: load_protein_mpnn(file, structure), message, CheckpointError)
 
 
 LINE = "ATOM      1  {:<3} {} {}{:>4}{}   {:8.3f}{:8.3f}{:8.3f}  {}"
@@ -289,23 +283,16 @@ def test_pdb_files(tmp_path: Path) -> None:
     file = tmp_path / "made.pdb"
 
     def lines(residue: str, chain: str, number: int, code: str = " ", atoms: str = "N CA C O", **changes: Any) -> str:
-        one = [
-            LINE.format(a, residue, chain, number, code, 1, 2, 3, changes.get("occupancy", "1.00"))
-            for a in atoms.split()
-        ]
-        return "\n".join(one).replace("ATOM  ", changes.get("record", "ATOM  ")) + "\n"
+        occupancy = changes.get("occupancy", "1.00")
+        records = [LINE.format(a, residue, chain, number, code, 1, 2, 3, occupancy) for a in atoms.split()]
+        return "\n".join(records).replace("ATOM  ", changes.get("record", "ATOM  ")) + "\n"
 
-    text = (
-        lines("ALA", "A", -1) + lines("TRP", "A", 5) + lines("GLY", "A", 5, "A") + lines("CSO", "A", 6, atoms="N CA C")
-    )
-    text += (
-        lines("MSE", "B", 7, record="HETATM")
-        + lines("HOH", "B", 8, record="HETATM")
-        + lines("VAL", "B", 9, atoms="N C O")
-    )
+    text = lines("ALA", "A", -1) + lines("TRP", "A", 5) + lines("GLY", "A", 5, "A")
+    text += lines("CSO", "A", 6, atoms="N CA C") + lines("MSE", "B", 7, record="HETATM")
+    text += lines("HOH", "B", 8, record="HETATM") + lines("VAL", "B", 9, atoms="N C O")
     text += lines("LEU", "B", 10, occupancy="0.00") + lines("LEU", "B", 11) + "ENDMDL\n" + lines("PRO", "B", 12)
-    other = LINE.format("CA", "ALA", "A", -1, " ", 9, 9, 9, "1.00")
-    file.write_text("HEADER\n" + text.replace("ENDMDL", other.replace(" ALA", "BALA") + "\nENDMDL"), encoding="utf-8")
+    alternative = LINE.format("CA", "ALA", "A", -1, " ", 9, 9, 9, "1.00").replace(" ALA", "BALA")
+    file.write_text("HEADER\n" + text.replace("ENDMDL", alternative + "\nENDMDL"), encoding="utf-8")
     actual = read_structure(file)
     assert (actual.sequence, actual.chains, actual.numbers) == ("AWGXXL", tuple("AAAABB"), (-1, 5, 5, 6, 7, 11))
     assert actual.index == [-1, 5, 6, 7, 8, 12] and actual.name == "made"
@@ -364,7 +351,7 @@ def test_mmcif_files_that_are_cut_off(tmp_path: Path) -> None:
 
 
 def test_scores_of_sequences_as_text() -> None:
-    """Texts score as their rows do; ties are one column; the default order is that of the chain."""
+    """A text scores like its row; tied residues are one column; the default order is the chain's."""
     structure = piece(0, 12, "short")
     model = load_protein_mpnn(WEIGHTS, structure)
     row, size = model.prompt(redesign=range(8)), len(structure)
@@ -376,22 +363,16 @@ def test_scores_of_sequences_as_text() -> None:
     tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
     both = tied.letters(paradec.generate(tied, tied.prompt(), seed=1, temperature=1.0).sequences)[0]
     assert both[0] == both[3] and tied.score(tied.prompt(), both).shape == (1,)
-    assert "several letters: A, W" in message(tied.score, tied.prompt(), "AAAW" + both[4:])
+    refuses(lambda: tied.score(tied.prompt(), "AAAW" + both[4:]), "several letters: A, W")
 
 
-def message(function: Any, *arguments: Any, **keywords: Any) -> str:
-    with pytest.raises((ValueError, TypeError)) as caught:
-        function(*arguments, **keywords)
-    return str(caught.value)
-
-
-def test_arguments_of_score_are_named() -> None:
+def test_wrong_arguments_of_score_are_named() -> None:
     structure = piece(0, 12, "short")
     model = load_protein_mpnn(WEIGHTS, structure)
     row, size = model.prompt(), len(structure)
     rows = torch.tensor([[row[0], *[0] * size]])
     order = [*range(size)]
-    for arguments, words in (
+    for arguments, message in (
         (("MKT", rows), "prompt='MKT' must be a row with masks"),
         ((rows[0].tolist(), rows), "prompt="),
         ((row[:-1], rows), "prompt="),
@@ -408,7 +389,7 @@ def test_arguments_of_score_are_named() -> None:
         ((row, rows, [[size, *order[1:]]]), f"orders={size} must be an integer"),
         ((row, rows, [order] * 2), "orders has 2 entries for 1 designs"),
     ):
-        assert words in message(model.score, *arguments), arguments
+        refuses(partial(model.score, *arguments), re.escape(message), (ValueError, TypeError))
 
 
 def test_default_sampler_and_errors_of_rows() -> None:
@@ -417,22 +398,24 @@ def test_default_sampler_and_errors_of_rows() -> None:
     row = model.prompt(redesign=range(8))
     out = paradec.generate(model, row, seed=3, temperature=1.0)
     assert torch.equal(out.sequences, paradec.generate(model, row, sampler="jacobi", seed=3, temperature=1.0).sequences)
-    assert "reversed range" in message(structure.find_residues, "A9-A5")
-    assert "find_residues('A1')" in message(paradec.DesignRules, ties=[("A1", "A3")])
+    refuses(lambda: structure.find_residues("A9-A5"), "reversed range")
+    refuses(lambda: paradec.DesignRules(ties=[("A1", "A3")]), r"find_residues\('A1'\)", (ValueError, TypeError))
     tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
+    wrong = (ValueError, TypeError)
     for rules in ({"omit": "C"}, [{"omit": "C"}]):
-        assert "DesignRules(**{'omit': 'C'})" in message(model.on, structure, rules)
-    for words, wrong in (
+        refuses(partial(model.on, structure, rules), re.escape("DesignRules(**{'omit': 'C'})"), wrong)
+    for message, request in (
         ("create('jacobi', window=", {"window": 1}),
         ('DesignRules(omit="C"', {"bad_words": ["C"]}),
         ('DesignRules(omit="C"', {"constraint": paradec.Regex("C+")}),
     ):
-        assert words in message(paradec.generate, model, row, **wrong)
+        refuses(partial(paradec.generate, model, row, **request), re.escape(message), wrong)
     assert "C" not in paradec.generate(model, row, sampler="margin", bad_words=["C"]).text
     both = model.on([structure, piece(0, 20, "long")])
-    assert "leave max_new_tokens out" in message(paradec.generate, both, row, max_new_tokens=5)
-    assert "redesign all of a tie" in message(tied.prompt, redesign="A1")
-    assert "model.letters(out.sequences)" in message(structure.by_chain, "M" * (len(structure) - 1))
-    assert "decide takes text models" in message(paradec.decide, model, "x", {"q": paradec.YesNo("?")})
+    refuses(lambda: paradec.generate(both, row, max_new_tokens=5), "leave max_new_tokens out", wrong)
+    refuses(lambda: tied.prompt(redesign="A1"), "redesign all of a tie")
+    refuses(lambda: structure.by_chain("M" * (len(structure) - 1)), r"model\.letters\(out\.sequences\)")
+    question = {"q": paradec.YesNo("?")}
+    refuses(lambda: paradec.decide(model, "x", question), "decide takes text models", wrong)
     assert "jacobi" in paradec.load_protein_mpnn.__doc__ and "mmCIF" in paradec.load_protein_mpnn.__doc__
-    assert "paradec.load_protein_mpnn(file, structures)" in message(paradec.load, WEIGHTS)
+    refuses(lambda: paradec.load(WEIGHTS), r"paradec\.load_protein_mpnn\(file, structures\)")

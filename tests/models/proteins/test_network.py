@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from places import ROOT
@@ -24,14 +25,8 @@ def structure_of(case: dict[str, Any]) -> Structure:
         file = FOLDER / f"{case['name']}.pdb"
         return read_structure(file if file.exists() else BACKBONES / file.name)
     parts = dict(case["structure"])
-    coordinates = torch.tensor(
-        [
-            [[float("nan") if x is None else x for x in atom] for atom in residue]
-            for residue in parts.pop("coordinates")
-        ],
-        dtype=torch.float64,
-    )
-    return Structure(coordinates, **parts, name=case["name"])
+    coordinates = np.array(parts.pop("coordinates"), np.float64)  # None becomes NaN
+    return Structure(torch.from_numpy(coordinates), **parts, name=case["name"])
 
 
 def letters_of(text: str) -> Tensor:
@@ -65,8 +60,8 @@ def test_scores_equal_the_public_code(model: ProteinMPNNModel, case: dict[str, A
     expected = torch.tensor(score["log_probs"]).exp()
     assert (logits.float().softmax(-1)[0] - expected).abs().max() < 1e-5
     # letters and order matter with these weights
-    other = model.module(model.encodings[0], letters, rank_of(score["order"][::-1]))
-    assert (other.float().softmax(-1)[0] - expected).abs().max() > 0.02
+    reversed_order = model.module(model.encodings[0], letters, rank_of(score["order"][::-1]))
+    assert (reversed_order.float().softmax(-1)[0] - expected).abs().max() > 0.02
 
 
 @pytest.mark.thinned
@@ -85,37 +80,37 @@ def test_single_residue_scores_equal_the_public_code(model: ProteinMPNNModel, ca
 def test_designs_have_the_recorded_probabilities(model: ProteinMPNNModel, case: dict[str, Any]) -> None:
     sample = case["sample"]
     logits = model.module(model.encodings[0], letters_of(sample["letters"]), rank_of(sample["order"]))[0]
-    actual = (logits[:, :20].float() / sample["temperature"]).softmax(-1)  # X is left out
-    at = structure_of(case)
-    designed = [i for i in range(len(at)) if i not in sample["fixed"] and at.complete[i]]
+    actual = (logits[:, :20].float() / sample["temperature"]).softmax(-1)  # without X
+    structure = structure_of(case)
+    designed = [i for i in range(len(structure)) if i not in sample["fixed"] and structure.complete[i]]
     errors = (actual - torch.tensor(sample["probs"]))[designed].abs()
     assert errors.max() < 1e-4  # dividing by the temperature of 0.1 multiplies errors by 10
-    assert all(sample["letters"][i] == at.sequence[i] for i in range(len(at)) if i not in designed)
+    fixed = [i for i in range(len(structure)) if i not in designed]
+    assert all(sample["letters"][i] == structure.sequence[i] for i in fixed)
 
 
 def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: list[int]) -> Tensor:
     """Return the logits [L, 21] of the decoder by a loop over residues with the paper's messages."""
-    encoding, at = network.encode(structure), network
-    parts = [at.W_e(part) for part in at.features(structure, at.neighbours, torch.device("cpu"))[0]]
+    encoding, gelu = network.encode(structure), torch.nn.functional.gelu
+    features = network.features(structure, network.neighbours, torch.device("cpu"))[0]
+    parts = [network.W_e(part) for part in features]
     nodes = torch.zeros(len(structure), parts[0].shape[-1], dtype=parts[0].dtype)
-    for layer in at.encoder_layers:
+    for layer in network.encoder_layers:
         nodes, parts = layer(nodes, parts, encoding.neighbours, encoding.complete)
     edges = torch.cat(parts)
-    states = [nodes.clone() for _ in range(len(at.decoder_layers) + 1)]
+    states = [nodes.clone() for _ in range(len(network.decoder_layers) + 1)]
     logits, done = torch.zeros(len(structure), len(LETTERS), dtype=edges.dtype), set[int]()
     for i in order:
-        for number, layer in enumerate(at.decoder_layers):
+        for number, layer in enumerate(network.decoder_layers):
             messages = []
             for k, j in enumerate(encoding.neighbours[i].tolist()):
-                letter = at.W_s(letters[j]) if j in done else torch.zeros_like(nodes[j])
+                letter = network.W_s(letters[j]) if j in done else torch.zeros_like(nodes[j])
                 neighbour = states[number][j] if j in done else nodes[j]
-                joined = torch.cat((states[number][i], edges[i, k], letter, neighbour))
-                messages.append(
-                    layer.W3(torch.nn.functional.gelu(layer.W2(torch.nn.functional.gelu(layer.W1(joined)))))
-                )
+                inputs = torch.cat((states[number][i], edges[i, k], letter, neighbour))
+                messages.append(layer.W3(gelu(layer.W2(gelu(layer.W1(inputs))))))
             state = layer.norm1(states[number][i] + torch.stack(messages).sum(0) / 30)
             states[number + 1][i] = layer.norm2(state + layer.dense(state)) * structure.complete[i]
-        logits[i] = at.W_out(states[-1][i])
+        logits[i] = network.W_out(states[-1][i])
         done.add(i)
     return logits
 

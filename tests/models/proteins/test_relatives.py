@@ -18,7 +18,7 @@ from paradec.models.proteins.mpnn import ProteinMPNNModel, load_protein_mpnn
 from paradec.models.proteins.structure import ELEMENTS, LETTERS, Structure, read_structure
 
 FOLDER = golden("ligands")
-OWN = GOLDEN / "ligands"
+PACKAGED = GOLDEN / "ligands"
 BACKBONES = ROOT / "benchmarks" / "data" / "backbones"
 CASES = {case["name"]: case for path in sorted(FOLDER.glob("*.jsonl")) for case in read_json(path)}
 
@@ -30,7 +30,7 @@ def structure_of(case: dict[str, Any]) -> Structure:
 
 
 def predict(model: ProteinMPNNModel, order: list[int]) -> Tensor:
-    """Return the probabilities [L, 21] in a decoding order, given the structure's own letters."""
+    """Return the probabilities [L, 21] in a decoding order, conditioned on the structure's letters."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in model.structures[0].sequence]])
     return model.module(model.encodings[0], letters, torch.tensor([order]).argsort())[0].float().softmax(-1)
 
@@ -48,12 +48,12 @@ def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> N
         assert sorted({ELEMENTS.index(element) + 1 for element in structure.elements} or {0}) == case["numbers"]
     weights = find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
     model = load_protein_mpnn(weights, structure, dtype=dtype)
-    probabilities, expected = (predict(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp())
+    probabilities, expected = predict(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
     assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
     # inputs about the structure matter with these weights
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
-    apart = (predict(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
-    assert apart > 0.02 if structure.elements or structure.membrane else apart < 2e-5
+    difference = (predict(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
+    assert difference > 0.02 if structure.elements or structure.membrane else difference < 2e-5
 
 
 def public_input(structure: Structure, count: int, labels: list[int] | None) -> dict[str, Any]:
@@ -113,42 +113,39 @@ def test_published_weights_give_the_probabilities_of_the_public_code(file: str, 
 
 def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
-    refuses(lambda: load_protein_mpnn(OWN / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
+    refuses(lambda: load_protein_mpnn(PACKAGED / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
     # both membrane models have the same shapes; the name of the published file distinguishes them
     named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
-    named.write_bytes((OWN / "small_membrane.pt").read_bytes())
+    named.write_bytes((PACKAGED / "small_membrane.pt").read_bytes())
     refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
     both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
     order = list(range(len(plain)))
-    out = [predict(load_protein_mpnn(named, each), order) for each in both]
+    out = [predict(load_protein_mpnn(named, structure), order) for structure in both]
     assert (out[0] - out[1]).abs().max() > 0.02
     # missing labels are 0, like in the public code
     assert torch.equal(out[0], predict(load_protein_mpnn(named, plain), order))
-    data = torch.load(OWN / "small_ligand.pt", weights_only=True)
-    torch.save({name: each for name, each in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
+    data = torch.load(PACKAGED / "small_ligand.pt", weights_only=True)
+    torch.save({name: value for name, value in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
     refuses(lambda: load_protein_mpnn(tmp_path / "without.pt", plain), "does not hold LigandMPNN:", CheckpointError)
 
 
 def test_ignored_ligand_atoms() -> None:
     """Hydrogen, molybdenum (like in the public code) and atoms beyond the network's number are ignored."""
     structure = structure_of(CASES["bound-ligand"])
-    model, order = load_protein_mpnn(OWN / "small_ligand.pt", structure), list(range(len(structure)))
+    model, order = load_protein_mpnn(PACKAGED / "small_ligand.pt", structure), list(range(len(structure)))
     assert structure.atoms is not None
     more = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
     near = dataclasses.replace(structure, atoms=more, elements=(*structure.elements, "h", "Mo"))
-    assert torch.equal(predict(model.on(near), order), predict(model, order))
+    expected = predict(model, order)
+    assert torch.equal(predict(model.on(near), order), expected)
     metal = dataclasses.replace(near, elements=(*structure.elements, "ZN", "FE"))
-    assert (predict(model.on(metal), order) - predict(model, order)).abs().max() > 0.001
-    far = dataclasses.replace(
-        near, atoms=more + torch.tensor([[0.0, 0, 0]] * len(structure.atoms) + [[500.0, 0, 0]] * 2)
-    )
-    assert torch.equal(
-        predict(model.on(dataclasses.replace(far, elements=metal.elements)), order), predict(model, order)
-    )
+    assert (predict(model.on(metal), order) - expected).abs().max() > 0.001
+    shift = torch.tensor([[0.0, 0, 0]] * len(structure.atoms) + [[500.0, 0, 0]] * 2)
+    assert torch.equal(predict(model.on(dataclasses.replace(metal, atoms=more + shift)), order), expected)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "error", "message"),
     [
         ({"coordinates": [[0]]}, TypeError, "coordinates of bound-two must be floating-point, not list"),
         ({"coordinates": torch.zeros(24, 4, 3).long()}, TypeError, "not torch.int64"),
@@ -166,8 +163,8 @@ def test_ignored_ligand_atoms() -> None:
         ({"membrane": 3}, ValueError, "membrane=3 must be an integer from 0 to 2"),
     ],
 )
-def test_invalid_structures_are_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    refuses(lambda: dataclasses.replace(structure_of(CASES["bound-two"]), **changes), words, error)
+def test_invalid_structures_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    refuses(lambda: dataclasses.replace(structure_of(CASES["bound-two"]), **changes), message, error)
 
 
 def test_elements_of_files(tmp_path: Path) -> None:
@@ -176,9 +173,7 @@ def test_elements_of_files(tmp_path: Path) -> None:
     rows += [("HETATM", "CA  ", "CA", 2, ""), ("HETATM", " CA ", "LIG", 3, ""), ("HETATM", "FE  ", "HEM", 4, "FE")]
     rows += [("HETATM", " H1 ", "LIG", 3, ""), ("HETATM", " O  ", "HOH", 5, "O"), ("HETATM", " X1 ", "LIG", 3, "X")]
     rows += [("HETATM", "1HA ", "LIG", 3, ""), ("ATOM", " P  ", "DA", 6, "P"), ("ATOM", "CA  ", "CA", 7, "CA")]
-    text = [
-        line.format(rec, n, atom, res, number, n, 0, 0, kind) for n, (rec, atom, res, number, kind) in enumerate(rows)
-    ]
+    text = [line.format(rec, n, atom, res, num, n, 0, 0, kind) for n, (rec, atom, res, num, kind) in enumerate(rows)]
     file = tmp_path / "made.pdb"
     file.write_text("\n".join(text) + "\n", encoding="utf-8")
     actual = read_structure(file)
@@ -188,6 +183,6 @@ def test_elements_of_files(tmp_path: Path) -> None:
 
 
 def test_a_ligand_model_decodes_from_a_file() -> None:
-    model = paradec.load_protein_mpnn(OWN / "small_ligand.pt", OWN / "bound-metal.pdb")
+    model = paradec.load_protein_mpnn(PACKAGED / "small_ligand.pt", PACKAGED / "bound-metal.pdb")
     out = paradec.generate(model, model.prompt(), sampler="jacobi", temperature=0.1, seed=0)
     assert len(out.text) == 20 and out.nfe < 20
