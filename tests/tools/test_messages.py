@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from decoding import refuses
 from places import GOLDEN
 from small_models import MASK, decoder, tiny, wrap_kind
 
@@ -70,27 +71,18 @@ FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "words"),
-    [
-        pytest.param(read, text, words, id=f"{number}")
-        for read, cases in FILES.items()
-        for number, (text, *words) in enumerate(cases)
-    ],
-)
-def test_a_wrong_file_is_named_with_its_line(
-    read: Callable[[Path], Any], text: str, words: list[str], tmp_path: Path
-) -> None:
+FILE_CASES = [(read, text, words) for read, cases in FILES.items() for text, *words in cases]
+
+
+@pytest.mark.parametrize(("read", "text", "words"), FILE_CASES, ids=range(len(FILE_CASES)))
+def test_a_wrong_file_is_named_with_its_line(read: Any, text: str, words: list[str], tmp_path: Path) -> None:
     file = tmp_path / "wrong.jsonl"
     file.write_text(text)
-    with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        read(file)
-    message = str(caught.value)
+    message = refuses(lambda: read(file), "", (ValueError, FileNotFoundError))
     assert "\n" not in message and all(word in message for word in words), message
     assert "wrong.jsonl" in message or "none.json" in message
     file.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match=r"wrong\.jsonl"):
-        read(file)
+    refuses(lambda: read(file), r"wrong\.jsonl")
 
 
 @cache
@@ -103,19 +95,17 @@ def model() -> Model:
     return tiny(1)
 
 
-def judge(pair: Any = ([3, 17], [5, 21]), of: Callable[[], Any] = model, **how: Any) -> Callable[[], Any]:
-    return lambda: log_likelihoods(of(), [pair], **how)
+def judge(pair: Any = ([3, 17], [5, 21]), of: Callable[[], Any] = model, **arguments: Any) -> Callable[[], Any]:
+    return lambda: log_likelihoods(of(), [pair], **arguments)
 
 
 def answering(**arguments: Any) -> Callable[[], Any]:
-    return lambda: HarnessModel(arguments.pop("model", None) or packaged(), **arguments)
+    return lambda: HarnessModel(packaged(), **arguments)
 
 
-def tune(of: Callable[[], Any] = model, prompts: Any = ((1, 2), (3,)), **arguments: Any) -> Callable[[], Any]:
+def tune(of: Callable[[], Any] = model, prompts: Any = ([1, 2], [3]), **arguments: Any) -> Callable[[], Any]:
     small = {"samplers": ["threshold"], "blocks": [None], "max_new_tokens": 6, "trials": 1, "batch": 4}
-    return lambda: paradec.tune(
-        of(), [*map(list, prompts)] if not isinstance(prompts[0], str) else [*prompts], **(small | arguments)
-    )
+    return lambda: paradec.tune(of(), [*prompts], **(small | arguments))
 
 
 CALLS: list[tuple[Any, ...]] = [
@@ -154,9 +144,7 @@ CALLS: list[tuple[Any, ...]] = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("call", "words"), [pytest.param(call, words, id=str(words[:1])) for call, *words in CALLS])
 def test_a_wrong_argument_is_named(call: Callable[[], Any], words: list[str]) -> None:
-    with pytest.raises((ValueError, TypeError, OSError)) as caught:
-        call()
-    message = str(caught.value)
+    message = refuses(call, "", (ValueError, TypeError, OSError))
     assert "\n" not in message and all(word in message for word in words), message
 
 
@@ -166,7 +154,5 @@ def test_filters_of_another_format_or_of_other_weights_are_refused(tmp_path: Pat
     save_filter(tmp_path / "later", dataclasses.replace(facts, format="paradec-learn2pd/99"), facts.network())
     save_filter(tmp_path / "wrong", dataclasses.replace(facts, block_length=8), facts.network())
     for path in (golden / "model.safetensors", golden / "config.json", tmp_path / "later", tmp_path / "wrong"):
-        with pytest.raises(ValueError, match=path.name):
-            load_filter(path)
-    with pytest.raises(ValueError, match="filter='no such file'"):
-        paradec.samplers.create("learn2pd", filter="no such file")
+        refuses(partial(load_filter, path), path.name)
+    refuses(lambda: paradec.samplers.create("learn2pd", filter="no such file"), "filter='no such file'")

@@ -36,14 +36,13 @@ def score_pairs(lm: HarnessModel, *pairs: tuple[str, str]) -> list[tuple[float, 
 def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
     lm = HarnessModel(packaged64, batch_size=3)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
-    full, stopped, short = lm.generate_until(
-        as_requests((prompt, {"until": []}), (prompt, {"until": ["fig"]}), (prompt, {"max_gen_toks": 2, "until": []}))
-    )
+    settings = ({"until": []}, {"until": ["fig"]}, {"max_gen_toks": 2, "until": []})
+    full, stopped, short = lm.generate_until(as_requests(*((prompt, entry) for entry in settings)))
     assert full == paradec.generate(packaged64, "Sort: pear fig apple").text == "apple fig pear"
     assert stopped.strip() == "apple" and short.split() == ["apple", "fig"]
     assert HarnessModel(packaged64, until=False).generate_until(as_requests((prompt, {"until": ["fig"]}))) == [full]
-    own = HarnessModel(packaged64, max_new_tokens=1)  # what the model says wins over the task
-    assert own.generate_until(as_requests((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
+    limited = HarnessModel(packaged64, max_new_tokens=1)  # the model's settings override the task's
+    assert limited.generate_until(as_requests((prompt, {"max_gen_toks": 9, "until": []}))) == ["apple"]
 
 
 @pytest.mark.thinned
@@ -59,15 +58,17 @@ def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) 
     texts = ["Sort: pear fig apple", "Copy: kiwi", "Reverse: kiwi goat fox", "Copy: fig pear"]
     entries = [(lm.apply_chat_template([{"role": "user", "content": text}]), {"until": []}) for text in texts]
     answers = lm.generate_until(as_requests(*entries)) + lm.generate_until(as_requests(entries[0]))
-    alone = [paradec.generate(packaged64, text, max_new_tokens=6) for text in [*texts, texts[0]]]
-    assert answers == [out.text for out in alone]
+    expected = [paradec.generate(packaged64, text, max_new_tokens=6) for text in [*texts, texts[0]]]
+    assert answers == [out.text for out in expected]
     assert cached == [("generate_until", entry, text) for entry, text in zip([*entries, entries[0]], answers)]
-    assert lm.spent.answers == 5 and lm.spent.row_calls == sum(out.nfe for out in alone)
-    assert lm.spent.tokens == sum(sum(out.tokens) for out in alone)
-    assert lm.spent.forwarded_tokens == sum(out.forwarded_tokens for out in alone)
-    said = lm.get_model_info()["spent"]
-    assert said["nfe"] == lm.spent.row_calls / 5 and said["tokens_per_forward"] == lm.spent.tokens / lm.spent.row_calls
-    assert said["tokens_per_second"] == lm.spent.tokens / lm.spent.seconds
+    assert lm.spent.answers == 5 and lm.spent.row_calls == sum(out.nfe for out in expected)
+    assert lm.spent.tokens == sum(sum(out.tokens) for out in expected)
+    assert lm.spent.forwarded_tokens == sum(out.forwarded_tokens for out in expected)
+    spent = lm.get_model_info()["spent"]
+    assert (
+        spent["nfe"] == lm.spent.row_calls / 5 and spent["tokens_per_forward"] == lm.spent.tokens / lm.spent.row_calls
+    )
+    assert spent["tokens_per_second"] == lm.spent.tokens / lm.spent.seconds
 
 
 def test_prompts_have_the_ids_of_generate(packaged64: Model) -> None:
@@ -91,11 +92,10 @@ def test_unsupported_task_settings_are_refused(packaged64: Model) -> None:
 
 def test_task_penalties_act_like_generate(packaged64: Model) -> None:
     prompt = "Shuffle: pear fig apple kiwi"
-    asked_for: dict[str, Any] = {"repetition_penalty": 1, "bad_words": ["fig"], "min_new_tokens": 3, "max_gen_toks": 12}
+    task_settings = {"repetition_penalty": 1, "bad_words": ["fig"], "min_new_tokens": 3, "max_gen_toks": 12}
     lm = HarnessModel(packaged64)
-    (actual,) = lm.generate_until(
-        as_requests((lm.apply_chat_template([{"role": "user", "content": prompt}]), asked_for))
-    )
+    chat = lm.apply_chat_template([{"role": "user", "content": prompt}])
+    (actual,) = lm.generate_until(as_requests((chat, task_settings)))
     controls = {"bad_words": ["fig"], "min_new_tokens": 3, "max_new_tokens": 12}
     assert actual == paradec.generate(packaged64, prompt, **controls).text and "fig" not in actual
 

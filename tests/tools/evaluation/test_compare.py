@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -70,11 +71,11 @@ def test_aup_by_hand() -> None:
 def test_every_masked_sampler_has_a_sweep(name: str) -> None:
     cls = samplers.get(name)
     assert len(cls.sweep) >= 2, f"sampler {name!r} needs a class attribute `sweep` with two entries or more"
-    made = [configuration for configuration in evaluation.configurations(name) if configuration.sampler == name]
-    assert [dict(configuration.changes) for configuration in made] == [{}, *map(dict, cls.sweep)]
-    asked = [(configuration.make(), tuple(configuration.request(64).items())) for configuration in made]
-    assert len(set(asked)) == len(asked), f"sampler {name!r} has a sweep entry that changes nothing"
-    for method, request in asked:
+    configurations = [c for c in evaluation.configurations(name) if c.sampler == name]
+    assert [dict(c.changes) for c in configurations] == [{}, *map(dict, cls.sweep)]
+    requests = [(c.make(), tuple(c.request(64).items())) for c in configurations]
+    assert len(set(requests)) == len(requests), f"sampler {name!r} has a sweep entry that changes nothing"
+    for method, request in requests:
         assert method.uses_steps or "steps" not in dict(request)
         assert Request(**dict(request))
 
@@ -111,11 +112,11 @@ def test_seeds_and_blocks_match_generate(packaged: Model) -> None:
     spread = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
     for result, output in zip(actual.results[1:], (drawn, spread), strict=True):
         assert (result.row_calls, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
-    other = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 1})
-    assert (sum(other.row_nfe), sum(other.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
+    reseeded = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 1})
+    assert (sum(reseeded.row_nfe), sum(reseeded.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
 
 
-def test_what_the_file_holds(small: Comparison, tmp_path: Path) -> None:
+def test_the_file_has_all_results(small: Comparison, tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     small.to_json(file)
     data = json.loads(file.read_text())
@@ -155,8 +156,8 @@ def test_answers_and_lost_tokens_are_recorded(packaged: Model, small: Comparison
     rows = small.to_dict()["results"]
     for row in rows:
         pairs = list(enumerate(zip(rows[0]["answers"], row["answers"], strict=True)))
-        assert row["lost"] == [k for k, (base, own) in pairs if base["right"] > own["right"]]
-        assert row["won"] == [k for k, (base, own) in pairs if base["right"] < own["right"]]
+        assert row["lost"] == [k for k, (base, answer) in pairs if base["right"] > answer["right"]]
+        assert row["won"] == [k for k, (base, answer) in pairs if base["right"] < answer["right"]]
     data = json.loads(json.dumps(small.to_dict()))
     data["results"][1]["answers"].pop()
     (tmp_path / "cut.json").write_text(json.dumps(data))
@@ -188,11 +189,10 @@ def test_a_table_is_read_back(format_: str) -> None:
 
 
 def stop_after(count: int) -> Callable[..., None]:
-    calls: list[int] = []
+    calls = itertools.count(1)
 
     def progress(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == count:
+        if next(calls) == count:
             raise KeyboardInterrupt
 
     return progress
@@ -207,14 +207,11 @@ def test_interrupted_comparisons_resume(packaged: Model, small: Comparison) -> N
     assert not partial.complete and partial.to_dict()["complete"] is False
     assert [r.configuration.name for r in partial.results] == ["threshold", "factor"]
     measured = []
-    full = evaluation.compare(
-        packaged,
-        questions=questions,
-        batch=8,
-        resume=partial,
-        progress=lambda comparison, configuration, share: measured.append((configuration.name, share)),
-        **SMALL,
-    )
+
+    def record(comparison: Comparison, configuration: Configuration, share: float) -> None:
+        measured.append((configuration.name, share))
+
+    full = evaluation.compare(packaged, questions=questions, batch=8, resume=partial, progress=record, **SMALL)
     assert "factor" not in [name for name, _ in measured] and len(measured) == 5
     shares = [share for _, share in measured]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
@@ -230,20 +227,21 @@ def test_interrupted_comparisons_resume(packaged: Model, small: Comparison) -> N
     with pytest.raises(ValueError, match="max_new_tokens=12"):
         evaluation.compare(packaged, questions=questions, resume=partial, max_new_tokens=16)
     with pytest.raises(ValueError, match="questions"):
-        other = [replace(question, key=question.key + "?") for question in questions]
-        evaluation.compare(packaged, questions=other, resume=partial, **SMALL)
+        renamed = [replace(question, key=question.key + "?") for question in questions]
+        evaluation.compare(packaged, questions=renamed, resume=partial, **SMALL)
 
 
 def test_padding_forwards_are_counted(packaged: Model, small: Comparison) -> None:
     questions = evaluation.packaged_questions(["copy", "shuffle"], limit=4)
     for result in small.results:
         request = result.configuration.request(12) | {"max_new_tokens": 12, "block_length": 12, "trace": True}
-        only = 0
+        num_padding = 0
         for question in questions:
             out = paradec.generate(packaged, question.prompt, sampler=result.configuration.make(), **request)
             end = int(out.attention_mask.sum()) - 12 + out.tokens[0]
-            only += sum(min((at for _, at, _, _ in step.commits), default=0) >= end for step in out.trace.steps)
-        assert result.padding_forwards == only
+            first_positions = [min((commit[1] for commit in step.commits), default=0) for step in out.trace.steps]
+            num_padding += sum(position >= end for position in first_positions)
+        assert result.padding_forwards == num_padding
     schedule = next(result for result in small.results if result.configuration.name == "low_confidence")
     assert schedule.padding_forwards == schedule.row_calls - schedule.tokens > 0  # one token a forward
     assert small.baseline.padding_forwards == 0
@@ -283,8 +281,8 @@ def test_custom_prompts(packaged: Model, tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps({"prompt": str(k), "answer": f"{k}\n\nfig owl"}) for k in range(7)))
     few = evaluation.read_questions(file, limit=3)  # at even distances
     assert [question.prompt for question in few] == ["0", "2", "4"]
-    said = {"\n2\n\nfig  owl\n": True, "2 \n\nfig owl": True, "2\nfig owl": False, "2 fig owl": False}
-    assert {text: few[1].right(text) for text in said} == said, "lines count, and spaces around words do not"
+    is_right = {"\n2\n\nfig  owl\n": True, "2 \n\nfig owl": True, "2\nfig owl": False, "2 fig owl": False}
+    assert {text: few[1].right(text) for text in is_right} == is_right, "lines count, and spaces around words do not"
 
 
 def test_constraints_of_all_prompts_and_of_single_lines(packaged: Model, tmp_path: Path) -> None:
@@ -370,11 +368,13 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert best["nfe"] > all_of_them["nfe"] == 1 and rows[0]["source"] is None
     defaults = run(*flags[:-2], "--samplers", f"klass,{file}:Mine", "--defaults", "--json")
     assert [row["changes"] for row in json.loads(defaults.stdout)["results"]] == [{}] * 3
-    measured = []
-    work = show.Bar.show_share
-    monkeypatch.setattr(
-        show.Bar, "show_share", lambda bar, name, *more: (measured.append(name), work(bar, name, *more))
-    )
+    measured, plain_show_share = [], show.Bar.show_share
+
+    def show_share(bar: Any, name: str, *arguments: Any) -> None:
+        measured.append(name)
+        plain_show_share(bar, name, *arguments)
+
+    monkeypatch.setattr(show.Bar, "show_share", show_share)
     repeated = run(*flags, "--samplers", f"klass,{file}:Mine", "--resume")
     assert repeated.exit_code == 0 and measured == []
     file.write_text(OWN + "\n# another rule\n")
@@ -399,11 +399,11 @@ def test_ids_are_compared_without_a_tokenizer(llada: Model, tmp_path: Path) -> N
     file.write_text("\n".join(map(json.dumps, lines)))
     questions = evaluation.read_questions(file)
     arguments: dict[str, Any] = {"names": "low_confidence", "defaults": True, "max_new_tokens": 16, "block_length": 8}
-    found = evaluation.compare(llada, questions=questions, **arguments)
-    assert found.baseline.tasks == {"prompts": (2, 3)}
-    assert [answer["text"] for answer in found.baseline.answers] == [prompt["answer_ids"] for prompt in prompts]
-    found.to_json(tmp_path / "found.json")
-    assert evaluation.Comparison.from_json(tmp_path / "found.json").baseline.answers == found.baseline.answers
+    actual = evaluation.compare(llada, questions=questions, **arguments)
+    assert actual.baseline.tasks == {"prompts": (2, 3)}
+    assert [answer["text"] for answer in actual.baseline.answers] == [prompt["answer_ids"] for prompt in prompts]
+    actual.to_json(tmp_path / "found.json")
+    assert evaluation.Comparison.from_json(tmp_path / "found.json").baseline.answers == actual.baseline.answers
     for line, message in (
         ({"input_ids": [1], "answer": "x"}, "llada-tiny has no tokenizer; give input_ids and answer_ids"),
         ({"prompt": "x", "input_ids": [1], "answer": "x"}, "either prompt or input_ids"),

@@ -48,10 +48,9 @@ def test_the_entry_point_is_the_model() -> None:
 
 
 def test_arguments_of_the_command_line_are_the_model_s() -> None:
-    made = lm_eval.api.registry.get_model("paradec").create_from_arg_string(
-        "sampler=klass,history=3,max_new_tokens=4", {"batch_size": "2", "device": None}
-    )
-    assert made.request.to_dict()["sampler"]["history"] == 3 and made.batch_size == 2
+    create = lm_eval.api.registry.get_model("paradec").create_from_arg_string
+    lm = create("sampler=klass,history=3,max_new_tokens=4", {"batch_size": "2", "device": None})
+    assert lm.request.to_dict()["sampler"]["history"] == 3 and lm.batch_size == 2
 
 
 def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> None:
@@ -115,14 +114,9 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
 @pytest.fixture
 def choices(tmp_path: Path) -> Path:
     """Write a multiple-choice task as YAML and JSON lines."""
-    rows = [
-        {"question": "Copy: kiwi goat fox", "choices": ["kiwi goat fox", "goat kiwi fox"], "label": 0},
-        {
-            "question": "Reverse: kiwi goat fox",
-            "choices": ["kiwi goat fox", "fox goat kiwi", "goat fox kiwi"],
-            "label": 1,
-        },
-    ]
+    rows = [{"question": "Copy: kiwi goat fox", "choices": ["kiwi goat fox", "goat kiwi fox"], "label": 0}]
+    options = ["kiwi goat fox", "fox goat kiwi", "goat fox kiwi"]
+    rows.append({"question": "Reverse: kiwi goat fox", "choices": options, "label": 1})
     folder = tmp_path / "choices"
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -138,17 +132,12 @@ def choices(tmp_path: Path) -> Path:
 
 def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("choices",), include=str(choices), likelihood="monte_carlo", mc_num=4, mc_batch=2)
-    actual = [
-        running.evaluate(dataclasses.replace(recipe, batch=batch), model=packaged64, log_samples=True)
-        for batch in (1, 7)
-    ]
+    recipes = [dataclasses.replace(recipe, batch=batch) for batch in (1, 7)]
+    actual = [running.evaluate(r, model=packaged64, log_samples=True) for r in recipes]
     assert [f["results"]["choices"]["acc,none"] for f in actual] == [1.0, 1.0]
     reported = actual[0]["config"]["log_likelihoods"]
     assert (reported["judged"], reported["method"], reported["samples"]) == (5, "monte_carlo", 4)
-    assert (
-        reported["median_standard_error"] >= 0
-        and reported["largest_standard_error"] >= reported["median_standard_error"]
-    )
+    assert 0 <= reported["median_standard_error"] <= reported["largest_standard_error"]
     first, second = ([sample["filtered_resps"] for sample in f["samples"]["choices"]] for f in actual)
     for a, b in zip(sum(first, []), sum(second, []), strict=True):
         assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]
@@ -175,9 +164,9 @@ def test_the_command_repeats_its_recipe(tmp_path: Path) -> None:
     recipe.write_text("tasks: [paradec_copy]\nlimit: 3\nrequest: {sampler: klass, history: 1}\n")
     out = tmp_path / "result.json"
     arguments = ["eval", str(recipe), "--batch", "4", "--out", str(out), "--request", "history=2"]
-    shown = CliRunner().invoke(cli.app, arguments)
-    assert shown.exit_code == 0, shown.output
-    assert "paradec_copy\texact_match\t1.0000" in shown.stdout and "forwards each" in shown.stdout
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "paradec_copy\texact_match\t1.0000" in result.stdout and "forwards each" in result.stdout
     actual = json.loads(out.read_text())
     assert actual["changed"] == ["batch", "request"]
     assert actual["recipe"]["request"] == {"sampler": "klass", "history": 2} and actual["recipe"]["batch"] == 4
@@ -186,8 +175,8 @@ def test_the_command_repeats_its_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_unknown_tasks_are_named() -> None:
-    shown = CliRunner().invoke(cli.app, ["eval", "--tasks", "paradec_copi"])
-    assert shown.exit_code == 2 and "has no task 'paradec_copi'" in shown.stderr
+    result = CliRunner().invoke(cli.app, ["eval", "--tasks", "paradec_copi"])
+    assert result.exit_code == 2 and "has no task 'paradec_copi'" in result.stderr
 
 
 @pytest.mark.full  # the harness looks through thousands of files

@@ -36,9 +36,9 @@ def expectation(model: Model, row: list[int], begin: int) -> float:
     length, total = len(row) - begin, 0.0
     for size in range(1, length + 1):
         subsets = list(itertools.combinations(range(begin, len(row)), size))
-        for at in subsets:
-            read = distributions(model, mask_positions(row, at, model.facts.mask_id))
-            total += sum(read[i, row[i]].item() for i in at) * length / size / len(subsets) / length
+        for positions in subsets:
+            log_p = distributions(model, mask_positions(row, positions, model.facts.mask_id))
+            total += sum(log_p[i, row[i]].item() for i in positions) * length / size / len(subsets) / length
     return total
 
 
@@ -58,10 +58,11 @@ def test_all_orders_have_the_expectation_as_their_mean() -> None:
     model = tiny(1)
     row, chains = CONTEXT + CONTINUATION, []
     for order in itertools.permutations(range(len(CONTEXT), len(row))):
-        steps = [(order[k:], position) for k, position in enumerate(order)]
-        chains.append(
-            sum(distributions(model, mask_positions(row, left, MASK))[at, row[at]].item() for left, at in steps)
-        )
+        total = 0.0
+        for step, position in enumerate(order):
+            log_p = distributions(model, mask_positions(row, order[step:], MASK))
+            total += log_p[position, row[position]].item()
+        chains.append(total)
     assert np.mean(chains) == pytest.approx(judge(model, samples=15).value, abs=1e-9)
     assert judge(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
     backwards = judge(model, method="chain", order="right_to_left")
@@ -80,7 +81,7 @@ def test_draws_estimate_the_expectation_and_their_variance() -> None:
     assert 0.6 < variances.mean() / values.var(ddof=1) < 1.6
     # Student's t with 5 degrees of freedom: 95 % lie within 2.57 standard errors
     assert (abs(values - truth) < 2.57 * np.sqrt(variances)).mean() >= 0.85
-    assert math.isnan(judge(model, samples=4, stratum=4).variance), "one stratum says nothing of its spread"
+    assert math.isnan(judge(model, samples=4, stratum=4).variance), "one stratum has no spread"
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
@@ -97,8 +98,8 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
     for part in parts:
         strata = [0.0] * (part.rows[-1].stratum + 1)
         for masking in part.rows:
-            read = distributions(model, masking.tokens)
-            strata[masking.stratum] += masking.weight * sum(read[i, row[i]].item() for i in masking.positions)
+            log_p = distributions(model, masking.tokens)
+            strata[masking.stratum] += masking.weight * sum(log_p[i, row[i]].item() for i in masking.positions)
         value += statistics.mean(strata)
         variance += statistics.variance(strata) / len(strata) if part.drawn else 0
     assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
@@ -138,17 +139,16 @@ def test_blocks_are_scored_in_order(longest: int) -> None:
     parts = [judge(model, CONTEXT, row[5:8], samples=7), judge(model, row[:8], row[8:], samples=1)]
     actual = judge(model, samples=7)
     assert actual.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and actual.forwards == 8
-    assert (
-        actual.samples == judge(model, row[:3], row[3:7], samples=7).samples == 7
-    )  # of the larger part, wherever it is
+    assert judge(model, row[:3], row[3:7], samples=7).samples == 7  # of the part with more maskings, here the second
+    assert actual.samples == 7  # here the first
 
 
 def test_causal_models_are_exact() -> None:
     model = wrap_kind("Llama causal")
     row = [3, 17, 8, 30, 2, 6, 21]
-    read = distributions(model, row)
+    log_p = distributions(model, row)
     actual = judge(model, row[:3], row[3:])
-    assert actual.value == pytest.approx(sum(read[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
+    assert actual.value == pytest.approx(sum(log_p[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
     assert (actual.variance, actual.samples, actual.forwards, actual.greedy) == (0.0, 1, 1, False)
     likeliest = paradec.generate(model, input_ids=row[:3], max_new_tokens=4, sampler="jacobi", eos_early_stop=False)
     assert judge(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
@@ -156,9 +156,9 @@ def test_causal_models_are_exact() -> None:
 
 def test_guidance_masks_the_context() -> None:
     model, scale = tiny(1), 1.5
-    row, at = CONTEXT + [5], 5
-    conditional = distributions(model, mask_positions(row, [at], MASK))[at]
-    without = distributions(model, mask_positions(row, range(6), MASK))[at]
+    row = CONTEXT + [5]
+    conditional = distributions(model, mask_positions(row, [5], MASK))[5]
+    without = distributions(model, mask_positions(row, range(6), MASK))[5]
     expected = (without + scale * (conditional - without)).log_softmax(-1)[5].item()
     actual = judge(model, continuation=[5], guidance_scale=scale)
     assert actual.value == pytest.approx(expected, abs=1e-9) and actual.forwards == 2
@@ -171,11 +171,11 @@ def test_values_depend_on_no_other_pair(kind: str) -> None:
     model = wrap_kind(kind)
     pairs = [([3, 9, 4], [8, 2]), ([11], [20, 21, 22]), ([3, 9, 4, 8, 2, 6], [1])]
     how = {} if model.facts.topology == "causal" else {"samples": 4, "stratum": 2}
-    alone = [next(log_likelihoods(model, [pair], batch_size=1, **how)) for pair in pairs]
+    expected = [next(log_likelihoods(model, [pair], batch_size=1, **how)) for pair in pairs]
     for batch_size in (2, 16):
         together = list(log_likelihoods(model, pairs, batch_size=batch_size, **how))
-        assert [f.value for f in together] == pytest.approx([f.value for f in alone], abs=1e-9)
-        assert [f.variance for f in together] == pytest.approx([f.variance for f in alone], abs=1e-9)
+        assert [f.value for f in together] == pytest.approx([f.value for f in expected], abs=1e-9)
+        assert [f.variance for f in together] == pytest.approx([f.variance for f in expected], abs=1e-9)
     assert list(log_likelihoods(model, [], **how)) == []
 
 
@@ -184,13 +184,13 @@ def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
     model = tiny(2, prediction=prediction)
     row, masked = CONTEXT + [MASK] * 4, {5, 6, 7, 8}
     while masked:  # the most confident of the masked positions, one per forward
-        read = distributions(model, row)
-        read[:, MASK] = -torch.inf
-        most_confident = max(masked, key=lambda i: (read[i].max().item(), -i))
-        row[most_confident] = int(read[most_confident].argmax())
+        log_p = distributions(model, row)
+        log_p[:, MASK] = -torch.inf
+        most_confident = max(masked, key=lambda i: (log_p[i].max().item(), -i))
+        row[most_confident] = int(log_p[most_confident].argmax())
         masked.discard(most_confident)
-    other = row[5:8] + [(row[8] + 1) % MASK]
-    pairs = [(CONTEXT, row[5:]), (CONTEXT, other), (CONTEXT[:3], row[5:6])]
+    wrong = row[5:8] + [(row[8] + 1) % MASK]
+    pairs = [(CONTEXT, row[5:]), (CONTEXT, wrong), (CONTEXT[:3], row[5:6])]
     assert check_greedy_decoding(model, pairs)[:2] == [True, False]
     ending = tiny(2, prediction=prediction, ends=(row[5],))
     assert check_greedy_decoding(ending, pairs)[:2] == [True, False]  # an end token ends nothing

@@ -32,15 +32,14 @@ def test_sweeps_are_equal_in_number(name: str, settings: int) -> None:
 
 
 def test_areas_use_equally_many_points() -> None:
-    actual = parallel(
-        names=["low_confidence", "credit"], settings=2, tasks=["copy", "shuffle"], limit=2, batch=4, max_new_tokens=12
-    )
+    arguments = {"settings": 2, "tasks": ["copy", "shuffle"], "limit": 2, "batch": 4, "max_new_tokens": 12}
+    actual = parallel(names=["low_confidence", "credit"], **arguments)
     counts = Counter(result.configuration.sampler for result in actual.results)
     assert counts == {"threshold": 2, "low_confidence": 2, "credit": 2}
     best = max(100 * result.accuracy() for result in actual.results)
     for name, area in actual.aup().items():
-        own = [result for result in actual.results if result.configuration.sampler == name]
-        assert area == aup([(r.tokens_per_forward, 100 * r.accuracy()) for r in own], best)
+        results = [result for result in actual.results if result.configuration.sampler == name]
+        assert area == aup([(r.tokens_per_forward, 100 * r.accuracy()) for r in results], best)
     assert set(actual.aup()) == set(counts) and actual.many == {"copy": False, "shuffle": True}
 
 
@@ -48,8 +47,8 @@ def test_the_command(tmp_path: Path) -> None:
     out, plot = tmp_path / "found.json", tmp_path / "curve.svg"
     flags = ["bench", "parallel", "--samplers", "factor", "--settings", "2", "--tasks", "sort,shuffle", "--limit", "2"]
     flags += ["--max-new-tokens", "12", "--batch", "4", "--out", str(out), "--plot", str(plot)]
-    shown = CliRunner().invoke(cli.app, flags)
-    assert shown.exit_code == 0, shown.output
+    result = CliRunner().invoke(cli.app, flags)
+    assert result.exit_code == 0, result.output
     actual = json.loads(out.read_text())
     assert actual["complete"] and set(actual["aup"]) == {"threshold", "factor"} and len(actual["results"]) == 4
     assert "tokens per forward" in plot.read_text() or plot.stat().st_size > 1000

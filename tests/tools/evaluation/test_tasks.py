@@ -20,7 +20,7 @@ ITEMS = ("pear", "fig", "apple")
 INSERTED = ["kiwi pear fig apple", "pear kiwi fig apple", "pear fig kiwi apple", "pear fig apple kiwi"]
 
 
-def ask(task: str, **fields: object) -> Example:
+def example_of(task: str, **fields: object) -> Example:
     return Example(task, prompt="", items=ITEMS, **fields)
 
 
@@ -74,7 +74,7 @@ def test_examples_fit_the_task_description(name: str, seed: int, held_out: bool)
     ],
 )
 def test_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
-    example = ask(task, **fields)
+    example = example_of(task, **fields)
     candidates = [" ".join(p) for n in (2, 3, 4) for p in permutations((*ITEMS, "kiwi"), n)]
     assert [text for text in {answer, *candidates} if TASKS[task].check(example, text)] == [answer]
 
@@ -89,7 +89,7 @@ def test_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
     ],
 )
 def test_the_many_right_answers(task: str, fields: dict, answers: str) -> None:
-    example = ask(task, **fields)
+    example = example_of(task, **fields)
     words = (*ITEMS, *ITEMS, "kiwi", "kiwi")  # repetitions among the candidates too
     candidates = {" ".join(p) for n in (2, 3, 4) for p in permutations(words, n)}
     assert {text for text in candidates if TASKS[task].check(example, text)} == {*answers.split(",")}

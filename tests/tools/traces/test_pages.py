@@ -75,11 +75,11 @@ def test_a_page_holds_every_step(trace: Trace) -> None:
     (run,) = Reader(trace.to_html()).runs()
     assert run["mask"] == trace.mask_id and run["family"] == "masked" and run["left"] == []
     assert [row["start"] for row in run["rows"]] == trace.canvas and [row["end"] for row in run["rows"]] == trace.ends
-    for step, shown in zip(trace.steps, run["steps"], strict=True):
-        assert [entry[:3] for entry in shown["c"]] == [list(entry[:3]) for entry in step.commits]
-        assert [entry[3] for entry in shown["c"]] == [pytest.approx(entry[3], rel=1e-3) for entry in step.commits]
-        assert shown["f"] == step.forwarded and shown["n"] == step.nfe and shown["k"] == step.kind
-        assert [[tuple(span) for span in row] for row in shown["e"]] == step.evaluated
+    for step, data in zip(trace.steps, run["steps"], strict=True):
+        assert [entry[:3] for entry in data["c"]] == [list(entry[:3]) for entry in step.commits]
+        assert [entry[3] for entry in data["c"]] == [pytest.approx(entry[3], rel=1e-3) for entry in step.commits]
+        assert data["f"] == step.forwarded and data["n"] == step.nfe and data["k"] == step.kind
+        assert [[tuple(span) for span in row] for row in data["e"]] == step.evaluated
 
 
 def test_token_texts_are_escaped(tmp_path: Path) -> None:
@@ -103,29 +103,35 @@ def test_token_texts_are_escaped(tmp_path: Path) -> None:
 def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
     request = {"max_new_tokens": 8, "trace": True, "eos_early_stop": False}
     names = ["low_confidence", "maskgit"]
-    one, two = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in names)
-    runs = Reader(one.to_html(beside=two, names=["a", "b"])).runs()
-    assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [8, len(two.steps)]
-    assert [run["name"] for run in Reader(one.to_html(beside=[two, two])).runs()] == [*names, "maskgit"]
+    first_trace, second_trace = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in names)
+    runs = Reader(first_trace.to_html(beside=second_trace, names=["a", "b"])).runs()
+    assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [
+        8,
+        len(second_trace.steps),
+    ]
+    assert [run["name"] for run in Reader(first_trace.to_html(beside=[second_trace, second_trace])).runs()] == [
+        *names,
+        "maskgit",
+    ]
     short = paradec.generate(model, [1, 2], sampler="low_confidence", steps=4, **request).trace
-    for first, second in ((one, short), (short, one)):
+    for first, second in ((first_trace, short), (short, first_trace)):
         first.to_gif(tmp_path / "both.gif", beside=second)
         assert Image.open(tmp_path / "both.gif").n_frames == 8 + 1
-    refuses(lambda: one.to_html(beside=two, names=["a"]), "names has 1 entries for 2 traces")
-    refuses(lambda: one.to_html(beside=[two] * 4), "5 traces: from 1 to 4")
-    refuses(lambda: one.to_html(beside=["run.json"]), "must be a paradec.core.trace.Trace", TypeError)
+    refuses(lambda: first_trace.to_html(beside=second_trace, names=["a"]), "names has 1 entries for 2 traces")
+    refuses(lambda: first_trace.to_html(beside=[second_trace] * 4), "5 traces: from 1 to 4")
+    refuses(lambda: first_trace.to_html(beside=["run.json"]), "must be a paradec.core.trace.Trace", TypeError)
 
 
 def test_an_animation_has_a_frame_for_every_step(trace: Trace, tmp_path: Path) -> None:
     file = tmp_path / "run.gif"
     trace.to_gif(file, row=1, seconds=0.2, width=400)
-    with Image.open(file) as drawn:
-        assert drawn.size[0] == 400 and drawn.info["loop"] == 0
+    with Image.open(file) as image:
+        assert image.size[0] == 400 and image.info["loop"] == 0
         frames, times = [], []
-        for index in range(drawn.n_frames):
-            drawn.seek(index)
-            frames.append(np.asarray(drawn.convert("RGB")).copy())
-            times.append(drawn.info["duration"])
+        for index in range(image.n_frames):
+            image.seek(index)
+            frames.append(np.asarray(image.convert("RGB")).copy())
+            times.append(image.info["duration"])
     assert len(frames) == len(trace.steps) + 1 and set(times[:-1]) == {200} and times[-1] == 2500
     assert all((a != b).any() for a, b in zip(frames, frames[1:]))
     # undecided positions are grey: their number decreases from frame to frame
@@ -150,12 +156,11 @@ def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
                 steps[row, run["rows"][row]["cells"].index(position)] = index
     assert (steps.reshape(out.steps.shape) == out.steps).all()
     trace.save(tmp_path / "run.gif")
-    with Image.open(tmp_path / "run.gif") as drawn:
-        assert drawn.n_frames == len(trace.steps) + 1
+    with Image.open(tmp_path / "run.gif") as image:
+        assert image.n_frames == len(trace.steps) + 1
     decoded = trace_from_steps(out.steps, out.images, paradec.samplers.create("maskgit"))
-    assert decoded.grid == trace.grid and [sum(step.forwarded) for step in decoded.steps] == [
-        (out.steps == i).sum() for i in range(len(trace.steps))
-    ]
+    counts = [(out.steps == i).sum() for i in range(len(trace.steps))]
+    assert decoded.grid == trace.grid and [sum(step.forwarded) for step in decoded.steps] == counts
     decoded.save(tmp_path / "back.html")
 
 
@@ -239,11 +244,8 @@ def test_notebooks_see_answers_as_text() -> None:
     model = paradec.load()
     out = paradec.generate(model, ["Sort: pear fig apple", "Reverse: fig"], max_new_tokens=8)
     actual = Reader(out._repr_html_())
-    assert (
-        "apple fig pear" in actual.words
-        and f"{out.nfe} forwards, " in actual.words
-        and "<iframe" not in out._repr_html_()
-    )
+    assert "apple fig pear" in actual.words and f"{out.nfe} forwards, " in actual.words
+    assert "<iframe" not in out._repr_html_()
     out.text = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>" * 1000]
     actual = Reader(out._repr_html_())
     assert "<script>alert(1)</script>" in actual.words and not {"script", "img"} & {tag for tag, _ in actual.tags}

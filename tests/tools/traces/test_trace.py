@@ -31,14 +31,14 @@ BOTH = "intersection(rules=['threshold', 'klass'])"
 MASKED = sorted(name for name in samplers.names() if samplers.get(name).family == "masked")
 
 
-def works(sampler: str, cache: str) -> bool:
+def is_supported(sampler: str, cache: str) -> bool:
     facts = ModelFacts(vocab_size=2)
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
 
 
-PAIRS = [(name, cache) for name in MASKED for cache in ("none", "dual") if works(name, cache)]
+PAIRS = [(name, cache) for name in MASKED for cache in ("none", "dual") if is_supported(name, cache)]
 PAIRS += [("threshold", "dkv_decode"), ("random", "dkv_greedy"), ("recap", "recap"), ("credit", "vicinity")]
-LEFT = [(name, ("dual", "none")[at % 2]) for at, name in enumerate(MASKED) if works(name, "dual")]
+FULL = [(name, ("dual", "none")[number % 2]) for number, name in enumerate(MASKED) if is_supported(name, "dual")]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 
@@ -55,7 +55,7 @@ def sorted_ids(row: list[tuple[int, int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "cache"),
     [  # a sampler that works with both caches runs with one by default and with the other under -m full
-        pytest.param(*pair, marks=[pytest.mark.full] if pair in LEFT else []) for pair in PAIRS
+        pytest.param(*pair, marks=[pytest.mark.full] if pair in FULL else []) for pair in PAIRS
     ],
 )
 def test_recorded_steps_add_up_to_the_output(name: str, cache: str, llada64: Model) -> None:
@@ -77,11 +77,11 @@ def test_recorded_steps_add_up_to_the_output(name: str, cache: str, llada64: Mod
             # mask probes and drafts repeat positions of the row
             if not (sampler.needs.mask_probes or sampler.needs.multi_step):
                 assert len(evaluated) == step.forwarded[row]
-            written = [position for at, position, *_ in step.commits if at == row]
-            assert set(written) <= set(evaluated)
+            committed = [commit[1] for commit in step.commits if commit[0] == row]
+            assert set(committed) <= set(evaluated)
             assert (step.blocks[row] is None) == (step.forwarded[row] == 0)
-            if written:
-                assert step.blocks[row][0] <= min(written) and max(written) < step.blocks[row][1]
+            if committed:
+                assert step.blocks[row][0] <= min(committed) and max(committed) < step.blocks[row][1]
         assert step.rules is None or len(step.rules) == len(step.commits)
         assert step.seconds > 0
 
@@ -106,23 +106,20 @@ def test_combinations_record_the_rule_of_each_token(llada64: Model) -> None:
     low, high = (samplers.create("threshold", threshold=t) for t in (0.2, 0.6))
     union = samplers.create("union", rules=(high, samplers.create("low_confidence")))
     out = paradec.generate(llada64, ROWS, sampler=union, max_new_tokens=8, steps=4, eos_early_stop=False, trace=True)
-    seen = set()
+    recorded_rules = set()
     for step in out.trace.steps:
+        rules = [out.trace.rules[rule] for rule in step.rules]
         for row in range(len(ROWS)):
-            own = [
-                (score, out.trace.rules[rule])
-                for (at, _, _, score), rule in zip(step.commits, step.rules, strict=True)
-                if at == row
-            ]
-            best = max((score for score, _ in own), default=0)
-            for score, rule in own:
-                seen.add(rule)
+            pairs = [(commit[3], rule) for commit, rule in zip(step.commits, rules, strict=True) if commit[0] == row]
+            best = max((score for score, _ in pairs), default=0)
+            for score, rule in pairs:
+                recorded_rules.add(rule)
                 assert ("threshold" in rule) == (score >= 0.6 or score == best)
             # the schedule commits two tokens in every step
-            assert sum("low_confidence" in rule for _, rule in own) == (2 if own else 0)
-    assert seen == {"threshold and low_confidence", "low_confidence", "threshold"}
-    both = samplers.create("intersection", rules=(low, high))
-    out = paradec.generate(llada64, ROWS, sampler=both, max_new_tokens=8, eos_early_stop=False, trace=True)
+            assert sum("low_confidence" in rule for _, rule in pairs) == (2 if pairs else 0)
+    assert recorded_rules == {"threshold and low_confidence", "low_confidence", "threshold"}
+    intersection = samplers.create("intersection", rules=(low, high))
+    out = paradec.generate(llada64, ROWS, sampler=intersection, max_new_tokens=8, eos_early_stop=False, trace=True)
     for step in out.trace.steps:
         for (*_, score), rule in zip(step.commits, step.rules, strict=True):
             assert out.trace.rules[rule] == "all rules" or score < 0.6
@@ -130,14 +127,14 @@ def test_combinations_record_the_rule_of_each_token(llada64: Model) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
-def test_rejected_drafts_were_drafted_and_not_written(name: str) -> None:
+def test_rejected_drafts_were_drafted_and_not_committed(name: str) -> None:
     settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}
     if name == "tree":
         settings = {"drafter": close_model(), "tree": (2, 2, 1)}
     model, sampler = wrap_causal(), samplers.create("sjd" if name == "sjd" else "speculative", **settings)
     out = paradec.generate(model, PROMPTS, sampler=sampler, max_new_tokens=9, seed=5, temperature=1.0, trace=True)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
-    seen = 0
+    num_rejected = 0
     for step in out.trace.steps:
         drafted, drafts = set(), state.memory["drafts"].tolist()
         for row in state.rows.tolist():
@@ -150,13 +147,13 @@ def test_rejected_drafts_were_drafted_and_not_written(name: str) -> None:
                 places = [(first + i, drafts[row][i]) for i in range(min(5, 9, end - first) - 1)]
             drafted |= {(row, *place) for place in places if place[1] >= 0}
         commit = sampler.commit(state, sampler.step(model, state))
-        written = {entry[:3] for entry in commit.to_list()}
-        assert {entry[:3] for entry in step.commits} == written
-        assert set(step.rejected) == drafted - written
+        committed = {entry[:3] for entry in commit.to_list()}
+        assert {entry[:3] for entry in step.commits} == committed
+        assert set(step.rejected) == drafted - committed
         names = [out.trace.rules[rule] for rule in step.rules]
         assert names == ["accepted draft" if entry[:3] in drafted else "own token" for entry in step.commits]
-        seen += len(step.rejected)
-    assert state.done and seen > 10 and "accepted draft" in out.trace.rules
+        num_rejected += len(step.rejected)
+    assert state.done and num_rejected > 10 and "accepted draft" in out.trace.rules
     if name == "sjd":
         assert out.trace.steps[-1].draft_nfe is None
     else:
@@ -214,8 +211,8 @@ def test_files_with_only_required_fields_are_read_and_drawn(tmp_path: Path) -> N
     trace = Trace.load(file)
     assert trace.to_fill(0) == [(1, 3)] and trace.to_fill(1) == [(2, 4)] and trace.row_nfe == [2, 1]
     assert trace.replay() == [[7, 4, 4], [5, 6, 9, 0]]
-    written = json.loads(trace.to_json())
-    assert all(written[name] == data[name] for name in data)
+    saved = json.loads(trace.to_json())
+    assert all(saved[name] == data[name] for name in data)
     for suffix in ("html", "gif"):
         trace.save(tmp_path / f"trace.{suffix}")
 
@@ -234,8 +231,8 @@ def recorded() -> list[dict[str, Any]]:
         text, open_, drafts, picture, scripts_trace(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
     ]  # fmt: skip
     data = [json.loads(trace.to_json()) for trace in actual]
-    there = {name for run in data for each in (run, *run["steps"]) for name in each}
-    assert there == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}
+    names = {name for run in data for fields in (run, *run["steps"]) for name in fields}
+    assert names == {f.name for kind in (Trace, TraceStep) for f in dataclasses.fields(kind)}
     return data
 
 
@@ -245,29 +242,29 @@ JUNK = [None, True, *NUMBERS, "", "\ud800", [0], [-1, 1], [[]], [[0, 1]], [[[0, 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_whatever_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.DataObject) -> None:
+def test_every_trace_that_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.DataObject) -> None:
     """Replace, delete or repeat one value anywhere in a file."""
     trace = copy.deepcopy(data.draw(st.sampled_from(recorded)))
     for _ in range(data.draw(st.integers(1, 2))):
-        at: Any = trace
+        node: Any = trace
         while True:
-            place = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
-            if not at[place] or not isinstance(at[place], (dict, list)) or data.draw(st.integers(0, 3)) == 0:
+            key = data.draw(st.sampled_from(list(node) if isinstance(node, dict) else range(len(node))))
+            if not node[key] or not isinstance(node[key], (dict, list)) or data.draw(st.integers(0, 3)) == 0:
                 break
-            at = at[place]
-        change = data.draw(st.sampled_from(["other", "other", "gone", "twice"]))
-        if change == "other":
-            at[place] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
-        elif change == "gone":
-            del at[place]
-        elif isinstance(at, list):
-            at.insert(place, at[place])
-        if not at:
+            node = node[key]
+        change = data.draw(st.sampled_from(["replace", "replace", "delete", "repeat"]))
+        if change == "replace":
+            node[key] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
+        elif change == "delete":
+            del node[key]
+        elif isinstance(node, list):
+            node.insert(key, node[key])
+        if not node:
             break
     try:
         actual = Trace.from_json(json.dumps(trace))
     except ValueError as error:
-        named = re.match(r"the text is not a trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
-        assert named is not None and (named[1] or named[2] in vars(Trace([]))), str(error)
+        match = re.match(r"the text is not a trace that paradec wrote: (steps\[\d+\]\.?)?(\w*)", str(error))
+        assert match is not None and (match[1] or match[2] in vars(Trace([]))), str(error)
         return
     assert "<html" in actual.to_html() and Trace.from_json(actual.to_json()).to_json() == actual.to_json()

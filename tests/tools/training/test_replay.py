@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import golden_moe
-from decoding import covering
+from decoding import covering, refuses
 from oracles.rollouts import masked_logp, writes_logp
 from places import GOLDEN
 from recorded import find_checkpoint, golden, read_arrays, read_json, replay
@@ -37,20 +37,13 @@ def checkpoint(name: str, dtype: str) -> Model:
     return paradec.load(find_checkpoint(name, "drafters"), dtype=dtype)
 
 
-def recorded(number: int) -> Rollout:
-    case, result = CASES[number], {name: tensors()[f"{number}/{name}"] for name in ("final", "step", "logp")}
-    length = torch.tensor([len(result["final"])])
+def recorded_rollout(number: int) -> Rollout:
+    case, (final, step, logp) = CASES[number], (tensors()[f"{number}/{name}"] for name in ("final", "step", "logp"))
     return Rollout(
-        tokens=result["final"][None],
-        step_map=result["step"][None],
-        logp=result["logp"][None],
-        logp_drawn=None,
-        length=length,
-        prompt_length=torch.tensor([len(case["prompt"])]),
-        suppressed=torch.tensor([[case["mask"]]]),
-        settings=case["settings"],
-        version=0,
-    )
+        tokens=final[None], step_map=step[None], logp=logp[None], logp_drawn=None, length=torch.tensor([len(final)]),
+        prompt_length=torch.tensor([len(case["prompt"])]), suppressed=torch.tensor([[case["mask"]]]),
+        settings=case["settings"], version=0,
+    )  # fmt: skip
 
 
 def assert_logp(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -61,7 +54,7 @@ def assert_logp(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_recorded_cases(number: int) -> None:
     with replay(f"rollouts, case {number}"):
-        case, rollout = CASES[number], recorded(number)
+        case, rollout = CASES[number], recorded_rollout(number)
         model = checkpoint(case["model"], "float64")
         replayed_logp = paradec.replay(model, rollout)
         assert int(rollout.step_map.max()) + 1 == case["steps"]
@@ -70,12 +63,12 @@ def test_recorded_cases(number: int) -> None:
             assert model.facts.block_length == case["block"]
             with torch.no_grad():
                 assert_logp(paradec.replay(model, rollout, one_forward=False), rollout.logp, 1e-10)
-        names = {each.partition("/grad/")[2]: each for each in tensors() if each.startswith(f"{number}/grad/")}
+        names = [key.partition("/grad/")[2] for key in tensors() if key.startswith(f"{number}/grad/")]
         assert names
-        own = dict(model.module.named_parameters())
-        gradients = torch.autograd.grad(replayed_logp.nansum(), [own[name] for name in names])
+        parameters = dict(model.module.named_parameters())
+        gradients = torch.autograd.grad(replayed_logp.nansum(), [parameters[name] for name in names])
         for name, gradient in zip(names, gradients, strict=True):
-            expected = tensors()[names[name]]
+            expected = tensors()[f"{number}/grad/{name}"]
             assert (gradient - expected).norm() <= 1e-4 * expected.norm()
         with torch.no_grad():
             assert_logp(paradec.replay(checkpoint(case["model"], "float32"), rollout), rollout.logp, 1e-4)
@@ -159,9 +152,8 @@ def test_rewriting_samplers_are_replayed_write_by_write(name: str, topology: str
         if topology == "bidirectional":
             arguments["block_length"] = 6
         rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, **arguments).rollout
-        has_rewritten.add(
-            bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > len(rollout.logp[rollout.decided])
-        )
+        num_decided = len(rollout.logp[rollout.decided])
+        has_rewritten.add(bool(rollout.writes_logp.isnan().any()) or len(rollout.writes) > num_decided)
         with torch.no_grad():
             replayed_logp = paradec.replay(model, rollout, writes=True)
             assert_logp(replayed_logp, rollout.writes_logp, 1e-10)
@@ -202,29 +194,29 @@ def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.Monke
         for _ in range(3):
             direction = torch.randn_like(parameter)
             direction /= direction.norm()
-            sides = []
+            values = []
             for sign in (1, -1):
                 parameter += sign * 1e-5 * direction
-                sides.append((replay() * weights).nansum())
+                values.append((replay() * weights).nansum())
                 parameter -= sign * 1e-5 * direction
-            assert abs((sides[0] - sides[1]) / 2e-5 - (gradient * direction).sum()) < 1e-6
+            assert abs((values[0] - values[1]) / 2e-5 - (gradient * direction).sum()) < 1e-6
         assert not replay().requires_grad
 
 
 def test_one_call_where_blocks_are_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny(1, "block_causal"), list[tuple[int, ...]]()
     rollout = paradec.generate(model, ROWS, max_new_tokens=9, rollout=True).rollout
-    model.module.register_forward_pre_hook(
-        lambda module, args, named: calls.append(tuple(named["input_ids"].shape)), with_kwargs=True
-    )
+    record = lambda module, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape))  # noqa: E731
+    model.module.register_forward_pre_hook(record, with_kwargs=True)
     paradec.replay(model, rollout)
-    states = int(sum(row[row >= 0].unique().numel() for row in rollout.step_map))
-    copies = [
-        len({(place // 4, step) for place, step in enumerate(row.tolist()) if step >= 0}) for row in rollout.step_map
-    ]
-    assert calls == [(3, max(4 * each + int(size) for each, size in zip(copies, rollout.length, strict=True)))]
+    num_states, lengths = 0, []
+    for row, length in zip(rollout.step_map.tolist(), rollout.length.tolist(), strict=True):
+        copies = {(position // 4, step) for position, step in enumerate(row) if step >= 0}
+        lengths.append(4 * len(copies) + length)
+        num_states += len({step for _, step in copies})
+    assert calls == [(3, max(lengths))]
     paradec.replay(model, rollout, one_forward=False)
-    assert sum(shape[0] for shape in calls[1:]) == states
+    assert sum(shape[0] for shape in calls[1:]) == num_states
 
 
 def test_overlapping_blocks_are_replayed_state_by_state() -> None:
@@ -232,11 +224,11 @@ def test_overlapping_blocks_are_replayed_state_by_state() -> None:
     blocks = paradec.PipelinedBlocks(4, add=0.1, full=0.5)
     arguments = {"temperature": 1.0, "seed": 3, "blocks": blocks, "cache": "none"}
     rollout = paradec.generate(model, ROWS, max_new_tokens=12, rollout=True, sampler="threshold", **arguments).rollout
-    first, second = (rollout.step_map[1, at : at + 4] for at in (4, 8))
+    first, second = rollout.step_map[1, 4:8], rollout.step_map[1, 8:12]
     assert second.min() < first.max()
     assert_logp(paradec.replay(model, rollout).detach(), rollout.logp, 1e-10)
-    with pytest.raises(ValueError, match="one_forward=True does not work with blocks that were open at the same time"):
-        paradec.replay(model, rollout, one_forward=True)
+    message = "one_forward=True does not work with blocks that were open at the same time"
+    refuses(lambda: paradec.replay(model, rollout, one_forward=True), message)
 
 
 def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
@@ -251,17 +243,15 @@ def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
 
 def test_unfinished_short_and_mask_0() -> None:
     model = tiny(2, "block_causal")
-    partial = paradec.generate(
-        model, [[5]], max_new_tokens=9, rollout=True, callback=lambda state, _: state.commits == 4
-    )
-    assert (partial.rollout.step_map == -2).any()
-    assert_logp(paradec.replay(model, partial.rollout).detach(), partial.rollout.logp, 1e-10)
-    nothing = paradec.generate(model, [[5]], max_new_tokens=9, rollout=True).rollout
-    nothing.step_map[nothing.step_map >= 0] = -2
-    assert paradec.replay(model, nothing).isnan().all()
-    zero = paradec.wrap(
-        tiny(2).unwrap(), mask_token_id=0, eos_token_id=END, prediction="same", topology="bidirectional"
-    )
+    request = {"max_new_tokens": 9, "rollout": True}
+    partial = paradec.generate(model, [[5]], callback=lambda state, _: state.commits == 4, **request).rollout
+    assert (partial.step_map == -2).any()
+    assert_logp(paradec.replay(model, partial).detach(), partial.logp, 1e-10)
+    undecided = paradec.generate(model, [[5]], **request).rollout
+    undecided.step_map[undecided.step_map >= 0] = -2
+    assert paradec.replay(model, undecided).isnan().all()
+    facts = {"mask_token_id": 0, "eos_token_id": END, "prediction": "same", "topology": "bidirectional"}
+    zero = paradec.wrap(tiny(2).unwrap(), **facts)
     rollout = paradec.generate(zero, ROWS, max_new_tokens=6, rollout=True, temperature=0.1, seed=0).rollout
     assert rollout.logp[rollout.decided].isfinite().all()
     assert_logp(paradec.replay(zero, rollout).detach(), rollout.logp, 1e-10)
@@ -311,21 +301,19 @@ def test_unsupported_rollouts_are_refused() -> None:
         (tiny(1, "causal_context", "shifted"), rollout, {}, "which is causal-context"),
         (other, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM"),
     ]
-    for of, given, named, message in wrong:
-        with pytest.raises((ValueError, TypeError), match=message):
-            paradec.replay(of, given, **named)
+    for wrong_model, wrong_rollout, arguments, message in wrong:
+        call = functools.partial(paradec.replay, wrong_model, wrong_rollout, **arguments)
+        refuses(call, message, (ValueError, TypeError))
 
 
 @pytest.mark.filterwarnings("ignore:delimiters=")
 def test_samplers_that_never_rewrite_are_replayed() -> None:
     model = tiny(1)
-    names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
+    request = {"max_new_tokens": 6, "rollout": True, "temperature": 1.0, "seed": 2}
     replayed = []
-    for name in names:
+    for name in (name for name in samplers.names() if samplers.get(name).family == "masked"):
         try:
-            output = paradec.generate(
-                model, ROWS, max_new_tokens=6, rollout=True, sampler=name, temperature=1.0, seed=2
-            )
+            output = paradec.generate(model, ROWS, sampler=name, **request)
         except (ValueError, TypeError):
             continue
         if output.rollout.writes is None:

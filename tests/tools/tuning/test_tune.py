@@ -1,6 +1,7 @@
 """`paradec.tune` and its command: measurements, halves, presets, resumption and errors."""
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import optuna
 import pytest
+from decoding import refuses
 from places import ROOT, SUPPORT
 from small_models import END, MASK, tiny
 from typer.testing import CliRunner
@@ -87,13 +89,12 @@ def score_answer(model: Model, preset: Any, prompt: list[int], answer: list[int]
     return sum(a == b for a, b in zip(ids, answer)) / max(len(ids), len(answer)), out.row_nfe[0]
 
 
-def without_times(actual: Tuning) -> dict[str, Any]:
-    def without(data: Any) -> Any:
-        if isinstance(data, dict):
-            return {name: without(value) for name, value in data.items() if name != "seconds"}
-        return [without(value) for value in data] if isinstance(data, list) else data
-
-    return without(actual.to_dict())
+def without_times(data: Any) -> Any:
+    """Return a result as data, without measured times."""
+    data = data.to_dict() if isinstance(data, Tuning) else data
+    if isinstance(data, dict):
+        return {name: without_times(value) for name, value in data.items() if name != "seconds"}
+    return [without_times(value) for value in data] if isinstance(data, list) else data
 
 
 def test_reported_scores_match_the_preset(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
@@ -107,8 +108,8 @@ def test_reported_scores_match_the_preset(model: Model, answers: list[list[int]]
             assert list(zip(measured.score, measured.forwards)) == expected
             assert measured.truth == measured.score
     assert tuned.reference is not None
-    one = paradec.Request(sampler="low_confidence", max_new_tokens=6)
-    expected = [score_answer(model, one, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
+    request = paradec.Request(sampler="low_confidence", max_new_tokens=6)
+    expected = [score_answer(model, request, entry.prompt, right[tuple(entry.prompt)]) for entry in second]
     assert list(zip(tuned.reference.score, tuned.reference.forwards)) == expected
 
 
@@ -162,17 +163,18 @@ def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     actual = paradec.tune(model, PROMPTS, **two)
     assert actual.setup["score"] == "agreement"
     for point in actual.points:
-        own = point.request
-        assert not isinstance(own.sampler, LowConfidence) or own.steps is not None and own.steps < 6
+        request = point.request
+        assert not isinstance(request.sampler, LowConfidence) or request.steps is not None and request.steps < 6
     assert actual.reference is not None and set(actual.reference.score) == {1.0}
     assert "agreement too" in str(actual) and "(itself)" in str(actual)
 
 
 def test_batches_change_nothing(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
-    other = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "batch": 7})
-    assert [(p.name, p.choosing.score, p.choosing.forwards) for p in other.points] == [
-        (p.name, p.choosing.score, p.choosing.forwards) for p in tuned.points
-    ]
+    batched = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "batch": 7})
+    actual, expected = (
+        [(p.name, p.choosing.score, p.choosing.forwards) for p in result.points] for result in (batched, tuned)
+    )
+    assert actual == expected
 
 
 def test_presets_are_requests_for_every_entry_point(model: Model, tuned: Tuning, tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_holes_are_filled_and_judged(model: Model) -> None:
     actual = paradec.tune(model, prompts, answers=truths, suppress_tokens=[END], **{**SMALL, "max_new_tokens": 0})
     assert actual.reference is not None and actual.by_truth
     assert actual.reference.forwards == [3] * 6 and all(len(t) == 3 for t in truths)
-    assert max(actual.reference.score) > 0.6, "one token per step is what they were made with"
+    assert max(actual.reference.score) > 0.6, "the right answers were decoded with one token per step"
     assert actual.preset.suppress_tokens == (END,)
 
 
@@ -208,52 +210,40 @@ def test_seconds_caches_and_two_prompts(model: Model) -> None:
 
 
 def test_temperature_and_seeds_come_from_the_request(model: Model) -> None:
-    first, second = (
-        paradec.tune(model, PROMPTS[:8], temperature=0.7, top_k=5, **{**SMALL, "trials": 2}) for _ in range(2)
-    )
+    request = {**SMALL, "trials": 2, "temperature": 0.7, "top_k": 5}
+    first, second = (paradec.tune(model, PROMPTS[:8], **request) for _ in range(2))
     assert without_times(first) == without_times(second)
     assert first.preset.temperature == 0.7 and first.preset.top_k == 5 and first.preset.seed is None
 
 
-class Counted:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.prompts, self.choosing, own = 0, 0, PromptHalf.decode
-
-        def decode(half: PromptHalf, request: Any, first: int, stop: int) -> Any:
-            self.prompts += stop - first
-            self.choosing += (stop - first) * (half.name == "choosing")
-            return own(half, request, first, stop)
-
-        monkeypatch.setattr(PromptHalf, "decode", decode)
-
-
-@pytest.mark.parametrize(
-    "after", [9, pytest.param(3, marks=pytest.mark.full), pytest.param(17, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("call", [9, *(pytest.param(call, marks=pytest.mark.full) for call in (3, 17))])
 def test_ctrl_c_loses_nothing(
-    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+    model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    counted, file = Counted(monkeypatch), tmp_path / "study.db"
+    file, counts, calls, plain_decode = tmp_path / "study.db", [], itertools.count(1), PromptHalf.decode
+
+    def decode(half: PromptHalf, request: Any, first: int, stop: int) -> Any:
+        counts.append(stop - first)
+        return plain_decode(half, request, first, stop)
+
+    monkeypatch.setattr(PromptHalf, "decode", decode)
     paradec.tune(model, PROMPTS, answers=answers, **SMALL)
-    full, counted.prompts, calls = counted.prompts, 0, 0
+    num_prompts = sum(counts)
+    counts.clear()
 
     def stop(what: str, share: float) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == after:
+        if next(calls) == call:
             raise KeyboardInterrupt
 
     with pytest.raises(paradec.Interrupted) as caught:
         paradec.tune(model, PROMPTS, answers=answers, study=file, progress=stop, **SMALL)
-    part = caught.value.output
-    assert not part.complete and all(point.reported is None for point in part.points)
-    assert "Incomplete" in str(part) and all(len(line) <= 80 for line in str(part).splitlines())
-    repeated = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
-    assert without_times(repeated) == without_times(tuned), "as if nothing had happened"
-    assert counted.prompts == full, "a rung or a batch that had its end is not decoded again"
-    before = counted.prompts
-    assert without_times(paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)) == without_times(tuned)
-    assert counted.prompts == before, "a study that is done is read"
+    partial = caught.value.output
+    assert not partial.complete and all(point.reported is None for point in partial.points)
+    assert "Incomplete" in str(partial) and all(len(line) <= 80 for line in str(partial).splitlines())
+    for _ in range(2):
+        repeated = paradec.tune(model, PROMPTS, answers=answers, study=file, **SMALL)
+        assert without_times(repeated) == without_times(tuned)
+        assert sum(counts) == num_prompts, "finished rungs and batches are not decoded again"
 
 
 @pytest.mark.thinned
@@ -270,32 +260,24 @@ def test_ctrl_c_loses_nothing(
         ({"model": tiny(1, seed=9)}, "weights"),
     ],
 )
-def test_another_study_is_refused_by_name(
+def test_a_study_with_other_settings_is_refused(
     model: Model, answers: list[list[int]], by_hand: tuple[Path, Tuning], change: dict[str, Any], word: str
 ) -> None:
-    prompts = change.pop("prompts", PROMPTS)
-    given = change.pop("answers", answers[: len(prompts)])
-    few = {**SMALL, "trials": 0, "study": by_hand[0]}
-    with pytest.raises(ValueError, match=word):
-        paradec.tune(change.pop("model", model), prompts, answers=given, **{**few, **change})
+    prompts = change.get("prompts", PROMPTS)
+    defaults = {"model": model, "prompts": prompts, "answers": answers[: len(prompts)], "study": by_hand[0]}
+    refuses(lambda: paradec.tune(**{**SMALL, "trials": 0, **defaults, **change}), word)
 
 
-def test_failing_settings_are_reported_and_the_study_continues(
-    model: Model, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = paradec.samplers.get("factor").select
-
-    def broken(self: Any, view: Any) -> Any:
+def test_failing_settings_are_reported_and_the_study_continues(model: Model, answers: Any, monkeypatch: Any) -> None:
+    def fail(self: Any, view: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(paradec.samplers.get("factor"), "select", broken)
-    actual = paradec.tune(model, PROMPTS, answers=answers, **SMALL)
-    monkeypatch.setattr(paradec.samplers.get("factor"), "select", own)
+    with monkeypatch.context() as patch:
+        patch.setattr(paradec.samplers.get("factor"), "select", fail)
+        actual = paradec.tune(model, PROMPTS, answers=answers, **SMALL)
     assert actual.trials["failed"] >= 3 and any("factor: out of memory" in reason for reason in actual.failures)
-    assert "Failed: factor" in str(actual) and {p.candidate.sampler for p in actual.points} <= {
-        "threshold",
-        "low_confidence",
-    }
+    assert "Failed: factor" in str(actual)
+    assert {point.candidate.sampler for point in actual.points} <= {"threshold", "low_confidence"}
 
 
 SCRIPT = """
@@ -314,11 +296,8 @@ print("done", flush=True)
 
 
 def start(file: Path, trials: int) -> subprocess.Popen[str]:
-    code = SCRIPT.format(tests=str(SUPPORT))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(file), str(trials)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    command = [sys.executable, "-c", SCRIPT.format(tests=str(SUPPORT)), str(file), str(trials)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.full
@@ -338,8 +317,8 @@ def test_a_process_that_is_killed_and_two_that_share_a_study(tmp_path: Path) -> 
     counted = [trial for trial in after.values() if "refused" not in trial.user_attrs]
     starts = [trial for trial in counted if "start" in trial.user_attrs]
     assert {trial.user_attrs["start"] for trial in starts} == set(range(9))
-    assert len(starts) <= 10, "both may begin with the same one, when they come to the study at once"
-    assert 6 <= len(counted) - len(starts) <= 7, "the last one may be begun by both"
+    assert len(starts) <= 10, "both processes may start the same first trial"
+    assert 6 <= len(counted) - len(starts) <= 7, "both processes may start the last trial"
     study = optuna.load_study(study_name="paradec", storage=f"sqlite:///{file}")
     assert not [trial for trial in study.trials if trial.state.name == "RUNNING"]
 
@@ -406,8 +385,8 @@ def test_wrong_options_give_one_line(arguments: list[str], word: str, monkeypatc
 
 
 def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else own(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name))
     assert run("--help").exit_code == 0 and "--study" in run("--help").stdout
     done = run("--limit", "1")
     assert done.exit_code == 2 and "install paradec's extra 'tune'" in done.stderr
@@ -416,8 +395,8 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
 @pytest.mark.full
 def test_steps_of_a_pipeline(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.json" for name in ("out", "report", "study")}
-    named = [part for name, file in files.items() for part in (f"--{name}", str(file))]
-    call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *named]
+    options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *options]
     done = CliRunner().invoke(app, call)
     assert done.exit_code == 0 and "chosen: " in done.stdout, done.stderr
     schedule = paradec.Forecast(when=str(files["out"])).refresh

@@ -86,10 +86,10 @@ def test_scores_by_hand() -> None:
     entry = Question("p", "p", None, (1, 2))
     assert Scorer("answers").score(entry, [1, 3], None, None) == 0.5
     assert Scorer("agreement").score(entry, [1, 3], None, [1, 3]) == 1
-    seen: list[Any] = []
-    judge = Scorer("checker", lambda prompt, answer: seen.append((prompt, answer)) or 0.25)
+    judged: list[Any] = []
+    judge = Scorer("checker", lambda prompt, answer: judged.append((prompt, answer)) or 0.25)
     assert judge.score(entry, [1, 3], None, None) == 0.25 and judge.score(entry, [1], "text", None) == 0.25
-    assert seen == [("p", [1, 3]), ("p", "text")]
+    assert judged == [("p", [1, 3]), ("p", "text")]
     for wrong in (2, -0.1, "x", None, float("nan")):
         with pytest.raises(ValueError, match="from 0 to 1"):
             Scorer("checker", lambda prompt, answer, wrong=wrong: wrong).score(entry, [], "", None)
@@ -101,15 +101,15 @@ def test_fronts_are_nested_pareto_fronts() -> None:
     draw = random.Random(0)
     for count, costs in itertools.product((1, 2, 9, 30), (1, 2)):
         points = [(draw.randint(0, 5) / 5, *(draw.randint(1, 6) for _ in range(costs))) for _ in range(count)]
-        levels, left, level = fronts(points), list(range(count)), 0
+        levels, remaining, level = fronts(points), list(range(count)), 0
 
         def beats(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
             return a[0] >= b[0] and all(x <= y for x, y in zip(a[1:], b[1:])) and a != b
 
-        while left:
-            best = [k for k in left if not any(beats(points[j], points[k]) for j in left)]
+        while remaining:
+            best = [k for k in remaining if not any(beats(points[j], points[k]) for j in remaining)]
             assert all(levels[k] == level for k in best)
-            left, level = [k for k in left if k not in best], level + 1
+            remaining, level = [k for k in remaining if k not in best], level + 1
     assert dominates((1, 2), (1, 3)) and not dominates((1, 2), (1, 2)) and not dominates((0.5, 1), (1, 2))
 
 
@@ -119,8 +119,8 @@ def test_ranges_cover_hand_set_values_and_valid_settings(name: str) -> None:
     actual = domains(cls)
     assert set(actual) == {setting for changes in cls.sweep for setting in changes}
     for setting, domain in actual.items():
-        own = {**cls.settings(), "steps": 1.0}
-        values = [own[setting], *(changes[setting] for changes in cls.sweep if setting in changes)]
+        defaults = {**cls.settings(), "steps": 1.0}
+        values = [defaults[setting], *(changes[setting] for changes in cls.sweep if setting in changes)]
         if isinstance(domain, NumberDomain):
             assert domain.low < domain.high and all(domain.low <= value <= domain.high for value in values)
             for end in (domain.low, domain.high):
@@ -154,8 +154,8 @@ def test_unsupported_pairs_are_omitted_and_reported() -> None:
 
 def point(name: str, score: float | list[float], forwards: float, by_hand: bool = False) -> Point:
     scores = score if isinstance(score, list) else [score] * 4
-    rest = [[value] * len(scores) for value in (forwards, 0.0, 0.0)]
-    return Point(Candidate(name), Request(), Measured(scores, [*scores], *rest), by_hand=by_hand)  # type: ignore[arg-type]
+    costs = [[value] * len(scores) for value in (forwards, 0.0, 0.0)]
+    return Point(Candidate(name), Request(), Measured(scores, [*scores], *costs), by_hand=by_hand)  # type: ignore[arg-type]
 
 
 def names(points: Iterable[Point]) -> list[str]:
