@@ -162,9 +162,8 @@ def test_families_refuse_what_they_do_not_serve(name: str) -> None:
     request_for(method, Request(), {})
     for field in cls.unsupported:
         value = paradec.Prophet() if field == "stop" else object() if field in LIVE else OTHER_VALUES[field]
-        with pytest.raises(
-            ValueError, match=f"{field}=.* has no meaning for sampler '{method.name}'".replace("+", r"\+")
-        ):
+        message = f"{field}=.* has no meaning for sampler '{method.name}'".replace("+", r"\+")
+        with pytest.raises(ValueError, match=message):
             request_for(method, Request(**{field: value}), {})
 
 

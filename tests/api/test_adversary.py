@@ -37,12 +37,8 @@ def write_random_checkpoint(kind: str, folder: Path, rng: random.Random) -> tupl
     heads, vocab = rng.choice([2, 4]), rng.choice([12, 20, 33])
     kv_heads, hidden = rng.choice([n for n in (1, 2, 4) if heads % n == 0]), heads * rng.choice([4, 6])
     mask, end = rng.sample(range(vocab), 2)
-    common = {
-        "vocab_size": vocab,
-        "mask_token_id": mask,
-        "eos_token_id": end,
-        "rope_theta": rng.choice([5e5, 1e4, 100]),
-    }
+    common = {"vocab_size": vocab, "mask_token_id": mask, "eos_token_id": end}
+    common["rope_theta"] = rng.choice([5e5, 1e4, 100])
     if kind == "llada":
         fields = {"d_model": hidden, "n_layers": rng.choice([1, 2, 3]), "n_heads": heads, "n_kv_heads": kv_heads}
         fields |= {"mlp_hidden_size": rng.choice([None, 20]), "mlp_ratio": 1.5, "weight_tying": rng.random() < 0.4}
@@ -66,19 +62,16 @@ def token_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def assert_decodes(
-    model: Any, prompt: list[int], new: int, sampler: Any, expected: tuple[Tensor, Calls], **request: Any
-) -> None:
-    """Decode and compare tokens; for calls that committed something, also the evaluated and committed positions."""
+def assert_decodes(model: Any, prompt: list[int], new: int, sampler: Any, expected: Any, **request: Any) -> None:
+    """Decode and compare tokens. For calls that committed tokens, also compare evaluated and committed positions."""
     request |= {"sampler": sampler, "max_new_tokens": new, "rng": "reference", "eos_early_stop": False, "trace": True}
     out = paradec.generate(model, input_ids=[prompt], **request)
     canvas, calls = expected
     assert out.sequences[0].tolist() == canvas.tolist()
     branches = 2 if request.get("guidance_scale", 1.0) != 1.0 else 1
-    ours = [
-        (step.forwarded[0], sorted(commit[1] for commit in step.commits)) for step in out.trace.steps if step.commits
-    ]
-    assert ours == [(width * branches, sorted(made)) for width, made in calls if made]
+    steps = [step for step in out.trace.steps if step.commits]
+    actual = [(step.forwarded[0], sorted(commit[1] for commit in step.commits)) for step in steps]
+    assert actual == [(width * branches, sorted(positions)) for width, positions in calls if positions]
 
 
 def step_quotas(masks: int, steps: int) -> list[int]:
@@ -193,9 +186,8 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
         sampler = samplers.create(remasking)
         assert_decodes(model, prompt, blocks * length, sampler, expected, seed=seed, steps=steps, **cut, **request)
     for cache in ("none", "prefix", "dual"):
-        rule, value = rng.choice(
-            [("fixed", 0.0), ("threshold", 0.3), ("threshold", 0.9), ("factor", 1.0), ("factor", 2.5)]
-        )
+        rules = [("fixed", 0.0), ("threshold", 0.3), ("threshold", 0.9), ("factor", 1.0), ("factor", 2.5)]
+        rule, value = rng.choice(rules)
         expected = plain_fast_dllm(net, mask, prompt, blocks, length, steps, rule, value, cache)
         settings = {"fixed": {}, "threshold": {"threshold": value}, "factor": {"factor": value}}[rule]
         sampler = samplers.create("low_confidence" if rule == "fixed" else rule, **settings)
@@ -203,10 +195,8 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
         assert_decodes(model, prompt, blocks * length, sampler, expected, cache=cache, **cut, **planned)
     interval = rng.choice([1, 2, 4, 100])
     expected = plain_dkv(net, mask, prompt, blocks, length, steps, interval)
-    cache = caches.create("dkv_decode", refresh_interval=interval)
-    assert_decodes(
-        model, prompt, blocks * length, samplers.create("low_confidence"), expected, cache=cache, steps=steps, **cut
-    )
+    cache, sampler = caches.create("dkv_decode", refresh_interval=interval), samplers.create("low_confidence")
+    assert_decodes(model, prompt, blocks * length, sampler, expected, cache=cache, steps=steps, **cut)
 
 
 def plain_dream(
@@ -299,11 +289,9 @@ def group_chance(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: 
     rank = int(np.flatnonzero(order == x)[0])
     if rank < half:
         return p[x] / q[x]
-    group = [
-        g
-        for g in order[rank - half : rank + half]
-        if g == x or abs(p[g] - p[x]) < near and ((embed[g] - embed[x]) ** 2).sum() < far
-    ]
+    group = order[rank - half : rank + half]
+    is_close = (abs(p[group] - p[x]) < near) & (((embed[group] - embed[x]) ** 2).sum(-1) < far)
+    group = group[(group == x) | is_close]
     return p[group].sum() / q[group].sum()
 
 

@@ -104,11 +104,10 @@ def test_end_tokens_with_text_are_never_written(family: str, pattern: str) -> No
     comma = TEXTS.index(",")
     model = build_model(family, eos_token_id=(39, comma))
     request: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
-    drawn: dict[str, Any] = {} if family == "canvas" else {"temperature": 1.0}
+    draws: dict[str, Any] = {"constraint": paradec.Regex(pattern)}
+    draws |= {} if family == "canvas" else {"temperature": 1.0}
     for seed in range(3):
-        out = paradec.generate(
-            model, [[1, 2], [3, 4]], constraint=paradec.Regex(pattern), seed=seed, **request, **drawn
-        )
+        out = paradec.generate(model, [[1, 2], [3, 4]], seed=seed, **request, **draws)
         assert all(re.fullmatch(pattern, text) for text in out.text), out.text
     for value in (paradec.Regex("[0-9],.*"), paradec.Choice(["yes", "1,2"])):
         with pytest.raises(ValueError, match=rf"token {comma} \(','\), which is an end token"):
@@ -124,10 +123,11 @@ THINKING: dict[str, dict[str, Any]] = {
 }
 
 
+MARKERS = [("x,", 3), ("<38>", 2), ("true", None)]
+
+
 @pytest.mark.filterwarnings("ignore:seed=.* has no effect at temperature 0")
-@pytest.mark.parametrize(
-    ("family", "marker", "temperature"), covering(THINKING, [("x,", 3), ("<38>", 2), ("true", None)], [0.9, 0.0])
-)
+@pytest.mark.parametrize(("family", "marker", "temperature"), covering(THINKING, MARKERS, [0.9, 0.0]))
 def test_free_text_precedes_the_answer(family: str, marker: tuple[str, int | None], temperature: float) -> None:
     """Rows equal rows decoded alone. The budget ends free text that would never write the marker."""
     model, (after, budget) = build_model(family), marker
@@ -137,13 +137,12 @@ def test_free_text_precedes_the_answer(family: str, marker: tuple[str, int | Non
     prompts = [[1, 2], [3, 4], [5, 6]]
     value = paradec.JsonSchema({"type": "integer", "minimum": 10, "maximum": 99}, after=after, thinking_budget=budget)
     marker_ids = model.tokenizer(after, add_special_tokens=False)["input_ids"]
-    out = paradec.generate(model, prompts, constraint=value, seed=SEEDS, logprobs=0, **arguments)
-    rows = [
-        paradec.generate(model, [row], constraint=value, seed=seed, **arguments) for row, seed in zip(prompts, SEEDS)
-    ]
+    constrained = arguments | {"constraint": value}
+    out = paradec.generate(model, prompts, seed=SEEDS, logprobs=0, **constrained)
+    rows = [paradec.generate(model, [row], seed=seed, **constrained) for row, seed in zip(prompts, SEEDS)]
     if family != "canvas":
-        many = [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, SEEDS)]
-        with paradec.generate_many(model, many, batch_size=2, constraint=value, **arguments) as outputs:
+        seeded = [{"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, SEEDS)]
+        with paradec.generate_many(model, seeded, batch_size=2, **constrained) as outputs:
             rows += sorted(outputs, key=lambda output: output.index)
     for number, alone in enumerate(rows):
         row = number % 3
@@ -203,9 +202,8 @@ def test_free_text_and_answer_are_streamed(packaged: Model) -> None:
 def test_masks_with_text_are_never_written(family: str) -> None:
     model = build_model(family, mask_token_id=TEXTS.index("x"))
     request: dict[str, Any] = {"max_new_tokens": 8, "sampler": "sjd" if family == "causal" else "threshold"}
-    out = paradec.generate(
-        model, [[1, 2]] * 4, constraint=paradec.Regex("[x0-3]{3}"), temperature=1.0, seed=2, **request
-    )
+    value = paradec.Regex("[x0-3]{3}")
+    out = paradec.generate(model, [[1, 2]] * 4, constraint=value, temperature=1.0, seed=2, **request)
     assert all(re.fullmatch("[0-3]{3}", text) for text in out.text)
     for value in (paradec.Regex("x[0-9]"), paradec.Choice(["yes", "xa"])):
         with pytest.raises(ValueError, match=rf"token {TEXTS.index('x')} \('x'\), which is the model's mask"):

@@ -61,11 +61,10 @@ def check_answers(actual: paradec.Decisions, expected: dict[str, Any], tolerance
             continue
         assert [*output.probabilities.values()] == pytest.approx([*answer["probabilities"].values()], abs=tolerance)
         assert output.confidence == pytest.approx(answer["confidence"], abs=tolerance)
-        wanted = answer["score"] if output.type == "score" else answer["choice"]
-        assert output.value == (pytest.approx(wanted, abs=tolerance) if output.type == "score" else wanted)
-        assert output.entropy == pytest.approx(
-            -sum(p * math.log(p) for p in output.probabilities.values() if p), abs=1e-12
-        )
+        is_score = output.type == "score"
+        assert output.value == (pytest.approx(answer["score"], abs=tolerance) if is_score else answer["choice"])
+        entropy = -sum(p * math.log(p) for p in output.probabilities.values() if p)
+        assert output.entropy == pytest.approx(entropy, abs=1e-12)
 
 
 def decide_by_pipeline(module: Any, template: str | None, temperature: dict[str, float]) -> Any:
@@ -194,16 +193,12 @@ def test_canvas_models_answer_from_the_first_step(seeds: int) -> None:
             for slot, token in enumerate(given):
                 canvas[slot] = canvas[slot] if token == -1 else token
             cached = cache_keyword(model.module, DynamicCache(config=model.module.config.text_config))
-            mask, conditioning = (
-                causal(model.module, len(prompt)),
-                ("self_conditioning_logits", "self_conditioning_mask"),
-            )
-            given_to = {"decoder_input_ids": canvas[None], "decoder_position_ids": positions[None]} | dict.fromkeys(
-                conditioning
-            )
+            mask = causal(model.module, len(prompt))
+            inputs = {"decoder_input_ids": canvas[None], "decoder_position_ids": positions[None]}
+            inputs |= dict.fromkeys(("self_conditioning_logits", "self_conditioning_mask"))
             with torch.no_grad():
                 model.module.model.encoder(input_ids=torch.tensor([prompt]), attention_mask=mask, **cached)
-                logits = model.module(**given_to, **cached).logits[0, place]
+                logits = model.module(**inputs, **cached).logits[0, place]
             total += float(logits.double().softmax(-1)[ids].sum()) / seeds
         return math.log(total)
 
@@ -270,16 +265,14 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
     decided, right = [], []
     for _ in range(60):
         logits = {chat_ids(letter)[0]: draw.gauss(0, 3) for letter in "ABC"}
-        model = chat_model(
-            "causal", module=ConstantLogits(logits | {chat_ids("Yes")[0]: draw.gauss(0, 2), chat_ids("No")[0]: 0.0})
-        )
+        logits |= {chat_ids("Yes")[0]: draw.gauss(0, 2), chat_ids("No")[0]: 0.0}
+        model = chat_model("causal", module=ConstantLogits(logits))
         request = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
         actual = paradec.decide(model, "s", request)
         weights = [math.exp(score / 2.5) for score in actual["q"].log_scores]  # right answers at temperature 2.5
         decided.append(actual)
-        right.append(
-            {"q": draw.choices("xyz", weights)[0], "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)}
-        )
+        picked = draw.choices("xyz", weights)[0]
+        right.append({"q": picked, "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)})
     with pytest.warns(UserWarning, match="'score' is at its limit, 1000"):
         fitted = paradec.fit_temperature(decided, right)
 

@@ -119,9 +119,8 @@ class Constant(nn.Module):
 
 
 def constant_model(token: int) -> Model:
-    return paradec.wrap(
-        Constant(token), mask_token_id=7, eos_token_id=6, pad_token_id=5, prediction="same", topology="bidirectional"
-    )
+    tokens = {"mask_token_id": 7, "eos_token_id": 6, "pad_token_id": 5}
+    return paradec.wrap(Constant(token), prediction="same", topology="bidirectional", **tokens)
 
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
@@ -157,7 +156,7 @@ def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
     repeated = paradec.generate(model, input_ids=[1, 7, 2], sampler=sampler, holes_eos_inf=True)
     assert repeated.sequences.tolist() == [[1, 0, 2]]
     everything = {"suppress_tokens": range(6), "sampler": sampler}
-    refuses(lambda: paradec.infill(model, [1, 7, 2], **everything), "holes_eos_inf=True also excludes")
+    refuses(lambda: paradec.infill(model, [1, 7, 2], **everything), "holes_eos_inf=True also exclude")
     assert paradec.infill(model, [1, 7], **everything).sequences.tolist() == [[1, 6]]
     refuses(lambda: paradec.infill(model, [1, 7, 2], holes_eos_inf=None), "holes_eos_inf=None must be True or False")
 
@@ -236,9 +235,8 @@ def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
 
 def test_guidance_masks_the_given_tokens(llada64: Model) -> None:
     seen = []
-    handle = llada64.module.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone()), with_kwargs=True
-    )
+    record = lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone())  # noqa: E731
+    handle = llada64.module.register_forward_pre_hook(record, with_kwargs=True)
     row = fill_in_masks(llada64, HOLES[0])
     paradec.infill(llada64, row, guidance_scale=2.0, sampler="low_confidence")
     handle.remove()
@@ -282,9 +280,8 @@ def test_placeholders(packaged: Model) -> None:
     assert pattern("fox [?:2] cow", mask="[?]") == [fox, mask, mask, cow]
     assert pattern("fox <|mdm_mask|> cow") == [fox, mask, cow]  # the tokenizer's own name
     assert pattern("fox <mask> cow", max_new_tokens=2) == [fox, mask, cow, mask, mask]
-    several = paradec.infill(
-        packaged, ["fox <mask>", "<mask:2> cow fox"], num_return_sequences=2, temperature=1.0, seed=0
-    )
+    request = {"num_return_sequences": 2, "temperature": 1.0, "seed": 0}
+    several = paradec.infill(packaged, ["fox <mask>", "<mask:2> cow fox"], **request)
     assert several.sequences.shape == (4, 4) and len(several.text) == len(several.fills) == 4
     assert [len(row) for row in several.fills] == [1, 1, 1, 1]
 
@@ -295,11 +292,8 @@ def test_a_space_before_a_hole_belongs_to_it() -> None:
     for text in ("one <mask> three", "one<mask> three"):
         out = paradec.infill(reciting_model([*three], [*two]), text, logits_eos_inf=True)
         ids, mask = out.sequences[0].tolist(), TOKENIZER.mask_token_id
-        assert [mask if hole else i for i, hole in zip(ids, out.filled[0].tolist(), strict=True)] == [
-            *one,
-            mask,
-            *three,
-        ]
+        masked = [mask if hole else i for i, hole in zip(ids, out.filled[0].tolist(), strict=True)]
+        assert masked == [*one, mask, *three]
 
 
 @pytest.mark.parametrize(
@@ -357,9 +351,8 @@ def wordpiece_tokenizer() -> Any:
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 

@@ -22,9 +22,7 @@ CHOICES = [
 ]
 
 
-def prepare_chat(
-    model: Any, given: set[str], monkeypatch: pytest.MonkeyPatch, choose: bool = True, **options: Any
-) -> Any:
+def prepare_chat(model: Any, given: set[str], monkeypatch: Any, choose: bool = True, **options: Any) -> Any:
     monkeypatch.setattr(paradec, "load", lambda *_, **__: model)
     values = {"model": "any", "preset": None, "sampler": "threshold", "set_": None, "dtype": None, "device": None}
     values |= {"cache": "none", "max_new_tokens": 8, "temperature": 0.0, "suffix": None} | options
@@ -69,10 +67,9 @@ def test_a_causal_model_decodes_by_itself() -> None:
 
 def test_a_model_of_canvases_decodes_by_itself() -> None:
     model = paradec.wrap(tiny_gemma())
-    first, second = (
-        paradec.generate(model, PROMPT, max_new_tokens=8, seed=1, **named)
-        for named in ({}, {"sampler": "diffusion_gemma"})
-    )
+    request = {"max_new_tokens": 8, "seed": 1}
+    first = paradec.generate(model, PROMPT, **request)
+    second = paradec.generate(model, PROMPT, sampler="diffusion_gemma", **request)
     assert torch.equal(first.new_tokens, second.new_tokens)
 
 

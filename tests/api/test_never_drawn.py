@@ -33,19 +33,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=", "
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 OPAQUE = [name for name in MASKED if not samplers.get(name).needs.topologies and name not in ("learn2pd", "wino")]
-REFERENCE = [
-    name for name in MASKED if not samplers.get(name).needs.multi_step and "rng" not in samplers.get(name).unsupported
-]
+REFERENCE = [s.name for s in map(samplers.get, MASKED) if not s.needs.multi_step and "rng" not in s.unsupported]
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 PROMPTS = [[1, 3, 5], [7, 9]]
 INF, LOW = torch.inf, -1e4
 HALF, MOST = list(range(0, END, 2)), list(range(4, MASK))
 ONE = [token_id for token_id in range(VOCAB) if token_id not in (7, MASK)]
-PLAIN = [
-    ({"temperature": 0.0}, HALF),
-    ({"temperature": 0.1, "top_k": 12, "top_p": 0.9}, MOST),
-    ({"temperature": 1.3}, ONE),
-]
+PLAIN = [({"temperature": 0.0}, HALF), ({"temperature": 0.1, "top_k": 12, "top_p": 0.9}, MOST)]
+PLAIN += [({"temperature": 1.3}, ONE)]
 GUIDED = [
     ({"temperature": 0.8, "guidance_scale": 2.0}, HALF),
     ({"temperature": 0.0, "guidance_scale": 0.0, "top_k": 3}, MOST),
@@ -142,9 +137,8 @@ def test_image_samplers_exclude_tokens(name: str) -> None:
         model.module.head = lambda hidden, head=head, value=value: head(hidden).index_fill_(
             -1, torch.tensor(token_ids), value
         )
-        out = paradec.generate_images(
-            model, class_labels=1, sampler=name, seed=1, guidance_scale=3.0, temperature=0.9, output_type="latent"
-        )
+        request = {"class_labels": 1, "sampler": name, "seed": 1, "guidance_scale": 3.0, "temperature": 0.9}
+        out = paradec.generate_images(model, **request, output_type="latent")
         outputs.append((out.tokens.tolist(), out.row_nfe))
     assert outputs[0] == outputs[1]
     assert not {*token_ids} & {token for row in outputs[0][0] for token in row}
@@ -234,11 +228,8 @@ def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
     assert token_ids <= {4, 21} if scale > 1 else not token_ids & {1, 2, 3, 4, 20, 21}
 
 
-REQUESTS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 0.7, "guidance_scale": 1.5},
-]
+REQUESTS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}]
+REQUESTS += [{"temperature": 0.7, "guidance_scale": 1.5}]
 MODELS = {
     "bidirectional": ("bidirectional", "same"),
     "bidirectional shifted": ("bidirectional", "shifted"),
@@ -370,9 +361,8 @@ def test_ends_beyond_the_tokenizer_are_drawn() -> None:
 def test_rows_inside_an_engine_draw_what_generate_draws() -> None:
     model = textless_model("block_causal")
     engine = HostEngine(model, Hosted("threshold", model.facts))
-    engine.add(
-        "row", PROMPTS_TEXTLESS[0], 12, **{name: value for name, value in DRAWN.items() if name != "max_new_tokens"}
-    )
+    request = {name: value for name, value in DRAWN.items() if name != "max_new_tokens"}
+    engine.add("row", PROMPTS_TEXTLESS[0], 12, **request)
     while not engine.hosted.done("row"):
         engine.round(["row"])
     answer = engine.hosted.answer("row")
@@ -420,12 +410,11 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
         def note(state: State, commit: Any, seen: list = seen) -> None:
             seen.append(state.progress)
 
-        state = samplers.create(name).start(model, RAGGED, max_new_tokens=NEW, cache=cache, seed=1)
+        request = {"max_new_tokens": NEW, "cache": cache, "seed": 1}
+        state = samplers.create(name).start(model, RAGGED, **request)
         assert state.progress == (0, NEW * len(RAGGED))
         assert int(state.undecided.sum()) == NEW * len(RAGGED)
-        out = paradec.generate(
-            model, RAGGED, max_new_tokens=NEW, sampler=name, cache=cache, seed=1, callback=note, trace=True
-        )
+        out = paradec.generate(model, RAGGED, sampler=name, callback=note, trace=True, **request)
         assert seen[-1] == (NEW * len(RAGGED),) * 2
         assert (out.sequences[(~out.attention_mask.bool())] == model.facts.fill_token_id).all()
         assert not (out.sequences == 0).any()
@@ -442,10 +431,9 @@ def test_decoded_rows_can_be_continued(models: tuple[Model, Model], cache: str) 
     first = paradec.generate(model, RAGGED, max_new_tokens=NEW, cache=cache, keep_prefix=keep)
     assert not (first.sequences == 0).any()
     rows = [[*row, *new] for row, new in zip(RAGGED, first.new_tokens.tolist())]
-    once = paradec.generate(model, rows, max_new_tokens=2, cache=cache)
-    padded = paradec.generate(
-        model, first.sequences, attention_mask=first.attention_mask, max_new_tokens=2, cache=cache
-    )
+    request = {"max_new_tokens": 2, "cache": cache}
+    once = paradec.generate(model, rows, **request)
+    padded = paradec.generate(model, first.sequences, attention_mask=first.attention_mask, **request)
     assert torch.equal(padded.new_tokens, once.new_tokens)
     assert padded.tokens == [2, 2, 2]
     if keep:

@@ -149,9 +149,7 @@ def test_temperature_0_is_greedy_decoding(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "drafter", "shape"), list_cases())
-def test_drafted_rows_do_not_depend_on_their_neighbours(
-    name: str, drafter: str, shape: str, models: dict[str, tuple[Any, Any]]
-) -> None:
+def test_drafted_rows_do_not_depend_on_their_neighbours(name: str, drafter: str, shape: str, models: Any) -> None:
     model, small = models[drafter]
     sampler = create_sampler(name, small, shape)
     for new, scale in ((2, 1.0), (3, 1.7)) if sampler.lossless and drafter != "none" else ((3, 1.7),):
@@ -197,18 +195,15 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
                 ids.append(forced if forced >= 0 else int(logits.masked_fill(~allowed, -torch.inf).argmax()))
             expected.append(ids)
         for rows in (PROMPTS[:1], [PROMPTS[0], LONG]):
-            actual, _ = decode_answers(
-                sampler, model, rows, grid=grid, temperature=0, seed=0, **guided(scale, len(rows))
-            )
+            request = {"grid": grid, "temperature": 0, "seed": 0, **guided(scale, len(rows))}
+            actual, _ = decode_answers(sampler, model, rows, **request)
             assert actual == expected[: len(rows)], (sampler, grid)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("new", [1, 2])
-def test_the_distribution_of_short_answers_is_the_model_s(
-    shape: str, new: int, models: dict[str, tuple[Any, Any]]
-) -> None:
+def test_the_distribution_of_short_answers_is_the_model_s(shape: str, new: int, models: Any) -> None:
     model, small = models["table"]
     state = create_sampler("speculative", small, shape).start(model, [PROMPTS[0]] * 3000, max_new_tokens=new, seed=new)
     decode(create_sampler("speculative", small, shape), model, state)

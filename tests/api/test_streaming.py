@@ -103,9 +103,8 @@ def test_tokens_are_sent_as_soon_as_they_are_final(llada: Model) -> None:
         first = undecided.index(True) if True in undecided else int(state.end[0])
         sent.append((sum(put.shape[1] for put in streamer.puts), first))
 
-    paradec.generate(
-        llada, [1, 2, 3], sampler="random", max_new_tokens=12, seed=0, streamer=streamer, callback=callback
-    )
+    request = {"sampler": "random", "max_new_tokens": 12, "seed": 0}
+    paradec.generate(llada, [1, 2, 3], streamer=streamer, callback=callback, **request)
     assert all(count == first for count, first in sent)
     assert len({count for count, _ in sent}) > 3
 
@@ -114,12 +113,8 @@ def test_text_streamer(packaged: Model, capsys: pytest.CaptureFixture[str]) -> N
     out = paradec.generate(packaged, PROMPT, streamer=TextStreamer(packaged.tokenizer), **STEPWISE)
     tokens = out.sequences[0, : out.sequences.shape[1] - 8 + out.tokens[0]]
     assert capsys.readouterr().out == packaged.tokenizer.decode(tokens) + "\n"
-    paradec.generate(
-        packaged,
-        PROMPT,
-        streamer=TextStreamer(packaged.tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **STEPWISE,
-    )
+    streamer = TextStreamer(packaged.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    paradec.generate(packaged, PROMPT, streamer=streamer, **STEPWISE)
     assert capsys.readouterr().out.strip() == out.text == "kiwi apple fig pear"
 
 
@@ -231,11 +226,8 @@ def numbered(*words: str) -> dict[str, int]:
     return {word: number for number, word in enumerate(words)}
 
 
-LLAMA = models.BPE(
-    numbered("<unk>", "▁", "▁a", "▁the", "a", "é", "▁é", ".", *(f"<0x{i:02X}>" for i in range(256))),
-    [],
-    byte_fallback=True,
-)
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+LLAMA = models.BPE(numbered("<unk>", "▁", "▁a", "▁the", "a", "é", "▁é", ".", *BYTES), [], byte_fallback=True)
 LLAMA_PARTS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 WORDPIECE = models.WordPiece(numbered("[UNK]", "a", "##a", "##b", "do", "not", ".", "'", "s", "é"), unk_token="[UNK]")
 METASPACE = models.Unigram([(word, -1.0) for word in ("<unk>", "▁", "▁▁", "▁a", "a", "▁b", ".", "é")], 0)
@@ -260,9 +252,8 @@ def test_stop_strings_end_growing_answers_like_whole_ones(name: str, data: st.Da
     piece = st.one_of(st.integers(0, len(tokenizer) - 1).map(lambda token: [token]), st.sampled_from(pieces))
     news = st.lists(piece, max_size=7).map(lambda parts: sum(parts, []))
     answer, answers = list[int](), list[list[int]]()
-    for num_removed, new in data.draw(
-        st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 3, 9]), news), min_size=1, max_size=12)
-    ):
+    edit = st.tuples(st.sampled_from([0, 0, 0, 1, 3, 9]), news)
+    for num_removed, new in data.draw(st.lists(edit, min_size=1, max_size=12)):
         answer = answer[: max(0, len(answer) - num_removed)] + new
         answers.append(answer)
 

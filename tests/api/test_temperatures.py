@@ -176,9 +176,8 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
     ]
     assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
     # a large vocabulary is read in float32
-    decode_tokens(
-        name, table(9001, torch.float32, 40.0, name), filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3]
-    )
+    large = table(9001, torch.float32, 40.0, name)
+    decode_tokens(name, large, filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3])
 
 
 @pytest.mark.thinned
@@ -217,9 +216,8 @@ def test_fields_without_effect_at_temperature_0_are_warned_of(name: str, filter_
         messages = [str(warning.message) for warning in heard if "temperature 0" in str(warning.message)]
         assert [message.split(" ha")[0] for message in messages] == [", ".join(idle)] * bool(idle)
         outputs.append((out.sequences.tolist(), out.nfe))
-        assert ("seed" in changes and name in DRAWN) == (
-            outputs[-1] != outputs[0]
-        ) or sampler.needs.score_from == "sampled"
+        is_drawn = "seed" in changes and name in DRAWN
+        assert is_drawn == (outputs[-1] != outputs[0]) or sampler.needs.score_from == "sampled"
 
 
 def test_each_request_warns_once() -> None:
@@ -261,15 +259,10 @@ def test_each_request_warns_once() -> None:
     ids=["float32", "float32, large", "float64"],
 )
 @pytest.mark.parametrize("name", WARM)
-def test_masked_samplers_take_extreme_logits(
-    name: str, vocab: int, dtype: torch.dtype, scale: float, filter_file: str
-) -> None:
+def test_masked_samplers_take_extreme_logits(name: str, vocab: int, dtype: Any, scale: float, filter_file: str) -> None:
     model = table(vocab, dtype, scale, name)
     decode_tokens(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
-    greedy, cold = (
-        decode_tokens(name, model, filter_file, 1, temperature=temperature, max_new_tokens=2)
-        for temperature in (0.0, COLD)
-    )
+    greedy, cold = (decode_tokens(name, model, filter_file, 1, temperature=t, max_new_tokens=2) for t in (0.0, COLD))
     assert torch.equal(greedy, cold)
 
 

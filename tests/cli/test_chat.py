@@ -109,9 +109,7 @@ def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[st
     assert talk.turns == [] and talk.kept is None
 
 
-def test_a_terminal_shows_tokens_and_their_rate(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_tokens_and_their_rate(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(LiveView, "update", lambda view, state, commit: shown.append(int(state.undecided.sum())))

@@ -1,18 +1,21 @@
 """The command line, on the packaged model."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from commands import interrupts, refused, run, start
+from decoding import refuses
 from places import GOLDEN
 from tokenized_models import tokenizer_of
 
@@ -28,8 +31,6 @@ def no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 EQUAL = "warning: all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)\n"
-
-
 COST = re.compile(r"^\d+ tokens?, .* s(, interrupted.*)?\n", re.MULTILINE)
 """The line about cost on standard error."""
 
@@ -96,10 +97,9 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     joined = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
     assert [rule["sampler"] for rule in joined["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
     assert ok("chat", stdin=f"/sampler {file}:Mine\n").startswith("mine_of_a_file(threshold=0.9, ")
-    verdicts = {row["cache"]: row["why"] for row in json.loads(ok("caches", "--sampler", f"{file}:Mine", "--json"))}
-    assert verdicts == {
-        row["cache"]: row["why"] for row in json.loads(ok("caches", "--sampler", "threshold", "--json"))
-    }
+    tables = [json.loads(ok("caches", "--sampler", name, "--json")) for name in (f"{file}:Mine", "threshold")]
+    actual, expected = ({row["cache"]: row["why"] for row in table} for table in tables)
+    assert actual == expected
     for command in ("generate", "chat"):
         error = run(command, *([PROMPT] if command == "generate" else []), "--sampler", f"{file}:Wrong", stdin=PROMPT)
         assert error.exit_code == 2 and error.stderr.count("\n") == 1
@@ -109,11 +109,10 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         paradec.generate(paradec.load(), PROMPT, sampler=f"{file}:Mine(threshold=0.5)")
 
 
-def test_json_holds_what_the_output_holds() -> None:
+def test_json_has_the_fields_of_the_output() -> None:
     data = report(PROMPT, "--sampler", "low_confidence", "--steps", 8, "--max-new-tokens", 8, "--block-length", 8)
-    expected = paradec.generate(
-        paradec.load(), PROMPT, sampler="low_confidence", steps=8, max_new_tokens=8, block_length=8
-    )
+    request = {"sampler": "low_confidence", "steps": 8, "max_new_tokens": 8, "block_length": 8}
+    expected = paradec.generate(paradec.load(), PROMPT, **request)
     new_tokens = expected.new_tokens[0].tolist()
     assert data.pop("seconds") > 0
     assert data.pop("new_tokens") == (new_tokens[: expected.tokens[0]] if expected.finished[0] else new_tokens)
@@ -149,15 +148,15 @@ def test_suffix_windows(tmp_path: Path) -> None:
     expected = paradec.generate(paradec.load(), PROMPT, max_new_tokens=40, **request)
     assert data["text"] == expected.text and data["forwarded_tokens"] == expected.forwarded_tokens
     assert data["forwarded_tokens"] < report(PROMPT, *flags)["forwarded_tokens"]
-    one = ("--samplers", "low_confidence", "--tasks", "copy", "--limit", 1, *flags[2:], "--json")
-    both = {"attention": SPARSE, "suffix": ("--suffix", "8")}
-    plain, cut = (json.loads(ok("compare", *one, *more, "--out", tmp_path / name)) for name, more in both.items())
-    assert cut["setup"]["suffix"] == {"window": 8} and "suffix" not in plain["setup"]
-    assert plain["setup"]["attention"] == paradec.SparseD(select=0.2, block_size=4).to_dict()
-    evaluated = [[each["forwarded_tokens"] for each in data["results"]] for data in (plain, cut)]
-    assert all(less < more for more, less in zip(*evaluated, strict=True))
-    for name in both:
-        assert name in refused("compare", *one, "--out", tmp_path / name, "--resume")
+    compare = ("compare", "--samplers", "low_confidence", "--tasks", "copy", "--limit", 1, *flags[2:], "--json")
+    attention = json.loads(ok(*compare, *SPARSE, "--out", tmp_path / "attention"))
+    suffix = json.loads(ok(*compare, "--suffix", "8", "--out", tmp_path / "suffix"))
+    assert suffix["setup"]["suffix"] == {"window": 8} and "suffix" not in attention["setup"]
+    assert attention["setup"]["attention"] == paradec.SparseD(select=0.2, block_size=4).to_dict()
+    for full, cut in zip(attention["results"], suffix["results"], strict=True):
+        assert cut["forwarded_tokens"] < full["forwarded_tokens"]
+    for name in ("attention", "suffix"):
+        assert name in refused(*compare, "--out", tmp_path / name, "--resume")
 
 
 def test_several_answers_and_several_prompts() -> None:
@@ -274,14 +273,14 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "FOLDER"]
 
 
-def test_the_end_of_the_last_line_is_no_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(sys.modules["paradec.cli.generate"], "decode", lambda name, prompt, **_: asked.append(prompt))
-    for given in ("fox\ncow", "fox\r\ncow\r\n", b"\xef\xbb\xbffox\ncow\n"):
-        assert run("generate", "-", stdin=given).exit_code == run("infill", "-", stdin=given).exit_code == 0
-    assert asked == ["fox\ncow"] * 6
+def test_the_end_of_the_last_line_is_not_part_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[Any] = []
+    monkeypatch.setattr(sys.modules["paradec.cli.generate"], "decode", lambda name, prompt, **_: prompts.append(prompt))
+    for stdin in ("fox\ncow", "fox\r\ncow\r\n", b"\xef\xbb\xbffox\ncow\n"):
+        assert run("generate", "-", stdin=stdin).exit_code == run("infill", "-", stdin=stdin).exit_code == 0
+    assert prompts == ["fox\ncow"] * 6
     run("generate", "fox\n")
-    assert asked[-1] == "fox\n"  # an argument is unchanged
+    assert prompts[-1] == "fox\n"  # an argument is unchanged
 
 
 def test_invalid_text_gives_one_line() -> None:
@@ -305,12 +304,11 @@ def test_debugging_shows_the_traceback_and_keeps_the_exit_code(monkeypatch: pyte
     assert result.stderr.endswith(plain.stderr)
 
 
-def test_interrupt_prints_what_was_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+def test_an_interrupt_prints_the_decoded_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count(1)
 
     def update(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 2:
+        if next(calls) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(show.Bar, "update", update)
@@ -409,10 +407,9 @@ def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
     chosen = json.loads(run("generate", *arguments).stdout)
     assert chosen["sampler"]["sampler"] == "diffusion_gemma" and chosen["cache"] == "canvas"
     assert chosen["nfe"] > chosen["encoder_calls"] == 2
-    other = json.loads(run("generate", *arguments, "--sampler", "entropy_threshold").stdout)
-    assert other["sampler"]["rule"]["sampler"] == "entropy_threshold"
-    default = json.loads(run("generate", *arguments, "--sampler", "threshold").stdout)  # said, though it is the default
-    assert default["sampler"]["rule"]["sampler"] == "threshold"
+    for name in ("entropy_threshold", "threshold"):  # threshold, the default, is another sampler here
+        actual = json.loads(run("generate", *arguments, "--sampler", name).stdout)
+        assert actual["sampler"]["rule"]["sampler"] == name
     assert "t_max and t_min are settings of the sampler" in refused("generate", *arguments, "--temperature", "0.5")
 
 
@@ -437,20 +434,13 @@ def test_decide_answers_questions_as_the_function_does() -> None:
     lines = run("decide", PROMPT, "--span", "=apple|fig|pear").stdout.splitlines()
     assert lines[1].split("\t")[:2] == ["span", expected.value]
     twice = ["--span", "=apple|fig", "--span", "=pear|fig"]
-    wrong = [
-        ([], "--yes-no"),
-        (["--pick", "x"], "--pick"),
-        (["--span", "=a|a"], "different"),
-        (twice, "is called 'span'"),
-    ]
-    for arguments, words in wrong:
+    wrong = [([], "--yes-no"), (["--pick", "x"], "--pick"), (["--span", "=a|a"], "different")]
+    for arguments, message in [*wrong, (twice, "is called 'span'")]:
         failed = run("decide", PROMPT, *arguments)
-        assert failed.exit_code == 2 and words in failed.stderr
+        assert failed.exit_code == 2 and message in failed.stderr
 
 
-@pytest.mark.parametrize(
-    "command", ["generate", "infill", "chat", "image", "design", "serve", "compare", "tune", "eval"]
-)
+@pytest.mark.parametrize("command", "generate infill chat image design serve compare tune eval".split())
 def test_help_has_the_model_first_and_an_example(command: str) -> None:
     text = run(command, "--help").stdout
     assert not re.search(r"<(str|int|float|bool|list|file|path)", text) and f"Example: paradec {command}" in text
@@ -478,10 +468,8 @@ def test_a_tokenizer_for_a_checkpoint_without_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no tokenizer; give input ids, or load\(..., tokenizer=...\)"):
         paradec.generate(paradec.load(checkpoint), words[5])
     for wrong, message in ((3, "tokenizer=3 must be"), (str(tmp_path), "no tokenizer.json"), ("", "tokenizer='' must")):
-        with pytest.raises(ValueError, match=message):
-            paradec.load(checkpoint, tokenizer=wrong)
-    with pytest.raises(ValueError, match="is not for image models"):
-        paradec.load("digits-ar", tokenizer=tokenizer)
+        refuses(partial(paradec.load, checkpoint, tokenizer=wrong), message)
+    refuses(lambda: paradec.load("digits-ar", tokenizer=tokenizer), "is not for image models")
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,8 @@ def amused(tmp_path_factory: pytest.TempPathFactory) -> str:
     )  # fmt: skip
     for parameter in transformer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
-    vqvae = VQModel(
-        block_out_channels=[8], latent_channels=8, norm_num_groups=8, num_vq_embeddings=32, lookup_from_codebook=True
-    )
+    sizes = {"block_out_channels": [8], "latent_channels": 8, "norm_num_groups": 8, "num_vq_embeddings": 32}
+    vqvae = VQModel(**sizes, lookup_from_codebook=True)
     tokenizer, encoder = clip(CLIPTextModelWithProjection)
     pipe = AmusedPipeline(vqvae, tokenizer, encoder, transformer, AmusedScheduler(mask_token_id=31))
     folder = str(tmp_path_factory.mktemp("amused"))

@@ -234,7 +234,7 @@ STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-leng
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("ended_at", ["interrupt", "no memory", "an error"])
 def test_interrupted_batches_write_every_answer_once(
-    copies: int, ended_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copies: int, ended_at: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     source, out = prompts(tmp_path, as_prompts(*UNEVEN)), tmp_path / "answers.jsonl"
     flags = ("--in", source, "--out", out, "-n", copies, "--batch", 4 * copies, "--seed", 0, *STEPWISE)

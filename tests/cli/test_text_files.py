@@ -41,9 +41,7 @@ words = st.lists(texts.map(lambda text: f"x{text}x"), min_size=1, max_size=4)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompts=words, end=ends, mark=st.sampled_from([b"", BOM]))
 @example(prompts=["a\x0cb\x85c\u2028d", "e\rf"], end="\r\n", mark=BOM)
-def test_a_line_of_json_ends_at_one_character(
-    name: str, prompts: list[str], end: str, mark: bytes, tmp_path: Path
-) -> None:
+def test_a_line_of_json_ends_at_one_character(name: str, prompts: Any, end: str, mark: bytes, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": prompt, "answer": "y"}, ensure_ascii=False) for prompt in prompts]
     file.write_bytes(mark + (end + end).join(lines).encode())
@@ -116,10 +114,8 @@ def test_two_processes_write_one_file(tmp_path: Path) -> None:
     """No write fails, and readers see complete files only. Leftovers of a killed process do no harm."""
     file = tmp_path / "a.json"
     (tmp_path / "a.json.part").write_text("half")
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(file), who], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for who in "01"
-    ]
+    command = [sys.executable, "-c", WRITER, str(file)]
+    writers = [subprocess.Popen([*command, who], cwd=ROOT, stderr=subprocess.PIPE, text=True) for who in "01"]
     for writer in writers:
         _, errors = writer.communicate(timeout=60)
         assert writer.returncode == 0, errors

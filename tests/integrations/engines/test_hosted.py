@@ -26,17 +26,13 @@ def causal() -> Model:
 
 
 def draw_request(draw: random.Random, sampler: Any) -> dict[str, Any]:
-    request = {
-        "temperature": draw.choice((0.0, 0.7)),
-        "top_k": draw.choice((None, 5)),
-        "eos_early_stop": draw.random() < 0.7,
-    } | ({"steps": 6} if sampler.uses_steps else {})
+    request = {"temperature": draw.choice((0.0, 0.7)), "top_k": draw.choice((None, 5))}
+    request |= {"eos_early_stop": draw.random() < 0.7} | ({"steps": 6} if sampler.uses_steps else {})
     return {name: value for name, value in request.items() if name not in sampler.unsupported}
 
 
-def assert_rows_equal_generate(
-    model: Model, sampler: Any, rows: dict[Any, tuple[list[int], dict[str, Any]]], draw: random.Random
-) -> Hosted:
+def assert_rows_equal_generate(model: Model, sampler: Any, rows: dict[int, Any], draw: random.Random) -> None:
+    """Decode rows (prompt, request) that start and end at different times, and compare each with `generate`."""
     hosted = Hosted(sampler, model.facts)
     engine, waiting, steps = HostEngine(model, hosted), dict(rows), dict.fromkeys(rows, 0)
     while waiting or len(hosted):
@@ -56,16 +52,15 @@ def assert_rows_equal_generate(
                 assert engine.ids[key][len(prompt) :][: len(answer)] == answer
                 assert steps[key] == out.row_nfe[0]
                 hosted.close(key)
-    return hosted
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if why_unsupported(samplers.create(name)) is None])
 def test_rows_equal_generate(name: str, causal: Model) -> None:
     draw, sampler = random.Random(name), samplers.create(name)
-    alike, other = draw_request(draw, sampler), draw_request(draw, sampler)
+    first, second = draw_request(draw, sampler), draw_request(draw, sampler)
     rows = {}
-    for key, request in enumerate((alike, alike, alike, other)):
+    for key, request in enumerate((first, first, first, second)):
         prompt = [draw.randrange(36) for _ in range(draw.choice((1, 2, 3, 5, 6, 7)))]
         rows[key] = prompt, request | {"max_new_tokens": 9, "seed": draw.randrange(2**31)}
     assert_rows_equal_generate(causal, sampler, rows, draw)
@@ -81,10 +76,8 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
     model, draw = tiny(1, topology, prediction), random.Random(f"{name} {topology}")
     # a bidirectional model would see masks after the open block: one block has the whole answer
     length = 9 if topology == "bidirectional" else 2
-    rows = {
-        key: ([draw.randrange(36) for _ in range(3)], {"max_new_tokens": 9, "block_length": length, "seed": key})
-        for key in range(2)
-    }
+    request = {"max_new_tokens": 9, "block_length": length}
+    rows = {key: ([draw.randrange(36) for _ in range(3)], request | {"seed": key}) for key in range(2)}
     assert_rows_equal_generate(model, samplers.create(name), rows, draw)
 
 
@@ -109,42 +102,42 @@ def test_edits_report_the_stored_tokens() -> None:
         return result.tokens.tolist(), result.changed, result.closed
 
     assert step(5) == ([1, 2, 3, 5], True, False)
-    assert step(6) == ([1, 2, 3, 6], True, False)  # what was given is nobody's to edit
+    assert step(6) == ([1, 2, 3, 6], True, False)  # prompt tokens are not edited
     assert step(6) == ([1, 2, 3, 6], False, True)
     assert hosted.done(0)
 
 
 def test_answers_only_grow_under_rewriting_rules() -> None:
     torch.manual_seed(0)
-    hosted, taken_back = Hosted(samplers.create("editing", threshold=0.2, editing_threshold=0.2), FACTS), 0
+    hosted, num_rewritten = Hosted(samplers.create("editing", threshold=0.2, editing_threshold=0.2), FACTS), 0
     for row in range(8):
         hosted.open(row, [1, 2, 3, 4], 12, eos_early_stop=False)
     before: dict[int, list[int]] = {row: [] for row in range(8)}
     blocks: dict[int, list[int]] = {row: [] for row in range(8)}
-    while going := [row for row in range(8) if not hosted.done(row)]:
-        stepped = hosted.step({row: 4 * torch.randn(4, VOCAB, dtype=torch.float64) for row in going})
-        for row in going:
+    while running := [row for row in range(8) if not hosted.done(row)]:
+        stepped = hosted.step({row: 4 * torch.randn(4, VOCAB, dtype=torch.float64) for row in running})
+        for row in running:
             block = stepped[row].tokens.tolist()
             if any(old != MASK and old != new for old, new in zip(blocks[row], block)):
-                taken_back += 1
+                num_rewritten += 1
             blocks[row] = [] if stepped[row].closed else block
             answer = hosted.answer(row)
             assert answer[: len(before[row])] == before[row] and MASK not in answer
             before[row] = answer
-    assert taken_back and all(len(answer) == 12 for answer in before.values())
+    assert num_rewritten and all(len(answer) == 12 for answer in before.values())
 
 
 def test_non_finite_logits_fail_only_their_row() -> None:
     torch.manual_seed(0)
-    hosted, alone = Hosted("credit", FACTS), Hosted("credit", FACTS)
+    hosted, single = Hosted("credit", FACTS), Hosted("credit", FACTS)
     logits = {key: torch.randn(4, VOCAB) for key in "abc"}
     for key in "abc":
         hosted.open(key, [1, 2, 3, 4], 8)
-    alone.open("a", [1, 2, 3, 4], 8)
+    single.open("a", [1, 2, 3, 4], 8)
     broken = logits["b"].clone()
     broken[2, 3] = torch.nan
     actual = hosted.step(logits | {"b": broken})
-    expected = alone.step({"a": logits["a"]})["a"]
+    expected = single.step({"a": logits["a"]})["a"]
     assert isinstance(actual["b"].error, FloatingPointError) and "at its step 0" in str(actual["b"].error)
     assert not actual["b"].changed and actual["b"].tokens.tolist() == [MASK] * 4
     assert actual["a"].tokens.equal(expected.tokens) and actual["a"].error is None and actual["a"].changed
@@ -168,18 +161,17 @@ def test_remembered_state_moves_to_another_row() -> None:
     full, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)
     full.open(0, [1, 2, 3, 4], 8, eos_early_stop=False)
     parts.open(0, [1, 2, 3, 4], 4, eos_early_stop=False)
-    at = 0
+    step = 0
     while not parts.done(0):
-        parts.step({0: logits[at]})
-        full.step({0: logits[at]})
-        at += 1
+        parts.step({0: logits[step]})
+        full.step({0: logits[step]})
+        step += 1
     assert int(parts.remembered(0)["count"]) == 4
     parts.open(1, [1, 2, 3, 4, *parts.answer(0)], 4, eos_early_stop=False)
     parts.remember(1, parts.remembered(0))
     while not full.done(0):
-        one, two = full.step({0: logits[at]})[0], parts.step({1: logits[at]})[1]
-        assert one.tokens.equal(two.tokens)
-        at += 1
+        assert full.step({0: logits[step]})[0].tokens.equal(parts.step({1: logits[step]})[1].tokens)
+        step += 1
     refuses(lambda: parts.remember(1, parts.remembered(0)), "key=1 has been stepped")
 
 

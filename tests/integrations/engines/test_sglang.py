@@ -34,7 +34,7 @@ class Base:
         for _ in range(self.max_steps(self.block_size)):
             if all(self.step(batch, evaluate(batch), fresh)):
                 return None, None, None, None, False
-        raise AssertionError("a block is not done after the most steps that it takes")
+        raise AssertionError("a block is not done after max_steps steps")
 
 
 ALGORITHMS = algorithms(Base)
@@ -84,9 +84,8 @@ def test_every_masked_sampler_of_text_is_there() -> None:
 
 
 def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> None:
-    algorithm = create_algorithm(
-        "ParadecThreshold", preset="llada2.0", temperature=0.5, top_k=3, block_size=4, eos_token_ids=END
-    )
+    settings = {"preset": "llada2.0", "temperature": 0.5, "top_k": 3, "block_size": 4, "eos_token_ids": END}
+    algorithm = create_algorithm("ParadecThreshold", **settings)
     assert algorithm.sampler == samplers.create("threshold", threshold=0.95)
     assert algorithm.fields == {"temperature": 0.5, "top_k": 3, "seed": 0} and algorithm.ends == (END,)
     assert create_algorithm("ParadecEditing", threshold=0.8, max_post_steps=2).sampler.max_post_steps == 2
@@ -94,7 +93,7 @@ def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> Non
     assert joined == samplers.create("credit(threshold=0.8)+localleap")
     empty = ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": None}))
     assert empty.sampler == samplers.create("threshold")
-    for kind in ALGORITHMS.values():  # no key means two things
+    for kind in ALGORITHMS.values():  # no key has two meanings
         settings = {} if kind.sampler_name is None else samplers.get(kind.sampler_name).settings()
         assert not {"preset", "combination", *settings} & {*REQUEST, *FACTS, *ENGINE}
 
@@ -120,10 +119,10 @@ def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], mess
 
 
 def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
-    with pytest.raises(ValueError, match="ParadecThreshold fills masks; mask_id=-1"):
-        ALGORITHMS["ParadecThreshold"](dllm_config(mask=-1))
-    with pytest.raises(ValueError, match="must be a mapping"):
-        ALGORITHMS["ParadecThreshold"](SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": [1]}))
+    threshold = ALGORITHMS["ParadecThreshold"]
+    refuses(lambda: threshold(dllm_config(mask=-1)), "ParadecThreshold fills masks; mask_id=-1")
+    config = SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": [1]})
+    refuses(lambda: threshold(config), "must be a mapping")
 
 
 @pytest.mark.parametrize(
@@ -162,17 +161,17 @@ def test_the_tensor_of_ids_stays_the_engine_s() -> None:
     assert batch.input_ids is ids and ids.data_ptr() == place and ids.tolist() == [1, 9, 9, 9]
 
 
-def test_a_block_that_the_engine_begins_anew() -> None:
+def test_a_block_that_the_engine_restarts() -> None:
     algorithm = create_algorithm("ParadecThreshold", True, threshold=1.0)
     batch = forward_batch([[1, MASK, MASK, MASK]], ["a"], [4])
     states = algorithm.init_step_state(batch)
     algorithm.step(batch, logits_of([9] * 4), states)
     assert batch.input_ids.tolist() == [1, 9, MASK, MASK]
     batch.input_ids.copy_(torch.tensor([1, 2, MASK, MASK]))
-    seen = []
+    done = []
     for _ in range(3):
-        seen.append(algorithm.step(batch, logits_of([9] * 4), states)[0])
-    assert seen == [False, False, True] and batch.input_ids.tolist() == [1, 2, 9, 9]
+        done.append(algorithm.step(batch, logits_of([9] * 4), states)[0])
+    assert done == [False, False, True] and batch.input_ids.tolist() == [1, 2, 9, 9]
 
 
 def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
@@ -189,31 +188,35 @@ def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
 
 
 def test_draws_depend_on_seed_request_and_position() -> None:
-    def drawn(names: list[str], starts: list[int], **settings: Any) -> list[list[int]]:
+    def draw(names: list[str], starts: list[int], **settings: Any) -> list[list[int]]:
         algorithm = create_algorithm("ParadecThreshold", temperature=1.0, threshold=0.0, **settings)
         batch = forward_batch([[MASK] * 4 for _ in names], names, starts)
         algorithm.step(batch, torch.zeros(4 * len(names), VOCAB), algorithm.init_step_state(batch))
         return batch.input_ids.view(-1, 4).tolist()
 
-    rows = drawn(["a", "b", "a"], [4, 4, 8])
+    rows = draw(["a", "b", "a"], [4, 4, 8])
     assert rows[0] != rows[1] and rows[0] != rows[2] and MASK not in rows[0]
-    assert drawn(["a", "b", "a"], [4, 4, 8]) == rows
-    assert drawn(["b"], [4]) == [rows[1]]  # whatever stands beside it
-    assert drawn(["b"], [4], seed=1) != [rows[1]]
+    assert draw(["a", "b", "a"], [4, 4, 8]) == rows
+    assert draw(["b"], [4]) == [rows[1]]  # independent of other rows
+    assert draw(["b"], [4], seed=1) != [rows[1]]
 
 
 def test_parts_of_a_block() -> None:
     for steps in (2, 4):  # of the whole block, half of them for each part
-        for given in ([], [1], [1, 2], [1, 2, 3]):
+        for prefix in ([], [1], [1, 2], [1, 2, 3]):
             algorithm = create_algorithm("ParadecLowConfidence", True, block_length=2, steps=steps)
-            batch = forward_batch([given + [MASK] * (4 - len(given))], ["a"], [8])
-            states, seen = algorithm.init_step_state(batch), []
+            batch = forward_batch([prefix + [MASK] * (4 - len(prefix))], ["a"], [8])
+            states, ids_after_steps = algorithm.init_step_state(batch), []
             while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
-                seen.append(batch.input_ids.tolist())
-            masks = [min(2, 4 - len(given)), max(0, 2 - len(given))]  # of the later part, of the first
-            assert len(seen) == sum(min(steps // 2, left) for left in masks) <= algorithm.max_steps(4) - 1
-            assert seen[-1] == given + [9] * (4 - len(given))
-            assert all(ids[2:].count(MASK) == masks[0] for ids in seen if MASK in ids[:2])
+                ids_after_steps.append(batch.input_ids.tolist())
+            masks = [min(2, 4 - len(prefix)), max(0, 2 - len(prefix))]  # of the later part, of the first
+            assert (
+                len(ids_after_steps)
+                == sum(min(steps // 2, num_masks) for num_masks in masks)
+                <= algorithm.max_steps(4) - 1
+            )
+            assert ids_after_steps[-1] == prefix + [9] * (4 - len(prefix))
+            assert all(ids[2:].count(MASK) == masks[0] for ids in ids_after_steps if MASK in ids[:2])
 
 
 def test_logits_that_are_not_finite_name_the_request() -> None:

@@ -90,8 +90,8 @@ MASK, VOCAB = 63, 64
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    with sglang(tmp_path_factory.mktemp("sglang")) as found:
-        yield found
+    with sglang(tmp_path_factory.mktemp("sglang")) as modules:
+        yield modules
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +99,16 @@ def model() -> Model:
     return tiny(2, "block_causal")
 
 
-class Drawn:
-    def __init__(self, seed: int, sure: float):
-        self.seed, self.sure, self.calls = seed, sure, 0
+class RandomLogits:
+    def __init__(self, seed: int, scale: float):
+        self.seed, self.scale, self.calls = seed, scale, 0
 
     def __call__(self, batch: Any) -> Tensor:
         self.calls += 1
         generator = torch.Generator().manual_seed(self.seed * 1000 + self.calls)
         logits = torch.randn(len(batch.input_ids), VOCAB, generator=generator)
         # some positions are confident and some are not; none predicts the mask, which SGLang would write
-        logits *= self.sure * torch.rand(len(logits), 1, generator=generator)
+        logits *= self.scale * torch.rand(len(logits), 1, generator=generator)
         return logits.index_fill_(1, torch.tensor([MASK]), -30.0)
 
 
@@ -123,7 +123,9 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
     return ids, prompt
 
 
-def record_calls(algorithm: Any, ids: list[list[int]], prompt: Tensor | None, logits: Drawn, fdfo: bool) -> list[Any]:
+def record_calls(
+    algorithm: Any, ids: list[list[int]], prompt: Tensor | None, logits: RandomLogits, fdfo: bool
+) -> list[Any]:
     rows, states = len(ids), None
     batch = forward_batch(ids, prompt_mask=prompt)
     seen: list[Any] = []
@@ -143,7 +145,7 @@ def record_calls(algorithm: Any, ids: list[list[int]], prompt: Tensor | None, lo
     return seen
 
 
-def note(seen: list[Any], batch: Any, logits: Drawn) -> Tensor:
+def note(seen: list[Any], batch: Any, logits: RandomLogits) -> Tensor:
     seen.append(batch.input_ids.tolist())
     return logits(batch)
 
@@ -170,8 +172,8 @@ def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, release
     draw, steps = random.Random(pair), []
     for batch in range(125):
         ids, prompt = blocks_of(draw, 8, 4)
-        expected = record_calls(shipped, ids, prompt, Drawn(batch, 12.0), fdfo)
-        assert record_calls(algorithm, ids, prompt, Drawn(batch, 12.0), fdfo) == expected
+        expected = record_calls(shipped, ids, prompt, RandomLogits(batch, 12.0), fdfo)
+        assert record_calls(algorithm, ids, prompt, RandomLogits(batch, 12.0), fdfo) == expected
         steps.append(len(expected))
     assert len(set(steps)) > 1
 
@@ -184,8 +186,8 @@ def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespac
     for batch in range(20):
         lengths = [draw.choice((0, draw.randrange(8), 8)) for _ in range(5)]
         ids = [[draw.randrange(VOCAB - 1) for _ in range(n)] + [MASK] * (8 - n) for n in lengths]
-        expected = record_calls(shipped, ids, None, Drawn(batch, 12.0), fdfo)
-        assert record_calls(algorithm, ids, None, Drawn(batch, 12.0), fdfo) == expected
+        expected = record_calls(shipped, ids, None, RandomLogits(batch, 12.0), fdfo)
+        assert record_calls(algorithm, ids, None, RandomLogits(batch, 12.0), fdfo) == expected
 
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
@@ -205,11 +207,11 @@ def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, m
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(released.plugins, "_plugins_loaded", False)
     shipped = {"LowConfidence", "JointThreshold", "JointThresholdInDel"}
-    known = released.algorithm.algo_name_to_cls
-    for name in [name for name in known if name not in shipped]:
-        del known[name]
+    registry = released.algorithm.algo_name_to_cls
+    for name in [name for name in registry if name not in shipped]:
+        del registry[name]
     released.plugins.load_plugins()
-    assert shipped < {*known} and "ParadecThreshold" in known
+    assert shipped < {*registry} and "ParadecThreshold" in registry
     real = released.config.DllmConfig("ParadecThreshold", {"threshold": 0.8}, 32, 156895, 4, True)
     algorithm = released.algorithm.get_algorithm(real)
     assert isinstance(algorithm, released.base.DllmAlgorithm)

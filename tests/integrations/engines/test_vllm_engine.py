@@ -26,7 +26,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [[draw.randrange(2, MASK) for _ in range(size)] for size in (1, 3, 4, 8, 13, 22)]
 
 
-def said(name: str) -> dict[str, Any]:
+def settings_of(name: str) -> dict[str, Any]:
     return {"sampler": {"sampler": name, **SAMPLERS[name]} if SAMPLERS[name] else name}
 
 
@@ -36,8 +36,8 @@ def create_sampler(name: str) -> Any:
 
 def assert_slots_are_free(engine: Engine) -> None:
     """Check that paradec has the same slots as vLLM, and after the next request only that request's."""
-    state, theirs = engine.runner.model_state, engine.runner.req_states
-    assert state.numbers == theirs.req_id_to_index
+    state = engine.runner.model_state
+    assert state.numbers == engine.runner.req_states.req_id_to_index
     assert state.slots.keys() == set(state.numbers.values())
     engine.answers([[2, 3]], engine.params(1))
     assert len(state.slots) == len(state.numbers) == 1
@@ -47,7 +47,7 @@ def assert_slots_are_free(engine: Engine) -> None:
 def test_tokens_equal_generate(engine: Engine, name: str) -> None:
     for seed, new in ((0, 7), (1, 14)):
         batch = prompts(seed)
-        for prompt, answer in zip(batch, engine.answers(batch, engine.params(new, said(name))), strict=True):
+        for prompt, answer in zip(batch, engine.answers(batch, engine.params(new, settings_of(name))), strict=True):
             expected = engine.expected(prompt, new, sampler=create_sampler(name))
             assert list(answer.token_ids) == expected, (name, len(prompt))
             assert answer.finish_reason == ("stop" if expected[-1] == END else "length")
@@ -76,19 +76,13 @@ def test_a_template_is_filled(engine: Engine) -> None:
     prompt = prompts(4)[4]
     template = [MASK, 7, MASK, 9, 10, 11, 12, 13, 14, MASK, 16]
     for new in (0, 5):
-        (actual,) = engine.answers(
-            [prompt], engine.params(len(template) + new, {"template": template}, ignore_eos=True)
-        )
-        row = [*prompt, *template]
-        answers = [
-            paradec.generate(model, [row], max_new_tokens=new, eos_early_stop=False)
-            for model in (engine.model, engine.exact)
-        ]
-        expected, exact = (answer.sequences[0, len(prompt) :].tolist() for answer in answers)
-        assert list(actual.token_ids) == expected == exact
-        assert [mine for mine, given in zip(actual.token_ids, template) if given != MASK] == [
-            given for given in template if given != MASK
-        ]
+        params = engine.params(len(template) + new, {"template": template}, ignore_eos=True)
+        (actual,) = engine.answers([prompt], params)
+        for model in (engine.model, engine.exact):
+            out = paradec.generate(model, [[*prompt, *template]], max_new_tokens=new, eos_early_stop=False)
+            assert list(actual.token_ids) == out.sequences[0, len(prompt) :].tolist()
+        assert len(actual.token_ids) >= len(template)
+        assert all(expected in (MASK, token) for token, expected in zip(actual.token_ids, template))
 
 
 def test_aborted_requests_leave_nothing(engine: Engine) -> None:
@@ -96,17 +90,17 @@ def test_aborted_requests_leave_nothing(engine: Engine) -> None:
     batch = prompts(5)[:4]
     for index, prompt in enumerate(batch):
         running.add_request(f"r{index}", {"prompt_token_ids": prompt}, engine.params(14, {"sampler": "credit"}))
-    state, said = engine.runner.model_state, {}
+    state, outputs = engine.runner.model_state, {}
     for _ in range(4):
         running.step()
     assert len(state.slots) == 4
     running.abort_request(["r0", "r2"])
     while running.has_unfinished_requests():
-        said |= {output.request_id: output for output in running.step() if output.finished}
+        outputs |= {output.request_id: output for output in running.step() if output.finished}
     for index in (1, 3):
         expected = engine.expected(batch[index], 14, sampler="credit")
-        assert list(said[f"r{index}"].outputs[0].token_ids) == expected
-    assert "r0" not in said or said["r0"].outputs[0].finish_reason == "abort"
+        assert list(outputs[f"r{index}"].outputs[0].token_ids) == expected
+    assert "r0" not in outputs or outputs["r0"].outputs[0].finish_reason == "abort"
     assert_slots_are_free(engine)
     for prompt, answer in zip(batch, engine.answers(batch, engine.params(9, {"sampler": "credit"})), strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 9, sampler="credit")

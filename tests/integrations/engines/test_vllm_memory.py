@@ -31,17 +31,19 @@ def test_pages_are_shared(engine: Engine) -> None:
 
 def test_preempted_requests_continue(engine: Engine) -> None:
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    taken, take = [], scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *args, **others: (
-        taken.append(request),
-        take(request, *args, **others),
-    )
+    preempted, preempt_request = [], scheduler._preempt_request
+
+    def record(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request)
+        preempt_request(request, *args, **kwargs)
+
+    scheduler._preempt_request = record
     try:
         batch = [text(10 + index, 27 - index) for index in range(4)]
         actual = engine.answers(batch, engine.params(40, ignore_eos=True))
     finally:
-        scheduler._preempt_request = take
-    assert any(request.num_output_tokens for request in taken)
+        scheduler._preempt_request = preempt_request
+    assert any(request.num_output_tokens for request in preempted)
     for prompt, answer in zip(batch, actual, strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 40, eos_early_stop=False)
 

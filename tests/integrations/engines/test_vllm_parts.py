@@ -29,13 +29,13 @@ from paradec.models.checkpoint import CheckpointError
 BLOCK, SLOTS, END = 4, 3, 0
 
 
-def params(**given: Any) -> Any:
+def params(**changes: Any) -> Any:
     neutral = {
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logprobs": None,
         "prompt_logprobs": None, "logprob_token_ids": None, "top_p": 1.0, "top_k": 0, "ignore_eos": False,
         "stop_token_ids": [], "eos_token_id": END, "max_tokens": 16, "extra_args": None,
     }  # fmt: skip
-    return SimpleNamespace(**neutral | given)
+    return SimpleNamespace(**neutral | changes)
 
 
 def test_the_entry_point_imports_little_and_never_raises() -> None:
@@ -71,8 +71,8 @@ def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPat
     assert actual.sampler == paradec.samplers.create("klass")
     seed = actual.fields.pop("seed")
     assert actual.fields == {"steps": 8, "temperature": 0.25, "top_p": 0.9, "top_k": 7}
-    repeated, other = (settings_of(params(), defaults, name).fields["seed"] for name in ("a", "b"))
-    assert seed == repeated != other
+    repeated, seed_of_b = (settings_of(params(), defaults, name).fields["seed"] for name in ("a", "b"))
+    assert seed == repeated != seed_of_b
     assert actual.stop_ids == (END,) and actual.max_new_tokens == 16
     defaults, extra = {"top_p": 0.5, "top_k": 3}, {"extra_args": {"paradec": {"top_p": 0.7}}}
     for request, top_p in (({"top_p": 0.9}, 0.9), ({}, 0.5), ({"top_p": 0.9, **extra}, 0.7)):
@@ -127,9 +127,8 @@ def test_prefill_chunks_end_with_blocks() -> None:
         pieces = list(expected.items())
         assert rows.tolist() == [row for (row, _), _ in pieces]
         assert cuts.tolist() == [columns[0] for _, columns in pieces] + [sum(sizes)]
-        assert ends.tolist() == [
-            int(computed[row]) + columns[-1] - int(begins[row]) + 1 for (row, _), columns in pieces
-        ]
+        first = computed - begins[:-1]  # position of a row's first column, minus the column
+        assert ends.tolist() == [columns[-1] + first[row] + 1 for (row, _), columns in pieces]
 
 
 def test_left_neighbours_are_kept_between_forwards() -> None:
@@ -140,7 +139,7 @@ def test_left_neighbours_are_kept_between_forwards() -> None:
     assert left(first).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
     second = 100 + torch.arange(4.0).view(2, 2)
     left.set_indices(np.array([2 + 2, 0]), {}, total=2)
-    assert left(second).tolist() == [[4, 5], [100, 101]]  # what slot 2 stored, and nothing of slot 0
+    assert left(second).tolist() == [[4, 5], [100, 101]]  # the stored state of slot 2, and none of slot 0
     assert left.last_hidden.tolist() == [[0, 0], [0, 0], [4, 5]]
 
 
@@ -159,9 +158,8 @@ class Runner:
 
     def add(self, number: int, prompt: list[int], settings: Any) -> None:
         try:
-            self.slots[number] = Slot(
-                self.served, self.served.open_row(prompt, settings_of(settings, {}, "r")), len(prompt)
-            )
+            row = self.served.open_row(prompt, settings_of(settings, {}, "r"))
+            self.slots[number] = Slot(self.served, row, len(prompt))
         except (ValueError, TypeError):
             self.slots[number] = None
         self.tokens[number], self.prompts[number], self.computed[number] = list(prompt), len(prompt), 0
@@ -172,19 +170,19 @@ class Runner:
         self.draw.shuffle(numbers)
         logits, counts, sizes = [], [0], [0]
         for number in numbers:
-            known, at = len(self.tokens[number]), self.computed[number]
+            length, start = len(self.tokens[number]), self.computed[number]
             if number not in self.ready:
-                end = min(known, at + BLOCK * self.draw.randint(1, 2))
-                if end == known:
+                end = min(length, start + BLOCK * self.draw.randint(1, 2))
+                if end == length:
                     self.ready.add(number)
                 counts.append(0)
-                sizes.append(end - at)
+                sizes.append(end - start)
                 continue
-            canvas = self.drafts[number, : BLOCK - (known - at)].tolist()
+            canvas = self.drafts[number, : BLOCK - (length - start)].tolist()
             row = self.tokens[number] + canvas
-            logits.append(block_logits(self.model, row, known))
+            logits.append(block_logits(self.model, row, length))
             counts.append(len(canvas))
-            sizes.append(len(row) - at)
+            sizes.append(len(row) - start)
         batch = SimpleNamespace(
             num_reqs=len(numbers),
             num_draft_tokens=sum(counts),
@@ -235,7 +233,7 @@ def test_changing_batches_have_the_tokens_of_generate(name: str, prediction: str
     assert done == expected
 
 
-def test_a_request_that_cannot_begin_is_a_mask() -> None:
+def test_a_request_that_cannot_start_answers_with_a_mask() -> None:
     model = tiny(2, "block_causal")
     for prompt, settings, words in (
         ([1, MASK], params(), "the mask id"),
@@ -275,6 +273,6 @@ def test_preempted_requests_continue_with_their_template() -> None:
     settings = settings_of(params(max_tokens=9, extra_args={"paradec": {"template": [5, MASK, 6]}}))
     full = served.open_row([1, 2], settings).state(0).canvas[0].tolist()
     assert full[:5] == [1, 2, 5, MASK, 6] and full[5:11] == [MASK] * 6
-    for written in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
-        state = served.open_row([1, 2], settings, written).state(0)
-        assert state.canvas[0].tolist() == [1, 2, *written, *full[2 + len(written) :]] and state.requested_end == [11]
+    for answer in ([], [5, 7], [5, 7, 6], [5, 7, 6, 8, 8]):
+        state = served.open_row([1, 2], settings, answer).state(0)
+        assert state.canvas[0].tolist() == [1, 2, *answer, *full[2 + len(answer) :]] and state.requested_end == [11]

@@ -45,7 +45,7 @@ def test_undecodable_prompts_end_with_an_error(engine: Engine) -> None:
     assert len(engine.runner.model_state.slots) == 1
 
 
-def test_the_server_says_what_requests_do_not(engine: Engine) -> None:
+def test_settings_of_the_server_are_defaults_of_requests(engine: Engine) -> None:
     state = engine.runner.model_state
     for settings, name in ((None, "low_confidence"), ({"steps": 4}, "low_confidence"), ({"sampler": "klass"}, "klass")):
         engine.answers([[4, 5]], engine.params(4, settings))
