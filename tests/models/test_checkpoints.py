@@ -133,9 +133,8 @@ def test_the_mask_id_is_read_from_generation_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.float64, "auto", None])
 def test_dtypes_load_and_decode(name: str, dtype: Any) -> None:
     model = paradec.load(GOLDEN / name, dtype=dtype)
-    assert model.dtype == {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
-        dtype, dtype if isinstance(dtype, torch.dtype) else torch.float32
-    )
+    default = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    assert model.dtype == {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, default)
     assert paradec.generate(model, [1, 2, 3], max_new_tokens=4, block_length=4).new_tokens.shape == (1, 4)
 
 
@@ -161,7 +160,7 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
 def test_devices(where: dict[str, Any]) -> None:
     pytest.importorskip("accelerate")
     model, plain = paradec.load(GOLDEN / "dream-tiny", **where), paradec.load(GOLDEN / "dream-tiny")
-    new_tokens, expected = (paradec.generate(each, [1, 2, 3], max_new_tokens=4).new_tokens for each in (model, plain))
+    new_tokens, expected = (paradec.generate(m, [1, 2, 3], max_new_tokens=4).new_tokens for m in (model, plain))
     assert model.device.type == "cpu" and torch.equal(new_tokens, expected)
 
 
@@ -233,10 +232,8 @@ def test_revisions_of_a_cached_repository(hub: Path) -> None:
 def test_unknown_repositories_are_refused(hub: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(hub)
     begin = time.perf_counter()
-    with pytest.raises(paradec.CheckpointError, match=name) as error:
-        paradec.load(name)
+    assert "\n" not in refuses(lambda: paradec.load(name), name, paradec.CheckpointError)
     assert time.perf_counter() - begin < 5
-    assert "\n" not in str(error.value)
 
 
 def test_an_unreachable_hub_is_contacted_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +268,7 @@ UNFIT: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("config", "weights", "message"), UNFIT)
-def test_weights_that_do_not_fit(
-    tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor], message: str
-) -> None:
+def test_weights_that_do_not_fit(tmp_path: Path, config: dict, weights: dict[str, Tensor], message: str) -> None:
     refuses(lambda: paradec.load(write_checkpoint(tmp_path, config, weights)), message, paradec.CheckpointError)
 
 
@@ -342,12 +337,8 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-FUZZ = settings(
-    max_examples=60,
-    deadline=10_000,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+FUZZ = settings(max_examples=60, deadline=10_000, derandomize=True, suppress_health_check=CHECKS)
 
 
 def assert_loads_or_explains(folder: Path) -> None:
@@ -402,8 +393,8 @@ def is_mapped(folder: Path) -> bool:
 
 
 def private_bytes() -> int:
-    lines = dict(each.split(":", 1) for each in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines["RssAnon"].split()[0])
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields["RssAnon"].split()[0])
 
 
 def forward(model: Any) -> Tensor:

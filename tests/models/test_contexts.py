@@ -43,12 +43,12 @@ def test_states_continue_outside_of_inference_mode(name: str) -> None:
     assert torch.equal(state.canvas, full)
 
 
-def half() -> torch.autocast:
+def bfloat16_autocast() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
 @lru_cache
-def single(kind: str) -> Any:
+def float32_model(kind: str) -> Any:
     model = tiny(2, kind) if kind == "block_causal" else build_model(kind)
     for part in vars(model).values():
         if isinstance(part, nn.Module):
@@ -56,10 +56,12 @@ def single(kind: str) -> Any:
     return model
 
 
-def cast_alone(model: Any) -> Any:
+def with_autocast_calls(model: Any) -> Any:
+    """A copy of a model whose calls alone run under autocast."""
+
     class Cast(type(model)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with half():
+            with bfloat16_autocast():
                 return super().__call__(*args, **kwargs)
 
     cast = object.__new__(Cast)
@@ -72,10 +74,10 @@ def cast_alone(model: Any) -> Any:
     "kind", ["llada", "dream", "fast_dllm_v2", "Bert", "Llama causal", "Opaque", "emu3", "janus", "mar", "dit"]
 )
 def test_autocast_applies_only_to_the_model(kind: str) -> None:
-    model = single(kind)
-    with half():
+    model = float32_model(kind)
+    with bfloat16_autocast():
         actual = decode_briefly(model, kind)
-    assert torch.equal(actual, decode_briefly(cast_alone(model), kind))
+    assert torch.equal(actual, decode_briefly(with_autocast_calls(model), kind))
 
 
 AUTOCAST: dict[str, str] = {
@@ -93,7 +95,7 @@ AUTOCAST: dict[str, str] = {
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast_does_not_change_samplers(name: str) -> None:
     kind = AUTOCAST[name]
-    model = single(kind)
+    model = float32_model(kind)
 
     def run(model: Any) -> Tensor:
         sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
@@ -104,16 +106,16 @@ def test_autocast_does_not_change_samplers(name: str) -> None:
         request = supported_fields(name, request | {"block_length": 4}) if sampler.family == "masked" else request
         return paradec.generate(model, ROWS, **request).new_tokens
 
-    with half():
+    with bfloat16_autocast():
         actual = run(model)
-    assert torch.equal(actual, run(cast_alone(model)))
+    assert torch.equal(actual, run(with_autocast_calls(model)))
 
 
-def run_in_child(work: Callable[[], Any], patience: float = 120) -> Any:
+def run_in_child(function: Callable[[], Any]) -> Any:
     forked = multiprocessing.get_context("fork")
     result = forked.Queue()
-    forked.Process(target=lambda: result.put(work()), daemon=True).start()
-    return result.get(timeout=patience)
+    forked.Process(target=lambda: result.put(function()), daemon=True).start()
+    return result.get(timeout=120)
 
 
 @pytest.mark.thinned

@@ -1,6 +1,5 @@
 """DFlash drafters: transformers' generator, both file formats, a plain implementation, exactness, rows, errors."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from decoding import refuses
-from drafters import NEGATIVE, PROMPTS, VOCAB, decode_answers, p_values, tiny_base
+from drafters import NEGATIVE, PROMPTS, VOCAB, decode_answers, p_values, random_weights, tiny_base, write_drafter
 from images import CODES, tiny_llamagen
 from oracles.causal import greedy
-from safetensors.torch import save_file
 from structured import add_letter_tokenizer, assert_masked_decoding
 from torch import Tensor
 from torch.nn.functional import silu
@@ -42,11 +40,8 @@ def checkpoint(
         "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
         "rope_theta": 10000, "sliding_window": 5, **changes,
     }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(targets) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(targets) * hidden)}
+    shapes |= {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(2):
         part = f"layers.{layer}."
         shapes |= {f"{part}self_attn.{name}_norm.weight": (8,) for name in "qk"}
@@ -55,10 +50,7 @@ def checkpoint(
         shapes |= {f"{part}mlp.{name}_proj.weight": (24, hidden) for name in ("gate", "up")}
         shapes |= {f"{part}mlp.down_proj.weight": (hidden, 24)}
         shapes |= {f"{part}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    generator = torch.Generator().manual_seed(seed)
-    return config, {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64) * 0.5 for name, shape in shapes.items()
-    }
+    return config, random_weights(shapes, seed)
 
 
 def in_tree(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -70,20 +62,12 @@ def in_tree(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[dict[st
     return config, {names.get(name, name): tensor for name, tensor in weights.items()}
 
 
-def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture
 def loaded(tmp_path: Path) -> Callable[..., DFlashDrafter]:
     def load(base: Model, transformers_format: bool = False, **sizes: Any) -> DFlashDrafter:
-        made = checkpoint(**sizes)
-        return paradec.load_drafter(
-            write(tmp_path / "d", *(in_tree(*made) if transformers_format else made)), base=base
-        )
+        files = checkpoint(**sizes)
+        folder = write_drafter(tmp_path / "d", *(in_tree(*files) if transformers_format else files))
+        return paradec.load_drafter(folder, base=base)
 
     return load
 
@@ -96,25 +80,23 @@ def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Pa
     """transformers needs eager attention: its sdpa attention ignores the window (5.23)."""
     base = tiny_base(layers=4)
     drafter = loaded(base, transformers_format=True)
-    theirs_eager = type(drafter.module).from_pretrained(
-        tmp_path / "d", attn_implementation="eager", dtype=torch.float64
-    )
+    options = {"attn_implementation": "eager", "dtype": torch.float64}
+    theirs_eager = type(drafter.module).from_pretrained(tmp_path / "d", **options)
     head, calls, drafts = base.module.lm_head, [], []
     base.module.model.register_forward_pre_hook(lambda *_: calls.append(0))
     for module in (drafter.module, theirs_eager):
-        module.register_forward_hook(
-            lambda _, given, out: drafts.append(head(out.last_hidden_state[:, 1:]).argmax(-1).tolist())
-        )
+        module.register_forward_hook(lambda _, __, out: drafts.append(head(out[0][:, 1:]).argmax(-1).tolist()))
     accepted = 0
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         assistant = {"assistant_model": theirs_eager, "speculation_type": "dflash", "do_sample": False}
         theirs = base.module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, **assistant)
-        expected, made = len(calls), drafts[:]
+        expected_calls, expected_drafts = len(calls), drafts[:]
         calls.clear(), drafts.clear()
         out = paradec.generate(base, [prompt], sampler=speculative(drafter), max_new_tokens=20, temperature=0)
         assert out.new_tokens[0].tolist() == theirs[0, len(prompt) :].tolist()
-        assert out.nfe == len(calls) == expected and drafts == made and out.draft_nfe == [len(drafts)]
+        assert out.nfe == len(calls) == expected_calls
+        assert drafts == expected_drafts and out.draft_nfe == [len(drafts)]
         accepted += 20 - out.nfe
         calls.clear(), drafts.clear()
     assert accepted > 8
@@ -125,24 +107,22 @@ def test_answers_under_a_constraint(loaded: Any) -> None:
     assert max(assert_masked_decoding(speculative(loaded(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
 
 
-def plain_block(
-    config: dict[str, Any], weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool
-) -> Tensor:
+def plain_block(config: dict, weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool) -> Tensor:
     """Compute one row plainly: block [B, D] after features [C, layers * D] of positions 0 to C -> [B, D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
 
-    def turned(x: Tensor, at: Tensor) -> Tensor:
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [heads, Q, 8] to positions [Q]."""
-        angle = at[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)
+        angle = positions[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)
         cos, sin = (part(angle).double().repeat(1, 2) for part in (torch.cos, torch.sin))
         left, right = x.chunk(2, -1)
         return x * cos + torch.cat((-right, left), -1) * sin
 
     context = norm(features @ weights["fc.weight"].T, "hidden_norm")
-    every = torch.arange(len(context) + len(block))
-    own = every[len(context) :]
+    positions = torch.arange(len(context) + len(block))
+    block_positions = positions[len(context) :]
     x = block
     for layer in range(2):
         part = f"layers.{layer}."
@@ -152,13 +132,13 @@ def plain_block(
 
         y = norm(x, f"{part}input_layernorm")
         both = torch.cat((context, y))
-        q = turned(norm(heads(y, "q"), f"{part}self_attn.q_norm"), own)
-        k = turned(norm(heads(both, "k"), f"{part}self_attn.k_norm"), every).repeat_interleave(2, 0)
+        q = rotate(norm(heads(y, "q"), f"{part}self_attn.q_norm"), block_positions)
+        k = rotate(norm(heads(both, "k"), f"{part}self_attn.k_norm"), positions).repeat_interleave(2, 0)
         v = heads(both, "v").repeat_interleave(2, 0)
         scores = q @ k.mT / 8**0.5
         if config["layer_types"][layer] == "sliding_attention":
-            away = own[:, None] - every
-            hidden = (away < 0) | (away >= 5) if causal else away.abs() > 5
+            distance = block_positions[:, None] - positions
+            hidden = (distance < 0) | (distance >= 5) if causal else distance.abs() > 5
             scores = scores.masked_fill(hidden, -torch.inf)
         x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ weights[f"{part}self_attn.o_proj.weight"].T
         y = norm(x, f"{part}post_attention_layernorm")
@@ -180,22 +160,22 @@ def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transfor
     method = speculative(loaded(base, transformers_format, inner=inner))
     state = method.start(base, PROMPTS, max_new_tokens=16, seed=3, **request_)
     request = Request(temperature=request_.get("temperature", 1.0))
-    checked, moved = 0, set()
+    checked, accepted = 0, set()
     with torch.inference_mode():
         for _ in range(5):
             method.commit(state, method.step(base, state))
-            moved |= set(state.accepted[-1].tolist())
+            accepted |= set(state.accepted[-1].tolist())
             for row in state.rows.tolist():
                 branches = []
                 for branch in range(state.branches):
                     length = int(state.committed[row] + state.shift[branch, row])
                     ids = state.context[branch * state.batch + row, :length]
-                    every = base.module(ids[None, :-1], output_hidden_states=True).hidden_states
-                    features = torch.cat([every[index + 1][0] for index in TARGETS], -1)
+                    hidden_states = base.module(ids[None, :-1], output_hidden_states=True).hidden_states
+                    features = torch.cat([hidden_states[index + 1][0] for index in TARGETS], -1)
                     embedded = base.module.model.embed_tokens.weight[torch.cat((ids[-1:], torch.full((BLOCK - 1,), 4)))]
                     embedded = embedded * inner.get("input_embedding_scale", 1.0)
-                    made = plain_block(config, weights, embedded, features, not transformers_format)[1:]
-                    logits = base.module.lm_head(made)
+                    hidden = plain_block(config, weights, embedded, features, not transformers_format)[1:]
+                    logits = base.module.lm_head(hidden)
                     if inner:
                         logits = 3 * torch.tanh(0.7 * logits / 3)
                     branches.append(logits)
@@ -207,7 +187,7 @@ def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transfor
                     draft_probs = state.memory["draft_distribution"][row, : BLOCK - 1]
                     torch.testing.assert_close(draft_probs, expected, rtol=0, atol=5e-6)
                     checked += 1
-    assert checked > 12 and {1, 2} <= moved
+    assert checked > 12 and {1, 2} <= accepted
 
 
 def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
@@ -217,13 +197,12 @@ def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
     assert actual == greedy(base.module, PROMPTS, 20)
     assert (state.accepted[0] == 1).all() and len(set(state.nfe.tolist())) > 1 and (state.nfe < 20).all()
     assert (state.draft_nfe <= state.nfe).all() and (state.draft_nfe > 0).all()
-    assert decode_answers(
-        method, base, PROMPTS, max_new_tokens=8, temperature=0, **{"guidance_scale": 2.0, "negative_prompt": NEGATIVE}
-    )[0] == greedy(base.module, PROMPTS, 8, 2.0, NEGATIVE)
+    request: dict[str, Any] = {"guidance_scale": 2.0, "negative_prompt": NEGATIVE, "temperature": 0}
+    actual, _ = decode_answers(method, base, PROMPTS, max_new_tokens=8, **request)
+    assert actual == greedy(base.module, PROMPTS, 8, 2.0, NEGATIVE)
     for new in (1, 2, 3):  # shorter than the block
-        assert decode_answers(method, base, PROMPTS, max_new_tokens=new, temperature=0)[0] == greedy(
-            base.module, PROMPTS, new
-        )
+        actual, _ = decode_answers(method, base, PROMPTS, max_new_tokens=new, temperature=0)
+        assert actual == greedy(base.module, PROMPTS, new)
 
 
 @pytest.mark.parametrize("request_", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}])
@@ -268,21 +247,21 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] =
 def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
     config, weights = checkpoint()
     change(config, weights)
-    with pytest.raises(CheckpointError, match=message):
-        paradec.load_drafter(write(tmp_path / "drafter", config, weights), base=tiny_base(layers=4))
+    folder = write_drafter(tmp_path / "drafter", config, weights)
+    refuses(lambda: paradec.load_drafter(folder, base=tiny_base(layers=4)), message, CheckpointError)
 
 
 def test_unsuitable_bases_are_refused(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_base(layers=4)
     drafter = loaded(base)
-    refuses(lambda: paradec.samplers.create("speculative", drafter=drafter, window=7), "window=7 has no meaning")
-    with pytest.raises(ValueError, match="has no meaning with drafter='d'"):
-        paradec.samplers.create("speculative", drafter=drafter, tree=(2, 1))
+    create = paradec.samplers.create
+    refuses(lambda: create("speculative", drafter=drafter, window=7), "window=7 has no meaning")
+    refuses(lambda: create("speculative", drafter=drafter, tree=(2, 1)), "has no meaning with drafter='d'")
     refuses(lambda: Lantern(drafter=drafter), "drafter='d' must be a causal model")
-    with pytest.raises(ValueError, match="reads features of LlamaForCausalLM"):
-        speculative(drafter).start(tiny_base(layers=4), [1, 2], max_new_tokens=4)
+    sampler, other_base = speculative(drafter), tiny_base(layers=4)
+    refuses(lambda: sampler.start(other_base, [1, 2], max_new_tokens=4), "reads features of LlamaForCausalLM")
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
     refuses(lambda: loaded(base), "needs transformers 5.23 or newer; this is", CheckpointError)
 
 
-assert VOCAB == 5  # what the checkpoints' mask is one of
+assert VOCAB == 5  # the mask id of the checkpoints, 4, is in the vocabulary

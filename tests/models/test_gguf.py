@@ -8,6 +8,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,8 @@ def test_tied_output_and_other_fields(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
     extra = {"type": "yarn", "factor": 2.0, "original_context_length": 256}
     write_gguf(tmp_path / "a.gguf", folder, extra={f"dream.rope.scaling.{key}": value for key, value in extra.items()})
-    (folder / "config.json").write_text(
-        json.dumps(json.loads((folder / "config.json").read_text()) | {"rope_scaling": scaling})
-    )
+    config = json.loads((folder / "config.json").read_text()) | {"rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(config))
     assert torch.equal(logits(paradec.load(tmp_path / "a.gguf")), logits(paradec.load(folder)))
 
 
@@ -233,21 +233,20 @@ def test_packed_weights_become_int8_on_a_cpu(large: Callable[..., Path], tmp_pat
 
 def test_layers_are_unpacked_one_at_a_time(large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a large layer is rounded, no other one is unpacked in memory."""
-    alive: list[Any] = []
-    most = 0
+    references: list[Any] = []
+    alive_counts: list[int] = []
     unpack = gguf.GgufTensor.__getitem__
 
-    def counted(self: Any, index: Any) -> Tensor:
-        nonlocal most
+    def count_unpacked(self: Any, index: Any) -> Tensor:
         tensor = unpack(self, index)
         if tensor.numel() >= 2**20:
-            alive.append(weakref.ref(tensor))
-        most = max(most, sum(reference() is not None for reference in alive))
+            references.append(weakref.ref(tensor))
+        alive_counts.append(sum(reference() is not None for reference in references))
         return tensor
 
-    monkeypatch.setattr(gguf.GgufTensor, "__getitem__", counted)
+    monkeypatch.setattr(gguf.GgufTensor, "__getitem__", count_unpacked)
     paradec.load(large("Q8_0"))
-    assert (len(alive), most) == (3, 1)
+    assert (len(references), max(alive_counts)) == (3, 1)
 
 
 # ---- causal models --------------------------------------------------------------------------------------------------
@@ -329,11 +328,8 @@ def test_tokenizers(pre: str, split: str | None, tmp_path: Path) -> None:
         assert model.tokenizer(text)["input_ids"] == ids
         assert model.tokenizer.decode(ids) == original.decode(ids) == text
         assert model.tokenizer.decode(ids, skip_special_tokens=True) == original.decode(ids, skip_special_tokens=True)
-    messages = [{"role": "user", "content": "one two"}]
-    template = {"add_generation_prompt": True, "tokenize": False}
-    assert model.tokenizer.apply_chat_template(messages, **template) == original.apply_chat_template(
-        messages, **template
-    )
+    chat = {"conversation": [{"role": "user", "content": "one two"}], "add_generation_prompt": True, "tokenize": False}
+    assert model.tokenizer.apply_chat_template(**chat) == original.apply_chat_template(**chat)
     for name in ("bos_token", "eos_token", "pad_token", "mask_token"):
         expected = original.eos_token if name == "pad_token" else getattr(original, name)
         assert name == "bos_token" or getattr(model.tokenizer, name) == expected
@@ -358,8 +354,7 @@ def test_unknown_tokenizers(tmp_path: Path) -> None:
     write_gguf(file, folder, tokenizer=tokenizer(), pre="other")
     message = "a.gguf': a tokenizer with tokenizer.ggml.model='gpt2' and tokenizer.ggml.pre='other' is not supported"
     refuses(lambda: paradec.load(file), message, CheckpointError)
-    made = tokenizer()
-    write_gguf(file, folder, tokenizer=made)
+    write_gguf(file, folder, tokenizer=tokenizer())
     file.write_bytes(file.read_bytes().replace("Ġ t".encode(), "Ġ \x01".encode(), 1))
     refuses(lambda: paradec.load(file), "the tokenizer of .*a.gguf' cannot be read", CheckpointError)
 
@@ -370,17 +365,17 @@ def test_repositories_and_the_command_line(tmp_path: Path, monkeypatch: pytest.M
     expected = paradec.generate(paradec.load(file), "one two", max_new_tokens=4, chat=False)
     answer = ok("generate", "one two", "--raw", "--model", file, "--max-new-tokens", 4, "--json")
     assert json.loads(answer)["text"] == expected.text
-    wanted: list[tuple[str, str, str | None]] = []
+    fetched: list[tuple[str, str, str | None]] = []
 
     def fetch(source: str, name: str, revision: str | None) -> Path:
-        wanted.append((source, name, revision))
+        fetched.append((source, name, revision))
         return file
 
     monkeypatch.setattr(gguf, "fetch", fetch)
     for source, options in (("owner/name/a.gguf", {}), ("owner/name", {"gguf_file": "a.gguf"})):
         model = paradec.load(source, revision="main", **options)
         assert torch.equal(logits(model), logits(paradec.load(file, revision="main")))
-    assert wanted.count(("owner/name", "a.gguf", "main")) == 2
+    assert fetched.count(("owner/name", "a.gguf", "main")) == 2
 
 
 # ---- wrong files ----------------------------------------------------------------------------------------------------
@@ -454,6 +449,7 @@ def tensor(name: str, kind: int, *sizes: int) -> bytes:
         (b"", "cannot mmap an empty file"),
         (b"PK\3\4" + bytes(60), "it does not begin with 'GGUF'"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it has version 50331648; versions 2 and 3 of little-endian files"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "it has version 1; versions 2 and 3 of little-endian files"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "it states 1,099,511,627,776 fields"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "it states 1,152,921,504,606,846,976 tensors"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "it is cut short: its header goes beyond its 32 bytes"),
@@ -475,14 +471,11 @@ def tensor(name: str, kind: int, *sizes: int) -> bytes:
     ],
 )
 def test_wrong_headers(data: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(data)
+    file, message = tmp_path / "a.gguf", f"a.gguf' cannot be read as a GGUF file: {message}"
+    file.write_bytes(data)
     tracemalloc.start()
     try:
-        refuses(
-            lambda: paradec.load(tmp_path / "a.gguf"),
-            f"a.gguf' cannot be read as a GGUF file: {message}",
-            CheckpointError,
-        )
+        assert "\n" not in refuses(lambda: paradec.load(file), message, CheckpointError)
         assert tracemalloc.get_traced_memory()[1] < 2**23
     finally:
         tracemalloc.stop()
@@ -504,19 +497,21 @@ def test_wrong_contents(small: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     value = data.index(b"attention.head_count_kv") + len("attention.head_count_kv") + 4
     file.write_bytes(data[:value] + struct.pack("<I", 5) + data[value + 4 :])
-    refuses(
-        lambda: paradec.load(file),
-        r"a.gguf': n_kv_heads=5 must divide|a.gguf': config.json: n_kv_heads=5",
-        CheckpointError,
-    )
+    message = r"a.gguf': n_kv_heads=5 must divide|a.gguf': config.json: n_kv_heads=5"
+    refuses(lambda: paradec.load(file), message, CheckpointError)
 
 
 def test_unsupported_architectures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
-    for architecture in ("bert", "diffusion-gemma", "unheard-of"):
+    sources: tuple[tuple[Path, dict[str, Any]], ...] = ((file, {}), (tmp_path, {"gguf_file": "a.gguf"}))
+    for architecture in ("bert", "diffusion-gemma", "unheard-of", "whisper"):
         file.write_bytes(header(architecture=architecture))
         message = f"a.gguf' holds '{architecture}', which load cannot read from GGUF; it reads llada, dream, .*qwen3"
-        refuses(lambda: paradec.load(file), message, CheckpointError)
+        for source, options in sources:
+            assert "\n" not in refuses(partial(paradec.load, source, **options), message, CheckpointError)
+    file.write_bytes(header())
+    for source, options in sources:
+        refuses(partial(paradec.load, source, **options), "a.gguf' holds no token_embd.weight", CheckpointError)
     file.write_bytes(header(architecture="phi3"))
     message = "quantization='int8' does not work for .*a.gguf', which holds 'phi3'; it works for llada, .*qwen3moe"
     refuses(lambda: paradec.load(file, quantization="int8"), message, CheckpointError)
