@@ -25,32 +25,30 @@ def module_of(kind: str) -> tuple[Any, Model]:
     config._attn_implementation = "sdpa"
     plain = (LlamaForCausalLM if kind == "llada" else Qwen2ForCausalLM)(config).double()
     plain.load_state_dict(loaded.module.state_dict())
-    plain.generation_config = GenerationConfig(
-        eos_token_id=list(loaded.facts.eos_token_ids), pad_token_id=loaded.facts.pad_token_id
-    )
+    ends, pad = list(loaded.facts.eos_token_ids), loaded.facts.pad_token_id
+    plain.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
     return plain.eval(), loaded
 
 
 @pytest.fixture(scope="module", params=["llada", "dream"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
     plain, loaded = module_of(request.param)
-    arguments = {
-        "custom_generate": paradec.hf_generate,
-        "prediction": PREDICTION[request.param],
-        "mask_token_id": loaded.facts.mask_token_id,
-    }
-    return plain, loaded, arguments
+    arguments = {"custom_generate": paradec.hf_generate, "prediction": PREDICTION[request.param]}
+    return plain, loaded, arguments | {"mask_token_id": loaded.facts.mask_token_id}
+
+
+SETTINGS = [{}, {"kv_cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(
-    "settings", [{}, {"kv_cache": "dual", "block_length": 4}, {"sampler": "low_confidence", "steps": 6}]
-)
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     plain, loaded, arguments = pair
     blocks = {} if "block_length" in settings else {"block_length": 12}
-    ours = {name.removeprefix("kv_"): value for name, value in settings.items()}
-    expected = paradec.generate(loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **ours)
+    own_settings = {name.removeprefix("kv_"): value for name, value in settings.items()}
+    expected = paradec.generate(
+        loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **own_settings
+    )
     request = {"attention_mask": ATTENTION, **arguments, **blocks, **settings}
     out = plain.generate(PADDED, max_new_tokens=12, return_dict_in_generate=True, **request)
     longest = max(expected.tokens)
@@ -79,11 +77,9 @@ def test_sampling_settings_act_like_transformers(pair: Any) -> None:
     expected = paradec.generate(loaded, **request, seed=1, temperature=1.0, top_k=50)
     assert torch.equal(sampled, expected.sequences[:, : sampled.shape[1]])
     # the generation config may have the mask id
-    config = GenerationConfig(
-        max_new_tokens=8, eos_token_id=61, pad_token_id=61, mask_token_id=loaded.facts.mask_token_id
-    )
-    named = {key: value for key, value in arguments.items() if key != "mask_token_id"}
-    assert torch.equal(plain.generate(ids, generation_config=config, **named), greedy)
+    without_mask = {key: value for key, value in arguments.items() if key != "mask_token_id"}
+    fields = {"max_new_tokens": 8, "eos_token_id": 61, "pad_token_id": 61, "mask_token_id": arguments["mask_token_id"]}
+    assert torch.equal(plain.generate(ids, generation_config=GenerationConfig(**fields), **without_mask), greedy)
 
 
 @pytest.mark.thinned
@@ -92,8 +88,10 @@ def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
     ids, ended = torch.tensor([[1, mask, 2, mask, 3]]), 0
     for token_id in range(5, 20):
-        others = [token for token in range(loaded.facts.vocab_size) if token not in (end, token_id)]
-        out = plain.generate(ids, max_new_tokens=6, suppress_tokens=others, holes_eos_inf=True, **arguments)[0].tolist()
+        suppressed = [token for token in range(loaded.facts.vocab_size) if token not in (end, token_id)]
+        out = plain.generate(ids, max_new_tokens=6, suppress_tokens=suppressed, holes_eos_inf=True, **arguments)[
+            0
+        ].tolist()
         assert out[:5] == [1, token_id, 2, token_id, 3]
         answer = out[5:]
         assert answer.index(end) == len(answer) - 1 if end in answer else len(answer) == 6
@@ -114,13 +112,13 @@ def test_the_model_is_left_as_it_was(pair: Any) -> None:
     plain.generate(ids, max_new_tokens=6, **arguments)
     assert condition() == before
     assert torch.equal(plain(ids).logits, logits)
-    with pytest.raises(ValueError, match="unknown sampler: 'treshold'"):
-        plain.generate(ids, max_new_tokens=6, sampler="treshold", **arguments)
+    message = "unknown sampler: 'treshold'"
+    refuses(lambda: plain.generate(ids, max_new_tokens=6, sampler="treshold", **arguments), message)
 
-    def broken(state: Any, commit: Any) -> None:
+    def fail(state: Any, commit: Any) -> None:
         raise RuntimeError("a mistake of the caller's")
 
-    refuses(lambda: plain.generate(ids, max_new_tokens=6, callback=broken, **arguments), "a mistake", RuntimeError)
+    refuses(lambda: plain.generate(ids, max_new_tokens=6, callback=fail, **arguments), "a mistake", RuntimeError)
     assert condition() == before
     assert torch.equal(plain(ids).logits, logits)
     # decoding the usual way still works
@@ -137,22 +135,20 @@ def test_masks_in_the_ids_are_filled(pair: Any) -> None:
     assert torch.equal(out, expected.sequences[:, : out.shape[1]])
     # end tokens, which the model would write, are excluded from holes
     ends = {"eos_token_id": [int(out[0, 1]), int(out[0, 3])], "max_new_tokens": 4}
-    inside, kept_out = (plain.generate(ids, holes_eos_inf=value, **ends, **arguments) for value in (False, True))
-    assert torch.equal(inside[0, :5], out[0, :5]) and torch.equal(kept_out[0, [0, 2, 4]], ids[0, [0, 2, 4]])
-    assert not torch.isin(kept_out[0, [1, 3]], torch.tensor([mask, *ends["eos_token_id"]])).any()
+    allowed, excluded = (plain.generate(ids, holes_eos_inf=value, **ends, **arguments) for value in (False, True))
+    assert torch.equal(allowed[0, :5], out[0, :5]) and torch.equal(excluded[0, [0, 2, 4]], ids[0, [0, 2, 4]])
+    assert not torch.isin(excluded[0, [1, 3]], torch.tensor([mask, *ends["eos_token_id"]])).any()
 
 
 def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
     """transformers does not pass them to a callable; functools.partial does."""
     packaged = paradec.load()
     facts, tokenizer, module = packaged.facts, packaged.tokenizer, packaged.module
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Sort: pear fig apple"}], tokenize=False, add_generation_prompt=True
-    )
+    chat = [{"role": "user", "content": "Sort: pear fig apple"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    bound = functools.partial(
-        paradec.hf_generate, streamer=TextStreamer(tokenizer, skip_prompt=True), tokenizer=tokenizer
-    )
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    bound = functools.partial(paradec.hf_generate, streamer=streamer, tokenizer=tokenizer)
     arguments = {"custom_generate": bound, "prediction": "same", "eos_token_id": list(facts.eos_token_ids)}
     out = module.generate(ids, max_new_tokens=8, pad_token_id=facts.pad_token_id, **arguments)
     assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == "apple fig pear"
@@ -195,8 +191,8 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
     plain, _, arguments = pair
     ids = torch.tensor([[1, 2, 3]])
     name = cache_argument(plain)
-    past = getattr(plain(ids[:, :2], use_cache=True), name)
-    refuses(lambda: plain.generate(ids, max_new_tokens=4, **{name: past}, **arguments), f"{name} already has tokens")
+    filled = getattr(plain(ids[:, :2], use_cache=True), name)
+    refuses(lambda: plain.generate(ids, max_new_tokens=4, **{name: filled}, **arguments), f"{name} already has tokens")
     empty = plain.generate(ids, max_new_tokens=4, **{name: DynamicCache()}, **arguments)
     assert torch.equal(empty, plain.generate(ids, max_new_tokens=4, **arguments))
 
@@ -205,11 +201,11 @@ def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
     """transformers 5.24 passes its own `cache` argument, so a bound one must raise instead of being replaced."""
     plain, _, arguments = pair
     ids, config = torch.tensor([[1, 2, 3]]), GenerationConfig(max_new_tokens=4)
-    named = {name: value for name, value in arguments.items() if name != "custom_generate"}
-    with pytest.raises(ValueError, match="cache='dual' must be a cache of transformers; give kv_cache='dual'"):
-        paradec.hf_generate(plain, ids, generation_config=config, cache="dual", **named)
+    request = {name: value for name, value in arguments.items() if name != "custom_generate"}
+    message = "cache='dual' must be a cache of transformers; give kv_cache='dual'"
+    refuses(lambda: paradec.hf_generate(plain, ids, generation_config=config, cache="dual", **request), message)
     bound = functools.partial(paradec.hf_generate, cache="dual")
-    refuses(lambda: plain.generate(ids, generation_config=config, custom_generate=bound, **named), "cache='dual'")
+    refuses(lambda: plain.generate(ids, generation_config=config, custom_generate=bound, **request), "cache='dual'")
 
 
 def test_either_length_field_is_accepted(pair: Any) -> None:

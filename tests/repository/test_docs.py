@@ -205,9 +205,7 @@ def test_code_prints_the_shown_output(page: Path, tmp_path: Path) -> None:
     execute_blocks(page, actual, {}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in WHOLE]
-)
+@pytest.mark.parametrize("page", [pytest.param(n, marks=pytest.mark.full) if n in SLOW else n for n in WHOLE])
 def test_every_block_of_the_first_pages_runs(page: str, tmp_path: Path) -> None:
     path = next(each for each in PAGES if each.name == page)
     written = blocks(path, "python")

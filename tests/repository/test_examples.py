@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,8 @@ from safetensors.torch import load_file
 EXAMPLES = ROOT / "examples"
 ROLLOUTS = "rollouts"  # has separate tests
 NEEDS_RAY = "ray_batch"
-PACKAGED = {
-    "digits_dit": "digits-dit",
-    "digits_lpd": "digits-lpd",
-    "digits_masked": "digits-maskgit",
-    "tiny_llada": "tiny-llada",
-}
+PACKAGED = {"digits_dit": "digits-dit", "digits_lpd": "digits-lpd", "digits_masked": "digits-maskgit"}
+PACKAGED |= {"tiny_llada": "tiny-llada"}
 """Scripts that export one folder; the other scripts export several."""
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (ROLLOUTS, NEEDS_RAY))
 # One process runs all of them, because the import of transformers takes most of the time. The limit for each is CPU
@@ -89,35 +86,34 @@ def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> Non
     assert written
     for file in written:
         packaged = ROOT / "paradec" / "assets" / PACKAGED.get(name, "") / file.relative_to(tmp_path / "run" / "export")
-        shapes, expected = (
-            {key: tuple(tensor.shape) for key, tensor in load_file(path).items()} for path in (file, packaged)
-        )
+        shapes, expected = ({k: tuple(v.shape) for k, v in load_file(path).items()} for path in (file, packaged))
         assert shapes == expected
 
 
-def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    """Run the example `rollouts` and return the lines that it prints."""
-    monkeypatch.setattr(sys, "argv", ["rollouts.py", *options])
-    load_script("examples/rollouts.py").main()
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Run the example `rollouts` with options. Return the lines that it prints."""
+
+    def run(*options: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["rollouts.py", *options])
+        load_script("examples/rollouts.py").main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
 
 
 @pytest.mark.full
-def test_rollouts_are_replayed_before_the_weights_change(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollouts_are_replayed_before_the_weights_change(train_rollouts: Callable[..., list[str]]) -> None:
     """All ratios are 1 at the first step of the optimizer, but not at the second."""
-    lines = train_rollouts(monkeypatch, capsys, "--tiny")
-    actual = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
-    assert [int(each[3]) for each in actual if each] == [1, 2]
-    assert all(float(each[1]) < 1e-5 < float(each[2]) for each in actual if each)
+    lines = train_rollouts("--tiny")
+    matches = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]
+    assert [int(match[3]) for match in matches if match] == [1, 2]
+    assert all(float(match[1]) < 1e-5 < float(match[2]) for match in matches if match)
 
 
 @pytest.mark.full
-def test_training_on_rollouts_raises_the_reward(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = train_rollouts(monkeypatch, capsys, "--rounds", "12")
+def test_training_on_rollouts_raises_the_reward(train_rollouts: Callable[..., list[str]]) -> None:
+    lines = train_rollouts("--rounds", "12")
     before, after = (
         [float(share) for share in re.findall(r"\d\.\d+", line)] for line in lines if line[:6] in ("before", "after:")
     )
