@@ -124,9 +124,8 @@ def test_an_agent_calls_a_tool_and_sends_its_result_back() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32}
     module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).double()
-    causal = paradec.wrap(
-        module, tokenizer=tokenizer, topology="causal", prediction="shifted", eos_token_id=tokenizer.eos_token_id
-    )
+    facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": tokenizer.eos_token_id}
+    causal = paradec.wrap(module, tokenizer=tokenizer, **facts)
     schema = {"type": "object", "properties": {"town": {"enum": ["Rome", "Oslo"]}}, "required": ["town"]}
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     with running(causal, request={"sampler": "sjd", "prefix_memory": 10**6}) as server:

@@ -93,12 +93,8 @@ FAMILIES: list[Any] = [
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(
-    ("template", "markers", "call", "arguments"), FAMILIES, ids=["marked", "Hermes", "Qwen XML", "Gemma"]
-)
-def test_calls_of_each_family_are_read(
-    template: str, markers: Sequence[str], call: str, arguments: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("template", "markers", "call", "arguments"), FAMILIES)
+def test_calls_of_each_family_are_read(template: str, markers: Sequence[str], call: str, arguments: Any) -> None:
     text = f"Well <|turn|>é.\n{call}{call}"
     with scripted(text, markers, template) as (server, client, ids):
         for size, count, reason in ((200, 2, "tool_calls"), (len(ids) - 2, 1, "length")):
@@ -172,10 +168,8 @@ def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
     with scripted("x") as (server, client, _):
         ids = token_ids(server.engine.model.tokenizer, "yes")
         for size in (len(ids), len(ids) + 1):
-            assert (
-                chat_twice(client, max_tokens=size, extra_body={"guided_choice": ["yes"]})
-                == [("yes", "", [], "stop")] * 2
-            )
+            answers = chat_twice(client, max_tokens=size, extra_body={"guided_choice": ["yes"]})
+            assert answers == [("yes", "", [], "stop")] * 2
         messages: Any = [{"role": "user", "content": "hi"}]
         parsed = client.chat.completions.parse(model=NAME, messages=messages, response_format=Reply, max_tokens=60)
         assert parsed.choices[0].message.parsed.answer in ("yes", "no")
@@ -229,9 +223,8 @@ def test_lists_of_prompts_and_echo() -> None:
             expected = [float(scores[index, token]) for index, token in enumerate(row[1:])]
             assert choice.logprobs.token_logprobs[0] is None
             assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-6)
-            assert choice.finish_reason == "length" and choice.text == model.tokenizer.decode(
-                row, skip_special_tokens=True
-            )
+            assert choice.finish_reason == "length"
+            assert choice.text == model.tokenizer.decode(row, skip_special_tokens=True)
         body |= {"prompt": first, "max_tokens": 9, "stream": True}
         pieces = [choice for chunk in client.completions.create(**body) for choice in chunk.choices]
         text = model.tokenizer.decode(rows[0], skip_special_tokens=True)
@@ -240,15 +233,9 @@ def test_lists_of_prompts_and_echo() -> None:
 
 
 INERT: list[dict[str, Any]] = [
-    {
-        "repetition_penalty": 1,
-        "min_p": 0.0,
-        "ignore_eos": False,
-        "min_tokens": 0,
-        "presence_penalty": 0,
-        "bad_words": [],
-    },
-    {"frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "skip_special_tokens": True, "user": "x"},
+    {"repetition_penalty": 1, "min_p": 0.0, "ignore_eos": False, "min_tokens": 0, "presence_penalty": 0},
+    {"bad_words": [], "frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "user": "x"},
+    {"skip_special_tokens": True},
     {"stream": True, "stream_options": {"include_obfuscation": False}, "prompt_cache_retention": "24h"},
     {"max_tokens": 8, "max_completion_tokens": 8, "top_k": 20, "temperature": 0.7},
     {"stop_token_ids": [], "prompt_logprobs": None, "use_beam_search": False, "length_penalty": 1.0, "priority": 0},
@@ -286,10 +273,8 @@ def test_fields_of_single_tokens_shape_the_answer() -> None:
         assert chat_twice(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
         early = {"logit_bias": {str(end_id): 100}}
         assert chat_twice(client, **early) == [("", "", [], "stop")] * 2
-        assert chat_twice(client, **early, extra_body={"min_tokens": 4}) == [("hell", "", [], "stop")] * 2
-        assert (
-            chat_twice(client, **early, extra_body={"paradec": {"min_new_tokens": 4}}) == [("hell", "", [], "stop")] * 2
-        )
+        for body in ({"min_tokens": 4}, {"paradec": {"min_new_tokens": 4}}):
+            assert chat_twice(client, **early, extra_body=body) == [("hell", "", [], "stop")] * 2
 
 
 @pytest.mark.thinned

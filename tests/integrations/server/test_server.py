@@ -40,8 +40,8 @@ def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     (folder / "warm.json").write_text('{"temperature": 1.5, "max_new_tokens": 12}')
     narrow = '{"temperature": 1.5, "max_new_tokens": 12, "min_p": 1.0, "top_k": 1}'
     (folder / "warm_narrow.json").write_text(narrow)
-    with running(model, presets=read_presets(folder)) as found:
-        yield found
+    with running(model, presets=read_presets(folder)) as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +49,14 @@ def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def chat_text(client: openai.OpenAI, text: str, **more: Any) -> str:
-    answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **more)
+def chat_text(client: openai.OpenAI, text: str, **fields: Any) -> str:
+    answer = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": text}], **fields)
     return answer.choices[0].message.content or ""
 
 
-def chat_pieces(client: openai.OpenAI, text: str, **more: Any) -> list[str]:
-    chunks = client.chat.completions.create(
-        model=NAME, messages=[{"role": "user", "content": text}], stream=True, **more
-    )
+def chat_pieces(client: openai.OpenAI, text: str, **fields: Any) -> list[str]:
+    messages: Any = [{"role": "user", "content": text}]
+    chunks = client.chat.completions.create(model=NAME, messages=messages, stream=True, **fields)
     return [text for chunk in chunks if (text := chunk.choices[0].delta.content)]
 
 
@@ -73,8 +72,8 @@ def test_concurrent_answers_equal_generate(server: Running, client: openai.OpenA
 def test_streams_send_final_text_in_order(server: Running, client: openai.OpenAI) -> None:
     actual = chat_pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
     assert "".join(actual) == "kiwi apple fig pear" and len(actual) == 4
-    more: Any = {"stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], **more))
+    options: Any = {"stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], **options))
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].model == NAME
@@ -83,11 +82,9 @@ def test_streams_send_final_text_in_order(server: Running, client: openai.OpenAI
 
 
 def test_drafts_are_comments_and_only_on_request(server: Running, client: openai.OpenAI) -> None:
-    more = {"paradec": {**SLOWLY, "drafts": True, "block_length": 32}, "max_tokens": 32}
-    assert (
-        "".join(chat_pieces(client, SORT, max_tokens=32, extra_body={"paradec": more["paradec"]})) == "apple fig pear"
-    )
-    _, _, text = server.post(chat(stream=True, **more))
+    body = {"paradec": {**SLOWLY, "drafts": True, "block_length": 32}}
+    assert "".join(chat_pieces(client, SORT, max_tokens=32, extra_body=body)) == "apple fig pear"
+    _, _, text = server.post(chat(stream=True, max_tokens=32, **body))
     lines = text.splitlines()
     drafts = [json.loads(line[2:])["draft"] for line in lines if line.startswith(": ")]
     assert drafts and any(word is not None for draft in drafts for word in draft)
@@ -115,7 +112,7 @@ def test_seeded_answers_do_not_depend_on_earlier_requests(client: openai.OpenAI,
     drawn = {"temperature": 1.0, "max_tokens": 12}
     actual = [chat_text(client, SHUFFLE, seed=7, **drawn) for _ in range(3)]
     assert actual == [paradec.generate(model, SHUFFLE, seed=7, temperature=1.0, max_new_tokens=12).text] * 3
-    assert len({chat_text(client, SHUFFLE, **drawn) for _ in range(6)}) > 1  # without a seed each draws anew
+    assert len({chat_text(client, SHUFFLE, **drawn) for _ in range(6)}) > 1  # without a seed the draws differ
 
 
 def test_fields_of_the_body_override_its_preset(client: openai.OpenAI, model: Any) -> None:
@@ -128,13 +125,8 @@ def test_fields_of_the_body_override_its_preset(client: openai.OpenAI, model: An
     assert {chat_text(client, SHUFFLE, seed=seed, extra_body={"preset": "warm"}) for seed in range(3)} == warm != {cold}
 
 
-CONTROLS: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.3},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-    {"frequency_penalty": -1.0},
-    {"min_p": 0.9},
-    {},
-]
+CONTROLS: list[dict[str, Any]] = [{"repetition_penalty": 1.3}, {"frequency_penalty": -1.0}, {"min_p": 0.9}, {}]
+CONTROLS += [{"presence_penalty": 1.5, "frequency_penalty": 0.5}]
 
 
 def test_answers_with_penalties_equal_generate(model: Any, client: openai.OpenAI) -> None:
@@ -150,18 +142,17 @@ def test_a_body_turns_filters_of_its_preset_off(model: Any, client: openai.OpenA
     usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.5}
     free = [paradec.generate(model, SHUFFLE, seed=seed, **usual).text for seed in range(3)]
     narrow = {"preset": "warm_narrow"}
-    assert [
-        chat_text(client, SHUFFLE, seed=seed, extra_body=narrow | {"min_p": 0, "top_k": -1}) for seed in range(3)
-    ] == free
+    body = narrow | {"min_p": 0, "top_k": -1}
+    assert [chat_text(client, SHUFFLE, seed=seed, extra_body=body) for seed in range(3)] == free
     assert len({chat_text(client, SHUFFLE, seed=seed, extra_body=narrow) for seed in range(3)}) == 1 < len({*free})
 
 
 def test_completions_use_no_chat_template_by_default(client: openai.OpenAI, model: Any) -> None:
     raw = client.completions.create(model=NAME, prompt=SORT, max_tokens=16)
     assert raw.choices[0].text == paradec.generate(model, SORT, chat=False, max_new_tokens=16).text
-    more = {"paradec": {"chat": True}}
-    assert client.completions.create(model=NAME, prompt=SORT, extra_body=more).choices[0].text == "apple fig pear"
-    chunks = client.completions.create(model=NAME, prompt=SORT, stream=True, extra_body=more)
+    body = {"paradec": {"chat": True}}
+    assert client.completions.create(model=NAME, prompt=SORT, extra_body=body).choices[0].text == "apple fig pear"
+    chunks = client.completions.create(model=NAME, prompt=SORT, stream=True, extra_body=body)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "apple fig pear"
 
 
@@ -172,9 +163,7 @@ def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Run
     assert server.post(chat(chat_template_kwargs=3))[0] == 422
 
 
-def test_the_benchmark_measures_a_running_server(
-    server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_benchmark_of_a_running_server(server: Running, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
     benchmark = load_script("benchmarks/server.py")
     arguments = ["server.py", "--url", f"{server.address}/v1", "--requests", "6", "--at-once", "3"]
     arguments += ["--out", str(tmp_path / "out.json")]
@@ -301,11 +290,8 @@ def test_metrics_count(model: Any) -> None:
 
         with urllib.request.urlopen(f"{server.address}/metrics") as answer:
             text = answer.read().decode()
-    actual = {
-        (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    actual = {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
     assert actual["paradec_requests_total", "/v1/chat/completions", "200"] == 1
     assert actual["paradec_requests_total", "/v1/chat/completions", "400"] == 1
     assert (actual["paradec_tokens_total", "prompts"], actual["paradec_tokens_total", "answers"]) == (8, 4)
@@ -318,8 +304,8 @@ def test_metrics_count(model: Any) -> None:
 
 def test_keys_and_numbers_are_limited(model: Any) -> None:
     with running(model, batch_size=1, api_key="secret", max_requests=1) as server:
-        for given in ({}, {"Authorization": "Bearer another"}, {"Authorization": "secret"}):
-            status, headers, text = server.post(chat(), **given)
+        for wrong in ({}, {"Authorization": "Bearer another"}, {"Authorization": "secret"}):
+            status, headers, text = server.post(chat(), **wrong)
             assert status == 401 and headers["www-authenticate"] == "Bearer" and "API key" in text
         key = {"Authorization": "Bearer secret"}
         assert server.post(chat(), **key)[0] == 200
@@ -332,7 +318,7 @@ def test_keys_and_numbers_are_limited(model: Any) -> None:
         wait(lambda: server.post(chat(), **key)[0] == 200)
 
 
-def test_the_tokens_asked_for_are_limited(model: Any) -> None:
+def test_the_tokens_of_requests_are_limited(model: Any) -> None:
     with running(model, batch_size=2, max_work=450) as server:
         status, _, text = server.post(chat(max_tokens=450))
         assert status == 400 and "458 tokens of prompts and answers exceed this server's limit of 450" in text
@@ -348,7 +334,7 @@ def test_the_tokens_asked_for_are_limited(model: Any) -> None:
         wait(lambda: server.post(chat(max_tokens=440))[0] == 200)
 
 
-def test_an_engine_that_stops_says_so(model: Any) -> None:
+def test_a_stopped_engine_answers_503(model: Any) -> None:
     import urllib.error
     import urllib.request
 

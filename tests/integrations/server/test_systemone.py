@@ -204,9 +204,8 @@ def test_settings_of_a_folder(tmp_path: Path) -> None:
     expected = paradec.decide(loaded, STATE, {"tone": tone}, temperature=2.0)["tone"]
     with running(loaded) as server:
         actual = ask(server, BODY)["answers"]
-        assert [*actual["tone"]["probabilities"].values()] == pytest.approx(
-            [*expected.probabilities.values()], abs=1e-6
-        )
+        probabilities = pytest.approx([*expected.probabilities.values()], abs=1e-6)
+        assert [*actual["tone"]["probabilities"].values()] == probabilities
     (tmp_path / "decision_template.jinja").write_text("{{ state }}<|mark|>", encoding="utf-8")
     with running(loaded) as server:
         assert "decision_template.jinja" in ask(server, BODY, 400)["error"]["message"]
