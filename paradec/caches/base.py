@@ -113,7 +113,7 @@ class Cache(Component):
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         """Plan the parts to evaluate; every running row is in one part. picks: [R, K] int64, the sampler's preview."""
-        raise NotImplementedError
+        raise NotImplementedError(f"cache class {type(self).__name__} must define plan")
 
     def begin(self, state: Any) -> Any:
         """Make `state.cache_state`, which `plan` reads and `on_commit` changes. Batches need an array of B rows, or a

@@ -54,11 +54,11 @@ class StoredCache(Cache):
 
     def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """[R] bool: which of the state's `rows` [R] this step evaluates whole."""
-        raise NotImplementedError
+        raise NotImplementedError(f"cache class {type(self).__name__} must define needs_refresh")
 
     def partial(self, state: Any, index: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
         """Plan parts for the running rows `index` [N], which are not refreshed, in at most `limit` groups."""
-        raise NotImplementedError
+        raise NotImplementedError(f"cache class {type(self).__name__} must define partial")
 
 
 class RangeCache(StoredCache):
@@ -75,7 +75,7 @@ class RangeCache(StoredCache):
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Start and stop [N] int64 of the range to evaluate; may reach beyond the row."""
-        raise NotImplementedError
+        raise NotImplementedError(f"cache class {type(self).__name__} must define range")
 
 
 class SubsetCache(StoredCache):
@@ -97,7 +97,7 @@ class SubsetCache(StoredCache):
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         """[N, L] bool: positions to evaluate of the state's `rows` [N]; may reach beyond a row."""
-        raise NotImplementedError
+        raise NotImplementedError(f"cache class {type(self).__name__} must define positions_to_evaluate")
 
 
 @dataclass(init=False, eq=False)

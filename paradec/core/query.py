@@ -57,8 +57,8 @@ class Query(CopyWithFields):
     forwarded: np.ndarray | None = None
     """[N] int64, on the host: evaluated positions of each row in one branch, over all drafts, without padding."""
     kind: str = "full"
-    """"full" (whole sequences) or "window" (a part, over a store). For models with canvases: "encode" (final tokens,
-    for their keys and values) and "canvas" (open canvases, which write nothing)."""
+    """"full" (whole sequences), "rest" (whole rows without a reused prefix) or "window" (a part, over a store). For
+    models with canvases: "encode" (final tokens, for their keys and values) and "canvas" (open canvases)."""
 
     # shortcuts for custom models
     store_rows = property(lambda self: None if self.store is None else self.store.rows)
