@@ -264,7 +264,8 @@ class Request:
             return dict(arguments)
         if isinstance(preset, Request):
             return {**preset.changes(), **arguments}
-        return {**(cls.from_dict(preset) if isinstance(preset, Mapping) else cls._read(preset)), **arguments}
+        read = cls.from_dict if isinstance(preset, Mapping) else cls._read
+        return {**read(preset, arguments), **arguments}
 
     def changes(self) -> dict[str, Any]:
         """Fields that differ from their defaults."""
@@ -303,15 +304,16 @@ class Request:
         return {name: field_data(name, value, name in LIVE) for name, value in self.changes().items()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> dict[str, Any]:
+    def from_dict(cls, data: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
         """Read arguments from data of `to_dict`. Raises ValueError for other data or unknown names, and the errors of
-        the class."""
+        the class. without: fields to leave out unread, because arguments override them."""
         if not isinstance(data, Mapping):
             raise ValueError(f"preset={short_repr(data)} must be a mapping of arguments, as Request.to_dict makes it")
         arguments = {name: value for name, value in data.items() if name != "draws"}  # `save` adds this name
         for name in arguments:
             if name not in FIELDS or name in LIVE:
                 raise ValueError(unknown_name("argument in a preset", name, FIELDS.keys() - LIVE))
+        arguments = {name: value for name, value in arguments.items() if name not in without}
         request = cls(**arguments)
         return {name: getattr(request, name) for name in arguments}
 
@@ -322,26 +324,26 @@ class Request:
         write_json(path, self.to_dict() | ({"draws": DRAWS} if is_drawn else {}))
 
     @classmethod
-    def load(cls, path: str | Path) -> Request:
+    def load(cls, path: str | Path, without: Collection[str] = ()) -> Request:
         """Read a file of `save`. Warns (UserWarning) if its seed was saved with another version of the draws. Raises
-        FileNotFoundError, or ValueError for another file."""
-        return cls(**cls._read(path))
+        FileNotFoundError, or ValueError for another file. without: fields to leave out unread."""
+        return cls(**cls._read(path, without))
 
     @classmethod
-    def _read(cls, path: str | Path) -> dict[str, Any]:
+    def _read(cls, path: str | Path, without: Collection[str]) -> dict[str, Any]:
         if not isinstance(path, (str, Path)):
             raise ValueError(
                 f"preset={short_repr(path)} must be a Request, or the path of a file that Request.save wrote"
             )
         try:
             data = read_json(path)
-            arguments = cls.from_dict(data)
+            arguments = cls.from_dict(data, without)
         except FileNotFoundError:
             raise FileNotFoundError(f"preset={str(path)!r} does not exist; Request.save writes one") from None
         except ValueError as error:
             raise ValueError(f"preset={str(path)!r}: {error}") from None
         version = data.get("draws")
-        if version not in (None, DRAWS) and arguments.get("temperature") and arguments.get("seed") is not None:
+        if version not in (None, DRAWS) and data.get("temperature") and data.get("seed") is not None:
             saved = f"version {short_repr(version)} of the draws"
             warnings.warn(f"preset={str(path)!r} was saved with {saved}: its seed draws other tokens now", stacklevel=2)
         return arguments

@@ -119,6 +119,7 @@ def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
         '{"temprature": 1}': "temprature.*did you mean 'temperature'",
         '{"callback": 1}': "unknown argument in a preset: 'callback'",
         '{"sampler": {"sampler": "threshold", "tau": 1}}': "unknown setting of sampler 'threshold': 'tau'",
+        '{"sampler": {"sampler": "gone", "tau": 1}}': "unknown sampler: 'gone'.*samplers.register",
         '{"blocks": {"blocks": "fixed"}}': "blocks=.*length",
         '{"blocks": {"blocks": "other"}}': "unknown blocks: 'other'",
     }.items():
@@ -137,6 +138,11 @@ def test_arguments_win_over_a_preset_which_wins_over_the_entry_points_defaults(l
     written_out = paradec.generate(llada, **asked, temperature=0.7, max_new_tokens=6, block_length=3)
     for preset in (tmp_path / "mine.json", str(tmp_path / "mine.json"), request, request.to_dict()):
         assert torch.equal(paradec.generate(llada, **asked, preset=preset).sequences, written_out.sequences)
+    gone = {"sampler": {"sampler": "gone", "tau": 1}, "cache": "gone"}
+    (tmp_path / "gone.json").write_text(json.dumps(request.to_dict() | gone))
+    for preset in (tmp_path / "gone.json", request.to_dict() | gone):
+        output = paradec.generate(llada, **asked, preset=preset, sampler="threshold", cache=None)
+        assert torch.equal(output.sequences, written_out.sequences)
     holes = [5, llada.facts.mask_id, 6]
     assert paradec.infill(llada, input_ids=holes, seed=0).new_tokens.shape[1] == 0
     assert paradec.infill(llada, input_ids=holes, preset=request).new_tokens.shape[1] == 6

@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -109,25 +110,29 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
         command = getattr(command, "commands", {}).get(word, command)
     text = text.replace("load(..., tokenizer=...)", "tokenizer=...")
     text = re.sub(r"paradec\.(samplers|caches)\.names\(\) lists all", r"`paradec \1` lists all", text)
-    text = re.sub(r"a custom (sampler|cache) is given as an instance", r"a custom \1 is given as FILE.py:CLASS", text)
     options = [param for param in command.params if param.opts[0].startswith("--")]
     names: dict[str, str] = {param.name: param.opts[0] for param in options}
+    way = re.compile(r"(a custom (\w+) is given as) an instance, .*CLASS\)")
+    text = way.sub(lambda match: f"{match[1]} {names.get(match[2], '')} FILE.py:CLASS", text)
     return re.sub(r"(?<!\S)(?<!set )(\w+)(?==)", lambda match: names.get(match[1], match[1]), text)
 
 
 def _option_hint(error: Any, words: Sequence[str]) -> str | None:
     """Advice for an unknown option that is an argument of another library or of a sampler; None for others."""
-    options = {param.name: param.opts[0] for param in error.ctx.command.params}
+    known = {param.name: param.opts[0] for param in error.ctx.command.params}
     name, hint = error.option_name.lstrip("-").replace("-", "_"), None
-    if options.keys() & {"sampler", "samplers"}:
-        sampler = re.search(r"--sampler[= ](\S+)", " ".join(words))
-        hint = argument_hint(name, options, None if sampler is None else sampler[1])
-    hint = hint or (LOAD_ARGUMENTS.get(name) if "model" in options else None)
+    sampler = term = (re.findall(r"--sampler[= ]([^\s(]+)", " ".join(words)) or [""])[0]
+    if known.keys() & {"sampler", "samplers"}:
+        with suppress(ValueError, TypeError):  # the file's error comes after that of the option
+            sampler = options.import_classes("--sampler", term, "sampler")
+        hint = argument_hint(name, known, sampler)
+    hint = hint or (LOAD_ARGUMENTS.get(name) if "model" in known else None)
     if hint is None:
         return None
-    option = "sampler" if "sampler" in options else "samplers"
+    option = "sampler" if "sampler" in known else "samplers"
     hint = re.sub(r"sampler=paradec.samplers.create\('(\S+)', (.*)\)", rf'{option}="\1(\2)"', hint)
-    hint = re.sub(r"called '(\w+)'", lambda match: f"called {options[match[1]]}", hint)
+    hint = hint.replace(f'"{sampler}(', f'"{term}(')
+    hint = re.sub(r"called '(\w+)'", lambda match: f"called {known[match[1]]}", hint)
     return re.sub(r'="(\w+)"', r"=\1", hint).replace("trace=True", "trace=FILE")
 
 

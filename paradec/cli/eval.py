@@ -13,6 +13,7 @@ import typer
 
 from paradec.cli import options, show, tables
 from paradec.core.interrupts import EXIT_CODE, restore_interrupt
+from paradec.core.other_names import COMPONENTS
 from paradec.core.text_files import write_bytes
 from paradec.request import FIELDS
 
@@ -29,8 +30,8 @@ def evaluate(
     recipe: Annotated[Path | None, RECIPE] = None,
     tasks: Annotated[list[str] | None, TASKS] = None,
     revision: str | None = typer.Option(None, help="Branch, tag or commit of a hub id."),
-    sampler: str | None = typer.Option(None, help="A name that `paradec samplers` lists."),
-    cache: str | None = typer.Option(None, "--cache", help="A name that `paradec caches` lists, with settings."),
+    sampler: str | None = typer.Option(None, help="A name that `paradec samplers` lists, or FILE.py:CLASS."),
+    cache: str | None = typer.Option(None, "--cache", help="A name that `paradec caches` lists, or FILE.py:CLASS."),
     request: Annotated[list[str] | None, REQUEST] = None,
     shots: int | None = typer.Option(None, help="Examples before each prompt; by default the task's."),
     chat: bool | None = typer.Option(None, help="Apply the chat template; by default if there is one."),
@@ -97,6 +98,7 @@ def merge_recipe(file: Path | None, arguments: dict[str, Any]) -> tuple[Any, lis
     if "tasks" in changes:
         changes["tasks"] = tuple(options.split_names(changes["tasks"]) or ())
     fields = {name: value for name, value in arguments.items() if name in FIELDS and name not in field_names}
+    fields |= {kind: options.import_classes(f"--{kind}", fields[kind], kind) for kind in fields.keys() & COMPONENTS}
     fields |= options.read_settings(arguments.get("request"), "--request")
     if file is None:
         if "tasks" not in changes:

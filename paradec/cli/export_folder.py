@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-KIND = typer.Argument(
-    help="generate (custom_generate of transformers) or pipeline (the class of a diffusers pipeline)."
-)
+KIND = typer.Argument(help="generate (transformers' custom_generate) or pipeline (the class of a diffusers pipeline).")
 MODEL = typer.Option(metavar="DIR", help="For pipeline: the folder of the pipeline that it is made for, or digits-dit.")
 SAMPLER = typer.Option(help='For pipeline: the sampler, with settings: "taylorseer(interval=4)", "seacache".')
 

@@ -138,8 +138,7 @@ def prepare(
         request["attention"] = options.make_attention(attention, attention_set)
         if preset is not None:
             explicit = {ARGUMENTS.get(name, name) for name in given} | {"trace"}  # `--trace` is a file name
-            changes = Request.load(preset).changes()
-            request |= {name: value for name, value in changes.items() if name not in explicit}
+            request |= Request.load(preset, explicit).changes()
         sampler_value = request.pop("sampler")
         draft_settings = {"tree": settings.pop("tree")} if drafter is not None and "tree" in settings else {}
         if isinstance(sampler_value, str):

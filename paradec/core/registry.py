@@ -170,8 +170,8 @@ class Registry:
             return ValueError(f"unknown {self.kind}: {short_repr(name)}; it is for pipelines of diffusers: {call}")
         listing = f"paradec.{self._module}.names()"
         message = unknown_name(self.kind, name, self._targets, listing, COMPONENTS.get(self.kind, {}))
-        hint = f"; a custom {self.kind} is given as an instance" if self.kind in COMPONENTS else ""
-        return ValueError(message + hint)
+        way = f"an instance, or by name after paradec.{self._module}.register(name, CLASS)"
+        return ValueError(message + (f"; a custom {self.kind} is given as {way}" if self.kind in COMPONENTS else ""))
 
     def create(self, name: str, *, preset: str | None = None, **settings: Any) -> Any:
         """Make a component by name. Settings override the preset, which overrides the defaults. The name may contain

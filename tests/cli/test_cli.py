@@ -104,7 +104,17 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         error = run(command, *([PROMPT] if command == "generate" else []), "--sampler", f"{file}:Wrong", stdin=PROMPT)
         assert error.exit_code == 2 and error.stderr.count("\n") == 1
         assert re.search(r"own.py:\d+: AttributeError: .*scoress", error.stderr)
-    assert "a custom sampler is given as FILE.py:CLASS" in refused("generate", PROMPT, "--sampler", "nonsense")
+    plan = ("eval", "--tasks", "paradec_sort", "--dry-run", "--json")
+    planned = json.loads(ok(*plan, "--sampler", f"{file}:Mine(threshold=0.5)", "--cache", f"{file}:Kept"))
+    assert planned["sampler"] == actual["sampler"] and planned["recipe"]["request"]["cache"] == "kept_of_a_file"
+    unknown_option = refused("generate", PROMPT, "--sampler", f"{file}:Mine", "--threshold", 0.5)
+    assert f'--sampler="{file}:Mine(threshold=...)"' in unknown_option
+    preset = tmp_path / "own.json"
+    preset.write_text('{"sampler": {"sampler": "of_another_file", "tau": 0.7}, "cache": "of_another_file"}')
+    assert report(PROMPT, "--preset", preset, "--sampler", "credit", "--cache", "dual")["cache"] == "dual"
+    for arguments in (("--sampler", "nonsense"), ("--preset", preset)):
+        error = refused("generate", PROMPT, *arguments)
+        assert "a custom sampler is given as --sampler FILE.py:CLASS" in error and "register" not in error
     with pytest.raises(ValueError, match="unknown sampler.*a custom sampler is given as an instance"):
         paradec.generate(paradec.load(), PROMPT, sampler=f"{file}:Mine(threshold=0.5)")
 
