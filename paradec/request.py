@@ -264,8 +264,8 @@ class Request:
             return dict(arguments)
         if isinstance(preset, Request):
             return {**preset.changes(), **arguments}
-        read = cls.from_dict if isinstance(preset, Mapping) else cls._read
-        return {**read(preset, arguments), **arguments}
+        saved = cls.from_dict(preset, arguments) if isinstance(preset, Mapping) else cls._read(preset, arguments)
+        return {**saved, **arguments}
 
     def changes(self) -> dict[str, Any]:
         """Fields that differ from their defaults."""
