@@ -12,6 +12,7 @@ while not state.done:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.core.checks import check_model
+from paradec.core.checks import check_model, unknown_name
 from paradec.core.family_queries import LatentProposal
 from paradec.core.logprobs import LogProbs, StepLogProbs
 from paradec.core.memory import Memory, MemorySpec
@@ -227,6 +228,10 @@ class Sampler(Component):
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_class("sampler", cls)
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for setting in settings.keys() - parameters.keys():
+                raise TypeError(unknown_name(f"setting of sampler {cls.name!r}", setting, [*parameters][1:]))
         return super().__new__(cls)
 
     def check_model(self, model: Any) -> None:

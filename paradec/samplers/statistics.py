@@ -20,13 +20,15 @@ def best_with_probability(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best.squeeze(-1), p.gather(-1, best).squeeze(-1)
 
 
-def top_by_rank(scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
-    """Select the `count` [R] highest scores of each row, except -inf: [R, W] bool. Ties go to the lower index."""
+def top_by_rank(scores: Tensor, count: np.ndarray | Tensor | int) -> Tensor:
+    """Select the `count` ([R], or an int for all rows) highest scores of each row, except -inf: [R, W] bool. Ties go to
+    the lower index."""
     if isinstance(count, np.ndarray):
         if set(count.tolist()) == {1}:  # one token a step needs no sort
             best = scores.argmax(-1, keepdim=True)
             return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, scores.gather(-1, best) > -torch.inf)
         count = torch.as_tensor(count, device=scores.device)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    is_in_top = torch.arange(scores.shape[-1], device=scores.device) < count.unsqueeze(-1)  # by rank
+    ranks = torch.arange(scores.shape[-1], device=scores.device)
+    is_in_top = (ranks < (count if isinstance(count, int) else count.unsqueeze(-1))).expand_as(scores)
     return torch.zeros_like(is_in_top).scatter(-1, order, is_in_top) & (scores > -torch.inf)

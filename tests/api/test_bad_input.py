@@ -256,6 +256,41 @@ def test_a_custom_sampler_may_read_the_margin(llada: Counted) -> None:
     assert out.sequences.tolist() == expected.sequences.tolist()
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        *(
+            ({"process_logits": function}, f"process_logits of 'own' returned {what}; it must return (logits, {{}}) .*")
+            for what, function in {
+                "torch.float32 [1, 4, V]": lambda self, logits, stage: logits,
+                "a NoneType": lambda self, logits, stage: None,
+                "torch.float32 [1, 4, V], a NoneType": lambda self, logits, stage: (logits, None),
+                "torch.float32 [1, 1, V], a dict": lambda self, logits, stage: (logits[:, :1], {}),
+                "torch.int64 [1, 4], a dict": lambda self, logits, stage: (logits.argmax(-1), {}),
+            }.items()
+        ),
+        ({"process_logits": lambda self, step, x, logits: logits}, "class Own must take (self, logits, stage)"),
+        ({"uses_steps": True, "select": lambda self, view: view.scheduled()}, "'own' .* no quota: .*LowConfidence"),
+        ({"select": lambda self, view: view.scheduled()}, "uses_steps = True and define quota"),
+    ],
+)
+def test_wrong_methods_of_custom_samplers(llada: Counted, declared: dict[str, Any], message: str, joined: bool) -> None:
+    pattern = re.escape(message).replace(r"\.\*", ".*").replace("V", r"\d+")
+    with pytest.raises((ValueError, TypeError), match=pattern):
+        sampler = custom(**declared)()
+        sampler = samplers.Union(rules=("threshold", sampler)) if joined else sampler
+        paradec.generate(llada.model, [[1, 2]], sampler=sampler, max_new_tokens=4, block_length=4)
+
+
+@pytest.mark.parametrize("rng", ["counter", "reference"])
+@pytest.mark.parametrize("method", ["top", "choose"])
+def test_a_count_for_all_rows_may_be_an_int(llada: Counted, method: str, rng: str) -> None:
+    sampler = custom(select=lambda self, view: getattr(view, method)(view.scores, 2), draws=method == "choose")()
+    arguments = {"max_new_tokens": 4, "block_length": 4, "rng": rng, "generator": torch.Generator()}
+    assert paradec.generate(llada.model, [[1, 2], [3, 4]], sampler=sampler, **arguments).row_nfe == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("select", "what"),
     [

@@ -63,7 +63,7 @@ class Speculative(DraftingSampler):
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         if cls is not Speculative or settings.get("drafter") != "self":
-            return super().__new__(cls)
+            return super().__new__(cls, *args, **settings)
         from paradec.samplers.causal.self_speculative import SelfSpeculative
 
         return SelfSpeculative(*args, **{name: value for name, value in settings.items() if name != "drafter"})

@@ -54,7 +54,7 @@ def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream
 
 
 def choose_positions(
-    sampler: Any, state: Any, generator: torch.Generator | None, scores: Tensor, count: np.ndarray
+    sampler: Any, state: Any, generator: torch.Generator | None, scores: Tensor, count: np.ndarray | int
 ) -> Tensor:
     """Draw count [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool (`View.choose`)."""
     if generator is not None:

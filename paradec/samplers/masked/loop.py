@@ -51,6 +51,7 @@ suppression, the method's `process_logits`), candidate tokens and statistics, `s
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,7 +82,17 @@ from paradec.samplers.masked.rules import revision
 from paradec.samplers.masked.rules.revision import Revision
 from paradec.samplers.masked.start import start_state
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import LAST, UNCUT, MaskedProposal, Needs, Stage, StepDecision, View, run_select
+from paradec.samplers.masked.view import (
+    LAST,
+    UNCUT,
+    MaskedProposal,
+    Needs,
+    Stage,
+    StepDecision,
+    View,
+    run_process_logits,
+    run_select,
+)
 from paradec.samplers.statistics import top_by_rank
 
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
@@ -96,6 +107,8 @@ OVERRIDES = {
     "draw_tokens": "draws_tokens",
 }
 """Methods of `MaskedSampler`, and the field of `Needs` that is set if a class overrides the method."""
+PARAMETERS = {"select": "self, view", "process_logits": "self, logits, stage", "quota": "self, state, rows"}
+"""Parameters of methods that users often define."""
 LOOP_METHODS = ("query", "propose", "commit")
 """Methods that a sampler must not override if it is combined with others or wrapped by a drafting method."""
 
@@ -126,6 +139,13 @@ class MaskedSampler(Sampler):
             raise TypeError(
                 f"needs={cls.needs!r} of sampler class {cls.__name__} must be a paradec.samplers.masked.Needs"
             )
+        for name, parameters in PARAMETERS.items():
+            if inspect.isfunction(function := vars(cls).get(name)):
+                try:
+                    inspect.signature(function).bind(*parameters.split(", "))
+                except TypeError:
+                    signature = f"{name}{inspect.signature(function)}"
+                    raise TypeError(f"{signature} of sampler class {cls.__name__} must take ({parameters})") from None
         flags: Any = {
             OVERRIDES[name]: True for name in OVERRIDES if getattr(cls, name) is not getattr(MaskedSampler, name)
         }
@@ -138,6 +158,9 @@ class MaskedSampler(Sampler):
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
         """Compute `view.quota` of `rows` [R] at this step."""
+        if self.uses_steps:
+            way = "define it, or subclass paradec.samplers.LowConfidence, which has one"
+            raise TypeError(f"sampler {self.name!r} has uses_steps = True, but no quota: {way}")
         return None
 
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
@@ -279,7 +302,7 @@ class MaskedSampler(Sampler):
             tensors = [tensor.index_select(0, index) for tensor in tensors]
         available, positions, current = tensors
         memory = state.memory.read(query.rows, available.shape[1])
-        processed, updates = self.process_logits(logits, Stage(available, positions, memory, current))
+        processed, updates = run_process_logits(self, logits, Stage(available, positions, memory, current))
         return processed, early_quantities | dict(updates)
 
     def guidance(self, state: MaskedState, rows: np.ndarray) -> float | Tensor:

@@ -54,12 +54,13 @@ def draw_categorical(
     return tokens
 
 
-def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor) -> Tensor:
+def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor | int) -> Tensor:
     """Select by torch.topk over each whole row, as the public codes do: [R, W] bool."""
     window = state.window
     canvas_scores = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
     canvas_scores[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
     selected = torch.zeros_like(canvas_scores, dtype=torch.bool)
+    count = np.full(len(scores), count) if isinstance(count, int) else count
     # rules may grant more positions than a row has, or a negative number
     for row, num_selected in zip(window.rows.tolist(), count.clip(0, canvas_scores.shape[1]).tolist(), strict=True):
         selected[row, canvas_scores[row].topk(num_selected).indices] = True
@@ -77,9 +78,11 @@ def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -
     return canvas.to(state.canvas.device)[state.window.row_index, state.window.positions]
 
 
-def choose_positions(state: MaskedState, weights: Tensor, count: np.ndarray, generator: torch.Generator) -> Tensor:
+def choose_positions(
+    state: MaskedState, weights: Tensor, count: np.ndarray | int, generator: torch.Generator
+) -> Tensor:
     """Draw positions by torch.multinomial without replacement over whole rows: weights [R, W] -> [R, W] bool."""
-    window, max_count = state.window, int(count.max())
+    window, max_count = state.window, int(np.max(count))
     canvas_weights = torch.zeros(state.canvas.shape, dtype=torch.float32, device=weights.device)
     canvas_weights[window.row_index, window.positions] = weights.float()
     chosen = torch.zeros_like(canvas_weights, dtype=torch.bool)

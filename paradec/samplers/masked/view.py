@@ -115,42 +115,41 @@ class MaskedProposal(Proposal):
 class View:
     """Input of `select`. Shapes: `R` rows, `W` window positions.
 
-    Attributes (the file describes all):
-        quota: [R] tokens that the schedule grants in this step.
+    Attributes:
+        scores: [R, W] float64, -inf where a position may not be committed.
+        candidates: [R, W] bool: undecided and evaluated this step.
+        tokens: [R, W] int64 candidate tokens.
+        positions: [R, W] int64.
+        quantities: the quantities that the method `reads`, each [R, W] float64.
+        quota: [R] int64 on the host: tokens granted by the schedule; None without one, a tuple for combinations.
+        memory: the method's memory, each [R, ...].
         updates: tensors [R, ...] that `process_logits` returned, by name.
-        leading: [R, W] with pipelined blocks, the number of each block that must make progress, -1 elsewhere.
+        current: [R, W] int64: the current tokens.
+        editable: [R, W] bool: decided in this block by a method that `revises`, and evaluated this step.
+        top: top(scores [R, W], count [R] or an int) selects the `count` highest scores of each row: [R, W] bool. Ties:
+            the lower position (`rng="reference"`: torch.topk).
+        draw: draw() draws uniform numbers [R, W] in (0, 1), one per position.
+        choose: choose(scores [R, W], count [R] or an int) draws `count` positions of each row without replacement from
+            softmax(scores): [R, W] bool.
+        ends: [E] int64: ids that end an answer.
+        leading: [R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere.
     """
 
     scores: Tensor
-    """[R, W] float64, -inf where a position may not be committed."""
     candidates: Tensor
-    """[R, W] bool: undecided and evaluated this step."""
     tokens: Tensor
-    """[R, W] int64 candidate tokens."""
     positions: Tensor
-    """[R, W] int64."""
     quantities: Mapping[str, Tensor]
-    """The quantities that the method `reads`, each [R, W] float64."""
     quota: Any
-    """[R] int64 on the host: tokens granted by the schedule; None without one, a tuple for combinations."""
     memory: Mapping[str, Tensor]
-    """The method's memory, each [R, ...]."""
     updates: Mapping[str, Tensor]
-    """Second value of `process_logits`, each [R, ...]."""
     current: Tensor
-    """[R, W] int64: the current tokens."""
     editable: Tensor
-    """[R, W] bool: decided in this block by a method that `revises`, and evaluated this step."""
-    top: Callable[[Tensor, np.ndarray | Tensor], Tensor]
-    """Select the `count` [R] highest scores [R, W]: bool. Ties: the lower position (`rng="reference"`: torch.topk)."""
+    top: Callable[[Tensor, np.ndarray | Tensor | int], Tensor]
     draw: Callable[[], Tensor]
-    """Draw uniform numbers [R, W] in (0, 1), one per position."""
-    choose: Callable[[Tensor, np.ndarray], Tensor]
-    """Draw `count` [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool."""
+    choose: Callable[[Tensor, np.ndarray | int], Tensor]
     ends: Tensor
-    """[E] int64: ids that end an answer."""
     leading: Tensor | None = None
-    """[R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere."""
 
     def best(self, scores: Tensor | None = None) -> Tensor:
         """Select the position with the highest of `scores` (None: the view's), the lowest on ties: [R, W] bool. With
@@ -163,6 +162,8 @@ class View:
     def scheduled(self, scores: Tensor | None = None) -> Tensor:
         """Select the `quota` highest of `scores` (None: the view's): [R, W] bool. With pipelined blocks: `best`."""
         scores = self.scores if scores is None else scores
+        if self.quota is None:
+            raise ValueError("view.scheduled needs a schedule: set uses_steps = True and define quota in the sampler")
         return self.top(scores, self.quota) if self.leading is None else self.best(scores)
 
 
@@ -201,7 +202,22 @@ def run_select(sampler: Any, view: View) -> Tensor:
     """Call the `select` of a method: [R, W] bool. Raises ValueError unless it returns a mask over the window."""
     selected, shape = sampler.select(view), list(view.candidates.shape)
     if not isinstance(selected, Tensor) or selected.dtype != torch.bool or list(selected.shape) != shape:
-        is_tensor = isinstance(selected, Tensor)
-        value = f"{selected.dtype} {list(selected.shape)}" if is_tensor else f"a {type(selected).__name__}"
-        raise ValueError(f"select of {sampler.name!r} returned {value}; it must return torch.bool [R, W], here {shape}")
+        what = _describe(selected)
+        raise ValueError(f"select of {sampler.name!r} returned {what}; it must return torch.bool [R, W], here {shape}")
     return selected
+
+
+def run_process_logits(sampler: Any, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Call the `process_logits` of a method. Raises ValueError unless it returns logits of the window and a mapping."""
+    result, shape = sampler.process_logits(logits, stage), [len(logits), stage.positions.shape[1], logits.shape[-1]]
+    values = list(result) if isinstance(result, (tuple, list)) else [result]
+    first, is_pair = values[0] if values else None, len(values) == 2 and isinstance(values[1], Mapping)
+    if not is_pair or not isinstance(first, Tensor) or not first.is_floating_point() or list(first.shape) != shape:
+        what = ", ".join(map(_describe, values)) or "nothing"
+        expected = f"(logits, {{}}) with float logits [R, W, V], here {shape}"
+        raise ValueError(f"process_logits of {sampler.name!r} returned {what}; it must return {expected}")
+    return first, values[1]
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -58,5 +58,5 @@ def quota(rule: MaskedSampler, num_undecided: Tensor, step: np.ndarray, steps: i
     if isinstance(rule, Combination):
         return tuple(quota(member, num_undecided, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:
-        return None
+        return MaskedSampler.quota(rule, None, np.empty(0))  # type: ignore[arg-type]
     return -(-num_undecided.cpu().numpy() * step // steps)

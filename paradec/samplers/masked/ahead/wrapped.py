@@ -24,7 +24,7 @@ from paradec.samplers.features.token_controls import CONTROLS
 from paradec.samplers.masked.ahead.draft_layout import DraftLogits, DraftState, logits_by_draft
 from paradec.samplers.masked.loop import LOOP_METHODS, MaskedSampler, make_view
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import MaskedProposal, Needs, Stage, run_select
+from paradec.samplers.masked.view import MaskedProposal, Needs, Stage, run_process_logits, run_select
 
 
 @dataclass
@@ -104,7 +104,7 @@ class DraftingSampler(MaskedSampler):
             unprocessed = processed
             if base.needs.processes_logits:
                 stage = Stage(draft.undecided_window, window.positions, memory, draft.tokens)
-                processed, updates = base.process_logits(processed, stage)
+                processed, updates = run_process_logits(base, processed, stage)
             tokens, quantities = reader.read_candidates(draft, processed, query, None)
             base_steps.append(self.take_step(draft, tokens, quantities, updates, memory, queries))
             if state.logprobs is not None:

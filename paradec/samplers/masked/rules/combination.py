@@ -24,7 +24,7 @@ from paradec.samplers.features.feature import overrides
 from paradec.samplers.masked import reference
 from paradec.samplers.masked.loop import LOOP_METHODS, MaskedSampler, make_view
 from paradec.samplers.masked.state import MaskedState
-from paradec.samplers.masked.view import LAST, MaskedProposal, Stage, View, run_select
+from paradec.samplers.masked.view import LAST, MaskedProposal, Stage, View, run_process_logits, run_select
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Combination(MaskedSampler):
         for index, member in enumerate(self.members):
             if member.needs.processes_logits:
                 member_stage = dataclasses.replace(stage, memory=_member_entries(stage.memory, index))
-                logits, updates[index] = member.process_logits(logits, member_stage)
+                logits, updates[index] = run_process_logits(member, logits, member_stage)
         return logits, _prefix_names(updates)
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
