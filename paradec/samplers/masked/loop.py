@@ -158,7 +158,7 @@ class MaskedSampler(Sampler):
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
         """Compute `view.quota` of `rows` [R] at this step."""
-        if self.uses_steps:
+        if self.uses_steps and not self.needs.may_wait:  # a method that waits may count steps in another way
             way = "define it, or subclass paradec.samplers.LowConfidence, which has one"
             raise TypeError(f"sampler {self.name!r} has uses_steps = True, but no quota: {way}")
         return None
