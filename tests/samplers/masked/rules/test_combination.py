@@ -137,6 +137,9 @@ class Idle(MaskedSampler):
     needs = Needs(score_from="sampled")
     uses_steps = True
 
+    def quota(self, state: Any, rows: Any) -> Any:
+        return 0 * rows
+
     def select(self, view: View) -> Tensor:
         return torch.zeros_like(view.candidates)
 
