@@ -126,8 +126,7 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
         with suppress(ValueError, TypeError):  # the file's error comes after that of the option
             sampler = options.import_classes("--sampler", term, "sampler")
         hint = argument_hint(name, known, sampler)
-    hint = hint or (LOAD_ARGUMENTS.get(name) if "model" in known else None)
-    if hint is None:
+    if (hint := hint or (LOAD_ARGUMENTS.get(name) if "model" in known else None)) is None:
         return None
     option = "sampler" if "sampler" in known else "samplers"
     hint = re.sub(r"sampler=paradec.samplers.create\('(\S+)', (.*)\)", rf'{option}="\1(\2)"', hint)

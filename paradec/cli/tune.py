@@ -21,7 +21,6 @@ PROMPTS = options.existing_file(
 BLOCKS = typer.Option(help="Block lengths, separated by commas, 'own' for the model's; by default a few around it.")
 SCORE = typer.Option(help="answers (the default if there are any), checker, or agreement with one token per step.")
 PIPELINE = typer.Option(metavar="DIR", help="Search --budget solver steps of a diffusers pipeline, or of digits-dit.")
-
 FOR_TEXT = {*"limit score checker mask samplers caches blocks minutes point model max_new_tokens".split()}
 FOR_STEPS = {"budget", "steps", "where"}
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from paradec.api.output import Output
     from paradec.core.prompts import Prompts
 
-
 MAX_ROWS = 256
 """Maximum number of rows decoded together: results are printed batch by batch, and larger batches gain little."""
 CPU_BYTES = 2**30
