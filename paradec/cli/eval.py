@@ -54,7 +54,6 @@ def evaluate(
     """Run lm-evaluation-harness on a paradec model; report scores and forwards."""
     options.check_writable("--out", out)
     merged, changed = merge_recipe(recipe, {name: context.params[name] for name in options.explicit_options(context)})
-
     from paradec.tools.evaluation import evaluate as evaluation
 
     if dry_run:
