@@ -106,7 +106,7 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert re.search(r"own.py:\d+: AttributeError: .*scoress", error.stderr)
     plan = ("eval", "--tasks", "paradec_sort", "--dry-run", "--json")
     planned = json.loads(ok(*plan, "--sampler", f"{file}:Mine(threshold=0.5)", "--cache", f"{file}:Kept"))
-    assert planned["sampler"] == actual["sampler"] and planned["recipe"]["request"]["cache"] == "kept_of_a_file"
+    assert planned["sampler"]["threshold"] == 0.5 and planned["recipe"]["request"]["cache"] == "kept_of_a_file"
     unknown_option = refused("generate", PROMPT, "--sampler", f"{file}:Mine", "--threshold", 0.5)
     assert f'--sampler="{file}:Mine(threshold=...)"' in unknown_option
     preset = tmp_path / "own.json"
