@@ -347,7 +347,7 @@ def test_a_stopped_engine_answers_503(model: Any) -> None:
         wire.close()
         refuses(lambda: urllib.request.urlopen(f"{server.address}/health"), "503", urllib.error.HTTPError)
         assert server.post(chat())[0] == 503
-        refuses(lambda: server.engine.submit(SORT, on_done=print), "it was closed", BatchClosed)
+        refuses(lambda: server.engine.submit(SORT, on_done=print), "the batch was closed", BatchClosed)
 
 
 class Broken:
