@@ -1,4 +1,4 @@
-"""Block policies and stop rules; how the blocks of a masked state open and close."""
+"""Block policies and stop rules, and the opening and closing of a masked state's blocks."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ class WholeCanvas(BlockPolicy):
 
 
 class StopRule(Protocol):
-    """Rule that ends rows, at or after their first answer token. An instance serves one request and may have state."""
+    """Rule that ends rows, at their first answer token or later. An instance serves one request and may have state."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
         """Find the ends of the running rows: [R] int64, the position after a row's last token, or `NEVER` if the row
         continues; None if all rows continue. All positions before an end must be decided. state: the `MaskedState`
-        after the write. tokens: [R, W] int64 on the host, the window after the write."""
+        after the step's tokens are written. tokens: [R, W] int64 on the host, the window's tokens then."""
         ...
 
 
 @dataclass(eq=False)
 class EndOfText:
-    """End a row at its first end token, once nothing before it is undecided. mask: the mask id."""
+    """Stop rule: end a row at its first end token, once all positions before it are decided. mask: the mask id."""
 
     ids: Sequence[int]
     mask: int
@@ -77,7 +77,7 @@ class EndOfText:
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
         is_end = tokens == self.ids[0]
-        for end in self.ids[1:]:  # one or two; np.isin takes ten times as long
+        for end in self.ids[1:]:  # at most two ids; np.isin takes ten times as long
             is_end |= tokens == end
         if not is_end.any():
             return None
@@ -125,7 +125,7 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
 def close_blocks(
     state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, hold: np.ndarray | None = None, changed: bool = False
 ) -> None:
-    """Finish rows at their `ends` [R] (from `find_ends`), and move rows with a full block to the next one. hold: [R]
+    """Finish rows at their `ends` [R] (from `find_ends`), and move rows with a full block to the next block. hold: [R]
     bool, rows whose full block stays open. changed: whether the end of a block has changed in this step."""
     full = state.remaining[rows] == 0
     if hold is not None:
@@ -145,7 +145,7 @@ def close_blocks(
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
-    """Shorten the running rows to `cut` [R] positions. tokens: [R, W], the window's. The caller remakes the window."""
+    """Shorten the running rows to at most `cut` [R] positions. tokens: [R, W], the window's. Keeps the old window."""
     window = state.window
     is_shorter = cut < state.length[window.rows]
     rows, cut = window.rows[is_shorter], cut[is_shorter]

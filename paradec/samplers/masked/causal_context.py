@@ -1,8 +1,8 @@
 """Blocks over causal context (Nemotron-Labs-Diffusion, arXiv 2607.05722).
 
 The first token of a block is its seed. The block's first step makes a causal call over the final tokens that are not
-stored yet, stores their keys and values, and predicts the seed from the last of them. The other steps evaluate only the
-block, which attends to itself and to the store. They store nothing.
+stored yet, stores their keys and values, and predicts the seed from the last of these tokens. The other steps evaluate
+only the block, which attends to itself and to the store, and store nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CausalContext(Feature):
     seeding: np.ndarray = field(metadata=ROWS)
     """[B] bool: rows that decide a seed in the next step."""
     memory_before: dict[str, Tensor] = field(default_factory=dict)
-    """The method's memory of the seeding rows, as it was before the commit."""
+    """The sampler's memory of the seeding rows before the commit."""
 
     why_host_only = "blocks over causal context are seeded on the host"
 
@@ -48,9 +48,9 @@ class CausalContext(Feature):
         elif isinstance(blocks, PipelinedBlocks):
             why = f"blocks={short_repr(blocks)} open a block before the previous one is final"
         elif early:
-            why = f"stop={short_repr(request.stop)} reads logits after the open block, which no call computes"
+            why = f"stop={short_repr(request.stop)} reads logits after the open block, and no call computes these"
         elif request.suffix is not None:
-            why = f"suffix={short_repr(request.suffix)} omits positions after the block, and no step evaluates these"
+            why = f"suffix={short_repr(request.suffix)} omits positions after the block, which no step evaluates anyway"
         if why is not None:
             raise ValueError(f"{facts.name} decodes blocks over causal context, from a seed: {why}")
         return cls(np.zeros(state.batch, bool))
@@ -74,7 +74,7 @@ class CausalContext(Feature):
         if not seeds.any():
             return
         wanted = query.wanted
-        assert wanted is not None  # queries of windows name their columns
+        assert wanted is not None  # queries for a window's logits list the columns
         last_before = np.argmax(positions == first - 1, 1)
         is_seeding = state.per_branch(seeds[:, None])
         query.wanted = torch.where(is_seeding, state.per_branch(last_before[:, None]), wanted)
@@ -86,7 +86,7 @@ class CausalContext(Feature):
         query.window.available = available
 
     def on_commit(self, state: MaskedState, proposal: MaskedProposal, decision: StepDecision) -> None:
-        """Select only the seed in seeding rows, instead of the method's selection."""
+        """In seeding rows, replace the sampler's selection by the seed."""
         self.memory_before = {}
         if not (seeding := self.seeding[state.window.rows]).any():
             return

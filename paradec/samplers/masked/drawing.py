@@ -20,7 +20,7 @@ from paradec.samplers.statistics import top_by_rank
 def draw_candidates(
     sampler: Any, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute candidate tokens [R, W] and quantities [R, W] of one query's rows for requests with draws or filters."""
+    """Compute candidate tokens and quantities, both [R, W], of one query's rows if the request draws or filters."""
     request, needs = state.request, sampler.needs
     if generator is not None and sampler.weighs_mask(state):
         return reference.read_candidates(sampler, state, logits, query, generator)
@@ -56,7 +56,7 @@ def token_draws(state: Any, query: WindowQuery, temperature: float = 1.0, stream
 def choose_positions(
     sampler: Any, state: Any, generator: torch.Generator | None, scores: Tensor, count: np.ndarray | int
 ) -> Tensor:
-    """Draw count [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool (`View.choose`)."""
+    """Draw `count` [R] positions without replacement from softmax(scores [R, W]) -> [R, W] bool (`View.choose`)."""
     if generator is not None:
         return reference.choose_positions(state, scores.softmax(-1).nan_to_num(), count, generator)
     # Gumbel-top-k has the same distribution, also for positions whose probability underflows

@@ -6,7 +6,7 @@ The whole method, for one row of ids and without a cache (tests compare `MaskedS
 import torch
 
 def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, threshold=None, shift=0):
-    '''Fill the masks of `ids`. model(ids [1, L]) returns logits [1, L, V]. `steps` is the number per block.'''
+    '''Fill the masks of `ids`. model(ids [1, L]) returns logits [1, L, V]. steps: number of steps per block.'''
     tokens = torch.tensor(ids)
     block_start = ids.index(mask_id)
     answer_start = max((i + 1 for i, token in enumerate(ids) if token != mask_id), default=0)
@@ -98,7 +98,7 @@ from paradec.samplers.statistics import top_by_rank
 __all__ = ["LAST", "UNCUT", "MaskedProposal", "MaskedSampler", "MaskedState", "Needs", "Revision", "Stage", "View"]
 
 MIN_SAVED_LOGITS = 2**15
-"""A call omits the logits of decided positions if this saves at least so many numbers."""
+"""A call omits the logits of decided positions if this saves at least this number of logits."""
 OVERRIDES = {
     "preview": "previews",
     "process_logits": "processes_logits",
@@ -120,9 +120,9 @@ class MaskedSampler(Sampler):
     Class attributes (others: `Sampler`):
         needs: what the method reads and does; overridden methods set their flags.
         draws: whether the method draws positions (`View.draw`, `View.choose`), even at temperature 0.
-        device_step: whether the device step can run the method: `select` is its only override, never waits for the
-            device, and reads counts from tensors. Not inherited.
-        sweep: at least two variants for `paradec compare`: settings, and arguments of the request. A fraction for
+        device_step: whether the device step can run the method. Then `select` is the method's only override, never
+            waits for the device, and reads counts from tensors. Subclasses do not inherit it.
+        sweep: at least two variants for `paradec compare`, each with settings and request arguments. A fraction for
             `steps` means this share of the undecided positions.
     """
 
@@ -164,11 +164,11 @@ class MaskedSampler(Sampler):
         return None
 
     def blocks(self, block_length: int | None) -> BlockPolicy | None:
-        """Return the method's block policy, for requests without one. block_length: the request's, or None."""
+        """Return the method's block policy for requests without `blocks`. block_length: the request's, or None."""
         return None
 
     def preview(self, state: MaskedState) -> np.ndarray:
-        """Predict the positions that this step commits, in order: [R, K] int64, padded with -1. Changes nothing."""
+        """Predict the positions that this step commits (at most K), in order: [R, K] int64, padded with -1."""
         raise NotImplementedError
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
@@ -180,16 +180,16 @@ class MaskedSampler(Sampler):
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Process logits [R, W, V] -> [R, W, V] before tokens are chosen, not in place. Also returns tensors [R, ...]
-        by name for `view.updates`. The commit writes those that have the name of a memory tensor to the memory."""
+        """Process logits [R, W, V] -> [R, W, V] before tokens are chosen, not in place. Also return tensors [R, ...]
+        by name for `view.updates`. The commit writes tensors with the name of a memory tensor to the memory."""
         return logits, {}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """Compute further quantities [R, W] of a proposal, for `view.quantities`. Changes nothing."""
+        """Compute further quantities [R, W] of a proposal, for `view.quantities`. Changes no state."""
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """Choose the tokens of `view.editable` to take back or replace, after a selection."""
+        """Choose the tokens at `view.editable` positions to take back or replace, after a selection."""
         return Revision()
 
     def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
@@ -197,8 +197,8 @@ class MaskedSampler(Sampler):
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
-        """Choose where to cut rows off after this step: [R] int64 positions in the window and after the prompt, `UNCUT`
-        for rows that continue; None if all continue. Not called with `eos_early_stop=False`."""
+        """Choose where to cut rows off after this step: [R] int64 new lengths, which end in the window and after the
+        prompt; `UNCUT` for rows that continue; None if all continue. Not called with `eos_early_stop=False`."""
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
@@ -216,8 +216,8 @@ class MaskedSampler(Sampler):
         return start_state(self, model, prompt, request_for(self, request, arguments), attention_mask)
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
-        """Build one query per part of the cache's plan. A query requests the logits of the rows' windows, or only of
-        undecided positions where these suffice."""
+        """Build one query per part of the cache's plan. A query requests the logits of the rows' windows, or only those
+        of undecided positions if these suffice."""
         needs_positions = state.cache.facts.evaluates in ("picks", "targets")
         parts = state.cache.plan(state, self.positions_for_cache(state) if needs_positions else None)
         queries = [build_query(state, part) for part in parts]
@@ -231,7 +231,7 @@ class MaskedSampler(Sampler):
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
         """Propose a candidate token and its scores for every evaluated window position; other positions get the current
-        token and 0. outputs: logits [R, W, V] per query, or [R, K, V] of the query's `columns`."""
+        token and 0. outputs: logits per query, [R, W, V], or [R, K, V] at the query's K `window.columns`."""
         window, features = state.window, state.features
         generator = None if state.generator is None else state.generator.clone_state()
         current = window.read(state.canvas)
@@ -333,8 +333,8 @@ class MaskedSampler(Sampler):
     def draw_tokens(
         self, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, W] from softmax(logits [R, W, V]). With a generator, draw as the public codes: by
-        torch.multinomial if scores are "sampled" (Dream), else by the Gumbel-max trick in float64 (LLaDA)."""
+        """Draw tokens [R, W] from softmax(logits [R, W, V]). With a generator, draw as the public codes do: by
+        torch.multinomial if needs.score_from="sampled" (Dream), else by the Gumbel-max trick in float64 (LLaDA)."""
         if generator is None:
             sample = read_stats(logits, frozenset(), draws=drawing.token_draws(state, query)).sample
             assert sample is not None  # since `draws` is set
@@ -374,7 +374,7 @@ class MaskedSampler(Sampler):
 
     def commit(self, state: MaskedState, proposal: MaskedProposal) -> Commit:
         """Select and write tokens, update the memory, close full blocks and finished rows. Before any write, raises
-        FloatingPointError for NaN or infinite logits, RuntimeError if a method that must commit a token does not."""
+        FloatingPointError for NaN or infinite logits, and RuntimeError if the method commits no token but must."""
         state.check_current(proposal)
         rows, needs, features = proposal.rows, self.needs, state.features
         generator = (
@@ -443,7 +443,7 @@ def finish_step(
     arrays: Mapping[str, np.ndarray],
     committed: np.ndarray,
 ) -> None:
-    """Count a written step of `committed` [R] positions, then close full blocks and ended rows. arrays: `to_host`."""
+    """Count a step with `committed` [R] positions, then close full blocks and ended rows. arrays: from `to_host`."""
     rows, tokens = proposal.rows, arrays["tokens"]
     state.count(proposal.cost)
     state.cache.on_commit(state, tokens)
@@ -493,7 +493,7 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Find the columns [R, W] of a call that have the window's logits, and which of them exist [N, W] (None: all)."""
+    """Find the columns [branches * N, W] with the window's logits, and which of them a part has [N, W] (None: all)."""
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]
@@ -510,7 +510,7 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
 
 def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
     """Omit the logits of decided positions from a call, unless that saves little. The row with the most undecided
-    positions sets the number of columns; other rows fill them up with decided positions."""
+    positions sets the number of columns; other rows fill their columns up with decided positions."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
@@ -528,7 +528,7 @@ def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
 
 
 def gather_tokens(tensor: Tensor, query: WindowQuery, row_index: Tensor) -> Tensor:
-    """Gather a canvas-shaped tensor [B, L] at a query's positions: [N, Q]. row_index: [N] int64, the query's rows."""
+    """Gather a canvas-shaped tensor [B, L] at the Q positions of a query's rows: [N, Q]. row_index: [N], the rows."""
     rows = tensor.index_select(0, row_index)
     positions = query.positions[: len(query.rows)]
     return rows.narrow(1, 0, positions.shape[1]) if query.kind == "full" else rows.gather(1, positions)
@@ -550,7 +550,7 @@ def prepare_logits(sampler: MaskedSampler, state: Any, logits: Tensor, query: Wi
             logits.index_fill_(-1, state.suppressed, -torch.inf)
         else:  # one list per row
             rows, num_drafts = query.rows, query.window.num_drafts
-            if num_drafts is not None and len(logits) != len(rows):  # drafts are rows of the logits
+            if num_drafts is not None and len(logits) != len(rows):  # the logits have one row per draft
                 rows = rows[(np.arange(num_drafts.max())[:, None] < num_drafts).nonzero()[1]]
             excluded = state.suppressed[torch.as_tensor(rows, device=logits.device)]
             logits.scatter_(-1, excluded.unsqueeze(1).expand(-1, logits.shape[1], -1), -torch.inf)
@@ -567,7 +567,7 @@ def make_view(
     generator: torch.Generator | None = None,
     memory: Mapping[str, Tensor] | None = None,
 ) -> View:
-    """Make the view of a proposal. memory: of the method; None reads it from the state."""
+    """Make the view of a proposal. memory: the method's memory; None reads it from the state."""
     rows, available = proposal.rows, proposal.available
     draw = functools.partial(sampler.position_noise, state, generator)
     if memory is None:
@@ -594,7 +594,7 @@ def make_view(
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
     """Copy tensors to numpy arrays in one transfer, so that a step waits for the device only once. All tensors have the
-    first one's shape, with or without its last dimension. None values are omitted."""
+    shape of the first tensor, with or without its last dimension. None values are omitted."""
     by_name = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if all(tensor.is_cpu for tensor in by_name.values()):
         return {name: tensor.numpy() for name, tensor in by_name.items()}

@@ -1,4 +1,4 @@
-"""Calls that evaluate only a part of each row (over a store), some of the rows, or some columns of the window."""
+"""Calls that evaluate only some positions of each row (with a store), some rows, or some columns of the window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
-    """Build the reads and writes of one part's call in the state's store."""
+    """Build the store call of a part's query: what the query reads from the state's store and writes to it."""
     rows, cache = query.rows, state.stored_cache
     index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
     slots = query.positions
@@ -33,8 +33,8 @@ def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> Stor
 
 
 def find_columns(state: MaskedState, part: Part, source: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """Find the columns [R, W] of a part's call that evaluate positions `source` [N, W]; also return which of these
-    positions the call evaluates [N, W] (None: all)."""
+    """Find the columns [branches * N, W] of a part's call that evaluate positions `source` [N, W]; also return which of
+    these positions the call evaluates: [N, W] bool (None: all)."""
     column_of_position = np.full((len(part.index), state.canvas.shape[1]), -1)
     row, column = np.ones_like(part.positions).nonzero() if part.valid is None else part.valid.nonzero()
     column_of_position[row, part.positions[row, column]] = column
@@ -59,7 +59,7 @@ def merge_parts(
 def scatter_to_window(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scatter candidates and quantities [N, K] of a query into windows [N, W]; other columns get `current` and 0."""
+    """Scatter candidates and quantities [N, K] of a query into windows [N, W], elsewhere tokens `current` and 0."""
     columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):

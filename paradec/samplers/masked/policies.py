@@ -19,7 +19,7 @@ POLICIES = {"fixed": FixedBlocks, "whole": WholeCanvas, "adaptive": AdaptiveBloc
 
 
 def parse_policy(name: str, value: Any) -> Any:
-    """Check the field `blocks` of a request, and turn data of `policy_to_data` into a policy. Raises ValueError."""
+    """Check a request's field `blocks`, and turn data from `policy_to_data` into a policy. Raises ValueError."""
     if isinstance(value, Mapping):
         settings = dict(value)
         policy = settings.pop(name, None)
@@ -34,7 +34,7 @@ def parse_policy(name: str, value: Any) -> Any:
 
 
 def policy_to_data(value: Any) -> Any:
-    """Turn a policy into JSON data; names stay unchanged. Raises ValueError for a custom policy."""
+    """Turn a policy into JSON data; return a policy's name unchanged. Raises ValueError for a custom policy."""
     for name, policy_class in POLICIES.items():
         if type(value) is policy_class:
             return {"blocks": name} | {f.name: to_data(getattr(value, f.name)) for f in fields(value) if f.init}
@@ -64,7 +64,7 @@ def policy_by_name(
 
 
 def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Count each row's blocks from `starts` to `lengths`: [B] int64. Raises ValueError if their number is unknown."""
+    """Count each row's blocks from `starts` to `lengths`: [B] int64. Raises ValueError if the number is unknown."""
     counts = [policy.count(int(start), int(length)) for start, length in zip(starts, lengths, strict=True)]
     if None in counts:
         raise ValueError(f"steps={steps} needs a known number of blocks, not {short_repr(policy)}: leave steps out")
@@ -72,8 +72,8 @@ def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
 
 
 def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole_batch: bool = True) -> None:
-    """Raise ValueError if `steps` cannot be spread evenly over `counts` [B] blocks or canvases (`parts`: their name).
-    is_whole_batch: False if more rows may join. Rows with different counts may have uneven steps."""
+    """Raise ValueError if `steps` cannot be spread evenly over `counts` [B] parts of each row. parts: "blocks" or
+    "canvases". is_whole_batch: False if more rows may join. Rows with different counts may have uneven steps."""
     count = int(counts.max())
     if steps % count and is_whole_batch and (counts == count).all():
         raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count})")

@@ -1,5 +1,5 @@
 """Draws and ties as in the public generate.py of LLaDA and Dream, for `rng="reference"`. All rows draw from one stream,
-so that a row's numbers depend on its neighbours. torch.topk decides among equal scores."""
+so that a row's numbers depend on the other rows. torch.topk decides among equal scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class ReferenceNumbers(Feature):
-    """Draws of the public codes from the state's generator. Only commits advance it."""
+    """Draws of the public codes from the state's generator, which only commits advance."""
 
     why_rows_fixed = "rng='reference' draws all rows from one stream"
     why_host_only = "rng='reference' draws on the host"
@@ -41,8 +41,8 @@ def draw_categorical(
     generator: torch.Generator,
     selected: Tensor | None = None,
 ) -> Tensor:
-    """Draw as Dream: torch.multinomial over masked positions (only those of `selected` [R, W], if set), row by row, in
-    the logits' dtype. Other positions get their best token."""
+    """Draw as Dream does, by torch.multinomial at masked positions (if `selected` [R, W] is set, only those), row by
+    row, in the logits' dtype. Other positions get their best token."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
     masked = torch.eq(canvas, state.facts.mask_id)
     if selected is not None:
@@ -68,7 +68,7 @@ def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor |
 
 
 def position_noise(state: MaskedState, draws: str, generator: torch.Generator) -> Tensor:
-    """Draw uniform numbers [R, W] in float32, as float64. draws: for the whole "canvas", or only "masked" positions."""
+    """Draw uniform float32 numbers [R, W], returned as float64. draws: "canvas" (all positions) or "masked" ones."""
     canvas = torch.ones(state.canvas.shape, dtype=torch.float64)
     if draws == "canvas":
         canvas = torch.rand(state.canvas.shape, generator=generator).double()
@@ -95,7 +95,7 @@ def choose_positions(
 def gumbel_uniform(
     state: MaskedState, vocab: int, rows: np.ndarray, positions: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Draw uniform float64 numbers for LLaDA's noise over the whole canvas [B, L, V], and read [R, W, V] of them."""
+    """Draw uniform float64 numbers for LLaDA's noise over the canvas [B, L, V]; return those at `positions` [R, W]."""
     noise = torch.rand((*state.canvas.shape, vocab), dtype=torch.float64, generator=generator).to(positions.device)
     return noise[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
 
@@ -103,8 +103,8 @@ def gumbel_uniform(
 def read_candidates(
     sampler: Any, state: MaskedState, logits: Tensor, query: WindowQuery, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute candidates and quantities [R, W] from logits [R, W, V] of all tokens. As in the public code, the mask is
-    not a candidate, but the softmax includes it. Its share decides between nearly certain positions."""
+    """Compute candidates and quantities [R, W] from logits [R, W, V]. As in the public code, the mask is not a
+    candidate, but the softmax includes it: the mask's probability orders nearly certain positions."""
     request = state.request
     proposable = logits.index_fill(-1, torch.tensor(state.facts.mask_id, device=logits.device), -torch.inf)
     tokens = best = proposable.argmax(-1)

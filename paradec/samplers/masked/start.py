@@ -42,7 +42,7 @@ MAX_UNCHECKED = 2**24
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
-    """Check a request, and make its state: each row is the prompt and then masks. Raises ValueError or TypeError."""
+    """Check a request, and make its state: each row is a prompt, then masks. Raises ValueError or TypeError."""
     check_pair(sampler, model)
     facts, device = model.facts, model.device
     prompts = encode(model, prompt, attention_mask, request.chat)
@@ -155,8 +155,8 @@ def check_pair(sampler: Any, model: Any) -> None:
     why = sampler.needs.why_unsupported(facts)
     if sampler.needs.mask_probes and not (model.supports_visibility and facts.prediction == "same"):
         why = why or (
-            "it evaluates masks that the rest of the row does not see, which needs a transformers decoder that "
-            f"predicts in place ('same'); {facts.name} is not one"
+            "it evaluates masks that other positions do not attend to, which needs a transformers decoder that "
+            f"predicts in place ('same'); {facts.name} is not such a model"
         )
     if why is not None:
         raise ValueError(f"sampler {sampler.name!r} does not work here: {why}")
@@ -165,7 +165,7 @@ def check_pair(sampler: Any, model: Any) -> None:
 def choose_policy(
     sampler: Any, model: Any, blocks: str | BlockPolicy | None, block_length: int | None, has_masks: bool = False
 ) -> BlockPolicy:
-    """Choose the block policy of the request, else of the sampler, else of the model. has_masks: whether prompts have
+    """Choose the block policy: the request's, else the sampler's, else the model's. has_masks: whether prompts contain
     masks. Raises ValueError for an unfit policy or length."""
     facts, policy = model.facts, blocks
     if isinstance(policy, str):

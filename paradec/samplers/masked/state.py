@@ -23,7 +23,7 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """Positions of each running row's open block; with early stops, to the row's end. `R` rows, `W`: the widest."""
+    """Each running row's positions in its open block; with early stops, up to its end. `R` rows, `W` the widest."""
 
     rows: Any
     """[R] int64 on the host (in the device step a tensor): rows of the state."""
@@ -63,8 +63,8 @@ class Window:
 class MaskedState(State):
     """State of a masked sampler. `B` rows, canvas of `L` positions; row r uses the first `length[r]`.
 
-    Tensors are on the model's device, arrays on the host. Methods and caches with `device_step` also read a
-    `DeviceEngine`, which has fewer fields, all tensors.
+    Tensors are on the model's device, arrays on the host. Methods and caches with `device_step` must also work on a
+    `DeviceEngine`, which has only some of these fields, all as tensors.
     """
 
     facts: ModelFacts
@@ -80,7 +80,7 @@ class MaskedState(State):
     prompt_length: np.ndarray = field(metadata=ROWS)
     """[B] int64: the first mask of each row."""
     answer_start: np.ndarray = field(metadata=ROWS)
-    """[B] int64: the position after the last prompt token; beyond `prompt_length` where the prompt has holes."""
+    """[B] int64: the position after the last prompt token; beyond `prompt_length` if masks precede prompt tokens."""
     length: np.ndarray = field(metadata=ROWS)
     """[B] int64: positions of each row; a method's `trim` lowers it."""
     requested_end: np.ndarray = field(metadata=ROWS)
@@ -91,12 +91,12 @@ class MaskedState(State):
     suppressed: Tensor | None = field(
         metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
     )
-    """[S] int64: ids that are never proposed, besides the mask id; [B, S] if rows have different ids; None: none."""
+    """[S] int64: ids that are never proposed, besides the mask id; [B, S] if rows have different ids; None if no id."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False
     causal_keys: bool = False
-    """Both as in `Needs`."""
+    """`revises` and `causal_keys` are the sampler's, as in `Needs`."""
     stop_rules: tuple[Any, ...] = field(default=(), metadata=ROWS)
     generator: torch.Generator | None = None
     """The caller's generator, for `rng="reference"`."""
@@ -107,7 +107,7 @@ class MaskedState(State):
     window: Window = field(init=False, repr=False)
     block_start: np.ndarray = field(init=False, metadata=ROWS)
     block_end: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 each: the open block, or all open pipelined blocks."""
+    """[B] int64 each: bounds of the open block, or of all open pipelined blocks."""
     remaining: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: undecided positions of the open block."""
     masks_at_open: np.ndarray = field(init=False, metadata=ROWS)
@@ -139,7 +139,7 @@ class MaskedState(State):
     log_weight: ClassVar[Any] = property(lambda self: self._read_feature("constraint", "log_weight"))
     """[B] float64: see `paradec.Output.log_weight`."""
     present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
-    """[B, L] bool: positions that are evaluated and seen while the block is open (`paradec.Suffix`)."""
+    """[B, L] bool: positions that are evaluated and attended to while the block is open (`paradec.Suffix`)."""
     seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
     """[B] bool: rows that draw the first token of their block in the next step."""
     attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
@@ -163,7 +163,7 @@ class MaskedState(State):
         self._derive_row_values()
 
     def __getstate__(self) -> dict[str, Any]:
-        # these views of `_steps` would be pickled as copies
+        # `block_step` and `row_step` are views of `_steps`, and would be pickled as copies
         return self.__dict__ | {"block_step": None, "row_step": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class MaskedState(State):
         self.total = self.masks_before[:, -1]  # [B]: number of initially undecided positions
 
     def set_running_rows(self, rows: np.ndarray) -> None:
-        """Run only the unfinished `rows` [N] in the next steps. The caller must remember which other rows wait."""
+        """Run only the unfinished `rows` [N] in the next steps. The caller must remember the other unfinished rows."""
         running = np.zeros(self.batch, bool)
         running[rows] = True
         if (running != self.running).any():

@@ -29,9 +29,9 @@ class Needs:
 
     Attributes (the file describes all):
         reads, score: quantities of the logits; `score` ranks positions.
-        decided_logits: whether it also reads logits of decided positions.
+        decided_logits: whether the method also reads logits of decided positions.
         may_wait: whether a step may commit nothing.
-        previews, processes_logits, extra_quantities, revises, draws_tokens: set where a class overrides the method.
+        previews, processes_logits, extra_quantities, revises, draws_tokens: set if the class overrides `preview`, ...
     """
 
     reads: tuple[str, ...] = ()
@@ -41,9 +41,9 @@ class Needs:
     score_from: str = "raw"
     """"raw": softmax(logits) at any temperature (LLaDA); "sampled": the tempered and filtered distribution (Dream)."""
     reference_draws: str = "canvas"
-    """Whether the public code draws position noise for the whole "canvas" or the "masked" positions."""
+    """Positions for which the public code draws position noise: the whole "canvas", or only "masked" positions."""
     decided_logits: bool = False
-    """Whether it also reads logits of decided positions. Implied by `process_logits`, `extra_quantities`, `revise`."""
+    """Whether the method also reads logits of decided positions. `process_logits`, `extra_quantities`, `revise` do."""
     topologies: tuple[str, ...] = ()
     """Supported topologies of models; () is all."""
     may_wait: bool = False
@@ -51,13 +51,13 @@ class Needs:
     least_by_steps: bool = False
     """Whether `steps` only sets a minimum of commits per step. Then requests without `steps` may pipeline blocks."""
     mask_probes: bool = False
-    """Whether calls also evaluate masks that the rest of the row does not see."""
+    """Whether calls also evaluate masks that the row's other positions do not attend to."""
     stores_final: bool = False
-    """Whether it stores only keys and values of final blocks, which needs a cache with `reads_final_only`."""
+    """Whether the method stores only keys and values of final blocks, which needs a cache with `reads_final_only`."""
     causal_keys: bool = False
     """Whether final tokens attend causally when stored. Requests with different values share no keys and values."""
     multi_step: bool = False
-    """Whether it evaluates several drafts of a row in one call."""
+    """Whether the method evaluates several drafts of a row in one call."""
     moves: bool = False
     """Whether a method that `revises` may also move decided tokens in the open block, so that a step leaves more
     positions undecided than before; then its last step must fill the block."""
@@ -67,8 +67,8 @@ class Needs:
     processes_logits: bool = False
     extra_quantities: bool = False
     revises: bool = False
-    """Whether it takes back or replaces tokens of the open block. Then stop rules see a token only after a step has
-    left it unchanged, or its block has closed."""
+    """Whether the method takes back or replaces tokens of the open block. Then stop rules see a token only after a step
+    has left it unchanged, or its block has closed."""
     draws_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class View:
         tokens: [R, W] int64 candidate tokens.
         positions: [R, W] int64.
         quantities: the quantities that the method `reads`, each [R, W] float64.
-        quota: [R] int64 on the host: tokens granted by the schedule; None without one, a tuple for combinations.
+        quota: [R] int64 on the host: tokens granted by the schedule; None without a schedule, a tuple in combinations.
         memory: the method's memory, each [R, ...].
         updates: tensors [R, ...] that `process_logits` returned, by name.
         current: [R, W] int64: the current tokens.
@@ -132,7 +132,7 @@ class View:
         choose: choose(scores [R, W], count [R] or an int) draws `count` positions of each row without replacement from
             softmax(scores): [R, W] bool.
         ends: [E] int64: ids that end an answer.
-        leading: [R, W] int64, with pipelined blocks: the number of each block that must make progress, -1 elsewhere.
+        leading: [R, W] int64, with pipelined blocks: number of the position's block if it must make progress, else -1.
     """
 
     scores: Tensor
@@ -183,10 +183,10 @@ class Stage:
 
 @dataclass
 class StepDecision:
-    """Writes of a step. Shapes: `R` rows, `W` positions."""
+    """Tokens that a step writes. Shapes: `R` rows, `W` positions."""
 
     values: Tensor
-    """[R, W] int64."""
+    """[R, W] int64: tokens, written where `selected`."""
     selected: Tensor
     """[R, W] bool: positions to write."""
     filled: Tensor

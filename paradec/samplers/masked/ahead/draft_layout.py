@@ -33,7 +33,7 @@ class DraftState(MaskedState):
 
     @property
     def remaining(self) -> np.ndarray:  # type: ignore[override]
-        """[B] int64: undecided positions of the block. Computed when read, since it waits for the device."""
+        """[B] int64: undecided positions of the block. Computed only when read, since the copy waits for the device."""
         if self.steps and not self._is_counted:
             self._remaining, self._is_counted = self._remaining.copy(), True
             self._remaining[self.window.rows] = self.undecided_window.sum(1).cpu().numpy()
@@ -55,7 +55,7 @@ def build_queries(state: MaskedState, drafts: list[DraftState], counts: np.ndarr
     queries: list[WindowQuery] = []
     for part in state.cache.plan(state):
         has_drafts = counts[part.index] > 1
-        # calls with drafts do not write to the store; rows without drafts do, as with the base
+        # calls with drafts do not write to the store; calls of rows without drafts do, as with the base
         in_one_call = state.store is None and not tree and has_drafts.any()
         for selected in [has_drafts | True] if in_one_call else [~has_drafts, has_drafts]:
             if not selected.any():
@@ -74,8 +74,8 @@ def build_queries(state: MaskedState, drafts: list[DraftState], counts: np.ndarr
 def logits_by_draft(
     state: MaskedState, base: Any, outputs: list[Tensor], queries: list[WindowQuery], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """Collect logits [N, W, V], the index in them of each row's draft [K, R] (its last draft if it has fewer), and the
-    number of drafts per row [R]. count: K."""
+    """Collect the drafts' logits [N, W, V], the index along N of draft k of each row [K, R] (of the last draft if a row
+    has fewer), and the number of drafts per row [R]. count: K."""
     num_rows = len(state.window.rows)
     pieces, indices, num_drafts = [], np.zeros((count, num_rows), np.int64), np.ones(num_rows, np.int64)
     total = 0
@@ -132,7 +132,7 @@ def to_batch_query(state: MaskedState, query: WindowQuery, drafts: list[DraftSta
 def _decided_steps(
     state: MaskedState, query: WindowQuery, drafts: list[DraftState], draft_index: np.ndarray, query_row: np.ndarray
 ) -> Tensor:
-    """Compute `WindowQuery.decided_at` of D drafts, of rows `query_row` [D]: [branches * D, Q] int64."""
+    """Compute `WindowQuery.decided_at` of drafts `draft_index` [D] of rows `query_row` [D]: [branches * D, Q] int64."""
     order: Any = state.features["decision_order"]
     window, steps_by_draft = state.window, []
     decided_at = window.read(order.decided_at)
@@ -185,7 +185,7 @@ def to_tree_query(state: MaskedState, query: WindowQuery, drafts: list[DraftStat
 def _draft_tokens(
     state: MaskedState, query: WindowQuery, drafts: list[DraftState], draft_index: np.ndarray, query_row: np.ndarray
 ) -> Tensor:
-    """Gather the tokens of D drafts, of rows `query_row` [D], at a query's positions: [branches * D, Q] int64."""
+    """Gather the tokens of drafts `draft_index` [D] of rows `query_row` [D] at a query's Q positions, per branch."""
     device, window = state.canvas.device, state.window
     running = torch.as_tensor(query.window.index[query_row], device=device)
     rows = torch.as_tensor(query.rows[query_row], device=device)

@@ -1,7 +1,7 @@
 """FreeDave ("Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py).
 
-The public code writes a forward's tokens only after the next forward has verified them. Here the first of a forward's
-steps is committed at once. Tokens and forwards are the same, except that rows without masks need no forward here.
+The public code writes the tokens of a model call (forward) only after the next forward has verified them. Here the
+first of a forward's steps is committed at once. The results are equal, but rows without masks need no forward here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def accept_drafts(
     if not subset:
         agrees = (written[:-1] == drafts[1:]).all(-1) & (depth[1:] < num_drafts)
         return np.cumprod(agrees, axis=0).sum(0), judge_of_draft
-    # [judging, judged, R]
+    # [judging draft, judged draft, R]
     is_within = ((drafts[None] == mask) | (drafts[None] == written[:, None])).all(-1) & (depth < num_drafts)
     num_accepted = np.zeros(len(rows), np.int64)
     for _ in range(count - 1):
@@ -62,12 +62,12 @@ def accept_drafts(
 
 @dataclass(frozen=True)
 class FreeDave(DraftingSampler):
-    """Run several steps of another sampler, `base`, per forward, as long as they equal their drafts.
+    """Run several steps of another sampler, `base`, per forward, as long as the steps' tokens equal their drafts.
 
     The base decides a step from the logits of a forward. Then, with this step's tokens written, it decides further
-    steps from the same logits: these are the drafts. The next forward evaluates the row and its drafts together, and
-    the base decides from the logits of each. As long as a decision equals the next draft, the next draft's logits are
-    those that the base would have computed. The first step in a block has no drafts.
+    steps from the same logits; the rows after these steps are the drafts. The next forward evaluates the row and its
+    drafts together, and the base decides a step from the logits of each. As long as a step's result equals the next
+    draft, this draft's logits are those that the base would have computed. The first step in a block has no drafts.
 
     Lossless: tokens equal those of the base with the same cache. This also holds at temperature > 0, because a draft
     uses the random numbers of its step (the public code is only equal in distribution there). Rows end and blocks open
@@ -81,9 +81,9 @@ class FreeDave(DraftingSampler):
             base) to 64. The public code has 4 for LLaDA, and 8 for Dream and TraDo.
         draft_mode: "batch" evaluates each draft as a row, which reads a copy of the stored keys and values. "tree" (the
             public code's default) puts a row's drafts into one row, which reads the store once. There, each draft
-            attends only to itself, so that the model's attention must accept a mask. The result is the same.
+            attends only to itself; the model's attention must accept a mask for this. The result is the same.
         agreement: "exact" is lossless. "subset" is FreeDave++ for threshold rules: a draft is accepted if the step from
-            an accepted draft would commit all its tokens. It needs fewer forwards, but tokens differ from the base's.
+            an accepted draft commits all the draft's tokens. This saves forwards, but tokens differ from the base's.
             Preset "freedave++" has "subset" and 0.95, the threshold of the paper's code.
 
     The method is faster with few rows and short windows, for which K times the positions cost hardly more. Forwarded
@@ -113,7 +113,7 @@ class FreeDave(DraftingSampler):
         check_choice("agreement", self.agreement, ("exact", "subset"))
         base, why = base_sampler(self.base), None
         if self.agreement == "subset" and (base.memory() or base.uses_steps or base.needs.may_wait):
-            why = "agreement='subset' skips steps, and it has a memory or a schedule that counts them"
+            why = "agreement='subset' skips steps, which the base's memory or schedule counts"
         self._adopt(base, why, may_wait=base.needs.may_wait)
         object.__setattr__(self, "uses_steps", base.uses_steps)
 
@@ -138,7 +138,7 @@ class FreeDave(DraftingSampler):
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
         rows = state.window.rows
-        # no more drafts than steps left in the block: most methods commit a token per step, and end with their plan
+        # at most as many drafts as the block has steps left: each step commits a token (unless `may_wait`), plans end
         num_drafts = np.full(len(rows), self.draft_steps)
         if not self.needs.may_wait:
             num_drafts = np.minimum(num_drafts, state.remaining[rows])
@@ -203,7 +203,7 @@ class FreeDave(DraftingSampler):
             state.memory.write(name, rows, pick_step([step.memory[name] for step in steps], last_step))
         if self.draft_steps > 1:
             self._remember_readings(state, rows, steps, last_step)
-        # the score of a token is that in the step that committed it
+        # a token's score comes from the step that committed it
         step_of_token = (changed & (depth < num_steps)[..., None]).argmax(0)
         scores = torch.stack([step.proposal.scores for step in steps])
         judging_draft, values, selected = (
@@ -286,7 +286,7 @@ class FreeDave(DraftingSampler):
             values.update({name: value for name, value in step.proposal.updates.items() if name not in base_memory})
         for name in readings[0]:
             value = pick_step([values[name] for values in readings], last_step)
-            if LAST_FORWARD + name not in memory:  # updates are known only after the first run of a logits stage
+            if LAST_FORWARD + name not in memory:  # the names of updates are known only after the first logits stage
                 shape = list(value.shape[1:])
                 is_wide = shape[:1] == [steps[0].written.shape[1]]
                 dims: tuple[str | int, ...] = ("window", *shape[1:]) if is_wide else tuple(shape)

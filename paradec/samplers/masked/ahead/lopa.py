@@ -20,7 +20,7 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedState, finish_ste
 from paradec.samplers.masked.view import StepDecision
 
 TOKENS, CONFIDENCE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
-"""Memory names, each [B, window]: candidates of the last best branch, their confidence, its undecided positions."""
+"""Memory names, each [B, window]: candidates of the last best branch, their confidence, and its undecided positions."""
 
 
 @dataclass(kw_only=True)
@@ -31,17 +31,17 @@ class BranchProposal(DraftProposal):
 
 @dataclass(frozen=True)
 class LoPA(DraftingSampler):
-    """Run the steps of another sampler, `base`, from the branch that keeps the confidence of the undecided positions
-    highest. Tokens may differ from the base's.
+    """Run the steps of another sampler, `base`, from the branch with the highest confidence at its undecided positions.
+    A branch is a copy of the row with one additional token. Tokens may differ from the base's.
 
-    A step evaluates the row and, as separate rows with the same keys and values, `branches` copies of it with one
-    additional token each. These are the last step's candidates at the most confident positions that it left undecided
-    in the open blocks: the first branch has the most confident one, and so on. A branch's score is alpha * (confidence
+    A step evaluates the row and `branches` branches, as separate rows with the same keys and values. Their additional
+    tokens are the last step's candidates at the most confident positions that this step left undecided in the open
+    blocks; the first branch gets the most confident of them, and so on. A branch's score is alpha * (confidence
     of its token; 1 for the row itself) + (1 - alpha) * (mean confidence of the least confident share `tail` of its
     undecided positions; 1 without any). The branch with the highest score replaces the row, and the base decides from
     its logits. Among equal scores, the branch with the most confident token wins; the row itself comes last, as in the
     public code. A block's first step has no branches. With a cache, the first step after the first open block was
-    filled has none either.
+    filled has no branches either.
 
     Args:
         base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,
@@ -148,7 +148,7 @@ class LoPA(DraftingSampler):
         # branch 0, the row itself, loses ties
         best = (proposal.branch_scores.roll(-1, 0).argmax(0) + 1) % len(steps)
         written = pick_step([step.written for step in steps], best)
-        # a row with fewer branches repeats its last one
+        # a row with fewer branches repeats its last one in the sum; all are checked for NaN
         confidence = torch.stack([step.proposal.quantities["confidence"] for step in steps])
         cuts = [step.cut for step in steps if step.cut is not None]
         cut = pick_step(cuts, best) if cuts else None

@@ -1,4 +1,4 @@
-"""Samplers that run the steps of another sampler, their base, on drafts of the row."""
+"""Samplers that run the steps of another sampler, the base, from drafts of a row."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class DraftingSampler(MaskedSampler):
     unsupported = (*MaskedSampler.unsupported, "rng", *CONTROLS)
 
     def _adopt(self, base: MaskedSampler, why: str | None, **changes: Any) -> None:
-        """Set the base, and the needs from the base with `changes`. Raises ValueError for an unfit base, or if `why` is
-        not None."""
+        """Set `base`, and `needs` as the base's with `changes`. Raises ValueError for an unfit base, or with the reason
+        `why` if it is not None."""
         if (why := why_not_a_base(base) or why) is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler {self.name!r}: {why}")
         names = ("reads", "score", "score_from", "decided_logits")
@@ -84,7 +84,7 @@ class DraftingSampler(MaskedSampler):
         drafts per row [R].
 
         reader: the sampler that reads candidates and quantities from logits. outputs: logits [R, W, V], one per query.
-        chain: whether a step reads the memory from the previous draft's step, or from the state."""
+        chain: True reads a step's memory from the previous draft's step, False from the state."""
         window, base = state.window, self.base
         draft_windows = [query.window for query in queries if isinstance(query.window, DraftLogits)]
         drafts = draft_windows[0].drafts if draft_windows else [DraftState(state, 0, window.read(state.canvas))]
@@ -191,7 +191,7 @@ def base_sampler(base: Any) -> MaskedSampler:
 
 
 def pick_step(tensors: list[Tensor], step_index: Tensor) -> Tensor:
-    """Select each row's entry in the tensor with index `step_index` [R], of tensors [R, ...]."""
+    """Select each row's entry from tensor number `step_index` [R] of `tensors`, which are [R, ...] each: [R, ...]."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.stack(tensors)[step_index, torch.arange(len(step_index), device=step_index.device)]

@@ -21,7 +21,7 @@ from paradec.samplers.masked.state import MaskedState, Window
 from paradec.samplers.masked.view import MaskedProposal, run_select
 
 WIDTH_MULTIPLE = 64
-"""Windows that shrink from block to block have a width rounded up to a multiple of this, so that graphs are reused."""
+"""The width of windows that shrink from block to block is rounded up to a multiple of this, to reuse graphs."""
 
 
 class DeviceEngine:
@@ -49,7 +49,7 @@ class DeviceEngine:
         self.logprobs: LogProbs | None = None
         self.blocks = zeros(self.batch, layout.max_blocks, 3)
         """[B, K, 3]: start, end and number of undecided positions of each row's blocks that have some."""
-        # in one extra column: values that must not be written are written to the first row's
+        # with an extra column: values to discard are written into the first row's extra entry
         self.canvas = zeros(self.batch, self.columns + 1)
         """[B, L + 1] int64."""
         self._row_fields = zeros(6, self.batch)
@@ -76,7 +76,7 @@ class DeviceEngine:
         self.live = torch.ones((), dtype=torch.bool, device=device)
         """If False, steps change no row: for the warm-up and capture of graphs."""
         self.flags = zeros(4)
-        """Of `_update_flags`, for the host."""
+        """Set by `_update_flags`, read by the host."""
         self.features: dict[str, Any] = {}  # no feature changes a device step
         self.longest_plan = layout.longest_plan
         self.generator = None
@@ -86,7 +86,7 @@ class DeviceEngine:
         self.pool: Any = None
         self.stream: Any = None
         self.tables: dict[Any, Tensor] = {}
-        """Constants of the sampler, which it makes at its first step."""
+        """Constant tables that the sampler makes at its first step."""
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +135,7 @@ class DeviceEngine:
     # ---- rows that come and go --------------------------------------------------------------------------------------
 
     def copy_rows(self, source: DeviceEngine, rows: np.ndarray) -> None:
-        """Copy `rows` [N] of another engine into the first slots of this one, which is empty and at least as large."""
+        """Copy `rows` [N] of the engine `source` into the first slots of this empty, at least as large engine."""
         index, count = torch.as_tensor(rows, device=self.device), len(rows)
         self.canvas[:count, : source.columns] = source.canvas[index, : source.columns]
         self.blocks[:count, : source.blocks.shape[1]] = source.blocks[index]
@@ -208,7 +208,7 @@ class DeviceEngine:
         state.stopped[selected] = host[3] > 0
         counts[:, selected] = self.counts[:, index].cpu().numpy()
         state.add_counts(counts)
-        self.counts.index_fill_(1, index, 0)  # the state has them now
+        self.counts.index_fill_(1, index, 0)  # the state has these counts now
         state.commits = max(state.commits, int(host[1].max()))
         state.finish(selected[host[4] == 0])
         if rows is None:
@@ -222,7 +222,7 @@ class DeviceEngine:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, kind: str, count: int, width: int) -> None:
-        """Run one step of at most `count` rows in the phase `kind`, over `width` columns each."""
+        """Run one step in the phase `kind` on n = `count` rows, over `width` columns each; others are unchanged."""
         in_phase = self.running & self.live
         if self.cache.facts.uses_store:
             is_first_step = self.block_step == 0
@@ -321,7 +321,7 @@ class DeviceEngine:
         return query, stop - start
 
     def _end_rows(self, rows: Tensor, active: Tensor, window: Any, valid: Tensor, written: Tensor) -> Tensor:
-        """End rows as `EndOfText` does: [n] bool. written: [n, W], the window after the write."""
+        """End rows as `EndOfText` does; return which: [n] bool. written: [n, W], the window's tokens after the step."""
         is_answer = window.positions >= self.answer_start[rows].unsqueeze(1)
         is_end = (written.unsqueeze(-1) == self.ends).any(-1) & valid & is_answer
         column = (is_end | (written == self.mask_id)).int().argmax(1, keepdim=True)  # the first end token or mask
@@ -348,7 +348,7 @@ class DeviceEngine:
         self.block_step.index_copy_(0, rows, torch.where(full, 0, self.block_step[rows]))
 
     def _update_flags(self) -> None:
-        """Set `flags`: number of rows in the phases "full" and "window", columns of the widest window, any failure."""
+        """Set `flags`: number of rows in the phases "full" and "window", width of the widest call, any failure."""
         full, window, widest = self.running, torch.zeros_like(self.running), torch.zeros_like(self.block_start)
         if self.cache.facts.uses_store:
             full, window = self.running & (self.block_step == 0), self.running & (self.block_step > 0)

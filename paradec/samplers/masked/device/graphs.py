@@ -44,7 +44,7 @@ class StepLayout:
     """Whether rows end at their first end token."""
     suppressed: tuple[int, ...]
     holes: bool
-    """Whether end tokens are excluded from holes."""
+    """Whether end tokens are excluded at masks before prompt tokens."""
     device: torch.device
     capture: bool
 
@@ -53,7 +53,7 @@ class StepLayout:
         """Make the layout of a request. table: its blocks, from `block_table`."""
         width, max_block_length = state.canvas.shape[1], int((table[..., 1] - table[..., 0]).max())
         columns = width
-        if getattr(state.cache, "max_memory", None) is None:  # a limit may leave no space for padding
+        if getattr(state.cache, "max_memory", None) is None:  # a memory limit may leave no space for padding
             columns = -(-width // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
             if state.facts.max_length is not None:
                 columns = max(width, min(columns, state.facts.max_length))

@@ -37,13 +37,13 @@ class DeviceRows:
         row_layout, layout = layout.for_slots(engine.batch), engine.layout
         sizes: Any = {name: max(getattr(layout, name), getattr(row_layout, name)) for name in SIZES}
         layout = replace(layout, **sizes, holes=layout.holes or row_layout.holes)
-        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs have the old ones
+        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs have the old layout or weights
             self._move_rows(np.arange(engine.batch), layout)
         self.engine.replace_rows(np.array([slot]), state, table)
 
     @torch.inference_mode()
     def arrange(self, rows: np.ndarray, slots: int) -> None:
-        """Change the number of slots to `slots`. `rows` [N] move to the first of them."""
+        """Change the number of slots to `slots`. `rows` [N] move to the first slots; other rows are dropped."""
         self._move_rows(rows, replace(self.engine.layout, batch=slots))
 
     @torch.inference_mode()

@@ -3,8 +3,8 @@
 The loop of `protocol.decode` waits for the device at every step. Here blocks, counters and ends are tensors of fixed
 shapes, and a step is a pure function of them. On CUDA the step is captured in a graph once per shape, then replayed.
 
-There are two phases. In the phase "full" a row is evaluated whole: at every step without a cache, in a block's first
-step with one. In the phase "window" only its window is evaluated. A step belongs to one phase and leaves rows in the
+There are two phases. In the phase "full" a row is evaluated whole: without a cache at every step, with a cache in a
+block's first step. In the phase "window" only its window is evaluated. A step belongs to a phase and leaves rows in the
 other phase unchanged. Every `poll_every` steps the host reads one small tensor to see which phases are needed. There is
 one graph per phase, number of rows (powers of two) and width of the window. Graphs outlive their request, since a step
 reads only tensors at fixed addresses and a `StepLayout`. The model keeps the last engines until `clear_graphs`.
@@ -71,8 +71,8 @@ def decode(
     capture: True replays CUDA graphs; False runs the same step without capture, on any device.
     poll_every: number of steps after which the host reads from the device. More than one saves waits, but may replay up
         to poll_every - 1 useless steps at every block's end.
-    Raises ValueError for a request that the device-side step cannot serve, a state with steps, or `capture` without a
-    CUDA device; FloatingPointError, RuntimeError as `MaskedSampler.commit`, without a write to the failing row."""
+    Raises ValueError for a request that the device-side step cannot serve, a state that has run steps, or `capture`
+    without a CUDA device; else as `MaskedSampler.commit`, but other rows have then been written."""
     check_bool("capture", capture)
     check_int("poll_every", poll_every, low=1)
     if capture and state.canvas.device.type != "cuda":
@@ -103,7 +103,7 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
 
 def take_engine(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
     """Take an engine with this layout from the model, or make one; also return the model's `fingerprint`. A concurrent
-    request, which does not find the engine, makes another one."""
+    request does not find the taken engine, and makes another."""
     module = fingerprint(model)
     for key in [key for key in model.engines if key[1] != module]:  # their weights were replaced
         del model.engines[key]

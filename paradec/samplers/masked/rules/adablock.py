@@ -14,7 +14,7 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 @dataclass(frozen=True)
 class AdaBlock(MaskedSampler):
-    """Commit as `threshold` does, in blocks of `paradec.AdaptiveBlocks`, the paper's contribution.
+    """Commit as `threshold` does, but in blocks of `paradec.AdaptiveBlocks`. These blocks are the paper's contribution.
 
     A request's `block_length` replaces `init_block_length`, and a request's `blocks` replaces these blocks. Each row of
     a batch has its own blocks (the public code decodes one row).
@@ -22,7 +22,7 @@ class AdaBlock(MaskedSampler):
     Args:
         threshold: probability that a token must reach, in [0, 1]; 1 commits one token per step.
         init_block_length, delimiter_threshold, delimiters, delimiter_match, window, min_block_length: the settings of
-            `AdaptiveBlocks`. The defaults are the paper's values for LLaDA; preset "dream" has its values for Dream.
+            `AdaptiveBlocks`. The defaults are the paper's values for LLaDA. Preset "dream" has those for Dream.
     """
 
     threshold: float = 0.9

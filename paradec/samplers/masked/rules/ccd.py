@@ -30,8 +30,8 @@ class CCD(LowConfidence):
     disagree, the average is flat: its entropy is the mean entropy plus the disagreement. Tokens are chosen from the
     average, too.
 
-    The schedule gives the number of positions (the paper's budget), or one without `steps`. With an entropy_threshold
-    (CCD-DS), a step also commits the positions in its buffer whose entropy is at most this threshold.
+    The linear schedule gives the number of positions to commit (the paper's budget); without `steps` it is 1. With an
+    entropy_threshold (CCD-DS), a step also commits the positions in its buffer with at most this entropy.
 
     Args:
         history: d, number of averaged steps, including this one, at most 64; 1 is the entropy rule. The presets have
@@ -96,15 +96,15 @@ class CCD(LowConfidence):
         return self._average(logits, stage), updates
 
     def _average(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Replace logits [R, W, V] by the average's at undecided positions in buffers of earlier steps."""
+        """Replace logits [R, W, V] by log averages at undecided positions in the E buffer entries of earlier steps."""
         earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
         count = (earlier_columns.unsqueeze(1) == window).sum(-1).where(stage.undecided, 0)  # [R, W]
         max_columns = min(earlier_columns.shape[1], logits.shape[1])
-        if logits.is_cpu:  # an accelerator would have to wait
+        if logits.is_cpu:  # on an accelerator, reading the number would wait for the device
             max_columns = int((count > 0).sum(1).amax())
-        columns = count.topk(max_columns, dim=1).indices  # [R, U], distinct
+        columns = count.topk(max_columns, dim=1).indices  # [R, U]: U = max_columns distinct columns
         count = count.gather(1, columns).unsqueeze(-1)
         logits_at_columns = select_columns(logits, columns)
         logits_at_columns = logits_at_columns.to(torch.promote_types(logits_at_columns.dtype, torch.float32))

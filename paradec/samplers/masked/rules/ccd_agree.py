@@ -16,12 +16,12 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class CCDAgree(LowConfidence):
-    """Per row, order the masked positions by entropy. T is the set of the first b positions (b: the linear schedule's
-    number; 1 without `steps`), V that of the first n, and B the buffer of the previous step.
+    """Per row, order the masked positions by entropy. Let b be the linear schedule's number (1 without `steps`), T the
+    set of the first b positions, V the set of the first n positions, and B the buffer of the previous step.
 
     Q is the set of positions in both V and B whose best token is the same as in the previous step. A step commits Q if
-    T and B share a position and Q has at least b positions. In all other cases, and in the first `warmup` steps, it
-    commits T. Then the n positions of lowest entropy that are still masked become the new B. n starts at 1. From the
+    T and B share a position and Q has at least b positions. In all other cases, and in the first `warmup` steps, the
+    step commits T. Then the n still masked positions of lowest entropy become the new B. n starts at 1. From the
     last warmup step on it grows by one per step, up to b * (1 + expand_ratio). It is 2 once at most a share `tail` of
     the block's initial masks is left.
 
@@ -29,11 +29,11 @@ class CCDAgree(LowConfidence):
         warmup: steps of a block before agreement is used, at least 0.
         expand_ratio: limit of n's growth, at least 0.
         tail: share of the block's initial masks, in [0, 1].
-        adaptive: whether all of Q is committed (CCD-DS, the code's `seek_mode`) or only its first b positions.
+        adaptive: True commits all of Q (CCD-DS, the code's `seek_mode`), False only its first b positions.
 
-    Best tokens are the model's, even if others are drawn at temperature > 0. The public code decodes one row, over the
-    whole canvas and without a cache; here steps, buffer and shares are counted per row and block. A position that a
-    cache does not evaluate in a step keeps its last best token.
+    Best tokens are the model's, even if other tokens are drawn at temperature > 0. The public code decodes one row,
+    over the whole canvas and without a cache; here steps, buffer and shares are counted per row and block. A position
+    that a cache does not evaluate in a step keeps its last best token.
     """
 
     warmup: int = 5

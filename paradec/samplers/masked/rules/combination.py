@@ -50,7 +50,7 @@ class Combination(MaskedSampler):
             entries = getattr(self, name)
             is_sequence = isinstance(entries, Sequence) and not isinstance(entries, (str, bytes))
             if not is_sequence or (name == "rules" and not entries):
-                raise ValueError(f"{name}={short_repr(entries)} must be a sequence of samplers; rules has at least one")
+                raise ValueError(f"{name}={short_repr(entries)} must be a sequence of samplers; rules needs one")
             object.__setattr__(self, name, tuple(self._make_member(name, entry) for entry in entries))
         sources = {rule.needs.score_from: rule.name for rule in reversed(self.rules)}
         if len(sources) > 1:
@@ -137,7 +137,7 @@ class Combination(MaskedSampler):
     def observe(self, state: MaskedState, proposal: MaskedProposal) -> Notes:
         notes = super().observe(state, proposal)
         generator = None
-        if state.generator is not None:  # a copy: the commit draws the same numbers
+        if state.generator is not None:  # draw from a copy, so that the commit draws the same numbers
             generator = reference.generator_after(state.generator, proposal.generator_state)
         view, rows = make_view(self, state, proposal, generator), proposal.rows.tolist()
         names: dict[tuple[int, int], tuple[str, ...]] = {}
@@ -178,8 +178,8 @@ class Combination(MaskedSampler):
 
 @dataclass(frozen=True)
 class Union(Combination):
-    """Commit positions that at least one of the rules would commit. As a name: "credit+localleap". A rule may commit
-    nothing in a step (Dream's time grid) if another rule commits something or all rules wait within their schedule."""
+    """Commit positions that at least one of the rules would commit. A sampler name such as "credit+localleap" makes a
+    union. A step commits nothing only if all rules do so and their schedules allow it (Dream's time grid)."""
 
     rules: tuple[Any, ...] = ("credit", "localleap")
 
@@ -195,8 +195,8 @@ class Union(Combination):
 
 @dataclass(frozen=True)
 class Intersection(Combination):
-    """Commit positions that all rules would commit, or, if there are none, the first rule's best position. Rules whose
-    steps may commit nothing are not supported: an intersection would break their schedule."""
+    """Commit positions that all rules would commit. If no position is such, commit the first rule's best one. Rules
+    whose steps may commit nothing are not supported: an intersection would break their schedule."""
 
     rules: tuple[Any, ...] = ("threshold", "entropy_threshold")
 

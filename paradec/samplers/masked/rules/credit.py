@@ -25,25 +25,25 @@ class Credit(MaskedSampler):
             z~(i, v) = z(i, v) + fusion * ln(1 + C(i, v)),
 
     where p = softmax(z). It commits the masked positions whose best token has probability >= threshold under
-    softmax(z~), and always the most confident one. Every step, even the first, adds credit before it reads credit.
+    softmax(z~), and always the most confident position. Every step, even the first, adds credit before it reads credit.
     Credit is bounded: at constant p it tends to p ** exponent / (1 - decay).
 
     Args:
         threshold: tau, in [0, 1].
         decay: beta, in [0, 1].
-        exponent: gamma, at least 0; a smaller one makes credit depend less on confidence.
+        exponent: gamma, at least 0; a smaller exponent makes credit depend less on confidence.
         fusion: lambda (dInfer: alpha), at least 0; 0 gives the sampler `threshold`.
         storage: "dense" stores C, 4 bytes * vocabulary per position of the block (16 MB per row at 32 positions and
             126,464 tokens). "slots" stores `slots` tokens per position, 8 bytes each (2 KB per row at 8 slots). The
             result is the same unless a position has more than `slots` different best tokens within a block.
         slots: tokens per position under "slots", 1 to 1024; when full, the token with the least credit is replaced.
 
-    Each row's credit starts at 0 in every block. The best token gets credit, even if another is drawn at temperature >
-    0. At positions that a cache does not evaluate in a step, credit neither grows nor decays.
+    Each row's credit starts at 0 in every block. The best token gets credit, even if another token is drawn at
+    temperature > 0. At positions that a cache does not evaluate in a step, credit neither grows nor decays.
 
-    The defaults are values that third parties report for the paper's final version, except its threshold of 0.95.
-    Presets "dinfer" and "sglang" have the settings of these projects. In SGLang's code, the larger of the raw and the
-    fused probability counts, and a new token in a slot inherits the old token's credit; neither is implemented here.
+    The defaults are values that third parties report for the paper's final version; only the threshold is 0.95 there.
+    Presets "dinfer" and "sglang" have the settings of these projects. SGLang's code compares the larger of the raw and
+    the fused probability, and a new token in a slot inherits the old token's credit. Neither is implemented here.
     """
 
     threshold: float = 0.9

@@ -18,16 +18,16 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class DreamSampler(MaskedSampler):
-    """Commit a share 1 - s/t of the masked positions per step, the most confident first; t and s are neighbours in the
-    time grid linspace(1, eps, steps + 1).
+    """Commit a share 1 - s/t of the masked positions per step, the most confident first. t and the next s are
+    neighbours in the time grid linspace(1, eps, steps + 1).
 
     Args:
         alg_temp: a value above 0 (at least 1e-6) draws positions without replacement from softmax(score / alg_temp).
             None or 0 commits the highest scores.
         eps: end of the time grid.
 
-    Unlike in the reference, the number of tokens is counted per row, not from the batch's mean. Early steps may commit
-    nothing, since the number is rounded down; `steps` bounds the total.
+    The share is taken of each row's masked positions; the public code takes it of the batch's mean. Early steps may
+    commit nothing, since the number is rounded down; `steps` bounds the number of steps.
     """
 
     alg_temp: float | None = None

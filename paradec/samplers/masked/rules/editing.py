@@ -19,21 +19,21 @@ from paradec.samplers.masked.rules.threshold import select_at_least
 @dataclass(frozen=True)
 class Editing(MaskedSampler):
     """Per row and step, commit every masked position of the block with confidence > threshold, and always the best one.
-    Also replace each decided token (except prompt tokens) by the position's candidate, if this is another token with
+    Also replace each decided token (prompt tokens excepted) if the position's candidate is a different token with
     confidence > editing_threshold. When no mask is left, steps continue in the block until a step edits nothing.
 
     Args:
         threshold: confidence that fills a mask (mask to token), in [0, 1].
         editing_threshold: confidence that replaces a token (token to token), in [0, 1]; 1 edits nothing and needs no
             extra step. (diffusers turns editing off with 0; here 0 replaces every token that is not the model's best.)
-        max_post_steps: maximum number of steps of a block without masks.
-        least: minimum number of masks that a step fills, the best ones; at least 1 (the code's `num_to_transfer`).
-        end: "step" ends a row at an end token once a step has left all tokens up to it unchanged; "block" once its
-            block is closed, as in the model's code. Until then later steps may replace the end token.
+        max_post_steps: maximum number of a block's steps after its last mask is filled.
+        least: a step fills at least this many masks, the best ones; at least 1 (the code's `num_to_transfer`).
+        end: "step" ends a row at an end token once a step has left all tokens up to it unchanged. "block" ends the row
+            once the end token's block is closed, as in the model's code; until then later steps may replace the token.
 
     n masks need at most n + max_post_steps steps. Defaults are those of diffusers. Preset "llada2.1" has the settings
     of the model's code for blocks of 32; "dllm" is the same with end="step"; "sglang" has the thresholds of SGLang.
-    diffusers runs one step more than max_post_steps, and ends a row at an end token as soon as no mask is before it.
+    diffusers runs one step more than max_post_steps, and ends a row at an end token once no mask precedes the token.
     The method needs a model that was trained to edit.
     """
 
@@ -74,7 +74,7 @@ class Editing(MaskedSampler):
     def revise(self, view: View, selected: Tensor) -> Revision:
         confident = view.quantities["confidence"] > self.editing_threshold
         edit = view.editable & confident & (view.tokens != view.current)
-        # a block stays open after a step that fills masks or changes a token
+        # a block stays open after a step that has masks to fill or edits a token
         changed = view.candidates.any(1) | edit.any(1)
         return Revision(edit=edit, hold_block=changed & (self.post_steps(view) < self.max_post_steps))
 

@@ -12,11 +12,11 @@ from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 
 @dataclass(frozen=True)
 class EntropyThreshold(MaskedSampler):
-    """Per row, commit every masked position of the block with entropy <= threshold, and always the lowest entropy.
+    """Per row, commit every masked position of the block with entropy <= threshold, and always that of lowest entropy.
 
     Args:
-        threshold: entropy of softmax(logits) in nats, at any temperature; at least 0. The paper has 0.5, and 0.45 for
-            code, with models that are trained for the rule.
+        threshold: entropy of softmax(logits) in nats, at any temperature; at least 0. The paper uses 0.5, and 0.45 for
+            code tasks, with models that are trained for the rule.
 
     The public code adds 1e-12 within the logarithm; here the entropy is exact.
     """

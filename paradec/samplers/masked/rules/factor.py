@@ -18,13 +18,13 @@ class Factor(MaskedSampler):
     decoding if (n + 1) e <= 1.
 
     Args:
-        factor: f of the rule; a larger one commits more.
+        factor: right side of the rule; a larger factor commits more.
         reference_last_rank: True also commits the least confident position if no other position fails the rule, as the
             public code does. False is the published rule.
         profile: Fast-dLLM++'s rule, with e_i = 1 - c_(i): the longest prefix with e_1 + ... + e_n + e_n < 1 - margin.
             By Frechet's inequality all n tokens are right with a probability of at least 1 - (e_1 + ... + e_n). As this
-            sum is at most n e_n, margin 0 commits at least as much as factor 1, except at exact ties.
-        margin: setting of the profile rule, in [0, 1]; its authors use 0.25 for all tasks (0.02 in one script).
+            sum of errors is at most n e_n, margin 0 commits at least as much as factor 1, exact ties excepted.
+        margin: margin of the profile rule, in [0, 1]; the rule's authors use 0.25 for all tasks (0.02 in one script).
     """
 
     factor: float = 1.0

@@ -13,15 +13,15 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, View
 
 @dataclass(frozen=True)
 class Hierarchy(MaskedSampler):
-    """Per row, commit the best position of each contiguous run of masked positions if its confidence is above
-    `low_threshold`, every position with confidence above `threshold`, and always the row's best one.
+    """Per row, commit every position with confidence above `threshold`, the row's best position, and in each contiguous
+    run of masked positions the best one if its confidence is above `low_threshold`.
 
     Args:
-        threshold: confidence above which any position is committed, in [0, 1]; None commits only the runs' best.
+        threshold: confidence above which any position is committed, in [0, 1]; None commits only the best of each run.
         low_threshold: confidence that a run's best position must exceed, in [0, 1]; None sets no limit.
 
     Runs end at the block's edges. As in the public code, both comparisons are strict, and all equal maxima of a run are
-    committed. Its threshold is None by default; 0.9 is Fast-dLLM's.
+    committed. The public code's threshold is None by default; 0.9 is Fast-dLLM's.
     """
 
     threshold: float | None = 0.9

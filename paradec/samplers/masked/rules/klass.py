@@ -17,22 +17,22 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 
 @dataclass(frozen=True)
 class KLASS(LowConfidence):
-    """Per row, commit every ready position: a masked one with confidence > confidence_threshold whose distribution was
-    stable, KL(p_t || p_(t-1)) < kl_threshold, in each of the last `history` steps. If no position is ready, commit as
-    many of the most confident positions as the linear schedule grants (one without `steps`).
+    """Per row, commit every ready position. A masked position is ready if its confidence is > confidence_threshold and
+    its distribution was stable, KL(p_t || p_(t-1)) < kl_threshold, in each of the last `history` steps. If none is
+    ready, commit as many of the most confident positions as the linear schedule grants; without `steps`, commit one.
 
     Args:
         confidence_threshold: in [0, 1].
         kl_threshold: in nats, above 0; infinity makes every position stable.
         history: h, required number of consecutive stable steps, at least 1.
 
-    The first step of a block has no predecessor. As in the public code it is compared with zeros, so that no position
-    is stable at thresholds below about 20, and none is ready before step h + 1. A position that a cache does not
+    In a block's first step the previous distribution is all zeros, as in the public code. Hence no position is stable
+    there at a kl_threshold below about 20, and none is ready before step h + 1. A position that a cache does not
     evaluate in a step keeps its last distribution and its number of stable steps. With pipelined blocks (without
     `steps`), a block that must make progress and has no ready position commits its most confident one.
 
     Presets are "llada" (GSM8K; the paper uses blocks of 64) and "dream". `steps` plans the schedule but does not bound
-    the forwards: a step with one ready position commits only this position, as in the public code. The last
+    the model calls: a step with one ready position commits only this position, as in the public code. The last
     distribution is stored in float32, 4 bytes * vocabulary per position of the block: 16 MB per row at 32 positions and
     126,464 tokens. (The public code stores the last distributions of the whole canvas in float64.)
     """
@@ -68,7 +68,7 @@ class KLASS(LowConfidence):
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         is_evaluated, previous = stage.undecided, stage.memory["previous"]
         p, kl = divergence(logits, previous)  # [R, W, V], [R, W]
-        if is_evaluated.is_cpu:  # on an accelerator, indexing by a mask waits
+        if is_evaluated.is_cpu:  # on an accelerator, indexing by a mask waits for the device
             p[~is_evaluated] = previous[~is_evaluated]
         else:
             p = torch.where(is_evaluated.unsqueeze(-1), p, previous)

@@ -24,10 +24,10 @@ class Learn2PD(MaskedSampler):
     """Per row, commit every masked position of the block that the filter accepts, and always the most confident one.
 
     Args:
-        filter: a file written by `paradec learn2pd train`; None uses the packaged filter for the packaged model, and
-            the filter of `register_filter` for other models.
-        filter_threshold: a position is accepted if its probability of being final is above this, in [0, 1].
-        eot: the end tokens that shorten the canvas ("EoTP"). "committed" is the paper's rule: once an end token is
+        filter: path of a file from `paradec learn2pd train`. None uses the packaged filter for the packaged model, and
+            the filter given to `register_filter` for other models.
+        filter_threshold: accept a position if the filter's probability that it is final exceeds this, in [0, 1].
+        eot: which end tokens shorten the canvas ("EoTP"). "committed" is the paper's rule: once an end token is
             final, all positions after it are dropped; the row continues until all positions before it are decided.
             "greedy" is the public code's rule: if no end token is final, the most confident predicted one also drops
             the positions after it, without becoming final. "none", or a request with `eos_early_stop=False`, drops
@@ -96,7 +96,7 @@ class Learn2PD(MaskedSampler):
         path = self.filter or DEFAULT_FILTERS[state.facts.name, state.facts.vocab_size]
         filter_ = load_filter(path, state.canvas.device)
         is_end = torch.isin(proposal.values, state.ends)
-        if (state.answer_start > state.prompt_length).any():  # a text does not end inside a hole
+        if (state.answer_start > state.prompt_length).any():  # masks precede prompt tokens: the text cannot end there
             answer_start = torch.as_tensor(state.answer_start[state.window.rows, None], device=is_end.device)
             is_end = is_end & (proposal.positions >= answer_start)
         return {"acceptance": filter_.accept(*block_features(state, proposal)), "is_end": is_end}

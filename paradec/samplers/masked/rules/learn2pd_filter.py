@@ -26,7 +26,7 @@ from paradec.samplers.masked.state import MaskedState
 FORMAT = "paradec-learn2pd/1"
 FEATURES = ("confidence", "entropy", "margin", "mask_ratio", "position")
 QUANTITIES = {"confidence": "confidence", "entropy": "minus_entropy", "margin": "margin"}
-"""Features that are computed from logits, and the name of each one's quantity."""
+"""Features that are computed from logits, with the quantity of the proposal that each feature reads."""
 
 
 class BlockFilter(nn.Module):
@@ -55,7 +55,7 @@ class BlockFilter(nn.Module):
 
 
 class FeatureFilter(nn.Module):
-    """Transformer from the features of all positions to one logit per position, for blocks of any length (as LPS)."""
+    """Transformer from the features of all positions to one logit per position, for blocks of any length."""
 
     reads = FEATURES
 
@@ -67,7 +67,7 @@ class FeatureFilter(nn.Module):
         self.leave = nn.Linear(width, 1)
 
     def forward(self, features: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-        """Compute logits as `BlockFilter.forward`. Every row needs a valid position."""
+        """Compute logits, as `BlockFilter.forward` does. Every row needs at least one valid position."""
         x = torch.stack([torch.where(valid, features[name], 0) for name in FEATURES], -1)
         return self.leave(self.context(self.enter(x), src_key_padding_mask=~valid)).squeeze(-1)
 
@@ -77,8 +77,8 @@ KINDS = {"block": BlockFilter, "features": FeatureFilter}
 
 @dataclass(frozen=True)
 class FilterFacts:
-    """Training data and quality of a filter. kind: "block" or "features". caches: caches whose steps were recorded.
-    held_out: measures on held-out prompts at `threshold`. paradec: version of paradec that trained the filter."""
+    """Training data and quality of a filter. kind: "block" or "features". caches: those used for the training steps.
+    held_out: quality on held-out prompts at `threshold`. paradec: version of paradec that trained the filter."""
 
     kind: str
     model: str
@@ -120,7 +120,7 @@ class Filter:
 
 
 def block_features(state: MaskedState, proposal: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Compute the features of a proposal, each [R, W] float64 in [0, 1]; also which columns are in the block [R, W].
+    """Compute a proposal's features by name, each [R, W] float64 in [0, 1]; also which columns are in the block [R, W].
 
     "confidence" is p(candidate), even at decided positions. "entropy" is divided by the entropy of the uniform
     distribution. "margin" is p(1st) - p(2nd). "mask_ratio" is the undecided share of the block, and "position" the

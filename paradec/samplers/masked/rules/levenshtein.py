@@ -22,15 +22,15 @@ from paradec.samplers.statistics import top_by_rank
 
 @dataclass(frozen=True)
 class Levenshtein(MaskedSampler):
-    """Every step fills masks with confidence > threshold, at least one more than there are inserted masks. It also
-    replaces each decided token (except prompt tokens) by the best token, if this has confidence > editing_threshold.
-    The model may also predict that a position is deleted, or that a mask is inserted before it (split). Then the
+    """Every step fills masks with confidence > threshold, at least one more than the block has inserted masks. It also
+    replaces each decided token (prompt tokens excepted) by the best token, if this has confidence > editing_threshold.
+    The model may also predict that a position is deleted, or that a mask is inserted before it (a split). Then the
     tokens after this position move, up to the next prompt position. A block keeps its length: deletions add masks at
-    its end, and tokens that insertions push over its end are lost. The block closes when a step would write nothing, or
-    after `max_post_steps` steps without its initial masks.
+    its end, and tokens that splits push over its end are lost. The block closes when a step would change nothing, or
+    after `max_post_steps` further steps once its initial masks are filled.
 
-    If the text equals that before an earlier step, the least confident change gets a token that its position has not
-    had. A block of B positions needs at most B + max_post_steps + 1 steps.
+    If the block's tokens are the same as before an earlier step, the least confident change gets a token that its
+    position has not had yet. A block of B positions needs at most B + max_post_steps + 1 steps.
 
     Args:
         threshold: confidence that fills a mask, in [0, 1].
@@ -92,7 +92,7 @@ class Levenshtein(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute tokens [R, W]; also the quantities "text" after the step, whether the block stays "open", memory."""
+        """Compute tokens [R, W]; also quantities: "text" (tokens after the step), "open" (block stays open), memory."""
         window, index, mask_id = state.window, torch.as_tensor(query.window.index), state.mask_id
         delete, split = self.control_ids(state.facts)
         current = window.read(state.canvas)
@@ -176,8 +176,8 @@ def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple
 def _move_text(
     text: Tensor, current: Tensor, original: Tensor, free: Tensor, writes: Tensor, delete: int, split: int, mask_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Apply deletions and splits; return the new text and the positions of initial masks, both [R, W]. Each run of free
-    positions keeps its length. A deleted position is removed; a split one becomes a new mask and its old token."""
+    """Apply deletions and splits; return the new text and the positions of initial masks, both [R, W]. `free` positions
+    may change; each run of them keeps its length. A deleted token is removed; a split one gets a mask before it."""
     is_deleted, is_split = writes & (text == delete), writes & (text == split)
     column = torch.arange(text.shape[1]).expand_as(text)
     begin = torch.where(free, -1, column).cummax(1).values + 1

@@ -13,8 +13,8 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 @dataclass(frozen=True)
 class LocalLeap(MaskedSampler):
-    """Per row, commit the anchors (masked positions with confidence >= anchor_threshold), every masked position within
-    `radius` of an anchor with confidence >= relaxed_threshold, and always the best one.
+    """Per row, commit the anchors (masked positions with confidence >= anchor_threshold), every masked position with
+    confidence >= relaxed_threshold within `radius` of an anchor, and always the most confident position.
 
     Args:
         anchor_threshold: tau, in [0, 1]; without an anchor the rule is `threshold`.

@@ -18,8 +18,8 @@ class LowConfidence(MaskedSampler):
     """Per row and step, commit the `quota` most confident positions of the block; other positions stay masked.
 
     With s steps for a block of n masks the quota is n // s, and one more in each of the first n % s steps; without
-    `steps` it is 1. Confidence is the probability of the chosen token under softmax(logits), at any temperature. Unlike
-    in generate.py, a full block ends at once, and ties go to the lower position.
+    `steps` it is 1. Confidence is the candidate token's probability under softmax(logits), at any temperature. Unlike
+    in generate.py, a block closes as soon as it has no masks, and ties go to the lower position.
     """
 
     name = "low_confidence"

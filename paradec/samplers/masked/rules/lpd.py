@@ -26,16 +26,16 @@ class LPD(InOrder):
     chosen near them.
 
     Args:
-        groups: number of groups, or their sizes. None is the request's `steps`; without `steps`, the published 20 for
-            256 cells, 48 for 1024, and 1.25 per cell of a side for others. Sizes are the published ones where these
-            fit, else scaled ones (`paradec.core.orders.group_sizes`). A list is scaled if the prompt contains cells.
-        repulsion: cells of a group are farther apart than this Chebyshev distance while near cells remain; None is the
-            published 2 below 1024 cells, else 4.
-        proximity: a cell is near decided cells if its nearness (`lpd_order`) is at least this.
+        groups: number of groups, or a list of their sizes. None is the request's `steps`; without `steps`, 20 for 256
+            cells and 48 for 1024 cells as published, else 1.25 sqrt(cells). For a number, sizes are the published ones
+            or scaled from these (`paradec.core.orders.group_sizes`). A list is scaled if the prompt contains cells.
+        repulsion: Chebyshev distance that the cells of a group exceed, as long as there are undecided cells near
+            decided ones to choose from; None is the published value, 2 below 1024 cells, else 4.
+        proximity: an undecided cell is near decided ones if its nearness (`lpd_order`) is at least this.
         height, width: cells of the image; both or neither. The default is the squarest image that fits the answer.
 
-    LPD was published with guidance that grows with the number of decided tokens. Only the sampler `groups` implements
-    this; here guidance is constant.
+    In the paper, guidance grows with the number of decided tokens. Only the sampler `groups` implements this; here
+    guidance is constant.
     """
 
     groups: int | Sequence[int] | None = None
@@ -90,7 +90,7 @@ class LPD(InOrder):
         for indices, height, width, first_cell in group_by_size(state, self.height, self.width):
             for index, start in zip(indices, first_cell, strict=True):
                 row = int(window.rows[index])
-                is_decided = np.zeros(height * width, bool)  # cells outside the row count as undecided
+                is_decided = np.zeros(height * width, bool)  # cells of the image outside the row count as undecided
                 prompt_cells = is_prompt[row, max(start, 0) : start + height * width]
                 is_decided[max(-start, 0) :][: len(prompt_cells)] = prompt_cells
                 masks = int((~is_decided).sum())
@@ -112,7 +112,7 @@ def lpd_ranks(
     key: tuple[int, int],
     decided: bytes,
 ) -> np.ndarray:
-    """Rank the cells in LPD's order: [height * width] int64; 0 for decided cells. decided: a flag (byte) per cell."""
+    """Rank the cells in LPD's order: [height * width] int64; 0 for decided cells. decided: one byte (0, 1) per cell."""
     is_decided = np.frombuffer(decided, bool)
     order = lpd_order(height, width, sizes, OrderDraws(key), repulsion, proximity, is_decided)
     rank = np.zeros(height * width, np.int64)

@@ -36,15 +36,15 @@ class MaskGIT(MaskedSampler):
     Args:
         schedule: number of masks, of n initial ones, that remain after step t. With r = (t + 1) / T: "cosine" n cos(pi
             r / 2), the paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r **
-            2.5), MaskGIT-r's. The number is rounded down; every step commits at least one token.
+            2.5), MaskGIT-r's. The number of masks is rounded down; every step commits at least one token.
         choice_temperature: weight of the noise; 4.5 in the paper's code.
-        final_temperature: None writes the drawn token. A number s in (0, 1] (MaskGIT-r: 0.65 to 0.75) writes a second
-            draw, at the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). At `temperature` 0 there is no second draw.
+        final_temperature: None commits the drawn token. s in (0, 1] (MaskGIT-r: 0.65 to 0.75) commits a second draw, at
+            the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). At `temperature` 0 there is no second draw.
         guidance_start: guidance scale at the first step; from there it grows linearly to the request's
             `guidance_scale` at the last step. None uses the request's scale at all steps.
 
-    A commit's confidence is the probability of the first draw. The noise is 0 in the last step, as in the paper's code.
-    diffusers' AmusedScheduler multiplies it by 1 - t / (T - 1) instead, with the weight 2 instead of 4.5.
+    The reported confidence is the probability of the first draw. The noise is 0 in the last step, as in the paper's
+    code. diffusers' AmusedScheduler scales the noise by 2 (1 - t / (T - 1)).
     """
 
     schedule: str = "cosine"
@@ -91,7 +91,7 @@ class MaskGIT(MaskedSampler):
         return self.choice_temperature * (1 - (step + 1) / steps)
 
     def temperature_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Compute the temperature of the second draw, which falls, at `step` of `steps`, both [R]: [R] float64."""
+        """Compute the temperature of the second draw at `step` of `steps`, both [R]: [R] float64. It falls to s."""
         assert self.final_temperature is not None
         return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
 
@@ -108,7 +108,7 @@ class MaskGIT(MaskedSampler):
         return self.guidance_at(state, *self.block_progress(state, rows))
 
     def guidance_at(self, state: MaskedState, step: np.ndarray, steps: np.ndarray) -> Tensor:
-        """Compute the guidance scale, which grows, at `step` of `steps`, both [R]: [R, 1, 1]."""
+        """Compute the growing guidance scale at `step` of `steps`, both [R]: [R, 1, 1]."""
         assert self.guidance_start is not None
         final_scale = state.request.guidance_scale
         scale = self.guidance_start + (final_scale - self.guidance_start) * step / np.maximum(steps - 1, 1)
@@ -142,7 +142,7 @@ class MaskGIT(MaskedSampler):
 
 
 def noisy_scores(view: View) -> Tensor:
-    """Compute ln p + noise of candidates, -inf elsewhere: [R, W] float64."""
+    """Compute ln p + noise at undecided positions, -inf elsewhere: [R, W] float64."""
     # a score below 0 is not a probability but ranks an end token last
     log_p = torch.where(view.scores > 0, view.scores, 1.0).log()
     log_p = torch.where(view.scores == 0, -1e4, log_p)
@@ -152,9 +152,9 @@ def noisy_scores(view: View) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
-    """Count the positions, of `masks`, that each of `steps` <= masks steps commits: at least 1. If the schedule has 0,
-    the next steps of "cosine", "arccos" and "linear" commit less. With "power" only the last step commits less, as in
-    its public code; if nothing is left for it (code: a negative count), the largest counts fall."""
+    """Divide `masks` positions into `steps` <= masks counts of at least 1. Where the schedule has 0, the count is 1;
+    with "cosine", "arccos" and "linear" the next counts are reduced. With "power" only the last count is reduced, as in
+    the public code; if nothing is left for it (there a negative count), the largest counts are reduced as well."""
     ratio = (np.arange(steps) + 1) / steps
     masks_left = {
         "cosine": np.cos(math.pi / 2 * ratio),

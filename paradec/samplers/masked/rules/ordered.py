@@ -65,14 +65,14 @@ def check_grid(height: int | None, width: int | None, longest: int = 0) -> None:
 def group_by_size(
     state: MaskedState, height: int | None, width: int | None
 ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
-    """Group the images of the running rows by size. Yields the indices [N] of the window's rows, height and width in
-    cells, and the positions [N] of the first cells. An image is the end of a row: `height` x `width` cells, or the
-    squarest image that fits the row's answer, whose last cells may lie beyond the row."""
+    """Group the images of the running rows by size. Yields, for each size, the indices [N] of the window's rows, height
+    and width in cells, and the first cells' positions [N]. An image is the end of a row: `height` x `width` cells, or
+    the squarest image that fits the row's answer; the last cells of the latter may lie beyond the row."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]
     if height is not None and width is not None:
         cells = np.full(len(rows), height * width)
-    for size in np.unique(cells):  # rows nearly always share one
+    for size in np.unique(cells):  # rows nearly always share one size
         indices = np.flatnonzero(cells == size)
         columns = width or math.isqrt(int(size) - 1) + 1
         yield indices, height or -(-int(size) // columns), columns, state.length[rows[indices]] - size

@@ -18,9 +18,9 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Origin(MaskedSampler):
-    """Commit each masked position with probability 1 - s/t, where t and s are neighbours in the time grid linspace(1,
-    eps, steps + 1); the last step commits all. Positions are random even at temperature 0. A step may commit nothing;
-    `steps` bounds the total.
+    """Commit each masked position with probability 1 - s/t, where t and the next s are neighbours in the time grid
+    linspace(1, eps, steps + 1); the last step commits all remaining positions. Positions are random even at temperature
+    0. A step may commit nothing; `steps` bounds the number of steps.
 
     Args:
         eps: end of the time grid.
@@ -38,7 +38,7 @@ class Origin(MaskedSampler):
     draws = True
 
     def __post_init__(self) -> None:
-        # `draw_tokens` is overridden only for draws with a generator, as in the public code
+        # unset the flag: `draw_tokens` differs from the base class only for draws with a generator
         object.__setattr__(self, "needs", replace(self.needs, draws_tokens=False))
         check_number("eps", self.eps, low=0, high=1, open_low=True)
 

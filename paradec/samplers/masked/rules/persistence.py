@@ -22,13 +22,13 @@ class Persistence(LowConfidence):
     Args:
         threshold: confidence at which a token is committed outside of the schedule, in [0, 1].
         persist: required number of consecutive steps with the same best token, at least 1.
-        end_threshold: confidence that an end token needs, in [0, 1]. If nothing else can be committed, the best
+        end_threshold: confidence that an end token needs, in [0, 1]. If all positions are end tokens below it, the best
             position becomes final anyway.
 
-    The model's best token counts, even if another is drawn at temperature > 0. A position that a cache does not
-    evaluate in a step keeps its count. `steps` bounds the forwards only with end_threshold=0, since end tokens that
-    wait may leave a step with too few candidates. With pipelined blocks (without `steps`), each block that must make
-    progress commits its most confident token.
+    The model's best token counts, even if another token is drawn at temperature > 0. A position that a cache does not
+    evaluate in a step keeps its count. `steps` bounds the model calls only with end_threshold=0, since end tokens below
+    the threshold may leave a step with too few candidates. With pipelined blocks (without `steps`), each block that
+    must make progress commits its most confident token.
     """
 
     threshold: float = 0.97

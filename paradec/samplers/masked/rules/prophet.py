@@ -25,15 +25,15 @@ class Prophet:
 
     Args:
         gaps: thresholds of the mean gap at the beginning, in the middle and at the end of decoding; at least 0.
-        stages: shares of the row's positions, in [0, 1], whose decision begins the middle and the end.
+        stages: shares of decided positions in the row, in [0, 1], at which the middle and the end of decoding begin.
         answer: positions to average over, counted from the first position to fill: a sequence, e.g. `range(40, 45)`, or
             a function that returns a sequence, or None while the positions are unknown. The function's arguments are a
-            row's current ids [N] int64 (mask ids where undecided) and the first position to fill. By default, all
-            undecided positions, including end tokens that pad long answers.
+            row's current ids [N] int64 (mask ids where undecided) and the first position to fill. None averages over
+            all undecided positions, including end tokens that pad long answers.
 
-    The paper's answer is a few tokens after a known prefix ("The answer is"), which needs knowledge of the task.
-    Positions in earlier blocks, which are decided, do not count; if the answer has no others, the row ends. The paper
-    measures progress in steps of a fixed schedule, for which it equals the share of decided positions.
+    The paper's answer is a few tokens after a known prefix ("The answer is"), which needs knowledge of the task. Answer
+    positions in closed blocks do not count; if all of the answer lies in closed blocks, the row ends. The paper
+    measures progress in steps of a fixed schedule, where progress equals the share of decided positions.
     """
 
     gaps: tuple[float, float, float] = (7.5, 5.0, 2.5)
@@ -57,7 +57,7 @@ class Prophet:
     def satisfied(self, state: MaskedState, proposal: Any) -> Tensor:
         window, gap = state.window, proposal.updates[EARLY_PREFIX + "logit_gap"]
         mask_id = state.facts.mask_token_id
-        assert mask_id is not None  # models of this family have one
+        assert mask_id is not None  # models of this family have a mask token
         undecided = window.undecided(proposal.current, mask_id)
         progress = state.decided[window.rows] / state.total[window.rows]
         stage = (progress[:, None] >= np.array(self.stages)).sum(1)
@@ -89,7 +89,7 @@ class Prophet:
                 positions = start[index] + np.array(_positions(answer))
                 positions = positions[positions < state.length[row]]
                 in_answer[index, positions] = True
-                is_known[index] = len(positions) > 0  # a span beyond the end of the row is never reached
+                is_known[index] = len(positions) > 0  # positions beyond the end of the row are never decided
         span = np.take_along_axis(in_answer, window.host_positions, 1)
         return span if window.host_valid is None else span & window.host_valid, is_known
 

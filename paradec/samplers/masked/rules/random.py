@@ -41,7 +41,7 @@ class Random(LowConfidence):
 
     def preview(self, state: MaskedState) -> np.ndarray:
         window = state.window
-        # no other draw precedes that of the commit, which therefore draws the same numbers
+        # the commit will draw the same numbers, since no other draw precedes it in the step
         generator = None if state.generator is None else state.generator.clone_state()
         candidates = window.undecided(window.read(state.canvas), state.facts.mask_id)
         scores = self.position_noise(state, generator).masked_fill(~candidates, -torch.inf)

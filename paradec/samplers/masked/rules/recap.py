@@ -23,19 +23,19 @@ from paradec.samplers.masked.rules.ordered import check_grid
 
 @dataclass(frozen=True)
 class Recap(MaskGIT):
-    """`maskgit` in groups of steps. The first step of a group, its full step, evaluates all positions and ranks the
-    undecided ones as `maskgit` does. The best of these, as many as all steps of the group commit, are the group's
-    targets. The full step commits the first targets; each of the `local_steps` further steps commits the next ones, in
-    this order. The tokens of local steps are drawn from logits that depend on the group's earlier tokens.
+    """`maskgit` in groups of steps: a full step, then `local_steps` local steps. The full step evaluates all positions
+    and ranks the undecided ones as `maskgit` does. If all steps of the group commit n positions, the best n are the
+    group's targets. The full step commits the first of them, and each local step commits the next ones in this order.
+    The tokens of local steps are drawn from logits that depend on the group's earlier tokens.
 
     With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With another
     cache, or none, the targets are the same and the logits of local steps are exact.
 
     Args:
-        local_steps: l, at least 0; 0 is `maskgit` with preset "maskgit-r". 1 in the paper's experiments.
+        local_steps: l, at least 0; 0 is `maskgit` with preset "maskgit-r". The paper's experiments have 1.
         full_groups: number of groups without local steps at the start, at least 0. Local steps are worthwhile once many
             tokens are decided. The public scripts have 10 full steps of 20, and 12 of 32.
-        order: "confidence" ranks as `maskgit`; with "halton", targets are the next positions in Halton order.
+        order: "confidence" ranks as `maskgit`; "halton" takes the next positions in Halton order as targets.
         height, width: as in `halton`, for order="halton".
         schedule, choice_temperature, final_temperature, guidance_start: as in `maskgit`, with MaskGIT-r's defaults. The
             noise falls from group to group, the temperature from step to step. A local step has the guidance scale of
@@ -99,13 +99,13 @@ class Recap(MaskGIT):
         return size
 
     def memory(self) -> Mapping[str, MemorySpec]:
-        return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the group's targets; -1 for others
+        return {"rank": MemorySpec(("window",), torch.int64, fill=-1)}  # among the targets; -1 for other positions
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
         return self.targets(state) if state.cache.facts.evaluates == "targets" else None
 
     def targets(self, state: MaskedState) -> np.ndarray:
-        """Return the targets of a local step, with decided ones: [R, K] int64, padded with -1; all -1 in full steps."""
+        """Return all targets of local steps, even decided ones: [R, K] int64, padded with -1; all -1 in full steps."""
         window = state.window
         rank = state.memory["rank"][window.row_index[:, 0], : window.positions.shape[1]].cpu().numpy()
         step, _ = self.block_progress(state, window.rows)

@@ -1,4 +1,4 @@
-"""Writes of methods that take tokens back (`Needs.revises`), and the steps at which their blocks close."""
+"""Changes of decided tokens by methods that revise (`Needs.revises`), and the closing of such methods' blocks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def editable_positions(state: MaskedState, proposal: MaskedProposal) -> Tensor:
 
 
 def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tensor) -> StepDecision:
-    """Combine the selection [R, W] bool with the method's revision. A row remasks nothing if the steps left could then
-    not fill its block."""
+    """Combine the selection [R, W] bool with the method's revision. A row takes nothing back if its remaining steps
+    could not fill the block afterwards."""
     revision = sampler.revise(view, selected)
     if revision.text is not None:  # write the changes at open positions
         text = revision.text
@@ -60,7 +60,7 @@ def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tens
 
 
 def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Bound the steps of the rows' open blocks: [R] int64. If text moves, the bound is for a block of only masks."""
+    """Bound the steps of the rows' open blocks: [R] int64. For methods with `Needs.moves`, all positions are masks."""
     masks = state.masks_at_open[rows]
     if sampler.needs.moves:  # these methods need blocks of one length
         masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]
@@ -68,8 +68,8 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Count the positions that this step must add so that later steps, with one position each, can fill the block: [R]
-    int64. If text moves, only the last step must add some."""
+    """Count the masks that this step must fill so that later steps, with one mask each, can fill the block: [R] int64.
+    For methods with `Needs.moves`, only the last step must fill masks."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
         return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
@@ -79,8 +79,8 @@ def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray
 def stable_tokens(
     sampler: Any, state: MaskedState, rows: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return which rows [R] hold their block open, and the window [R, W] for stop rules: in open blocks, this step's
-    tokens (with `ends_with_block`, all tokens) are replaced by masks. arrays: of the step, from `to_host`."""
+    """Return which rows [R] hold their block open, and the window's tokens [R, W] for stop rules. In blocks that stay
+    open, this step's tokens (with `ends_with_block`, all tokens) are masks. arrays: the step's, from `to_host`."""
     holds_block = arrays.get("hold_block")
     closes = state.remaining[rows] <= 0
     if holds_block is not None:

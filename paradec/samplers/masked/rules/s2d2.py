@@ -38,31 +38,31 @@ class VerifyLogits(WindowLogits):
 
 @dataclass(frozen=True)
 class S2D2(MaskedSampler):
-    """A step drafts all masks of the open block. If the route decides so, the next step verifies the first run of
+    """A step drafts all masks of the open block. If the route chooses so, the next step verifies the first run of
     masks, by one causal call over the block with its drafts. The call has an additional mask for each position, which
-    attends to the tokens before the position. Let p be the distribution of the draft call and q that of this call: a
-    draft is accepted with probability min(1, q / p), and the first rejected draft is drawn again from max(0, q - p). If
-    a step has then written fewer tokens than the block's schedule requires, it also fills the most confident other
-    masks.
+    attends to the tokens before the position. Let p be the distribution of the draft call and q that of the causal
+    call. A draft is accepted with probability min(1, q / p), and the first rejected draft is drawn again from max(0,
+    q - p). If a step has then committed fewer tokens than the block's schedule requires, it also fills the most
+    confident other masks.
 
-    Not lossless: answers have the distribution of the model in blocks of one only with temperature > 0, `block_steps`
-    None and a route that always verifies ("span" with 1). At temperature 0, as in the published scripts, drafts are the
-    best tokens but are accepted by probabilities. Then answers are random, and have the distribution of neither model.
+    Lossy: answers follow the model with blocks of length 1 only if temperature > 0, `block_steps` is None and the route
+    always verifies ("span" with min_span=1). At temperature 0, as in the published scripts, drafts are the best tokens
+    but are accepted by probabilities. Then answers are random, and follow the model with neither block length.
 
     Args:
-        route: rule by which a step is verified: "span", "score" or "hysteresis". The score is the expected number of
-            accepted drafts minus `cost`.
+        route: rule that decides whether drafts are verified: "span", "score" or "hysteresis". The score is the expected
+            number of accepted drafts minus `cost`.
         min_span: "span" verifies runs of at least this many masks.
-        tau: "score" verifies if the score is not below `tau`.
+        tau: "score" verifies if the score is at least `tau`.
         on, off: "hysteresis" begins to verify at a score above `on`, and ends at a score below `off`.
         cost: cost of a verification call, in tokens.
         dynamic: whether `cost` is multiplied by the number of masks with a confidence above `threshold`.
-        estimator: estimated probability that a draft is accepted: "entropy", exp(-H / ln V) of its distribution, or
-            "margin", 1 if the best token is likelier than the second by more than 0.05, else 0.
+        estimator: estimated probability that a draft is accepted. "entropy": exp(-H / ln V), H the entropy of p, V the
+            vocabulary size. "margin": 1 if the best token is likelier than the second by more than 0.05, else 0.
         threshold: masks with a confidence above this are filled without verification.
-        block_steps: planned steps per block; None is one per position.
-        confident_too: whether a verification step always fills masks above `threshold` as well.
-        causal: whether final tokens, and decided ones before the block's first mask, attend causally (as in SDAR).
+        block_steps: planned steps per block; None plans one step per position.
+        confident_too: whether a verification step also fills masks above `threshold` if it has committed enough.
+        causal: whether tokens of closed blocks and those before the first mask attend causally (as in SDAR).
     """
 
     route: str = "score"
@@ -261,7 +261,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": confidence, "write": write, "drafts": drafts, "draft_p": draft_p, **updates}
 
     def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, step: Tensor) -> Tensor:
-        """Choose the positions to write [R, W] bool: `decided` ones, and other masks up to the quota."""
+        """Choose positions to commit [R, W] bool: `decided`, and if they are too few for the schedule other masks."""
         block = state.facts.block_length
         steps = block if self.block_steps is None else min(self.block_steps, block)
         num_required = block // steps + (step < block % steps).long()
@@ -284,14 +284,14 @@ class S2D2(MaskedSampler):
 
 
 def _block_bounds(state: MaskedState, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the start of the model's block that contains each row's open block, and the open block's end, [R, 1]."""
+    """Return the start of the model's block around each row's open block, and the open block's end: both [R, 1]."""
     start, stop = state.block_start[rows, None], state.block_end[rows, None]
     return torch.as_tensor(state.facts.block_bounds(start, stop, start)[0]), torch.as_tensor(stop)
 
 
 def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Tensor) -> Tensor:
-    """Compute which columns, at `positions` [R, Q], see each other if the block is causal: [R, Q, Q] bool. Positions
-    before `block_start` [R, 1] are causal too, or with `causal` False also see all of their own block."""
+    """Compute which column (dim 1), at `positions` [R, Q], attends to which (dim 2): [R, Q, Q] bool. All are causal; if
+    `causal` is False, positions before `block_start` [R, 1] also attend to all of their own block."""
     visible = positions.unsqueeze(2) >= positions.unsqueeze(1)
     if causal:
         return visible
@@ -301,7 +301,7 @@ def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Te
 
 
 def _store_final(query: WindowQuery, final: Tensor) -> Any:
-    """Return the query's store call, changed to store only final columns."""
+    """Return the query's store call, changed to store only the columns where `final` [R, Q] is True."""
     if query.store is None or query.store.slots is None:
         return query.store
     return query.store.with_fields(slots=torch.where(_per_branch(final, query), query.store.slots, -1))

@@ -18,20 +18,20 @@ from paradec.samplers.masked.loop import MaskedSampler, Needs, Revision, View
 class Saber(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > tau, and at least `minimum` positions. tau
     is the mean confidence with which the row's tokens were committed (1 at the start). A step that commits k positions
-    takes back max(minimum // 2, ceil(remask_share * k)) earlier ones, at most k - 1: those whose confidence has fallen
-    most since the previous step.
+    also takes back max(minimum // 2, ceil(remask_share * k)) earlier positions (at most k - 1), those whose confidence
+    has fallen most since the previous step.
 
     Args:
         minimum: n, minimum number of positions that a step commits, at least 1.
         remask_share: share of k in [0, 1], 1/8 in the public code; 0 takes nothing back.
 
     The mean is over all blocks. If a position was taken back, its latest commit counts. A decided position's confidence
-    is that of the model's candidate, even if its token is another. A step that fills the block takes nothing back, and
+    is that of the model's candidate, even if its token differs. A step that fills the block takes nothing back, and
     every other step adds at least one decided position, so that n masks need at most n steps.
 
     Three points differ from the public code. Only tokens of the open block are taken back, since caches rely on the
     tokens before the block. No token is taken back in the step that commits it. Prompt positions never count as
-    committed; in the public code they do once fewer than `minimum` masks remain.
+    committed; in the public code they count once fewer than `minimum` masks remain.
     """
 
     minimum: int = 2

@@ -25,15 +25,15 @@ def _fractions(steps: int, eps: float) -> np.ndarray:
 
 
 def time_grid(remaining: np.ndarray, step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
-    """Compute Dream's schedule: a share 1 - s/t of the undecided positions, rounded down, with t and s neighbours in
-    linspace(1, eps, steps + 1); all of them in the last step. Counted per row (the reference: the batch's mean)."""
+    """Compute Dream's schedule: a share 1 - s/t of a row's undecided positions (in the public code: of the batch's
+    mean), rounded down, with t and s neighbours in linspace(1, eps, steps + 1); all of them in the last step."""
     share = time_share(step, steps, eps)
     # float32 products as in the reference
     return np.where(step >= steps - 1, remaining, (remaining.astype(np.float32) * share).astype(np.int64))
 
 
 def time_share(step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
-    """Compute 1 - s/t for each row's step: [R] float32, the share of masked positions that become final."""
+    """Compute the share 1 - s/t of masked positions that become final in each row's step (`time_grid`): [R] float32."""
     share = np.ones(len(step), dtype=np.float32)
     for planned in np.unique(steps):  # rows nearly always have equal plans
         is_early = (steps == planned) & (step < planned - 1)

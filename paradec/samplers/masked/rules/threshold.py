@@ -25,13 +25,13 @@ class Threshold(MaskedSampler):
         threshold: probability that a token must reach, in [0, 1].
         quota_per_step: "none" is the paper's rule, without `steps`. "carry" is the rule of Fast-dLLM's code for Dream
             without cache: at most masks // steps positions per step, plus the unused part of earlier steps. "least" is
-            the rule of LLaDA2.0's and SDAR's code: at least the best block // steps positions (one more in the first
-            block % steps steps). `block` is the number of masks in the block; on a block-causal model the block length,
-            even if the prompt ends inside the block. Without `steps`, both numbers are 1.
+            the rule of LLaDA2.0's and SDAR's code: at least the best n // steps positions (one more in the first n %
+            steps steps), where n is the number of masks in the block, but on a block-causal model the block length,
+            even if the prompt ends inside the block. Without `steps`, "carry" and "least" commit one per step.
 
     Preset "llada2.0" has the threshold of LLaDA2.0's code, for 32 steps in blocks of 32. (This code commits only
-    positions above the threshold. At a temperature, it reads confidence from the filtered distribution that tokens are
-    drawn from.)
+    positions above the threshold. At temperature > 0, its confidence is the probability under the filtered distribution
+    that tokens are drawn from.)
     """
 
     threshold: float = 0.9

@@ -9,7 +9,7 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 
 @dataclass(frozen=True)
 class TopKMargin(DreamSampler):
-    """Score a position by the difference of the two largest probabilities that its token is drawn from."""
+    """Score a position by the difference of the two largest probabilities of the distribution of its token draw."""
 
     name = "topk_margin"
     summary = "the most confident tokens by top-2 margin, on Dream's time grid"

@@ -20,21 +20,21 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 @dataclass(frozen=True)
 class Wino(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > threshold (tau_1), and always the best one.
-    Then take back decided positions of the block whose token has a probability < threshold_back (tau_2) at its shadow.
+    Then take back decided positions of the block whose token has a probability < threshold_back (tau_2) at the shadow.
 
-    The shadow of a position is a mask with the same position id that sees all tokens except the one at that position,
-    so that it cannot copy this token. Every position of the block has a shadow. Only shadows see shadows.
+    The shadow of a position is a mask with the same position id. It sees all tokens but the one at this position, so
+    that it cannot copy this token. Every position of the block has a shadow. Only shadows see shadows.
 
     Args:
         threshold: tau_1, in [0, 1].
         threshold_back: tau_2, in [0, 1]; 0 takes nothing back and evaluates no shadows.
-        cap_share, cap_low, cap_high: a step commits at most a share cap_share of the block's masks (truncated, then
-            raised to cap_low and lowered to cap_high), the most confident ones.
+        cap_share, cap_low, cap_high: a step commits at most n positions, the most confident ones. n is cap_share times
+            the block's masks, truncated and clamped to [cap_low, cap_high].
 
-    A step takes back fewer positions than the previous step committed (those with the lowest probability at the
-    shadow), and none if it commits only one, so that n masks need at most n steps. A committed token can be taken back
-    from the next step on, until the block is full. The public code decodes one row, and its cap and forced position
-    apply to the whole batch; here each row has its own. The method needs a decoder that predicts in place. Every step
+    A step takes back the positions with the lowest probability at the shadow, fewer than the previous step committed.
+    If a step commits only one position, it takes none back. Hence n masks need at most n steps. A committed token can
+    be taken back from the next step on, until the block is full. In the public code, the cap and the best position are
+    those of the whole batch; here each row has its own. The method needs a decoder that predicts in place. Every step
     evaluates the block twice, once as shadows.
     """
 
@@ -72,7 +72,7 @@ class Wino(MaskedSampler):
         return logits, {"shadow_confidence": quantities["confidence"]}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
-        """Set confidence to NaN where the shadow's is not finite, so that the commit raises `NotFinite`."""
+        """Set confidence to NaN where the shadow's confidence is not finite, so that the commit raises `NotFinite`."""
         shadow = proposal.updates["shadow_confidence"]
         return {"confidence": proposal.quantities["confidence"].masked_fill(~shadow.isfinite(), torch.nan)}
 
