@@ -64,7 +64,7 @@ def with_extras(function: Any) -> Any:
         thread.attention_flag.value = True  # the adapter checks that the module calls this function
         _check_extras(kwargs, key.shape[2])
         if attention_mask is not None and attention_mask.numel() == 1:
-            attention_mask = None  # `SEE_ALL`, or a single key
+            attention_mask = None  # the decoder's `SEE_ALL`, or the mask of a single key
         plan, shared = kwargs.pop("attention_plan", None), kwargs.pop("shared_prefix", None)
         if plan is None and shared is None:
             return function(module, query, key, value, attention_mask, **kwargs)

@@ -113,7 +113,7 @@ class Model(Adapter):
         self.default_block_length = default_block_length
         self.default_attention = default_attention
         self.engines: OrderedDict[Any, Any] = OrderedDict()
-        """Engines of the device step of masked samplers, the one used last at the end."""
+        """Engines that run the steps of masked samplers on the device; the most recently used one is last."""
         self.attn_implementation = attn_implementation
         self._previous_attention = [] if attn_implementation is None else set_attention(module, attn_implementation)
 
@@ -190,7 +190,7 @@ class Model(Adapter):
         raise TypeError(f"a model is decoded by a function: write {MODELS[self.makes][1]}(model, prompt, ...)")
 
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
-        """As a call, with gradients if they are enabled. Raises RuntimeError if the module's attention has changed."""
+        """Compute logits as `__call__`, but allow gradients. Raises RuntimeError if the attention has changed."""
         name = self.attn_implementation
         if name is not None and (current := self.module.config._attn_implementation) != name:
             raise RuntimeError(
@@ -208,8 +208,8 @@ class Model(Adapter):
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
-        """Write new values into the weights in place, and return the new `weights_version`. Waits for running requests
-        of other threads, except those that a caller steps. Prefixes and prompt pools of the old weights become invalid.
+        """Write new values into the weights in place, and return the new `weights_version`. Waits for other threads'
+        requests, except those that a caller runs step by step. Prefixes and prompt pools made before become invalid.
 
         Args:
             state_dict: tensors by the names in the checkpoint's files, or in the module's `state_dict`; other weights

@@ -1,4 +1,4 @@
-"""Causal language models in transformers' format, and GGUF files. End and padding ids are `generate`'s."""
+"""Causal language models in transformers' format or in GGUF files, with the end and padding ids of `generate`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def load_causal(
             _scale_angles(gguf, hf_config)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
-    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # other ImportErrors are about a device_map
+    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else ImportErrors are about a device_map
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
         module = read_module(cls, source, **options).eval()
     if gguf is not None:
@@ -156,8 +156,8 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
 
 
 def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """Split "folder/file.gguf" or "owner/repository/file.gguf" into the folder or repository and the file. The file is
-    `gguf_file`, or None, for other sources. Raises CheckpointError for a wrong ending, or two files."""
+    """Split "folder/file.gguf" or "owner/repository/file.gguf" into the folder or repository and the file. For other
+    sources the file is `gguf_file`, which may be None. Raises CheckpointError for a wrong ending, or two files."""
     if gguf_file is not None and (not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF_ENDING)):
         raise CheckpointError(
             f"gguf_file={short_repr(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}"
@@ -206,8 +206,8 @@ def _scale_angles(gguf: GgufFile, config: Any) -> None:
 MTP_NAME = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<mtp_layer>\d+)|mtp(?:\.layers\.(?P<mtp_inner>\d+))?)\."
 )
-"""The prefix of a head's weights: numbered after the model's layers (DeepSeek-V3, GLM-4 MoE), in a separate list (MiMo,
-speculators), or under one name (Qwen3-Next, Mellum)."""
+"""Prefix of the names of a head's weights. Heads are numbered after the model's layers (DeepSeek-V3, GLM-4 MoE), form a
+separate list (MiMo, speculators), or have one name (Qwen3-Next, Mellum)."""
 MTP_PARTS = {
     **{"enorm": "enorm", "pre_fc_norm_embedding": "enorm", "token_layernorm": "enorm"},
     **{"hnorm": "hnorm", "pre_fc_norm_hidden": "hnorm", "hidden_layernorm": "hnorm"},
@@ -224,11 +224,11 @@ class MtpWeights(NamedTuple):
     module_names: dict[str, str]
     """The checkpoint's names -> names in `paradec.models.mtp`."""
     prefixes: tuple[str, ...]
-    """Prefixes of the heads' names in the checkpoint, including copies of the model's weights."""
+    """Prefixes of the names of all tensors of heads in the checkpoint, also of their copies of the model's weights."""
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """Find the heads' weights by their names. A layer after the model's layers is a head if config.json counts it."""
+    """Find heads' weights by name. A layer after the model's is a head if config.json counts it and it has eh_proj."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
     module_names, prefixes = {}, set()
     for name in names:

@@ -374,7 +374,7 @@ def read_module(
 ) -> Any:
     """Run `cls.from_pretrained`. No weight may be missing, unused or of another size.
 
-    state_dict: weights by the class's names, in place of files; `[...]` reads one when it is needed.
+    state_dict: weights by the class's names, in place of files; transformers reads each by `weight[...]` when needed.
     computed, read_elsewhere: endings and prefixes of names of stored tensors that may be unused.
     tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
     Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' errors

@@ -1,7 +1,7 @@
 """DFlash drafters (Chen et al., arXiv 2602.06036; z-lab/dflash): layers that fill a whole block of masks in one
 forward.
 
-A draft block is the last final token and `block_size - 1` masks, embedded by the model. Each layer computes keys and
+A draft block is the last accepted token and `block_size - 1` masks, embedded by the model. Each layer computes keys and
 values from the block and, with the same matrices, from the model's hidden states after layers `target_layer_ids`. The
 model's output matrix converts the state at a mask to logits for the position of this mask.
 
@@ -66,14 +66,14 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class BlockSettings:
     """Settings of a drafter besides its weights.
 
-    block_size: number of tokens in a block. mask_token_id: the model's id for a token to draft.
+    block_size: number of tokens in a block. mask_token_id: the id that stands for a token to draft.
     target_layer_ids: layers of the model, from 0, whose outputs are read.
     window: of sliding layers, in positions; 0 without such layers.
-    causal: whether sliding layers see nothing to their right.
+    causal: whether the rows of sliding layers see only positions up to their own.
     raw_embeddings: whether embeddings are rows of the model's table, without other steps of its embedding module.
     scale: factor of the embeddings. multiplier, soft_cap: of the logits; soft_cap 0 is none.
-    first_draft: index of the block's first row that drafts; 0 if the last final token's row drafts too.
-    anchored: whether the windows of all rows are those of the last final token, and include the distance `window`."""
+    first_draft: index of the block's first row that drafts; 0 if the last accepted token's row drafts too.
+    anchored: whether all rows have the last accepted token's window, which then includes the distance `window`."""
 
     block_size: int
     mask_token_id: int
@@ -111,10 +111,10 @@ class DFlashDrafter(FeatureDrafter):
         return self.settings.block_size + 1 - self.settings.first_draft
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
-        """Logits [R, n, V] of the rows that draft.
+        """Logits [R, n, V] of the block's n rows that draft, for R requests.
 
-        query: C columns of final tokens, whose keys and values are stored, then the block.
-        features: [R, C, layers * D]: of the final tokens."""
+        query: C columns of accepted tokens, whose keys and values are stored, then the columns of the block.
+        features: [R, C, layers * D], of the accepted tokens."""
         with torch.no_grad():
             return self.logits(self.states(query, features, store))
 
@@ -167,12 +167,12 @@ class DFlashDrafter(FeatureDrafter):
 
 
 class WalkDrafter(DFlashDrafter):
-    """A DFlash drafter whose drafts depend on each other: `walk` turns a call's states into logits token by token."""
+    """A DFlash drafter whose drafts depend on earlier drafts: `walk` converts states to logits token by token."""
 
     fills: ClassVar[str] = "walk"
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
-        """As `states`."""
+        """Return `states`, the input of `walk`."""
         return self.states(query, features, store)
 
 

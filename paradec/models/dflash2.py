@@ -2,9 +2,9 @@
 
 A short convolution over the block precedes and follows every attention and MLP; its kernel is computed from the
 sublayer's normed input. At each position the model's output matrix proposes `selector_top_k` candidates; a low-rank
-table scores them given the previous draft. q is 0 for other tokens. Two formats are read: z-lab's (`architectures`
-"DFlash2DraftModel"), where layer number l means the output of layer l, and speculators' (`speculators_model_type`
-"dflash2"), where it means the input.
+table scores them given the previous draft. Other tokens are never drafted. Two formats are read: z-lab's
+(`architectures` "DFlash2DraftModel"), where layer number l means the output of layer l, and speculators'
+(`speculators_model_type` "dflash2"), where it means the input.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class DFlash2Network(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-un
 class SelectorWalk:
     """The scores of a block's candidates, token by token.
 
-    unary, candidates: [R, n, K]: the candidates' logits, and their ids.
+    unary, candidates: [R, n, K]: logits and ids of the K candidates at each of n positions.
     projected: [R, n, r]: the states after `hidden_projection`. vocab: number of the model's tokens."""
 
     selector: Selector
@@ -130,7 +130,7 @@ class DFlash2Drafter(WalkDrafter):
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
         """Choose the candidates, and return their scores.
 
-        states: [branches * R, n, D]. guide: mixes branches, [branches * R, n, X] -> [R, n, X].
+        states: [branches * R, n, D]. guide: mixes guidance branches, [branches * R, n, X] -> [R, n, X].
         allowed: [V] bool: tokens that may be drawn; None for all."""
         selector, vocab = self.module.candidate_selector, self.facts.vocab_size
         unary = guide(self.logits(states))

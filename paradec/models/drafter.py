@@ -44,7 +44,7 @@ class FeatureDrafter(Adapter):
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
-    """How a drafter with `slots` fills a window: "block" (in one call), "walk" (by token) or "layers" (by layer)."""
+    """How drafts fill a window's slots: "block" (all in one call), "walk" (one by one), "layers" (a head for each)."""
     reads_features: ClassVar[bool] = True
     """Whether drafts start from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
@@ -72,7 +72,7 @@ class FeatureDrafter(Adapter):
         return store_bytes(self.module.config, rows, length, self.dtype)
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """An empty store of keys and values, by position. Raises ValueError beyond the device's memory."""
+        """An empty store of keys and values. Raises ValueError if it exceeds the device's memory."""
         check_memory(
             self.store_bytes(rows, length),
             self.device,
@@ -97,7 +97,7 @@ class FeatureDrafter(Adapter):
         if getattr(model, "module", None) is not self.base.module:
             raise ValueError(
                 f"drafter {self.facts.name} reads features of {self.base.facts.name}, and cannot draft for "
-                f"{model.facts.name}: load it again with base= the latter"
+                f"{model.facts.name}: load the drafter with that model as base="
             )
         drafter = copy.copy(self)
         drafter.base = model
@@ -137,7 +137,7 @@ def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
 
 
 def check_layers(name: str, indices: Iterable[int], base: Model, has_final: bool) -> None:
-    """Raise ValueError unless the base has these decoder layers, from 0. has_final: whether n, their number, is one."""
+    """Raise ValueError unless the base has these decoder layers, from 0. has_final: whether n of n layers is allowed."""
     count = len(require_decoder_layers(base))
     for index in indices:
         check_int(name, index, low=0, high=count if has_final else count - 1)
@@ -181,7 +181,7 @@ def make_drafter(cls: Any, source: str, *args: Any) -> Any:
 
 def read_angles(source: str, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Read transformers' `rope_parameters` from a drafter's config.json. Raises CheckpointError for a field that is
-    unknown or out of its range, or two bases. theta: the base if config.json states none."""
+    unknown or out of its range, or two different bases of the angles. theta: the base if config.json states none."""
     base = config.get("rope_theta")
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
@@ -249,7 +249,7 @@ def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, 
     """[Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's. Raises
     CheckpointError for wrong tables.
 
-    rows: number of rows of the drafter's output matrix; None without one."""
+    rows: number of rows of the drafter's output matrix; None if it has no such matrix."""
     vocab = base.facts.vocab_size
     count = vocab if rows is None else rows
     tokens = torch.arange(count)

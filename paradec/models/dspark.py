@@ -1,9 +1,10 @@
 """DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network, with logits biased by the previous token.
 
-A block is the last final token and `block_size - 1` masks. Row j predicts the token at position j + 1 of the block, so
-the last final token's row drafts too (not with `sample_from_anchor` false). A low-rank Markov head computes the bias
-from the previous token (vanilla), also from the row's state (gated), or also from a recurrent memory (rnn). q is the
-softmax of logits plus bias. A confidence head predicts the acceptance of a draft before the draft is drawn.
+A block is the last accepted token and `block_size - 1` masks. Row j predicts the token at position j + 1 of the block,
+so the last accepted token's row drafts too (unless `sample_from_anchor` is false). A low-rank Markov head computes the
+bias from the previous token (vanilla), from this token and the row's state (gated), or from token, state and a
+recurrent memory (rnn). Drafts have the distribution softmax(logits + bias). A confidence head predicts the acceptance
+of a draft before the draft is drawn. Letters: R requests, n rows that draft, D width, r rank, Vd drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ HEADS = ("vanilla", "gated", "rnn")
 class MarkovHead(nn.Module):
     """The bias of a row's logits; parameters are named as in published checkpoints.
 
-    kind: one of `HEADS`. rank: of the bias. width: of the rows' states.
-    vocab, rows: sizes of the model's and the drafter's vocabulary."""
+    kind: one of `HEADS`. rank: r. width: D, of the states. vocab: size of the model's vocabulary. rows: Vd."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
         super().__init__()
@@ -46,9 +46,9 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank) if kind == "rnn" else None
 
     def forward(self, embedded: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [R, Vd], and the next row's memory [R, r].
+        """The bias [R, Vd] of one row of the block, and the memory [R, r] for the next row.
 
-        embedded: [R, r]: the previous token, by `markov_w1`. state: [R, D]: the row's. memory: [R, r]."""
+        embedded: [R, r], the previous token in `markov_w1`. state: [R, D], of the row. memory: [R, r]."""
         if self.joint_proj is not None:
             gates = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
             gate = gates[0].sigmoid()
@@ -68,7 +68,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-unimported]
-    """transformers' DFlash network, with the parts of DSpark in the config's `dspark`."""
+    """transformers' DFlash network, with the parts of DSpark that the config's `dspark` lists."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -84,7 +84,7 @@ class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-uni
 
 @dataclass
 class MarkovWalk:
-    """The logits of a block's rows, token by token. states: [branches * R, n, D]. guide: see `DSparkDrafter.walk`."""
+    """The logits of a block's rows, token by token. states, guide: see `DSparkDrafter.walk`."""
 
     drafter: DSparkDrafter
     states: Tensor
@@ -111,7 +111,7 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: logits of acceptance, from states of the first branch. Raises ValueError without a confidence head."""
+        """[R]: logits of acceptance, from the first branch's states. Raises ValueError without a confidence head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
@@ -120,7 +120,7 @@ class MarkovWalk:
         return head.proj(inputs)[: len(previous), 0]
 
     def draft_logits(self, slot: int, previous: Tensor) -> Tensor:
-        """Logits [R, Vd] of a slot, over the drafter's vocabulary. Slots must be called in order."""
+        """Logits [R, Vd] of a slot. Calls must visit the slots in order, since each updates `memory`."""
         logits, head = self.base_logits[:, slot], self.drafter.module.markov_head
         if head is not None:
             bias, self.memory = head(self._embed_previous(previous), self.states[:, slot], self.memory)
@@ -134,7 +134,7 @@ class MarkovWalk:
 
 class DSparkDrafter(WalkDrafter):
     """A DSpark network over the model that it was trained for, as `drafter` of the sampler "speculative". It makes
-    `block_size` drafts in one forward (one less with `sample_from_anchor` false).
+    `block_size` drafts in one forward (one fewer if `sample_from_anchor` is false).
 
     module, base, settings: as for `DFlashDrafter`.
     tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all."""
@@ -144,7 +144,7 @@ class DSparkDrafter(WalkDrafter):
         self.tokens = None if tokens is None else tokens.to(self.device)
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
-        """The rows' logits. states: [branches * R, n, D]. guide: mixes branches: [branches * R, n, X] -> [R, n, X]."""
+        """Start a walk over states [branches * R, n, D]. guide: mixes branches of guidance (to R rows of logits)."""
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:

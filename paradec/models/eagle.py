@@ -6,7 +6,7 @@ network.
 A position's feature is the model's last hidden state, after the final norm. Column i of the drafter reads the feature
 of position i - 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix
 converts it to logits, and the drafter reads it in column i + 1. A prompt's first token has no column. Column i has the
-rotary angles of position i - 1, over LlamaGen those of the token's cell.
+rotary angles of position i - 1; if the model is a LlamaGen, those of the token's cell.
 
 A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with
 embed_tokens.weight, fc.weight, optionally fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's
@@ -134,7 +134,7 @@ def load_eagle(
     module = EagleHead(layer_config, "fc.bias" in weights, "layers.0.self_attn.q_proj.bias" in weights)
     check_fit(module.state_dict(), weights, source, "config.json")
     if isinstance(base, LlamaGenModel):
-        for name, tensor in weights.items():  # reorder rows: LlamaGen rotates adjacent pairs, this layer halves
+        for name, tensor in weights.items():  # reorder rows: LlamaGen rotates adjacent pairs, a Llama rotates halves
             if name.startswith(("layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj")):
                 heads = tensor.unflatten(0, (-1, layer_config.head_dim))
                 weights = weights | {name: torch.cat((heads[:, ::2], heads[:, 1::2]), 1).flatten(0, 1)}

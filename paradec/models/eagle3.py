@@ -2,12 +2,12 @@
 
 Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix fuses three layers' outputs at a position into a
 feature. The attention reads the feature of position i - 1 and the embedding of token i, each normed, as one vector. The
-layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; q of other tokens
-is 0.
+layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; it never drafts
+other tokens.
 
 Two formats are read: that of the paper's code (`midlayer.`, a flat config.json) and speculators'
-(`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both, layer l means its input, the output
-of layer l - 1.
+(`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both formats, a layer number l means that
+layer's input, the output of layer l - 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SUPPORTED = {
 class Eagle3Settings:
     """Settings of a drafter besides its sizes.
 
-    layers: model layers whose outputs are read, from 0; n, their number, means the last output before the final norm.
+    layers: model layers, from 0, whose outputs are read; of n layers, n is the last output before the final norm.
     norm_before_residual: whether the residual branch starts from the normed feature.
     norm_output: whether the next feature is normed (3.1)."""
 

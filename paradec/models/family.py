@@ -39,17 +39,17 @@ class Family:
     published_names: pattern of published names, for checkpoints without these fields; its group is the block length.
     published_block: the block length for published names without a number.
     block_align: where blocks are counted from, as in `paradec.core.facts.ModelFacts`.
-    default_block_length: for requests to a bidirectional family that set none; None makes the answer one block.
+    default_block_length: of a bidirectional family, for requests without one; None makes the answer one block.
     mask_token: the mask token's text in the vocabulary, for checkpoints that do not state its id.
     qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
     float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
-    experts: whether the family is a mixture of experts: files have one matrix per expert, the module stacks them.
-    fused: name in a layer of a file's weight -> names of the module's weights whose rows it contains, in order.
-    reader: returns the class that reads the files if `module` cannot; the result's class is then set to `module`.
+    experts: whether files have one matrix per expert (mixture of experts), which the module stacks.
+    fused: names, within a layer, of the file's weights -> names of the module's weights that they join by rows.
+    reader: returns the class that reads the files if `module` cannot; the module read then gets the class `module`.
     modes: allowed values of load's `topology`, the default first; empty for families with one topology.
     draft_adapter: folder, in the checkpoint, of the adapter with which a model drafts for itself.
     decoder: returns the subclass of `Decoder` for a configuration; None is `Decoder` itself.
-    padding_ends: whether the tokenizer's end token, else the padding token, ends answers if no end id is stated."""
+    padding_ends: whether the tokenizer's end token, or else the padding token, replaces a missing end id."""
 
     module: str
     config: Callable[[Mapping[str, Any]], Any]
@@ -80,8 +80,8 @@ class Family:
         return "bidirectional" if self.block_name is None else "block_causal"
 
     def block_length(self, config: Mapping[str, Any], source: str) -> int | None:
-        """Block length of a block-causal checkpoint; None if neither config.json nor its name states one. Raises
-        CheckpointError unless it is a positive integer."""
+        """Block length of a block-causal checkpoint; None if neither config.json nor the name in `source` states one.
+        Raises CheckpointError unless it is a positive integer."""
         for name in (self.block_name, self.second_block_name):
             if name is not None and (length := read_block_length(config, name)) is not None:
                 return length
@@ -210,7 +210,7 @@ def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], token
 def _first_id(
     source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
-    """The first id in the order of `values`. Different ids are logged; for mask ids without `argument`, a warning."""
+    """The first id in the order of `values`. Contradictions are logged; without `argument`, those of mask ids warn."""
     values = {
         "argument": argument,
         "config.json": config.get(name),

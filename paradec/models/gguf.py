@@ -36,11 +36,11 @@ PLAIN = ("F32", "F16", "BF16")
 MASKED = ("llada", "dream", "llada-moe", "rnd1")
 """Architectures of masked diffusion models."""
 CAUSAL = ("llama", "qwen2", "qwen3", "qwen3moe")
-"""Architectures of causal models whose weights this file reads; transformers reads those of others."""
+"""Architectures of causal models whose weights this file reads; transformers reads other architectures' weights."""
 INTERLEAVED = ("llada", "llama")
 """Architectures whose files interleave the two halves of each head of queries and keys."""
 SHIFT = "diffusion_shift_logits"
-"""The field of config.json for a `diffusion.shift_logits` that differs from the family's prediction."""
+"""The field that `build_config` adds if the header's `diffusion.shift_logits` differs from the family's prediction."""
 
 LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
@@ -129,7 +129,7 @@ SPLITS = {"qwen2": QWEN_SPLIT, "gpt-2": ""} | dict.fromkeys(("bailingmoe", "bail
 class GgufTensor:
     """A stored tensor, which `[...]` unpacks, like a slice of a safetensors file.
 
-    blocks: uint8 [rows, bytes]. kind: gguf's. shape: torch's. dtype: of the unpacked tensor.
+    blocks: uint8 [rows, bytes]. kind: gguf's type. shape: in torch's order. dtype: of the unpacked tensor.
     heads: number of heads whose rows are interleaved, 0 for none."""
 
     blocks: Any
@@ -265,7 +265,7 @@ class GgufFile:
                 tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == CONTROL)])
         special_ids = {name: fields.get(f"{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
         special = {f"{name}_token": tokens[token_id] for name, token_id in special_ids.items() if token_id is not None}
-        # llama.cpp's converter sets the flag for every LLaDA, whose published tokenizer adds no token
+        # llama.cpp's converter sets add_bos_token for every LLaDA, but the published tokenizer adds no token
         if fields.get("add_bos_token") and "bos_token" in special and self.architecture != "llada":
             bos = special["bos_token"]
             tokenizer.post_processor = processors.TemplateProcessing(

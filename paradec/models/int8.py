@@ -39,8 +39,8 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 class Int8Config(QuantizationConfigMixin):
     """Settings of int8 weights.
 
-    activations: bits of activations, 15 (two int8 rows) or 8. min_weights: smaller layers stay unchanged.
-    weight_bits: 8, or 7 if the processor needs it; None chooses. dtype: of the other weights in a saved model."""
+    activations: bits of activations, 15 (as two int8 rows) or 8. min_weights: layers with fewer weights stay unchanged.
+    weight_bits: 8, or 7 for processors that need it; None chooses. dtype: of the other weights in a saved model."""
 
     activations: int = 15
     min_weights: int = 2**20
@@ -66,13 +66,13 @@ class Int8Quantizer(HfQuantizer):
             raise CheckpointError(str(error)) from None
         if self.pre_quantized and (quantization_config.weight_bits or 8) > bits:
             raise CheckpointError(
-                f"weight_bits={quantization_config.weight_bits}: sums of such products are not exact on this processor "
-                f"(it lacks VNNI); load the original checkpoint with quantization='int8', which uses {bits} bits here"
+                f"weight_bits={quantization_config.weight_bits}: sums of products of such weights are inexact on this "
+                f"processor (no VNNI); load the original checkpoint with quantization='int8' (here in {bits} bits)"
             )
         quantization_config.weight_bits = quantization_config.weight_bits or bits
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Replace layers by empty int8 layers. If weights are rounded, a tied output matrix is replaced later."""
+        """Replace layers by empty int8 layers. A tied output matrix that is not int8 in the file is replaced later."""
         settings, head = self.quantization_config, model.get_output_embeddings()
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         names = [name for name, layer in model.named_modules() if is_converted(name, layer, settings.min_weights)]
@@ -191,7 +191,7 @@ def stored_config(model: Any) -> dict[str, Any] | None:
 
 
 def is_converted(name: str, layer: Any, min_weights: int) -> bool:
-    """Whether a layer gets int8 weights: a large linear layer that is not a router, or experts in stacks [E, N, K]."""
+    """Whether a layer gets int8 weights: a large linear layer but not a router, or experts stacked as [E, out, in]."""
     if type(layer) is nn.Linear:
         is_router = name.rpartition(".")[2] in ROUTERS
         return not is_router and layer.weight.numel() >= min_weights and layer.in_features <= MAX_INPUTS

@@ -62,9 +62,9 @@ def load(
     """Load a masked diffusion or causal language model, or an image model, from its published file format.
 
     Masked models (LLaDA, Dream, SDAR, TraDo, Fast-dLLM v2, LLaDA-MoE, LLaDA2 and others: docs/models.md has the table)
-    run on transformers' modules of similar models, with the attention of their training. DiffusionGemma and causal
-    language models in transformers' format ("qwen3", "llama", ...) run on transformers' class for them, causal models
-    with its end and padding ids. Weights must be safetensors or GGUF; remote code is never executed.
+    run on transformers' modules of similar models, with the attention used in training. DiffusionGemma and causal
+    language models in transformers' format ("qwen3", "llama", ...) run on transformers' own classes; causal models have
+    the end and padding ids of its `generate`. Weights must be safetensors or GGUF; remote code is never executed.
 
     Ids of mask, padding and end come from config.json, then generation_config.json, then the tokenizer. If these
     disagree, the first is used, with a warning for the mask; all end ids are used.
@@ -192,8 +192,8 @@ def lay_out_by_columns(model: Any) -> Any:
     """Store the float32 matrices of a small CPU model's linear layers column by column; return the model.
 
     Products with few positions read a matrix by columns. Columns begin an odd number of cache lines apart, so that they
-    do not compete for the same cache sets. Matrices that several layers share stay unchanged, and so do all matrices
-    if together they exceed `MAX_COPIED` bytes: processes share those as memory-mapped files.
+    do not compete for the same cache sets. Matrices that several layers share stay unchanged. If all matrices together
+    exceed `MAX_COPIED` bytes, none is changed: processes share matrices of large models as memory-mapped files.
     """
     readers = Counter(id(weight) for part in model.module.modules() for weight in part.parameters(recurse=False))
     linears = [part for part in model.module.modules() if type(part) is nn.Linear and readers[id(part.weight)] == 1]
@@ -297,7 +297,7 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
         return source, read_json(source, "config.json", revision, required=True)
     folder_config = read_json(os.path.dirname(source) or ".", "config.json", None)
     if folder_config and image_loader(folder_config.get("model_type")) is None:  # a text model's weights
-        fetch(source, "config.json", revision)  # raises: give the folder
+        fetch(source, "config.json", revision)  # raises an error that asks for the folder
     return source, {"model_type": file_type(source)}
 
 

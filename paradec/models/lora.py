@@ -68,7 +68,7 @@ FIELDS = (
     "rank_pattern",
     "alpha_pattern",
 )
-"""Fields that are passed to peft; the others are for training."""
+"""Fields that are passed to peft; other fields matter only in training."""
 
 
 @dataclass(frozen=True)

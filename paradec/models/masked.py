@@ -61,7 +61,7 @@ UNSUPPORTED = {
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
 """Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192). The prompt
-is one block, and the answer's blocks count from the prompt's end. The adapters' files do not state this."""
+is one block, and the answer's blocks are counted from its end. The adapters' files do not state this."""
 D2F_BLOCK_LENGTH = 32
 """Block length in most of D2F's published scripts. (Training used 16.)"""
 PROMPT_BLOCK = "prompt_block_length"
@@ -161,8 +161,8 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
             f"quantization_config={short_repr(options['quantization_config'])} does not work for {source!r}: its "
-            "query_key_value matrices are split on reading. Load it without, then quantise model.module (for example "
-            "with torchao.quantize_)"
+            "query_key_value matrices are split on reading. Leave it out, and quantise the loaded model.module (for "
+            "example with torchao.quantize_)"
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
         raise ValueError(
@@ -212,7 +212,7 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
 
 
 def _read_adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
-    """Read the adapter. Raises CheckpointError where it does not work with this checkpoint or these options."""
+    """Read the adapter. Raises CheckpointError if it does not work with this checkpoint or these options."""
     name = adapter if isinstance(adapter, str) else adapter.source
     problem = None
     if family.experts or family.fused is not None:
@@ -312,7 +312,7 @@ def _read_pretrained(
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [item for item in conversions if not our_patterns.issuperset(item.source_patterns)]
     module.config.is_causal = False
-    if family.experts:  # torch's grouped products need rows of 16 n bytes, and have no float64
+    if family.experts:  # torch's grouped products need rows of a multiple of 16 bytes, and do not support float64
         sizes = (module.config.hidden_size, module.config.moe_intermediate_size)
         if module.dtype == torch.float64 or any(size * module.dtype.itemsize % 16 for size in sizes):
             module.set_experts_implementation("eager")

@@ -2,7 +2,7 @@
 
 Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm). Both are normed
 and joined by one matrix; a decoder layer of the model's class and a norm follow. The output is the next hidden state,
-which the model's output matrix converts to logits. A single head drafts repeatedly, as EAGLE does, also trees. With
+which the model's output matrix converts to logits. A single head drafts repeatedly, like EAGLE, chains or trees. Of
 several heads, head k makes draft k: its columns are one position further right than those of head k - 1.
 
 Three layouts are read: `model.layers.N.` after the model's layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next, Mellum)
@@ -46,7 +46,7 @@ MATCHING_FIELDS = (
 
 
 class MtpLayer(nn.Module):
-    """One head. template_layer: index of the model's layer that `block` is built like. index: of the head."""
+    """One head. template_layer: index of the model's layer after which `block` is modelled. index: of the head."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, template_layer: int, index: int):
         super().__init__()
@@ -59,14 +59,14 @@ class MtpLayer(nn.Module):
                 part.layer_idx = index  # its layer in the store
 
     def forward(self, embedded: Tensor, states: Tensor, hidden_first: bool, **kwargs: Any) -> Tensor:
-        """embedded, states [R, Q, D] -> [R, Q, D]. kwargs: for the decoder layer."""
+        """Embedded tokens and hidden states, each [R, Q, D] -> output states [R, Q, D]. kwargs: for `block`."""
         parts = (self.enorm(embedded), self.hnorm(states))
         output = self.block(self.eh_proj(torch.cat(parts[::-1] if hidden_first else parts, -1)), **kwargs)
         return self.norm(output[0] if isinstance(output, tuple) else output)
 
 
 class MtpNetwork(nn.Module):
-    """All heads. hidden_first: whether their matrices read (hidden state, token), not (token, hidden state)."""
+    """All heads. hidden_first: whether `eh_proj` reads (hidden state, token) instead of (token, hidden state)."""
 
     def __init__(self, base: Model, count: int, hidden_first: bool):
         super().__init__()
@@ -93,7 +93,7 @@ class MtpDrafter(FeatureDrafter):
 
     @property
     def num_reread(self) -> int:
-        """Number of last columns that each call evaluates again, since later heads have evaluated them with drafts."""
+        """Number of last columns that the next call evaluates again, because later heads read drafts in them."""
         return len(self.module.layers) - 1
 
     @property
@@ -180,7 +180,7 @@ def load_mtp(
     module = module.to(dtype or base.dtype)
     if dtype == torch.float64:  # kernels of experts have no float64
         module.config._experts_implementation = "eager"
-    for part in module.modules():  # buffers (routers' corrections) are at least float32
+    for part in module.modules():  # keep buffers (routers' corrections) in float32 or wider
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(torch.promote_types(buffer.dtype, torch.float32)))
     module = module.to_empty(device=base.device).requires_grad_(False)
@@ -191,7 +191,7 @@ def load_mtp(
 
 
 def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
-    """The module's tensors for the file's weights, by name; a tensor for each expert."""
+    """The module's tensors, or parts of them, into which the file's weights are copied, by name."""
     state = module.state_dict()
     return {name: part.assemble(state.__getitem__) for name, part in file_weights(state, None).items()}
 

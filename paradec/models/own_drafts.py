@@ -1,4 +1,4 @@
-"""Causal models that draft for themselves: they fill a block of masks over the causal store, also with an adapter."""
+"""Causal models that draft for themselves: they fill a block of masks over the causal store. Some use an adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paradec.models.lora import CONFIG, LoRA, read_lora
 class OwnDrafts:
     """Settings for a model that decodes token by token, and drafts by filling blocks of masks (`facts.mask_token_id`).
 
-    block_length: the block length of its training, which counts the last final token.
+    block_length: the block length of the model's training, which includes the last accepted token.
     adapter: applied while the model drafts; None if the model has none."""
 
     block_length: int
@@ -35,7 +35,7 @@ class DraftAdapter:
     """Products B A of low rank, added to linear layers while a call drafts, and never merged.
 
     files: its adapter_config.json and adapter_model.safetensors.
-    products: the module's names of layers -> A [r, in], B [out, r] and their scale."""
+    products: names of the module's layers -> A [r, in], B [out, r] and their scale."""
 
     files: tuple[Path, Path]
     products: Mapping[str, tuple[Tensor, Tensor, float]]
@@ -92,5 +92,5 @@ def read_own_drafts(
             down, up = (part["default"].weight.data for part in (layer.lora_A, layer.lora_B))
             products[module_name] = (down, up, layer.scaling["default"])
         draft_adapter = DraftAdapter((adapter.file.with_name(CONFIG), adapter.file), products)
-    assert block_length is not None  # families with modes state one
+    assert block_length is not None  # families with modes always have one
     return OwnDrafts(block_length, draft_adapter)

@@ -20,7 +20,7 @@ class RequestMemory:
     store: int
     """Keys and values of all positions; 0 without a store."""
     logits: int
-    """Of one step, in the model's dtype."""
+    """Logits of one step, in the model's dtype."""
 
     @property
     def total(self) -> int:

@@ -247,7 +247,7 @@ def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...
 
 
 def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
-    """The file's fused weight with the rows of `module_name`, and all weights that it fuses; None without one."""
+    """Name of the file's fused weight that contains `module_name`, and names of all weights in it; None without one."""
     for name, parts in (fused or {}).items():
         for part in parts:
             if module_name.endswith(f".{part}"):
@@ -258,7 +258,7 @@ def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -
 
 def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any, family: Family) -> dict[str, str]:
     """Compare the stored weights with those of a module of this config, before memory is allocated. Returns the
-    module's names of weights -> the checkpoint's (stacked or split weights: renamed by `family.key_mapping`).
+    module's names of weights -> the checkpoint's. (Keys of stacked or split weights are names after `key_mapping`.)
     Raises CheckpointError for weights that do not fit; the message names them.
 
     headers: by the checkpoint's names. config: transformers' configuration."""
@@ -410,7 +410,7 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], get_tensor: Calla
 
 
 def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
-    """Check an update of weights, and return its (target, value) pairs. Raises as `Model.update_weights`."""
+    """Check an update of weights, and return (target, value) pairs. Raises the errors of `Model.update_weights`."""
     name = model.facts.name
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict={short_repr(state_dict)} must be a mapping of names to tensors")

@@ -49,7 +49,7 @@ class TensorParallelModel:
         """Return rank 0's prompts and request, with this rank's `OBJECTS` and drafter. Raises ConnectionError after an
         earlier failure, RuntimeError in a second thread, SystemExit if rank 0 ends (it then sends None)."""
         if self.__dict__.setdefault("_thread", threading.get_ident()) != threading.get_ident():
-            raise RuntimeError("a model that is spread over processes must be used in one thread: calls need one order")
+            raise RuntimeError("a model that is spread over processes must be used in one thread: ranks need one order")
         if _failures:
             raise ConnectionError(f"this process cannot continue after {_failures[0]}: end all processes and restart")
         self.check_use("compile=True" if request.compile else "generate")
@@ -82,7 +82,7 @@ def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A context that all ranks leave together. Raises ConnectionError with its error if another rank failed."""
+    """A context that all ranks leave together. If another rank failed, raises ConnectionError with that error."""
     failure, failures = None, list[str]()
     try:
         yield
@@ -153,6 +153,6 @@ def distributed_config(plan: Any, config: Any, name: str) -> Any:
     for field in ("num_key_value_heads", "num_attention_heads") if splits_heads(styles) else ():
         if (heads := getattr(text_config, field, None) or size) % size:
             raise ValueError(
-                f"{description} cannot divide {field}={heads} among {size} processes: their number must divide it"
+                f"{description} cannot divide {field}={heads} among {size} processes: give a number that divides it"
             )
     return DistributedConfig(tp_plan=plan, tp_size=size)

@@ -279,7 +279,7 @@ def _check_experts(module: nn.Module, config: Any) -> None:
 
 
 def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
-    """Positions that the config allows. In RoBERTa's table of that length the first padding_idx + 1 rows are unused."""
+    """Positions that the config allows; RoBERTa's position table has padding_idx + 1 unused rows, not counted."""
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code

@@ -44,7 +44,7 @@ class Snapshot:
     """The `B` pictures of a state, with `N` tokens each, after `S` steps."""
 
     tokens: Tensor
-    """[B, N] int64 on the host; [B, N, C'] float if tokens are continuous."""
+    """[B, N] int64 on the host; [B, N, channels] float if tokens are continuous."""
     is_complete: bool
     """Whether all tokens are final."""
     accepted: np.ndarray
@@ -55,8 +55,8 @@ class Snapshot:
 
 
 class PictureModel:
-    """Base of all image models. A subclass sets the attributes below, and implements `grid`, `read` and, where they
-    differ, other methods."""
+    """Base of all image models. A subclass sets the attributes below and implements `grid` and `read`; it may override
+    other methods."""
 
     makes: ClassVar[str] = ""
     """The kind, one of `paradec.core.checks.MODELS`."""
@@ -66,7 +66,7 @@ class PictureModel:
     sampler_names: ClassVar[Mapping[str, tuple[str, str | None]]] = {}
     """Aliases of samplers for this kind of model -> (sampler, preset)."""
     sampler_settings: ClassVar[tuple[str, ...]] = ()
-    """Arguments of a request that these samplers take as settings."""
+    """Arguments of a request that the family's samplers take as settings."""
     title: ClassVar[str] = ""
     """The model's name in messages about samplers; by default `facts.name`."""
     conditions: str = "class_labels"
@@ -74,7 +74,7 @@ class PictureModel:
     defaults: Mapping[str, Any] = {}
     """The authors' settings: fields of `paradec.Request`."""
     decoder_option: ClassVar[str | None] = None
-    """The decoder's attribute and option of `paradec.load`, "vq" or "vae"; or None."""
+    """Name of the attribute with the decoder, and of its option in `paradec.load`: "vq" or "vae"; None without one."""
     other_sizes: ClassVar[str] = ""
     """A hint for messages: how to get pictures of another size."""
     module: Any
@@ -89,7 +89,7 @@ class PictureModel:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Arguments of `paradec.load` that a model which drafts for this one shares with it."""
+        """Arguments of `paradec.load` that a draft model shares with this model."""
         return {}
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class PictureModel:
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """Lay out one request: `num_images` adjacent rows for every prompt or label. In this base class the conditions
-        are class labels, an int or several, below `facts.classes`. Raises ValueError or TypeError for others."""
+        are class labels below `facts.classes`, an int or several. Raises ValueError or TypeError for other values."""
         self.refuse_negative_prompt(negative_prompt)
         return ImageRequest(self, list_labels(conditions, self.facts.classes, num_images))
 
@@ -154,8 +154,8 @@ class PictureModel:
         return self.decoder.decode(latent)
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
-        """Yield the pictures after each step, [B, C, H, W] in [0, 1], for traces; none unless steps change all
-        pixels."""
+        """Yield the pictures after each step, [B, C, H, W] in [0, 1], for traces. Only models whose steps change all
+        pixels have any."""
         return ()
 
     def refuse_negative_prompt(self, negative_prompt: Any) -> None:
@@ -165,7 +165,7 @@ class PictureModel:
 
 class ImageModel(PictureModel, Decoder):
     """Base of autoregressive image models (topology "causal", prediction "shifted"). A family implements `_embed`,
-    `_backbone`, `head` and `request`, and `grid` and `_pixels` where they differ."""
+    `_backbone`, `head` and `request`; it may override `grid` and `_pixels`."""
 
     makes = "image"
     family = "draft_verify"
@@ -253,8 +253,8 @@ def picture_tokens(state: Any, grid: Grid) -> Tensor:
 
 
 def list_labels(class_labels: Any, classes: int, copies: int = 1) -> list[int]:
-    """List class labels, each `copies` times. Raises ValueError without labels or for one out of range, else
-    TypeError."""
+    """List class labels, each `copies` times. Raises ValueError for no labels or a label out of its range, TypeError
+    for other values."""
     if hasattr(class_labels, "tolist"):
         class_labels = class_labels.tolist()
     if not isinstance(class_labels, Sequence) or isinstance(class_labels, (str, bytes)):

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Attention(nn.Module):
-    """Self-attention with one matrix for queries, keys and values. layer: its index in a store."""
+    """Self-attention with one matrix for queries, keys and values. layer: index of its keys and values in a store."""
 
     def __init__(self, width: int, heads: int, layer: int, bias: bool = True):
         super().__init__()

@@ -60,7 +60,7 @@ PIXELS_PER_SIZE = 32
 
 class ChameleonModel(TextToImageModel):
     """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start token
-    (and its sizes); the guidance branch's prompt is only these. Raises ValueError for an unfit codebook or vocabulary.
+    (and its sizes), which is all of the guidance branch's prompt. Raises ValueError for a wrong codebook or vocabulary.
 
     layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
     vq: the VQ autoencoder with its decoder; None makes only tokens. tokenizer: None requires prompts of ids."""

@@ -28,7 +28,7 @@ class ReusedKeys:
 @dataclass
 class ContinuousQuery:
     """One call of encoder, decoder and head (`paradec.models.images.mar`) for `B` rows. A full step decodes all
-    positions (in raster order), a local step a group. With `branches == 2` every row has a second one without class."""
+    positions (in raster order), a local step one group. With `branches == 2` every row also runs without its class."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -70,15 +70,15 @@ class TokenDistribution:
     mean: Tensor
     """The token itself: the last step adds no noise."""
     std: Tensor
-    """Of the noise that the last step would add, times the temperature."""
+    """Standard deviation of the noise that the last step would add, times the temperature."""
     half_log_variance: Tensor
     """Sum over the other steps of half the logarithm of the variance, without the temperature."""
 
 
 @dataclass
 class ContinuousAnswer:
-    """Tokens [B, W, channels], the head's conditions [R, W, width], the keys and values of a full step, and the
-    distribution of the tokens."""
+    """Tokens [B, W, channels], the head's conditions [branches * B, W, width], the keys and values of a full step, and
+    the distribution of the tokens."""
 
     tokens: Tensor
     conditions: Tensor

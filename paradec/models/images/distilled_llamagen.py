@@ -94,7 +94,7 @@ class DistilledLlamaGenModel(DistilledModel):
     """The adapter of a `DistilledLlamaGen`. A stage is a cell: K(t) = t. Raises ValueError for a missing or unfit
     codebook.
 
-    vq: LlamaGen's VQ autoencoder, whose codes a student reads at every second call.
+    vq: LlamaGen's VQ autoencoder, whose code vectors a student reads after its first call.
     defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
 
     module: DistilledLlamaGen

@@ -77,7 +77,7 @@ def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], star
     A text token at p has (p, p, p). A picture that starts at p has (p, p + i, p + j) at row i and column j, and the
     next token is at p + max(rows, columns).
 
-    row: ids of the prompt; the pictures `sources` (rows, columns) follow its ids `start` in order."""
+    row: ids of the prompt. sources: (rows, columns) of its pictures, each of which follows an id `start`."""
     chunks, base, index, source_sizes = [], 0, 0, iter(sources)
     while index < len(row):
         chunks.append(torch.full((1, 3), base))

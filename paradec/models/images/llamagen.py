@@ -263,7 +263,7 @@ class LlamaGenModel(ImageModel):
     """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
 
     vq: its VQ autoencoder; None makes only tokens.
-    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None requires captions of features.
+    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None requires captions as features.
     defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, if not the published ones.
     Raises ValueError: a codebook of another size than the network's vocabulary."""
 
@@ -339,7 +339,7 @@ class LlamaGenModel(ImageModel):
         embedding = self.module.cls_embedding
         assert isinstance(embedding, CaptionEmbedding)
         uncond_features, project = embedding.uncond_embedding, embedding.cap_proj
-        # the published code pads captions on the left: a caption of T features has the last T unconditional ones
+        # the published code pads captions on the left: T features are paired with the last T unconditional features
         branches = captions + [uncond_features[-len(caption) :] for caption in captions]
         with torch.no_grad():
             adapter = self._copy_with(

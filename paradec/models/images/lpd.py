@@ -73,9 +73,9 @@ GUIDANCE: dict[int, dict[tuple[int, int], float]] = {
     1280: {(256, 20): 4.9, (256, 32): 5.0, (1024, 48): 6.0},
     1536: {(256, 20): 5.9},
 }
-"""The authors' guidance scale, by width, and by cells and groups of a picture."""
+"""Width of the model -> {(cells, groups) of a picture: the authors' guidance scale}."""
 REPULSION = {(1536, 256, 20): 3.0}
-"""Repulsion by width, cells and groups, for published models that do not use the order's default."""
+"""(width, cells, groups) -> repulsion, for published models that do not use the order's default."""
 
 
 class LPD(nn.Module):
@@ -340,9 +340,9 @@ def _config(path: Path, weights: Mapping[str, Tensor], fields: Mapping[str, Any]
 
 
 def ranked_logits(module: Any, query: RankedQuery, store: Any) -> Tensor:
-    """Guided logits [N, W', V + 1] of the wanted positions, each given the tokens of lower rank; -inf for the mask id,
-    0 for padding. W' is the largest number of wanted positions in a row. A token sees tokens up to its rank; a wanted
-    position sees tokens of lower rank and itself. Keys and values are stored by rank.
+    """Guided logits [N, W, V + 1] of the query's N rows and W columns `wanted`, each given the tokens of lower rank:
+    -inf for the mask id, 0 in padding. A token sees tokens up to its own rank; a wanted column sees tokens of lower
+    rank and itself. Keys and values are stored by rank.
 
     module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`."""
     assert query.wanted is not None and query.store is not None and query.store.index is not None

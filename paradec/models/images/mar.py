@@ -103,11 +103,11 @@ class MAR(nn.Module):
     def encode(
         self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Encode known tokens: [R, (buffer +) N, width], and their keys and values.
+        """Encode known tokens: [R, N, width] (with `buffer`, class tokens are prepended), and their keys and values.
 
         Args:
             tokens: [R, N, channels]. positions: [R, N] int64, in the image, row by row. labels: [R] int64.
-            past: keys and values of other tokens to attend to. buffer: whether the class tokens are evaluated, first.
+            past: keys and values of other tokens to attend to. buffer: whether to evaluate the class tokens too.
         """
         position = self.encoder_pos_embed_learned[0]
         x = self.z_proj(tokens) + position[self.buffer + positions]
@@ -125,7 +125,7 @@ class MAR(nn.Module):
         tokens first.
 
         Args:
-            encoded: [R, (buffer +) N, width], from `encode`. columns: [R, N] int64: the tokens' indices in `positions`.
+            encoded: from `encode` with the same `buffer`. columns: [R, N] int64: the tokens' indices in `positions`.
             positions: [R, M] int64, in the image; those without a token are masks. past, buffer: as for `encode`.
         """
         position = self.decoder_pos_embed_learned[0]
@@ -273,7 +273,7 @@ class MARModel(PictureModel, Adapter):
         return rearrange(tokens, "b (h w) c -> b c h w", h=self.module.side)
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        return self.square_grid(self.module.side, 1, height, width)  # one cell represents all continuous tokens
+        return self.square_grid(self.module.side, 1, height, width)  # one id stands for all continuous tokens
 
     def _pixels(self, latent: Tensor) -> Tensor:
         assert self.vae is not None

@@ -37,7 +37,7 @@ class UViT(nn.Module):
     codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 means the null class (for
     guidance), which is the last class.
 
-    size: tokens per side. codebook_size: number of image ids. classes: number of classes with the null class.
+    size: tokens per side. codebook_size: number of image ids. classes: their number, including the null class.
     width, depth, heads: of the transformer; depth is the number of blocks besides the middle one, half on each side."""
 
     def __init__(

@@ -31,7 +31,7 @@ from paradec.models.weights import NESTED, read_weights
 HEAD = 64
 """Head width of the published models."""
 BUFFERS = ("lvl_1L", "attn_bias_for_masking")
-"""Tensors of published files that are not read: both follow from the scales."""
+"""Tensors of published files that are not read, since they follow from the scales."""
 MAX_LOG_QUERY_FACTOR = math.log(100)
 """Bound of `scale_mul_1H11`, the logarithm of the factor of normalised queries."""
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
@@ -77,8 +77,8 @@ class ScaleStore:
 
 @dataclass
 class ScaleQuery:
-    """One call: the scales from `first` to `last`. `B` rows; under guidance (`branches == 2`) every row is also
-    evaluated without its class. A token sees its own scale and all coarser ones."""
+    """One call for `B` rows, which evaluates the scales from `first` to `last`. Under guidance (`branches == 2`) every
+    row is also evaluated without its class. A token sees its own scale and all coarser ones."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -460,7 +460,7 @@ def read_network(
     """Read the parts of the adapter of a VAR or its student: network, VQ, name of the model, fields of config.json, and
     whether the scales were inferred from the weights. Raises as `load_var`.
 
-    kind: the network's name in messages. extra: weights that it needs besides a VAR's. nested: as for `read_weights`.
+    kind: the network's name in messages. extra: further weights that a VAR lacks. nested: as for `read_weights`.
     to_var_weights: converts the weights to the sizes of a VAR's, for `read_sizes`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:

@@ -31,9 +31,9 @@ class VQConfig:
 
     codebook_size, codebook_embed_dim: number of codes, and numbers in a code vector.
     l2_norm: whether codes and latents are compared on the unit sphere, and codes normalised when looked up.
-    channels: feature maps at full resolution; each level has `channel_mult` times that, at half the resolution.
+    channels, channel_mult: level i has channels * channel_mult[i] feature maps, at half the resolution of level i - 1.
     res_blocks: blocks in a level of the encoder; a level of the decoder has one more.
-    attention: whether the lowest resolution has attention after each block (the middle always has).
+    attention: whether the lowest resolution has attention after each block (the middle part always has it).
     z_channels: feature maps between the codebook's projection and the convolutions.
     image_channels: 3, or 1 for grey images. norm_groups: groups of every group norm; must divide all widths.
     encoder: whether the model has an encoder; decoding needs none."""
@@ -332,7 +332,7 @@ def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> 
 
 
 def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> None:
-    """Raise ValueError if `vq` has a codebook of another size than the model `name`: `size` codes of `dim` numbers."""
+    """Raise ValueError unless the codebook of `vq` has `size` codes of `dim` numbers, as the model `name` needs."""
     if vq is None:
         return
     if vq.config.codebook_size != size:

@@ -2,8 +2,8 @@
 
 A row is a structure's token, then a letter or the mask for each residue, or for each group of tied residues
 (`paradec.models.proteins.rules`). The order of a call begins with the prompt's residues. The decided residues follow,
-ordered by step. Within both, residues have the order of the chain. Every undecided residue is evaluated as if it came
-next. One residue per step is the published ancestral sampling. Residues of one step do not see each other.
+ordered by step. Prompt residues and residues of one step have the order of the chain. Every undecided residue is
+evaluated as if it came next. One residue per step is the published ancestral sampling. Residues of one step do not see each other.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class ResidueTokenizer:
 class DecidedStates:
     """A store for `B` rows of `L` columns: the structure's token, then its residues.
 
-    A residue's decoder states depend on the residues before it in the order, not on its letter. They are final once
-    these are decided. Later calls evaluate the other residues, and residues whose letter has changed.
+    A residue's decoder states depend on the residues before it in the order, not on its letter. The states are final
+    once these residues are decided. Later calls evaluate the other residues, and residues whose letter has changed.
 
     layers: number of decoder layers without the last one. width: D, of a state.
     extra: the maximum over rows of the number of residues minus that of columns (tied residues share a column)."""
@@ -248,8 +248,8 @@ class ProteinMPNNModel(Opaque):
         designs: Tensor | str | Sequence[str],
         orders: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """[R] float64: the mean log-probability of the residues with a mask in the prompt, each given those before it
-        in an order, at temperature 1, without X and without bias. A tie counts as one residue.
+        """[R] float64: the mean log-probability of the residues with a mask in the prompt, each given all residues
+        before it in an order, at temperature 1, without X and without bias. A tie counts as one residue.
 
         prompt: a row with masks. Its other residues come first, in the order of the chain, with the design's letters.
         designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`; or a text with the letters of all

@@ -56,7 +56,7 @@ class Encoding:
 
 
 class ProteinMPNN(nn.Module):
-    """The network. width: of nodes and edges. layers: of encoder and decoder. neighbours: of a residue, with itself."""
+    """The network. width: D. layers: numbers in encoder and decoder. neighbours: K, of a residue, including itself."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__()
@@ -116,7 +116,7 @@ class ProteinMPNN(nn.Module):
         states: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank, not on
-        its own letter. They stay valid until one of these residues changes.
+        its own letter. The states stay valid until a residue of lower rank changes.
 
         row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
         states: [R, L, D] for each decoder layer except the last, written for evaluated residues and read for others;
@@ -290,7 +290,7 @@ def bases(distances: Tensor) -> Tensor:
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8
-"""Sizes of an atom's one-hot features: numbers of elements, groups and periods, each with 0."""
+"""Sizes of an atom's one-hot features: numbers of elements, groups and periods, plus one each for index 0."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
 IGNORED_ELEMENTS = ("H", "MO")

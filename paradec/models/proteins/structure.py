@@ -36,7 +36,7 @@ ELEMENTS = (
 NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(?:\1:|\2)?(-?\d+)([A-Za-z]?))?")
 """A residue (chain, number, insertion code) or a range of residues. A colon ends a chain of several letters."""
 LAST_CODE = "~"
-"""Sorts after all insertion codes: a range contains all residues with its last number."""
+"""A code that sorts after all insertion codes, so that a range contains all residues with its last number."""
 MEMBRANE = {0: "none of the others", 1: "interface", 2: "buried"}
 """Residue labels for models of membrane proteins. The model with one label per protein accepts 0 (soluble) and 1."""
 
@@ -186,8 +186,8 @@ class Structure:
         return selected
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Ties of a homo-oligomer, for `DesignRules`: groups of residues, from 0, with one number in at least two of
-        the chains (None is all). Raises ValueError for an unknown chain, or chains without a common number."""
+        """Ties of a homo-oligomer, for `DesignRules`: groups of residues, from 0, that have the same number in at least
+        two of the chains (None is all). Raises ValueError for an unknown chain, or chains without a common number."""
         selected = self.select_chains(chains)
         groups: dict[tuple[int, int], list[int]] = {}
         occurrences: dict[tuple[str, int], int] = {}
@@ -263,7 +263,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
         if not all(map(math.isfinite, atom.xyz)):
             raise ValueError(f"an atom of residue {atom.chain}{atom.number} of {path.name} has no finite coordinates")
         symbols = "".join(letter for letter in atom.name[:2] if letter.isalpha()).upper()
-        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # the name's
+        element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # implied by the name
         atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()
         is_residue = atom.is_residue or atom.residue in MODIFIED
         key = (atom.chain, atom.number, atom.insertion, "" if is_residue else atom.residue)

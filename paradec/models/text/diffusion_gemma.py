@@ -1,7 +1,7 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' class.
 
 A causal encoder stores keys and values of final tokens; a bidirectional decoder reads these and a canvas, which has
-no masks. Both share their weights, except a scalar per layer and the decoder's self-conditioning, which reads the
+no masks. Encoder and decoder share weights, except a scalar per layer and the decoder's self-conditioning, which reads
 expected embeddings of the previous step. Logits row i predicts token i.
 """
 
@@ -82,7 +82,7 @@ class DiffusionGemmaModel(Model):
         return CanvasStore(rows, length, self.device, windows)
 
     def embed_images(self, rows: list[list[int]], pixel_values: Any, image_position_ids: Any) -> list[Tensor | None]:
-        """The embeddings of each row's image tokens, in reading order: [N, D], or None for a row without any. Raises
+        """The embeddings [N, D] of each row's N image tokens, in reading order; None for a row without images. Raises
         ValueError if the images do not match the prompts' image tokens.
 
         rows: prompts' ids, with an image token for each soft token of an image.
@@ -173,7 +173,7 @@ class DiffusionGemmaModel(Model):
         widths = {"full_attention": None, "sliding_attention": window}
         assert query.store is not None  # checked by `bind`
         if query.kind == "canvas" and query.store.begin == query.store.visible_length:
-            return dict.fromkeys(widths)  # every row begins where its keys end
+            return dict.fromkeys(widths)  # every row's canvas begins where its keys end
         return {kind: self._mask(query, store.first_visible(width), width) for kind, width in widths.items()}
 
     def _mask(self, query: CanvasQuery, first: int, window: int | None) -> Tensor:
@@ -190,7 +190,7 @@ class DiffusionGemmaModel(Model):
         else:
             start = positions[:, :1].unsqueeze(-1)
             visible = keys < start
-            if window is not None:  # the same context from every column
+            if window is not None:  # all columns of a canvas see the same context
                 visible &= keys >= start - (window - 1)
             canvas = visible.new_ones(len(positions), 1, positions.shape[1])
             visible = torch.cat((visible.expand(len(positions), 1, -1), canvas), -1)
@@ -200,8 +200,8 @@ class DiffusionGemmaModel(Model):
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     def _same_image(self, query: CanvasQuery) -> Tensor:
-        """[R, Q, Q] bool: columns of one image, which see each other in models with "vision". Rows start at position
-        0."""
+        """[R, Q, Q] bool: pairs of columns of one image, which see each other if `use_bidirectional_attention` is
+        "vision". Rows start at position 0."""
         is_image = self._image_tokens(query)
         if self.text_config.use_bidirectional_attention != "vision":
             is_image = torch.zeros_like(is_image)
@@ -296,8 +296,8 @@ def load_diffusion_gemma(
     **options: Any,
 ) -> DiffusionGemmaModel:
     """Load a checkpoint in transformers' format. tokenizer: instead of the checkpoint's.
-    options: for `from_pretrained`, but not those that are None. Raises CheckpointError for files that cannot be read,
-    wrong weights or values."""
+    options: for `from_pretrained`; None leaves one out. Raises CheckpointError for files that cannot be read, wrong
+    weights or values."""
     import transformers
 
     cls = getattr(transformers, CLASS, None)

@@ -2,7 +2,7 @@
 Llama.
 
 A LLaDA block is a Llama block with other names: `ff_proj` gates (SiLU), `up_proj` multiplies, the block's `ff_out`
-projects down; the model's own `ff_out` is the output matrix. Bidirectional; logits row i predicts token i.
+projects down; `transformer.ff_out` is the output matrix. Bidirectional; logits row i predicts token i.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SUPPORTED = {
     "sliding_window": (None,),
     "clip_qkv": (None,),
 }
-"""Fields that change the maths -> the values that Llama supports, the 8B's first."""
+"""Fields that change the maths -> the values that Llama supports; the first is that of LLaDA-8B."""
 
 CLASS_DEFAULTS = {
     "block_type": "sequential",

@@ -1,7 +1,7 @@
 """LLaDA2 checkpoints (inclusionAI/LLaDA2.0, 2.1 and 2.2, -mini, -flash, and others) on transformers' Glm4Moe.
 
-Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. Glm4Moe with other names, and with one matrix
-for queries, keys and values, which is split on reading (`paradec.models.text.llada2_modules`).
+Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. The network is Glm4Moe under other names; its
+one matrix for queries, keys and values is split on reading (`paradec.models.text.llada2_modules`).
 Block-causal over blocks of 32 counted from position 0; logits row i predicts token i. Published decoding: samplers
 "threshold" (2.0), "editing" (2.1) and "levenshtein" (2.2, which also chooses experts for whole blocks), with presets of
 these names.

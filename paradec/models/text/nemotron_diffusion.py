@@ -1,8 +1,8 @@
 """Nemotron-Labs-Diffusion (nvidia/Nemotron-Labs-Diffusion-3B, -8B, -14B; arXiv 2607.05722) on transformers' Ministral3.
 
-Ministral3's blocks under other names: YaRN angles, queries scaled by position. The model has three modes: token by
-token (`load(topology="causal")`); blocks from the prompt's end over a causal context (topology "causal_context", the
-default); block-causal (`topology="block_causal"`). Logits of causal columns predict the next token; logits of columns
+The network is Ministral3 under other names, with YaRN angles and queries scaled by position. It has three modes: token
+by token (`load(topology="causal")`); blocks after the prompt over a causal context ("causal_context", the default);
+block-causal (`topology="block_causal"`). Logits of causal columns predict the next token; logits of columns
 in an open block predict the column's own token.
 """
 

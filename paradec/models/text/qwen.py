@@ -42,14 +42,14 @@ def qwen2_config(config: Mapping[str, Any]) -> Any:
 
 
 def qwen3_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3Config`, as `qwen2_config`: with required head width, norms on queries and keys, and without biases."""
+    """The `Qwen3Config` of a config.json. As `qwen2_config`, but the head width is required, and biases are refused."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**_fields(config, (*REQUIRED, "head_dim"), SUPPORTED | SUPPORTED_QWEN3), attention_bias=False)
 
 
 def qwen3_moe_config(config: Mapping[str, Any]) -> Any:
-    """The `Qwen3MoeConfig`, as `qwen2_config`, for mixtures of experts."""
+    """The `Qwen3MoeConfig` of a config.json, for mixtures of experts; raises as `qwen2_config`."""
     from transformers import Qwen3MoeConfig
 
     fields = _fields(config, (*REQUIRED, *REQUIRED_MOE), SUPPORTED | SUPPORTED_QWEN3)

@@ -18,7 +18,7 @@ from paradec.models.family import Family
 from paradec.models.text.qwen import qwen3_config, qwen3_moe_config
 
 PUBLISHED = re.compile(r"(?:SDAR-[\d.]+B(?:-A[\d.]+B)?-(?:Chat(?:-b(\d+))?|Sci)|TraDo-[\d.]+B-Instruct)")
-"""Published names, since config.json may not state the block length: `-b16` means 16, a name without a number 4."""
+"""Published names, since config.json may not state the block length: `-b16` means 16, no number means 4."""
 
 BLOCK_NAME = "block_size"
 I_DLM = re.compile(r"\bI-DLM\b|^IDLM", re.IGNORECASE)

@@ -69,7 +69,7 @@ class HarnessModel:
     max_length: maximum number of tokens of prompt and answer; by default the model's.
     likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal models are
         always exact. mc_num, mc_batch, order: `samples`, `stratum` and `order` of `log_likelihoods`.
-    check_greedy: whether log-likelihoods include the check that greedy decoding writes the continuation. It takes a
+    check_greedy: whether log-likelihoods include the check that greedy decoding yields the continuation. It takes a
         forward per token (LAMBADA's accuracy needs it, tasks with choices do not).
     choices: "score", or "decode": the model decodes one of a context's continuations under a constraint. The
         log-likelihood of this continuation is then 0, that of the others -inf.
@@ -336,7 +336,7 @@ class Sequences(Constraint):
 def decode_choices(
     model: Any, request: Request, contexts: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
-    """Decode each context, constrained to its continuations. Yields its index, and the output.
+    """Decode each context, constrained to its continuations. Yields the index of the decoded one, and the output.
 
     This takes a few forwards; log-likelihoods of masked models take about a hundred per continuation.
 

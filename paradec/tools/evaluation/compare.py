@@ -432,12 +432,12 @@ def _digest(cls: type) -> str | None:
         return None
 
 
-NO_POSITION = 2**62  # a step wrote nothing in a row
+NO_POSITION = 2**62  # marks a row in which a step decided nothing
 MIN_PADDING_SHARE = 0.1  # smallest share of forwards that `padding_lines` reports
 
 
 class PaddingCounter:
-    """A `callback` for one `generate` that records the first position that each step wrote in each row."""
+    """A `callback` for one `generate` that records the first position that each step decided in each row."""
 
     def __init__(self) -> None:
         self._first: list[tuple[np.ndarray, torch.Tensor]] = []
@@ -448,7 +448,7 @@ class PaddingCounter:
             self._first.append((commit.rows, first.cpu()))
 
     def forwards(self, output: Output) -> int:
-        """Number of forwards, over all rows, that wrote tokens only after the end of the row's answer."""
+        """Number of forwards, over all rows, that decided tokens only after the end of the row's answer."""
         lengths = output.attention_mask.sum(1).cpu() - output.new_tokens.shape[1] + torch.tensor(output.tokens)
         return sum(int(((first >= lengths[rows]) & (first < NO_POSITION)).sum()) for rows, first in self._first)
 

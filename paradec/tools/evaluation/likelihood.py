@@ -394,7 +394,7 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
 def check_greedy_decoding(
     model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
 ) -> list[bool]:
-    """For each pair, whether a masked model writes the continuation when it decodes greedily, one token per forward by
+    """For each pair, whether a masked model's greedy answer is the continuation: one token per forward, chosen by
     confidence (LLaDA's `suffix_greedy_prediction`). End tokens do not end the answer. Raises ValueError, TypeError: as
     `log_likelihoods`, or for a causal model (use `Likelihood.greedy`)."""
     check_model("check_greedy_decoding", model, SUPPORTED_KINDS)

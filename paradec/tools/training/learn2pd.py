@@ -330,7 +330,7 @@ def _loss(network: nn.Module, records: Records, chosen: Tensor, weight: float) -
 
 
 def _measure(network: nn.Module, records: Records, chosen: Tensor, threshold: float) -> dict[str, Any]:
-    """Precision (share of accepted positions that are final) and recall (share of final ones that are accepted)."""
+    """Precision (share of accepted candidates that are final) and recall (share of final candidates accepted)."""
     with torch.no_grad():
         accepted = _logits(network, records, chosen).sigmoid() > threshold
     undecided = records.undecided[chosen] & records.valid[chosen]

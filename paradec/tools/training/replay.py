@@ -1,10 +1,10 @@
 """Log-probabilities of a rollout under a model's current weights, with gradients.
 
-Each decision is evaluated in the state of its step: the prompt and earlier writes, masks elsewhere. A rollout's row has
-one state per step. For a bidirectional model each state is a row of a call. For a block-causal model a decision depends
-on the final earlier blocks and on earlier writes in its block. There one row of a call has the final tokens and, for
-each step of a block, a copy of the block in the state of this step, which sees itself and the final earlier blocks
-(TraceRL, arXiv 2509.06949). For a causal model a row of a call is the final tokens.
+Each decision is evaluated in the state of its step: the prompt and tokens of earlier steps, masks elsewhere. A row of
+the rollout has one state per step. A bidirectional model gets each state as a row of a call. In a block-causal model a
+decision depends on the final earlier blocks and on earlier steps in its block. One row of a call then has the final
+tokens and, for each step of a block, a copy of the block in the state of this step, which sees itself and the final
+earlier blocks (TraceRL, arXiv 2509.06949). A causal model gets the final tokens as a row of a call.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def replay(
         temperature: of the softmax, above 0; that of `rollout.logp_drawn` is the request's.
         batch_size: states in a call (rows of the rollout with `one_forward`).
         one_forward: whether all states of a row share one row of a call; only for block-causal models that accept
-            attention masks and decode blocks one after the other. None does so if possible; False replays state by
-            state, which is slower. Causal models always use one row.
+            attention masks and decode blocks one after the other. None means True if this is possible; False replays
+            state by state, which is slower. Causal models always use one row.
         writes: whether to return every write of samplers that revise, not only the last write at each position.
 
     Returns:

@@ -310,7 +310,7 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
 
 def surely_below(measured: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
     """Whether one of `others`, measured on the same prompts, is surely better by more than `loss` (a share): the 95 %
-    interval of the paired difference is below -`loss`."""
+    interval of the paired difference (`measured` minus the other) is below -`loss`."""
     mean_score = measured.mean("score")
     # the condition on the means avoids most bootstraps
     better = [other for other in others if mean_score < other.mean("score") - loss]

@@ -81,7 +81,7 @@ def tune(
         answers: one per prompt of a sequence: a text, a list of texts, the ids of the filled positions, or None.
         score: "answers", "checker", or "agreement" with the reference's tokens. The default is the checker if there is
             one, else answers if all prompts have one, else agreement.
-        checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids of models without a tokenizer.
+        checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids if the model has no tokenizer.
         mask: the text in prompts for one token to fill ("<mask>"), as in `paradec.infill`.
         samplers: names and combinations; by default every masked sampler that supports the model and the prompts.
         caches: names; by default "none" if the objective is "forwards", else all.
@@ -92,7 +92,7 @@ def tune(
         study: an SQLite file from which the same call continues, after Ctrl-C or a crash, or in several processes.
         tolerance: points (of 100) by which the preset may score below the best hand-made setting on the choosing
             half.
-        loss: settings more than `loss` points below the best score are dropped; fast hand-made ones only if surely so.
+        loss: settings more than `loss` points below the best score are dropped (fast hand-made ones if surely below).
         eta: growth of the rungs; after each rung, about 1 in `eta` trials continues.
         batch: prompts decoded together.
         seed: of the split into halves, of the proposals and of samplers that draw.
@@ -347,7 +347,7 @@ class _Search:
     # ---- the reference ------------------------------------------------------------------------------------------
 
     def _measure_reference(self, half: PromptHalf, stop: int) -> None:
-        """Measure the reference on the first `stop` prompts of a half; batches in the study are loaded."""
+        """Measure the reference on the first `stop` prompts of a half. Batches stored in the study are not repeated."""
         request = Request(**{**self.base, "sampler": registered.create(spaces.REFERENCE), "seed": self.seed})
         stored = None
         measured, tokens = self.reference_measured[half.name], self.references[half.name]

@@ -53,7 +53,7 @@ class Scorer:
         """Score an answer, from 0 to 1.
 
         tokens: ids of the filled positions, in order, up to the end token.
-        text: the same without special tokens; None without a tokenizer. reference: the ids of one token per step.
+        text: the answer without special tokens; None without a tokenizer. reference: the ids of the reference's answer.
         Raises ValueError: the checker returned a value outside [0, 1]."""
         if self.kind == "agreement":
             return agreement(tokens, reference or ())
@@ -75,7 +75,7 @@ class Scorer:
 
 
 def truth(question: Question, tokens: Sequence[int], text: str | None) -> float | None:
-    """Share of the known answer that is right, from 0 to 1; None if the answer is unknown."""
+    """Score an answer by the known answer, from 0 to 1; None if the question has no known answer."""
     if question.truth is not None:
         return agreement(tokens, question.truth)
     if question.right is None:
@@ -175,7 +175,7 @@ class PromptHalf:
         """Decode the prompts from `first` to `stop` (exclusive), `batch` at a time.
 
         Args:
-            references: by prompt, the ids of one token per step, if the scorer needs them.
+            references: index of a prompt -> ids of the reference's answer, if the scorer needs them.
             is_reference: whether the request is the reference; its ids are then stored in `references`.
 
         Raises: as `decode`; errors of the checker.
