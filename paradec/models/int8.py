@@ -66,8 +66,8 @@ class Int8Quantizer(HfQuantizer):
             raise CheckpointError(str(error)) from None
         if self.pre_quantized and (quantization_config.weight_bits or 8) > bits:
             raise CheckpointError(
-                f"weight_bits={quantization_config.weight_bits}: sums of products of such weights are inexact on this "
-                f"processor (no VNNI); load the original checkpoint with quantization='int8' (here in {bits} bits)"
+                f"weight_bits={quantization_config.weight_bits}: sums of products of such weights are not exact on "
+                f"this processor (no VNNI); load the original checkpoint with quantization='int8' (here {bits} bits)"
             )
         quantization_config.weight_bits = quantization_config.weight_bits or bits
 

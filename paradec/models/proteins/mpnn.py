@@ -1,9 +1,9 @@
 """ProteinMPNN as a model for masked samplers: residues for a given backbone.
 
 A row is a structure's token, then a letter or the mask for each residue, or for each group of tied residues
-(`paradec.models.proteins.rules`). The order of a call begins with the prompt's residues. The decided residues follow,
-ordered by step. Prompt residues and residues of one step have the order of the chain. Every undecided residue is
-evaluated as if it came next. One residue per step is the published ancestral sampling. Residues of one step do not see each other.
+(`paradec.models.proteins.rules`). The order of a call begins with the prompt's residues; the decided residues follow,
+step by step. Prompt residues, and residues of one step, are in chain order. Every undecided residue is evaluated as if
+it came next. One residue per step is the published ancestral sampling. Residues of one step do not see each other.
 """
 
 from __future__ import annotations
