@@ -42,7 +42,7 @@ class Question:
     raise ValueError or TypeError for a wrong argument.
 
     type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options contain the question.
-    labels: the texts that the model may write as an answer, one for each option.
+    labels: the answers that the model may generate, one for each option.
     descriptions: meanings of the options; None: only the option's name is listed.
     values: options as in `Decision.value`."""
 
@@ -67,7 +67,7 @@ class Question:
 
 
 class YesNo(Question):
-    """A yes-no question. true, false: meanings of the answers. labels: the texts that the model writes for them."""
+    """A yes-no question. true, false: meanings of the answers. labels: the texts that the model generates for them."""
 
     def __init__(
         self, instructions: Any = None, true: Any = None, false: Any = None, labels: Sequence[str] = ("Yes", "No")
@@ -92,7 +92,7 @@ class Pick(Question):
 
 
 class Score(Question):
-    """A level on a scale, which the prompt lists. levels: meanings, lowest first. labels: as for `Pick`."""
+    """A level of a scale; the prompt lists the levels. levels: meanings, lowest first. labels: as for `Pick`."""
 
     def __init__(self, instructions: Any = None, levels: Sequence[Any] = (), labels: Sequence[str] | None = None):
         descriptions = [] if isinstance(levels, str | bytes) or not isinstance(levels, Sequence) else [*levels]
@@ -214,8 +214,8 @@ def decide(
         temperature: divisor of the log scores, or one for each type of question, as from `fit_temperature`.
         prior: "empty" subtracts the log scores for an empty state (Zhao et al., arXiv 2102.09690).
         rotate: ask each `Pick` with every rotation of its options, and average the log scores.
-        template: function of the state as text and a `Question` that returns the user's turn, instead of transformers'
-            prompt.
+        template: function that returns the user's turn from the state as text and a `Question`, instead of
+            transformers' prompt.
         seeds: on canvases, number of noise samples to average probabilities over.
         batch_size: rows per call.
         before_call: called before each model call with the total number of tokens of all calls.
@@ -318,8 +318,8 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Fit a temperature from 0.001 to 1000 for each type of question, with maximum likelihood of the right answers.
 
-    decided: results of `decide` with any temperature. right: for each result the right answers by name: True or False,
-    an option, a level (0, 1, ...) or a text. Raises ValueError for no right answers, or one that is not an option.
+    decided: results of `decide` with any temperature. right: for each result, the right answers by name (True or False,
+    an option, a level 0, 1, ... or a text). Raises ValueError without right answers, or if one is not an option.
     """
     if len(decided) != len(right):
         raise ValueError(f"{len(decided)} results and {len(right)} mappings of right answers: give one for each")
@@ -369,8 +369,8 @@ Step = tuple[Place, Ids]
 
 
 def build_steps(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
-    """Encode a question as a row, and return the steps of each label. The row has a hole for each token of the longest
-    label, and on causal models none. Raises ValueError for a row that is too long."""
+    """Encode a question as a row, and return the steps of each label. Except on causal models, the row has a mask for
+    each token of the longest label. Raises ValueError for a row that is too long."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
     labels, ends = _label_ids(model, question.labels), facts.eos_token_ids
     longest = max(map(len, labels))
@@ -472,7 +472,7 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
     if getattr(tokenizer, "chat_template", None):
         if not controls:
             return tokenize(tokenizer, render_chat(tokenizer, chat, open_turn, enable_thinking=False)), []
-        import_decision()  # an older transformers cannot write special tokens as text
+        import_decision()  # an older transformers cannot tokenize special tokens as plain text
         options = {"add_generation_prompt": open_turn, "enable_thinking": False, "sanitize_control_tokens": True}
         ids = tokenizer.apply_chat_template(chat, return_dict=True, **options)["input_ids"]
         if tokenizer.unk_token_id in ids:
@@ -526,7 +526,7 @@ def read_log_probs(
 
 def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
     """Evaluate the rows' common prefix before the first position to read. Returns its store and its length; None and 0
-    where it is too short for a separate call, or its keys depend on later tokens."""
+    where the prefix is too short for a separate call, or its keys depend on later tokens."""
     facts = model.facts
     rows, first = [place.row for place in places], min(place.position for place in places)
     length = min(len(os.path.commonprefix(rows)), first - 1)  # shifted models predict a token one position earlier

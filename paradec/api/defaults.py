@@ -32,7 +32,7 @@ BY_TOPOLOGY = {
 
 
 def find_defaults(model: Any) -> Defaults:
-    """Find the defaults for a model's topology; empty defaults for a model without one."""
+    """Find the defaults for a model's topology; empty defaults for a model without a topology."""
     return BY_TOPOLOGY.get(getattr(getattr(model, "facts", None), "topology", ""), Defaults())
 
 

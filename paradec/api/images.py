@@ -53,12 +53,12 @@ class ImageOutput:
     such as row ends. Models of continuous tokens (MAR) have `C'` numbers per token instead of codes."""
 
     images: Any
-    """A list of B PIL images ("pil"), a float32 tensor [B, C, H, W] in [0, 1] ("pt"), or the codes ("latent"; for
-    continuous tokens [B, C', h, w]). None after an interrupt that left a picture incomplete."""
+    """A list of B PIL images ("pil"), a float32 tensor [B, channels, H, W] in [0, 1] ("pt"), or the codes ("latent";
+    for continuous tokens [B, C', h, w]). None after an interrupt that left a picture incomplete."""
     codes: Tensor | None
     """[B, h, w] int64: indices into the codebook. None for incomplete pictures, and for continuous tokens."""
     tokens: Tensor
-    """[B, N] int64: tokens of the answers, as the model writes them; [B, N, C'] float for continuous tokens."""
+    """[B, N] int64: the generated tokens, in order of positions; [B, N, C'] float for continuous tokens."""
     grid: Grid
     row_nfe: list[int]
     """Forward calls that evaluated each row."""
@@ -76,7 +76,7 @@ class ImageOutput:
     draft_nfe: list[int] = field(default_factory=list)
     """Forward calls of the drafter for each row, which `row_nfe` does not count; 0 without a drafter."""
     in_order: bool = True
-    """Whether each row was written in order, so that `accepted` determines the step of each token."""
+    """Whether each row was decoded in order of positions, so that `accepted` determines the step of each token."""
     index: int | None = None
     """From `generate_many`: number of the prompt, from 0."""
     id: Any = None
@@ -123,8 +123,8 @@ class ImageOutput:
     def steps(self) -> np.ndarray:
         """[B, h, w] int64: the step, from 0, at which each image token became final; -1 for undecided tokens.
 
-        Read from the trace, or without one from `accepted`, which assumes that each row was written in order (all
-        autoregressive samplers except `zipar`). Raises ValueError without a trace for tokens not written in order."""
+        Read from the trace, or without a trace from `accepted`; this assumes that each row was decoded in order, as by
+        all autoregressive samplers except `zipar`. Raises ValueError without a trace for tokens in another order."""
         if self.recorded_trace is None and self.tokens.ndim == 3:
             raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
         if self.recorded_trace is None and not self.in_order:
@@ -169,20 +169,20 @@ def generate_images(
         class_labels: for class-conditional models, instead of prompts: one or several ints.
         height, width: size of a picture in pixels; by default the model's own.
         num_images: pictures per prompt or label, in neighbouring rows.
-        negative_prompt: for models with text prompts: text for the unconditional branch of guidance.
+        negative_prompt: text for the unconditional branch of guidance, for models with text prompts.
         output_type: "pil" (needs pillow), "pt" or "latent", as in diffusers.
-        preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values. Fields with the
-            default for text have the model's own default here.
+        preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values. Where it has
+            the default of `Request`, the model's own default applies.
         sampler: a name, or a sampler of the model's family. Autoregressive models: draft-and-verify samplers, by
             default `sjd` (with window=1: one token per forward). Masked models: samplers of `paradec.generate`, by
             default `maskgit`. MAR: "mar", "recap" (`paradec.samplers.create("mar", preset="recap")`), or `cspd`, which
             needs a draft model. VAR: `var` or `code`. LPD: `groups`. NAR: `nar`. Students: `distilled`.
-        steps: for samplers with a schedule: forwards per picture, by default the model's own.
-        cache: for masked models: by default "recap" with the sampler `recap`, else none.
+        steps: forwards per picture, for samplers with a schedule; by default the model's own.
+        cache: for masked models; by default "recap" with the sampler `recap`, else none.
         guidance_scale: s in uncond + s (cond - uncond); 1 is off. Like `temperature`, `top_k` and `top_p`, by default
             the value of the model's authors. top_k=0 allows all tokens; temperature=0 takes the likeliest one.
         seed: one for all rows or one per row. A row's draws depend on its seed and prompt, not on its neighbours.
-        generator: a torch.Generator instead, from which a seed is drawn.
+        generator: a torch.Generator that draws the seed, instead of `seed`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `ImageOutput.trace`; always on for masked models.
         progress: show a tqdm bar of final tokens and forwards on standard error.
@@ -212,7 +212,7 @@ def generate_images(
     image_request = model.request(conditions, grid, num_images, negative_prompt)
     sampler: Any = request.sampler
     drafter = getattr(sampler, "drafter", None)
-    if isinstance(drafter, PictureModel):  # it reads the same conditions
+    if isinstance(drafter, PictureModel):  # the drafter reads the same conditions
         sampler = replace(sampler, drafter=drafter.request(conditions, grid, num_images, negative_prompt).model)
     state = model.begin(sampler, image_request, grid, request)
     state.has_notes = request.trace
@@ -315,7 +315,7 @@ def make_images(model: PictureModel, tokens: Tensor, grid: Grid, output_type: st
 
 
 def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
-    """Return the conditions that the model uses. Raises ValueError if they are missing, or others are given."""
+    """Return the conditions that the model uses. Raises ValueError if they are missing, or if it ignores one."""
     for name, value in conditions.items():
         if value is not None and name != model.conditions:
             raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")

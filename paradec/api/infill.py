@@ -29,22 +29,22 @@ def infill(
 
     >>> paradec.infill(model, "The cat <mask> on the <mask:2>.").text    # doctest: +SKIP
 
-    A bidirectional model sees the text on both sides of a hole. By default all holes are in one block. With
-    `block_length`, blocks count from the first mask, and blocks without a mask are skipped (`steps` still counts them).
-    Holes are filled without end tokens, because the text continues after them. Masks after the last given token, such
-    as those of `max_new_tokens`, are an answer and may get an end token.
+    A hole is a run of masks; a bidirectional model sees the text on both sides. By default all holes are in one block.
+    With `block_length`, blocks count from the first mask, and blocks without a mask are skipped (`steps` still counts
+    them). Holes are filled without end tokens, because the text continues after them. Masks at the end of the text,
+    such as those of `max_new_tokens`, are an answer and may get an end token.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`.
         prompt: text, a chat whose contents hold masks, input ids that hold the mask id, or a list of one of these
-            kinds. Text gets no chat template (for encoders, their special tokens). A chat's last turn, if it is the
+            kinds. Text gets no chat template, and special tokens only on encoders. A chat's last turn, if it is the
             assistant's, is the text to complete.
         input_ids, attention_mask: as in `generate`.
         mask: the text that represents one token to fill; "<mask:3>" and "<mask><mask><mask>" mean three. A space
             before it is ignored; the model decides whether to write one.
         constraints: one constraint per hole in reading order, None where anything is allowed; or a mapping of hole
-            numbers, from 0, to constraints. An answer after the text is the last hole. `constraint` applies to every
-            hole instead.
+            numbers, from 0, to constraints. An answer after the text is the last hole. To constrain every hole alike,
+            give `constraint` instead.
         preset, arguments: as in `generate`, with two other defaults: `max_new_tokens` is 0 (masks appended after the
             text), and `holes_eos_inf` is True (False lets the model leave a part of a hole empty).
 

@@ -26,7 +26,7 @@ MAX_SHOWN = 100
 class Output:
     """Result of `generate` and `infill`. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks).
 
-    Attributes (the file describes all):
+    Attributes (each is described below):
         filled: [B, P + N] bool, positions of `sequences` that were masks.
         row_nfe: forward calls that evaluated each row.
         row_forwards: rows evaluated, summed over all calls (a guidance pair counts 2).
@@ -107,8 +107,8 @@ class Output:
 
     @property
     def reused(self) -> list[int]:
-        """Positions of each row that were not evaluated, because an earlier request or another row had computed their
-        keys and values."""
+        """Number of each row's positions that were not evaluated, because an earlier request or another row had
+        computed their keys and values."""
         return [0] * len(self.tokens) if self.cost is None else self.cost.reused_tokens
 
     @property
@@ -125,7 +125,7 @@ class Output:
         return [tokens / max(1, calls) for tokens, calls in zip(self.tokens, self.denoising_calls, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON data: every field except `prefix` that is not None, with tensors as lists; and the numbers
+        """Convert to JSON data: every field that is not None, except `prefix`, with tensors as lists; also the numbers
         `nfe` and `tokens_per_forward`."""
         names = {"recorded_trace": "trace"}
         values = {

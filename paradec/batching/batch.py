@@ -60,8 +60,8 @@ class Batch:
     >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
     >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
 
-    Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) share model calls. Others are
-    decoded in other groups; `step` runs one step of each group. A free slot goes to the oldest prompt.
+    Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) form a group that shares model
+    calls; `step` runs one step of each group. A free slot goes to the oldest prompt.
 
     `step` runs in one thread at a time; any thread may call other methods. Ctrl-C leaves the batch at its last commit.
 
@@ -77,7 +77,7 @@ class Batch:
         max_memory: limit in bytes, or a text like "2GB", for keys, values and the samplers' memory together; None: only
             `batch_size` is a limit.
         calls_per_step: maximum number of calls, 1 to 3, of a step of masked rows of unequal lengths. 3 pads little; 1
-            pads all rows to the longest, for devices on which a launch costs more than positions.
+            pads all rows to the longest, for devices on which a further call costs more than padding.
         prefix_memory: limit in bytes for keys and values of ended rows that prompts with the same beginning reuse, on
             causal models and, with an exact cache, on block-causal ones; None: a quarter of the rows' bytes. Answers
             are the same (in narrow types up to near-ties). `Output.reused` counts the positions.
@@ -150,9 +150,9 @@ class Batch:
 
         Args:
             prompt: one prompt as in `generate`: text, a chat, ids, or the output of a tokenizer.
-            streamer: transformers' protocol: `put(ids)` receives first the prompt, then ids [1, n] that are final
-                together with all ids before them; `end()`; `put_draft` as in `paradec.api.streaming`. Called from
-                `step`; an exception that it raises ends only this prompt.
+            streamer: an object with transformers' `put(ids)` and `end()`, and maybe `put_draft` (`api.streaming`).
+                `put` gets the prompt, then ids [1, n] once they and all ids before them are final. `step` calls the
+                streamer; an exception of the streamer ends only this prompt.
             on_done: called with the ended ticket after the step, by the thread that runs it. It may call methods of the
                 batch, `step` and `close` too. `step` raises its exceptions, after calling the other tickets' `on_done`.
             id: the caller's name of the prompt, for `Ticket.id` and `Output.id`.
@@ -266,7 +266,7 @@ class Batch:
         return self.ended()
 
     def ended(self) -> list[Ticket]:
-        """Return tickets that ended and that no `step` returned, because it was interrupted."""
+        """Return tickets that ended in a `step` that was interrupted before it could return them."""
         tickets, self._ended = self._ended, []
         return tickets
 
@@ -345,7 +345,7 @@ class Batch:
         return build_outputs(self.model, state, slots, tickets, error)
 
     def failed_output(self, error: Exception, ids: Sequence[int] = ()) -> Any:
-        """Build the output of a prompt that failed before decoding. ids: of the prompt."""
+        """Build the output of a prompt that failed before decoding. ids: the prompt's ids."""
         return failed_output(self.model, ids, error)
 
     def finish(self, output: Any) -> None:
@@ -390,7 +390,7 @@ class Batch:
         first, count = tickets[0], len(tickets)
         on_device = can_run_on_device(first.sampler, self.model, first.request, state, self._uncapturable)
         key = group_key(first, state, on_device)
-        self._close_empty()  # a new group is only as wide as the row
+        self._close_empty()  # so that a new group is only as wide as its rows
         group = next((group for group in self._groups if group.key == key), None)
         width = state.num_columns(np.arange(count))
         if group is not None:
@@ -492,7 +492,7 @@ class Batch:
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Requeue the rows of a group whose step raised, to decode each alone. Returns rows that already were alone."""
+        """Requeue the rows of a group whose step raised, to decode each alone. Returns tickets already isolated."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
@@ -504,7 +504,7 @@ class Batch:
     def _shrink(self, group: Group, keep_older: bool) -> list[Ticket]:
         """Requeue the younger half of a group that ran out of memory, and limit the positions evaluated together.
 
-        keep_older: False requeues all rows, since the state is between two commits. Returns the row if it was alone.
+        keep_older: False requeues all rows, as in the middle of a commit. Returns the ticket of a row that was alone.
         """
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._max_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()

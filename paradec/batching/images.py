@@ -94,7 +94,7 @@ class ImageBatch(Batch):
         grid = self.model.grid(height, width)
         image_request = self._build_image_request(self.model, prompt, negative_prompt, grid)
         drafter = getattr(sampler, "drafter", None)
-        if isinstance(drafter, PictureModel):  # it must accept the same prompt
+        if isinstance(drafter, PictureModel):  # the drafter must accept the same prompt
             self._build_image_request(drafter, prompt, negative_prompt, grid)
         prompts = encode(self.model, image_request.prompts)
         ticket = ImageTicket(0, id, prompts, request, sampler, on_done=on_done, image_request=image_request, grid=grid)
@@ -131,7 +131,7 @@ class ImageBatch(Batch):
         (ticket,) = tickets
         image_request: ImageRequest = replace(ticket.image_request, prompts=ticket.prompts)
         state = self.model.begin(ticket.sampler, image_request, ticket.grid, ticket.request)
-        state.trace = None  # it would record only this row
+        state.trace = None  # a trace would record only this row
         ticket.accepted = []
         return state
 

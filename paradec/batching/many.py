@@ -65,7 +65,7 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
             the iteration can be continued. Other prompts are not affected.
         look_ahead: maximum number of answers that wait for an earlier one; by default 8 times the batch size. A larger
             number keeps the batch full when answers differ much in length.
-        max_memory, calls_per_step, prefix_memory: as in `paradec.batching.Batch`; the last for text models only.
+        max_memory, calls_per_step, prefix_memory: as in `paradec.batching.Batch`; `prefix_memory` only for text models.
         height, width, negative_prompt, output_type: for image models, as in `generate_images`. A prompt is then a text
             or a class label; its mapping may have "height", "width" and "negative_prompt".
         preset, arguments: the fields of `paradec.Request`, as in `generate` and `generate_images`, except those of

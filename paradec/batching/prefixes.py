@@ -184,7 +184,7 @@ def why_unshared(model: Any, state: Any) -> str | None:
 
 
 def sharing_key(state: Any, ticket: Ticket) -> Hashable:
-    """Key that rows must share to share prefixes."""
+    """Key that is equal for rows that may share prefixes."""
     return ticket.cache_salt, str(state.store.dtype), state.causal_keys
 
 

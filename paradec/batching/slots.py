@@ -44,7 +44,7 @@ REFUSED = {
     "num_return_sequences": "give the prompt once for each answer",
     "streamer": "a streamer belongs to one prompt; give it with the prompt",
     "callback": "there is no state of a single request; give each prompt a streamer",
-    "trace": "a trace records the rows that it began with; use paradec.generate",
+    "trace": "a trace records a fixed set of rows; use paradec.generate",
     "progress": "count the outputs as they end",
 }
 """Unsupported request fields, with advice."""
@@ -158,7 +158,7 @@ class Group(Generic[S]):
         """Whether the model stores the rows' prompts. Its rows are then replaced together with those of the state."""
         self.model = select_rows(model, np.arange(state.batch)) if self.has_row_model else model
         self.tickets: list[Ticket | None] = [None] * state.batch
-        """[slots]; None is a free slot."""
+        """The ticket of each slot; None is a free slot."""
 
     @property
     def occupied(self) -> int:

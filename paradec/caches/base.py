@@ -17,11 +17,11 @@ class Part:
     index: np.ndarray
     """[N] int64: indices of running rows."""
     positions: np.ndarray
-    """[N, Q] int64, ascending; padding repeats the last one."""
+    """[N, Q] int64, ascending; padding repeats a row's last position."""
     valid: np.ndarray | None
     """[N, Q] bool; None without padding."""
     kind: str
-    """ "full" (whole rows), "rest" (whole rows without reused prefix and absent masks) or "window" (a part of rows)."""
+    """ "full" (whole rows), "rest" (all but reused prefixes and masks outside a suffix window) or "window" (a part)."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -72,8 +72,8 @@ class CacheFacts:
     reads_final_only: bool = False
     """Whether steps read keys and values of finished blocks only."""
     supports_suffix: bool = False
-    """Whether it works with `paradec.Suffix`: parts come from `full_parts`, `range_parts` and `subset_parts`, and
-    nothing about positions after a block is remembered when the block closes."""
+    """Whether the cache works with `paradec.Suffix`. Its parts must come from `full_parts`, `range_parts` and
+    `subset_parts`, and it must remember nothing about positions after a block when the block closes."""
     needs_confidence: bool = False
     """Whether `observe_confidence` is called before each commit."""
 
@@ -85,7 +85,7 @@ class Cache(Component):
     Class attributes:
         exact_when: further conditions, besides `facts.exact_on`, under which logits equal those without a cache; text.
         gathers_positions: whether partial steps gather single positions, which is slow for one short row.
-        device_step: whether `compile=True` works: `range` accepts tensors, or is not needed. Not inherited.
+        device_step: whether `compile=True` works; `range`, if there is one, must accept tensors. Not inherited.
     """
 
     kind: ClassVar[str] = "cache"
@@ -116,8 +116,8 @@ class Cache(Component):
         raise NotImplementedError(f"cache class {type(self).__name__} must define plan")
 
     def begin(self, state: Any) -> Any:
-        """Make `state.cache_state`, which `plan` reads and `on_commit` changes. Batches need an array of B rows, or a
-        dataclass with row metadata (`paradec.core.rows`)."""
+        """Make `state.cache_state`, which `plan` reads and `on_commit` changes. In batches it must be an array of B
+        rows, or a dataclass with row metadata (`paradec.core.rows`)."""
         return None
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:

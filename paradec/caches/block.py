@@ -17,8 +17,8 @@ from paradec.caches.stored import RangeCache
 class BlockCache(RangeCache):
     """Evaluate the prompt and the open block in a row's first step, and only the block in later steps. Exact, since no
     block sees a later one. A full block is evaluated once more with its final tokens, in the next block's first step;
-    the public codes use a separate forward. These are the model's blocks; a request's may be smaller. On
-    "causal_context" models a separate call stores a full block, since it also predicts the next block's first token."""
+    the public codes use a separate forward. Blocks are the model's; the request's may be smaller. On "causal_context"
+    models a separate call stores a full block, since that call also predicts the next block's first token."""
 
     name = "block"
     paper = "BD3-LM"
@@ -45,5 +45,5 @@ class BlockCache(RangeCache):
         start, stop = widen_to_blocks(state, rows, state.block_start[rows], state.block_end[rows])
         if state.seeding is None:
             return np.minimum(start, state.cache_state[rows]), stop
-        seeds = state.seeding[rows]  # the token before the block predicts its first one
+        seeds = state.seeding[rows]  # the token before the block predicts the block's first token
         return np.minimum(start - seeds, state.cache_state[rows]), np.where(seeds, start, stop)

@@ -35,14 +35,14 @@ class CanvasStore(KeyValueStore):
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
         flat = self._bound_call().flat
-        assert flat is not None  # an encoding call names its slots
+        assert flat is not None  # an "encode" call has slots
         for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
             by_position = fresh.transpose(1, 2).to(store.dtype)
             store.flatten(0, 1).index_copy_(0, flat.to(store.device), by_position.flatten(0, 1))
         return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
 
     def read(self, layer: int, layers: dict[int, Tensor]) -> Tensor:
-        """[R, kv_heads, K, head_dim]: the bound rows' keys or values in the layer's window."""
+        """[R, kv_heads, K, head_dim]: the bound rows' keys or values at the `K` positions of the layer's window."""
         call, store = self._bound_call(), layers[layer]
         part = slice(self.first_visible(self.windows[layer]), call.visible_length)
         if call.selection is not None:

@@ -12,9 +12,9 @@ from paradec.caches.base import Cache
 MAX_SHARE = 0.9
 """Share of evaluated positions from which on a cache is not worthwhile."""
 MIN_CALLS = 4
-"""With fewer forwards of a row, the share is not judged."""
+"""With fewer forwards per row, `advice` gives none."""
 MIN_POSITIONS = 64
-"""With fewer positions, gathering single positions is not faster for one row on a CPU (benchmarks/caches.py)."""
+"""With fewer positions, gathering some is not faster than the whole row for one row on a CPU (benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class CacheCost:
 
     cache: str
     full_forwards: list[int]
-    """Calls that evaluated the whole row."""
+    """Number of calls that evaluated the whole row."""
     partial_forwards: list[int]
-    """Calls that evaluated a part of the row."""
+    """Number of calls that evaluated a part of the row."""
     forwarded_tokens: list[int]
-    """Positions evaluated in all branches, without padding. A shared prefix is evaluated once, in a separate forward,
-    and counted for the first row."""
+    """Number of positions evaluated in all branches, without padding. A shared prefix is evaluated once, in a separate
+    forward, and counted for the first row."""
     store_bytes: int
     """Peak bytes of keys and values."""
     reused_tokens: list[int]
-    """Positions of each row reused from a prefix."""
+    """Number of each row's positions that were reused from a prefix."""
     share: float = 1.0
-    """Positions evaluated, divided by those of the same number of whole forwards."""
+    """Positions evaluated, divided by the positions of the same number of forwards over whole rows."""
 
     @classmethod
     def from_state(cls, state: Any, counts: np.ndarray, rows: slice = slice(None)) -> CacheCost:

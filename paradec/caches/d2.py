@@ -24,12 +24,12 @@ class D2Cache(SubsetCache):
     first step evaluates the whole row.
 
     Masks are ranked by confidence times certainty density, the decided share of nearby positions under a Gaussian
-    kernel. Positions before a row count as decided; positions after it like its last one. Candidates are the masks
-    from the open block to the end of the block with the `current_k`-th mask; those of the open block come first. Only
+    kernel. Positions before a row count as decided; positions after it like the row's last. Candidates are the masks
+    from the open block to the end of the block with the `current_k`-th mask; masks of the open block rank first. Only
     evaluated masks can be decided. On shifted models the position left of each mask is evaluated instead.
 
     Differences from the public code: a mask's confidence is that of the last step that evaluated it; the code keeps the
-    first. Blocks have a fixed length; the code shortens them to undecided positions and misses masks at their end. The
+    first. Blocks here have a fixed length; the code cuts them to undecided positions and misses masks at their end. The
     positions that the code selects by attention rollout are left out; two small models did not need them.
 
     Args:

@@ -20,8 +20,8 @@ class DelayedCache(RangeCache):
     its left waits `cache_delay_iter` steps, in which whole rows are evaluated; the next step evaluates the block a last
     time. The prompt waits too, from the first step.
 
-    Made for several open blocks (`paradec.PipelinedBlocks`), since new tokens change their neighbours' keys and values;
-    works with all block policies. Approximate for bidirectional models: cached keys and values ignore later tokens.
+    Designed for several open blocks (`paradec.PipelinedBlocks`), since new tokens change their neighbours' keys and
+    values, but works with all block policies. Approximate on bidirectional models, where cached keys ignore new tokens.
     Differences from the public codes: the code for Dream stores waiting blocks in whole steps, counts them as not
     stored and attends to them twice. Here a row has one stored length, as in the code for LLaDA. On shifted models the
     position left of the first undecided block is evaluated too; the code reads the wrong logits there.

@@ -17,7 +17,7 @@ SHIFT_TYPES = ("un_right", "un", "right")
 
 @dataclass(frozen=True)
 class DkvDecode(SubsetCache):
-    """Evaluate all undecided positions, in later blocks too, and those decided in the last step; cache the others.
+    """Evaluate all undecided positions, in later blocks too, and positions decided in the last step; cache the rest.
 
     Keys and values change most when a mask becomes a token, so they are computed once more before they are cached: the
     one-step delay. Every `refresh_interval` steps the whole row is evaluated. As in the public codes, models that
@@ -26,7 +26,7 @@ class DkvDecode(SubsetCache):
 
     - "un_right": when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
     - "un": when its right neighbour is decided (76.34; used in the paper's runs, whose batches need equal counts);
-    - "right": when it is decided (32.68). Undecided tokens may lack logits then; a row without any is evaluated whole.
+    - "right": when it is decided (32.68). Undecided tokens may then lack logits; if all do, the whole row is evaluated.
 
     Args:
         refresh_interval: steps between whole evaluations; None is 8 for models that predict in place, 4 for shifted

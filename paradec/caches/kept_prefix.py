@@ -24,14 +24,14 @@ from paradec.core.weights import fingerprint_weights
 class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
-    `generate(..., keep_prefix=True).prefix` returns one, to pass as `prefix`: each new row reuses the longest prefix
-    that it shares with a stored row. Valid for the same module with unchanged weights, as a copy too, not as a pickle.
+    Made by `generate(..., keep_prefix=True).prefix`, and passed as `prefix`: each new row reuses the longest prefix
+    that it shares with a stored row. Valid for the same module with unchanged weights; so is a copy, but no pickle.
 
     Attributes:
         tokens: one list of ids per row.
         layers: per layer keys and values [rows, longest, kv_heads, head_dim].
-        exact: whether logits stay the same when it is reused.
-        causal_keys: whether causal calls computed them (`samplers.masked.view.Needs`). Must equal the new sampler's.
+        exact: whether reusing the prefix leaves logits unchanged.
+        causal_keys: whether attention was causal (`samplers.masked.view.Needs`); must be as the new sampler needs.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Reuse:
 
 
 class SharedPrefix:
-    """A prefix that all rows of a store read in place: keys and values [P, kv_heads, head_dim] per layer."""
+    """A prefix of `P` positions that all rows of a store read in place. layers: [P, kv_heads, head_dim] pairs."""
 
     def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]]):
         self.layers = layers
@@ -192,7 +192,7 @@ def plan_reuse(
 
     Args:
         branches: 2 under guidance. rows: prompt ids. starts: [B] int64, first undecided position.
-        causal_keys: of the sampler, as in `KeptPrefix`.
+        causal_keys: whether the sampler stores keys of causal attention, as in `KeptPrefix`.
 
     Raises ValueError for an argument that does not fit the request.
     """
@@ -238,9 +238,9 @@ def plan_reuse(
 
 
 def keep_prefix(state: Any, model: Any, previous: KeptPrefix | None) -> KeptPrefix:
-    """Copy the keys and values that the next request can reuse. On block-causal models these are the blocks evaluated
-    after they were full; on others, the leading positions evaluated with their final tokens. state: a masked
-    sampler's, at its last commit. previous: the prefix that this request reused."""
+    """Copy the keys and values that the next request can reuse. On block-causal models they cover the blocks evaluated
+    after they were full; on others, the leading positions evaluated with their final tokens. state: of a masked
+    sampler, after the last commit. previous: the prefix that this request reused."""
     facts, store = state.facts, state.store
     counts = np.minimum(store.count_intact(state.canvas), state.end)
     if facts.topology == "block_causal":
@@ -262,8 +262,8 @@ def prefill(model: Any, tokens: list[int], cache: StoredCache, causal_keys: bool
 
 
 def evaluate(model: Any, store: Any, tokens: list[int], start: int, causal_keys: bool) -> None:
-    """Evaluate the `tokens` from `start` on, with a one-row store of the earlier tokens. causal_keys: whether attention
-    is causal, whatever the topology."""
+    """Evaluate the `tokens` from `start` on. store: one row, with the earlier tokens. causal_keys: whether attention is
+    causal, whatever the topology."""
     count, is_causal = len(tokens) - start, causal_keys and model.facts.topology != "causal"
     positions = torch.arange(start, len(tokens), device=model.device).unsqueeze(0)
     row = np.zeros(1, np.int64)

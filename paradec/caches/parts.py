@@ -21,8 +21,8 @@ def full_parts(state: Any, index: np.ndarray, limit: int = 3, multiple: int = 1)
 def range_parts(
     state: Any, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, limit: int = 3, multiple: int = 1
 ) -> list[Part]:
-    """Make parts for the ranges [start, stop) of the running rows `index` [N], in at most `limit` groups. Reused and
-    absent positions are left out; rows with gaps become subsets. multiple: to round widths up to, within the canvas."""
+    """Make parts for the ranges [start, stop) of the running rows `index` [N], in at most `limit` groups. Positions of
+    reused prefixes and outside suffix windows are left out. multiple: divides the widths, up to the canvas's."""
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[index]])
     if state.present is not None:
@@ -42,7 +42,7 @@ def range_parts(
 
 def subset_parts(state: Any, index: np.ndarray, needed: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
     """Make parts for the positions `needed` [N, L] bool of the running rows `index`, in at most `limit` groups.
-    Positions that are reused or absent are left out."""
+    Positions of reused prefixes and outside suffix windows are left out."""
     if state.reuses:
         needed = needed & (np.arange(needed.shape[1]) >= state.reused[state.window.rows[index], None])
     if state.present is not None:
@@ -67,7 +67,7 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
     sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
-    limit: otherwise at most this many groups. waste: while padding multiplies the positions by more, add groups."""
+    limit: otherwise at most this many groups. waste: add groups while padding multiplies the positions by more."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()
@@ -75,7 +75,7 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
         return [np.arange(len(sizes))]
     order = np.argsort(-sizes, kind="stable")
     ordered, count = sizes[order], len(sizes)
-    # best[i]: positions evaluated for ordered[i:] in one group; each pass allows one more, whose rows are ordered[i:j]
+    # best[i]: positions evaluated for ordered[i:] in one group; each pass adds a group ordered[i:j]
     best = np.append(ordered * (count - np.arange(count)), 0)
     starts = np.arange(count + 1)
     widths = np.append(ordered, 0)[:, None] * (starts[None, :] - starts[:, None])

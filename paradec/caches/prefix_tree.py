@@ -23,7 +23,7 @@ class _Node:
     parent: _Node | None
     key: Hashable
     rows: Tensor | None
-    """[block, W]: keys and values of all layers, concatenated; None for a root."""
+    """[block, W]: keys and values of all layers, concatenated to `W` numbers per token; None for a root."""
     last_used: int = 0
     """Value of the tree's clock at the last use."""
     children: dict[Hashable, _Node] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class PrefixTree:
         return len(path) * self.block, layers
 
     def add(self, tokens: Sequence[int], layers: Layers, start: int = 0, scope: Hashable = None) -> int:
-        """Add the missing whole blocks of `tokens`, up to the first with NaN or infinite values. Returns the number of
-        tokens added. layers: keys and values from position `start` on; positions before it must be in the tree."""
+        """Add the missing whole blocks of `tokens`, up to the first block with NaN or infinite values; return the
+        number of tokens added. layers: keys and values from position `start` on; earlier ones must be in the tree."""
         path = self._path(tokens, scope)
         self._touch(path)
         first, count = len(path), len(tokens) // self.block
@@ -122,8 +122,8 @@ class PrefixTree:
                 self._leaves[node.last_used] = node
 
     def _copy_blocks(self, parts: Sequence[Tensor], count: int, memory: list[Tensor]) -> list[Tensor]:
-        """Copy the leading `count` blocks of parts [N, W], up to the first with NaN or infinite values. Tensors of
-        `memory` with the right shape are reused."""
+        """Copy the leading `count` blocks of parts [N, W], up to the first block with NaN or infinite values. Tensors
+        of `memory` with the right shape are reused."""
         width, first = sum(part.shape[1] for part in parts), parts[0]
         layout = (first.dtype, first.device, (self.block, width))
         memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == layout]

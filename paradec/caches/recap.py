@@ -1,5 +1,5 @@
-"""ReCAP's cache: full steps evaluate and store whole rows, local steps evaluate only the targets of a group. ReCAP,
-arXiv 2505.19089, and its public code."""
+"""ReCAP's cache: full steps evaluate and store whole rows, local steps evaluate only the positions that their group of
+steps decides (targets). ReCAP, arXiv 2505.19089, and its public code."""
 
 from __future__ import annotations
 

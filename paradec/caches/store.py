@@ -28,7 +28,7 @@ class KeyValueStore(Cache):
     - without `slots`: the call writes nothing. Its keys and values follow those of the store; stored ones at the same
     positions are hidden, since a draft replaces them. Several rows of the call may read one row of the store;
     - with `visible` [R, Q, Q]: as without `slots`, but columns see each other as in `visible` (trees, shadow blocks).
-    Columns with a slot of at least 0 are written.
+    Columns whose slot is at least 0 are written.
 
     rows, length: rows (of all guidance branches) and positions per row. device: of the masks.
     dtype: of keys and values; None is the layer's own.
@@ -93,8 +93,8 @@ class KeyValueStore(Cache):
         return self
 
     def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
-        """Mask of the bound query without the topology, [R, 1, Q or 1, K] bool, None if all keys are seen; and the
-        keys' positions [R or 1, K] int64: the visible slots, then the call's columns if they follow."""
+        """Return the mask of the bound query before the topology's, [R, 1, Q or 1, K] bool (None if all `K` keys are
+        seen), and the keys' positions [R or 1, K] int64: the visible slots, then the call's columns if they follow."""
         call = self._bound_call()
         visible = call.visible_length
         keys = torch.arange(self.start, self.start + visible, device=query.positions.device).unsqueeze(0)
@@ -247,7 +247,7 @@ class KeyValueStore(Cache):
         self._filled_to[rows] = np.minimum(self._filled_to[rows], first)
 
     def before_row_change(self, other: KeyValueStore | None) -> None:
-        """Empty the padding slots, which may become positions. The shared prefix has no rows."""
+        """Empty the padding slots, which may become positions. Rows over a shared prefix cannot change."""
         for store in (self,) if other is None else (self, other):
             assert store.shared is None and not store.start
             for values in (*store.layer_keys.values(), *store.layer_values.values()):

@@ -74,7 +74,7 @@ class RangeCache(StoredCache):
         )
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Start and stop [N] int64 of the range to evaluate; may reach beyond the row."""
+        """Start and stop [N] int64 of the range to evaluate, which may reach beyond the row."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define range")
 
 
@@ -96,7 +96,7 @@ class SubsetCache(StoredCache):
         return subset_parts(state, index, needed, limit, self.shape_multiple)
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        """[N, L] bool: positions to evaluate of the state's `rows` [N]; may reach beyond a row."""
+        """[N, L] bool: positions of the state's `rows` [N] to evaluate; True after a row's end has no effect."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define positions_to_evaluate")
 
 

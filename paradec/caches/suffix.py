@@ -26,8 +26,8 @@ SUFFIX_STREAM = 6
 class Suffix:
     """Masks after the open block to evaluate. They are chosen when a block opens, and keep their position ids.
 
-    Given tokens are always evaluated, and count in distances. A row's masks depend only on its seed, its prompt and the
-    block's position. The default is "cut": where both were measured, the paper's random choice gave equal answers
+    Tokens of the prompt are always evaluated, and count in distances. A row's masks depend only on its seed, its prompt
+    and the block's position. The default is "cut": in our measurements DPad's random choice gave equal answers
     (docs/caches.md). DPad's early termination is `eos_early_stop`, which does not wait for the block's end.
 
     Args:
@@ -109,7 +109,7 @@ class Suffix:
 
     def why_unsupported(self, sampler: Any, model: Any, cache: Any, gaps: bool) -> str | None:
         """Why this sampler, model and cache cannot use a suffix window, as a clause; None if they can. gaps: whether
-        given tokens follow a mask, so that every density leaves gaps."""
+        tokens of the prompt follow a mask, so that every density leaves gaps."""
         facts = model.facts
         if facts.topology != "bidirectional":
             return f"{facts.name} is {facts.topology.replace('_', '-')}, and sees nothing after its block anyway"
@@ -120,7 +120,7 @@ class Suffix:
         if sampler.needs.mask_probes:
             return f"sampler {sampler.name!r} evaluates additional masks next to the row"
         if (self.density != "cut" or gaps) and not model.supports_store:
-            return f"it leaves gaps, and {facts.name} takes no position ids; use density='cut' and no holes"
+            return f"the window has gaps, and {facts.name} takes no position ids; use density='cut', without infilling"
         return None
 
     # ---- choice of masks ------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ class Suffix:
 
         Args:
             masks: [N, L] bool, all undecided positions. start, end: [N] int64, the block. keys: [N, 2] int64, row keys.
-            generator: with `rng="reference"`: draw as the public code does, for one row.
-            prediction: of the model.
+            generator: for `rng="reference"` with one row; it draws as the public code does.
+            prediction: the model's, "same" or "shifted".
         """
         distance = np.arange(masks.shape[1]) - end[:, None]
         is_near = masks & (distance >= 0) & (distance < self.window)

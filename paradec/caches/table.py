@@ -41,7 +41,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     sampler: a sampler or its class. facts: the model's `topology`, `prediction`, `whole_blocks` and `name`.
     stores: whether the model supports a key/value store."""
     if sampler.family != "masked":
-        return Verdict(REFUSED, f"it is of family {sampler.family!r}, which has its own; caches are for 'masked'")
+        return Verdict(REFUSED, f"it is of family {sampler.family!r}, with its own store; caches are for 'masked'")
     if (reason := sampler.needs.why_unsupported(facts)) is not None:
         return Verdict(REFUSED, reason)
     if sampler.needs.mask_probes and facts.prediction != "same":
@@ -56,21 +56,21 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         )
     if facts.topology not in cache.facts.topologies:
         needed = " or ".join(topology.replace("_", "-") for topology in cache.facts.topologies)
-        return Verdict(REFUSED, f"it needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}")
+        return Verdict(REFUSED, f"the cache needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}")
     if facts.prediction not in cache.facts.predictions:
-        return Verdict(REFUSED, f"it needs a model that predicts in place ('same'); {facts.name} predicts shifted")
+        return Verdict(REFUSED, f"the cache needs a model that predicts in place ('same'); {facts.name} does not")
     if cache.facts.evaluates == "picks" and not sampler.needs.previews:
         return Verdict(
             REFUSED, "the cache must know the positions to commit before the forward; this sampler decides after it"
         )
     if cache.facts.evaluates == "targets" and not hasattr(sampler, "targets"):
-        return Verdict(REFUSED, "the cache evaluates positions that the sampler chose earlier; only 'recap' does so")
+        return Verdict(REFUSED, "the cache evaluates positions that the sampler chose earlier; use sampler 'recap'")
     if sampler.needs.decided_logits and cache.facts.evaluates != "block":
         return Verdict(
             REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
         )
     if sampler.needs.moves and not cache.facts.stateless:
-        return Verdict(REFUSED, "the sampler moves text, and the cache records when positions change; use 'block'")
+        return Verdict(REFUSED, "the sampler moves tokens, and the cache records when positions change; use 'block'")
     if facts.whole_blocks and not cache.facts.reads_final_only:
         return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
     if sampler.needs.stores_final and not cache.facts.reads_final_only:
@@ -91,7 +91,7 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
     if not cache.facts.uses_store:
         return Verdict(REFUSED, "the cache keeps no keys and values")
     if facts.topology not in cache.facts.topologies:
-        return Verdict(REFUSED, f"it does not work with {facts.topology.replace('_', '-')} models")
+        return Verdict(REFUSED, f"the cache does not work with {facts.topology.replace('_', '-')} models")
     if facts.topology == "causal_context":
         return Verdict(REFUSED, "blocks over causal context begin where a row's prompt ends")
     if facts.topology == "block_causal":
@@ -143,7 +143,7 @@ def _names(names: list[str], all_names: list[str]) -> str:
 
 
 def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[str, str]:
-    """One column per topology, which names both predictions where they differ; then prefix reuse and reasons."""
+    """One column per topology, with a verdict per prediction where they differ; then prefix reuse and reasons."""
     columns: dict[str, str] = {}
     reasons: list[str] = []
     for topology in dict.fromkeys(topology for topology, _, _ in results):

@@ -37,7 +37,7 @@ class VicinityCache(RangeCache):
     arxiv = "2510.08666"
     summary = "as dual, but also evaluates some positions around the block; begins with a few whole steps"
     facts = CacheFacts(exact_on=("block_causal",), stateless=False, supports_suffix=True)
-    exact_when = "cache_update_freq=1, the looks cover the row, or the model has one layer"
+    exact_when = "cache_update_freq=1, prefix_look and after_look cover the row, or the model has one layer"
 
     def __post_init__(self) -> None:
         super().__post_init__()

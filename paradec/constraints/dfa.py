@@ -29,7 +29,7 @@ from paradec.constraints.expressions import (
 )
 
 MAX_WORK = 2**19
-"""Maximum number of letters, positions and entries of position sets; bounds the time."""
+"""Maximum of letters, positions and entries of position sets in total; bounds the time."""
 END = 0
 """The position after an expression."""
 State = TypeVar("State", bound=Hashable)
@@ -62,7 +62,7 @@ def explore(
 ) -> tuple[list[Any], list[bool]]:
     """Number the states that can be reached from `start`, in order of discovery.
 
-    moves: returns a state's moves: triples (low, high, next state).
+    moves: returns a state's moves, as triples (low, high, next state).
 
     Returns the moves of each state with numbered next states, and whether each state is an end. Raises ValueError for
     more than `MAX_DFA_STATES` states or `max_moves` moves.
@@ -200,7 +200,7 @@ def to_bytes(language: Dfa) -> Dfa:
 
 
 def _by_first(paths: Iterable[tuple[Any, Any]]) -> tuple[tuple[int, int, Any], ...]:
-    """Group paths of byte ranges by their first byte. A state inside a character is its remaining moves."""
+    """Group paths of byte ranges by their first byte. A state inside a character is the tuple of its next moves."""
     groups: dict[Any, list[tuple[Any, Any]]] = {}
     for (first, *rest), target in paths:
         groups.setdefault(first, []).append((rest, target))
@@ -215,7 +215,7 @@ def _utf8(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         if first <= bound < last:
             return _utf8(first, bound) + _utf8(bound + 1, last)
     first_bytes, last_bytes = chr(first).encode("utf-8", "surrogatepass"), chr(last).encode("utf-8", "surrogatepass")
-    for index in range(1, len(first_bytes)):  # split until both share leading bytes and full ranges follow
+    for index in range(1, len(first_bytes)):  # split until both ends share leading bytes and full ranges follow
         bits = (1 << (6 * index)) - 1
         if first & ~bits != last & ~bits:
             if first & bits:
@@ -292,9 +292,9 @@ def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
 def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
     """Remove states that lead to no accepting one, and merge states that accept the same texts.
 
-    Partition refinement (Hopcroft 1971): a class is split by its members' next classes if one of these has changed; the
-    largest part keeps the class's number. The first classes group states by the length of their shortest text, by
-    acceptance, and by their lowest and highest letter.
+    Partition refinement (Hopcroft 1971): when a next class of its members has changed, a class is split by the members'
+    next classes; the largest part keeps the class's number. The first classes group states by the length of their
+    shortest text, by acceptance, and by their lowest and highest letter.
     """
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):

@@ -119,7 +119,7 @@ def repeat(part: Node, min_count: int = 0, max_count: int | None = None) -> Node
 
 
 def chain(parts: list[Node], min_count: int) -> Node:
-    """The parts in order, up to any part from number `min_count` on."""
+    """The first `n` parts in order, for any `n` of at least `min_count`."""
     if not parts:
         return EMPTY
     edges = (*(((part, index + 1),) for index, part in enumerate(parts)), ())

@@ -1,7 +1,7 @@
 """Grammars for causal models, by llguidance (the extra `grammar`).
 
 A token is allowed if some text of the grammar continues with it. A grammar has no finite list of states, so lengths and
-sums over texts are unknown. If only one text can follow, llguidance allows only the tokenizer's own tokens of it.
+sums over texts are unknown. If only one text can follow, llguidance allows only the tokenizer's own split of it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class GrammarTexts:
         return np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
 
     def excluded(self, state: Tokens, num_read: int, device: torch.device) -> Tensor:
-        """[V] bool: tokens that may not follow. num_read: unused; `SpanTexts` has it."""
+        """[V] bool: tokens that may not follow. num_read: unused, but part of the interface of `SpanTexts`."""
         return torch.as_tensor(~self.fits(state), device=device)
 
     def accepts(self, tokens: Sequence[int]) -> bool:

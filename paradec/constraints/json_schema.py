@@ -1,7 +1,7 @@
 """JSON schemas as expressions over JSON texts; docs/structured.md lists the keywords.
 
-`schema_document` reads a schema, `schema_shapes` finds the values that it allows, and this module writes their texts:
-keys in the schema's order, one space or none after ":" and ",", recursive references down to `depth`.
+`schema_document` reads a schema, `schema_shapes` finds the values that it allows, and this module builds the expression
+of their texts: keys in the schema's order, one space or none after ":" and ",", recursive references down to `depth`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from paradec.core.checks import short_repr
 
 State = TypeVar("State")
 MAX_LENGTHS = 1024, 512, 256, 128, 64
-"""Largest string lengths that are counted, from the first one on until the automaton is small enough. The same number
-bounds the copies of an array's items, in characters."""
+"""Limits of string lengths, tried in turn until the automaton is small enough; a larger `maxLength` is read as the
+limit. It also bounds the copies of an array's items, in characters."""
 MAX_MOVES = 2**18
 MAX_SIZE = 8000
 STATES_PER_CHARACTER = 10
 MAX_REORDERED = 1024
-"""Largest size of an object that may also be written with its required keys first."""
+"""Maximum size of an object whose texts may also have the required keys first."""
 ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
 """Escapes of one character each, without surrogates."""
 UNESCAPED = expressions.subtract_ranges(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
 CHARACTER = to_node(to_dfa(either((Characters(UNESCAPED), ESCAPE))))
 MAX_UNICODE_ESCAPES = 64
-"""Strings whose pattern or length limit is longer are written without escapes of six characters (u and 4 digits)."""
+"""Strings whose automaton has more states are spelled without escapes of six characters (backslash, u, 4 digits)."""
 PLAIN_NODES = {"number": languages.NUMBER, "boolean": to_node(languages.BOOLEANS), "null": text("null")}
 QUOTE, SPACE = text('"'), parse(" ?")
 COMMA, COLON = sequence((text(","), SPACE)), sequence((text(":"), SPACE))
@@ -44,9 +44,9 @@ ESCAPES = {ord('"'): '"', ord("\\"): "\\", ord("/"): "/", 8: "b", 12: "f", 10: "
 def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tuple[Node, tuple[str, ...]]:
     """Convert a schema, passed as JSON text. Returns the expression, and names of ignored keywords and formats.
 
-    max_length: one of `MAX_LENGTHS`: the first string length to try.
+    max_length: the first entry of `MAX_LENGTHS` to try.
 
-    Raises ValueError for an unsupported keyword or a wrong value (the message has its path), or if no text is left.
+    Raises ValueError for an unsupported keyword or a wrong value (the message has its path), or if no text is allowed.
     """
     document = SchemaDocument(json.loads(schema))
     try:
@@ -69,9 +69,9 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
 
 
 class _Writer:
-    """Writes the values of goals as expressions.
+    """Builds expressions of the texts of goals: sets of subschemas that a value must match (`schema_shapes`).
 
-    A recursive goal is written down to `depth` levels: there is one node per goal and number of levels left.
+    A recursive goal is expanded to `depth` levels, with one node per goal and number of levels left.
     """
 
     def __init__(self, goals: Goals, depth: int, max_length: int):
@@ -141,7 +141,7 @@ class _Writer:
     def other_keys(self, shape: Shape) -> list[tuple[Dfa, Goal]]:
         """Languages of keys that are not listed, with the goals of their values.
 
-        Such keys are written if the schema has a keyword for them, or lists no keys.
+        Texts contain such keys if the schema has a keyword for them, or lists no keys.
         """
         if shape in self._others:
             return self._others[shape]
@@ -279,7 +279,7 @@ def _escape_set(ranges: Ranges, omits_codes: bool) -> Node:
 
 
 def _codes(ranges: Ranges) -> Node:
-    """Four hexadecimal digits, in small letters, of characters up to U+FFFF."""
+    """Four hexadecimal digits, in lower case, of characters up to U+FFFF."""
 
     def moves(block: tuple[int, Ranges]) -> Iterable[tuple[int, int, tuple[int, Ranges]]]:
         """Read a digit. State: the size of the block of code points that remain, and the ranges in it."""

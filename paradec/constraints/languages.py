@@ -22,7 +22,7 @@ exclusions, are written in this form."""
 INTEGRAL = to_dfa(parse(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?"))
 BOOLEANS = to_dfa(parse("true|false"))
 SHORT_DIGITS = to_dfa(parse(r"-?(?:[0-9]\.?){1,15}"))
-"""Numbers of at most 15 digits: different ones differ as doubles, too."""
+"""Numbers of at most 15 digits: two different numbers of this form are different doubles, too."""
 EXACT = intersect(PLAIN, to_dfa(either((INTEGER_NODE, to_node(SHORT_DIGITS)))))
 """Integers, and numbers of at most 15 digits: validators that read doubles agree on these."""
 
@@ -75,7 +75,7 @@ FORMATS = {
         rf"(?:{DURATION_TIME})?)"
     ),
 }
-"""Patterns of the formats. Every text of a pattern is valid; some valid texts match none."""
+"""Patterns of the formats. Every text of a pattern is valid; some valid texts of a format do not match its pattern."""
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +161,7 @@ def equal_to(value: float | int) -> Dfa:
 
 
 def number_texts(value: float | int) -> list[str]:
-    """The texts that write a number of a schema."""
+    """The JSON texts of a number in a schema."""
     integers = [str(int(value))] if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else []
     return [json.dumps(value), *integers]
 

@@ -41,7 +41,7 @@ class Marginals:
             """ln Z, up to the constants of the slots."""
 
     def _class_values(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
-        """[n, C] float64 from values [m, P] of runs; a decided slot has all mass on its token's class."""
+        """[n, C] float64 from values [m, P] of the `P` runs; a decided slot has all mass on its token's class."""
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
             rows = iter(reduce(runs[:, by_class.order], by_class, self.automaton.classes))
@@ -49,7 +49,7 @@ class Marginals:
         return np.array(by_slot).reshape(len(self.tokens), self.automaton.classes)
 
     def conditioned_logits(self) -> Tensor:
-        """Logits [m, V] of the conditioned marginals r; in the dtype of the logits."""
+        """Logits [m, V] of the conditioned marginals r (`passes`), in the dtype of the logits."""
         impossible = np.full((len(self._open), 1), -np.inf)
         table = torch.as_tensor(np.concatenate((self._log_g[self._open], impossible), 1)).to(self.logits)
         class_of = torch.as_tensor(self.automaton.class_of, device=table.device).remainder(self.automaton.classes + 1)

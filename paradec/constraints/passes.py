@@ -107,7 +107,7 @@ def best(
 
     Args:
         tops: [n, C] float64: log-probability of the likeliest token of each class in each slot.
-        lowest: called with a slot and a class; returns this token, the lowest id of equal ones.
+        lowest: called with a slot and a class; returns the class's likeliest token, the lowest id of equal ones.
     """
     backward, state, tokens = backward_sums(automaton, tops, last, maximum), first, []
     for slot in range(len(tops)):

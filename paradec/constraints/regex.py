@@ -35,7 +35,7 @@ REFUSED_GROUPS = {
     "#": "a comment",
 }
 BEGIN, END = expressions.LAST_CHARACTER + 1, expressions.LAST_CHARACTER + 2
-"""Artificial characters for the two ends of a text, which anchors inside a pattern match."""
+"""Artificial characters at the two ends of a text; anchors inside a pattern match them."""
 
 
 def parse(pattern: str) -> Node:
@@ -110,7 +110,7 @@ class _Reader:
     def take_char(self) -> str:
         """The next character. Raises ValueError at the end."""
         if self.position >= len(self.pattern_text):
-            raise self.unsupported("an end without its closing part", self.position)
+            raise self.unsupported("an incomplete group, set or escape", self.position)
         self.position += 1
         return self.pattern_text[self.position - 1]
 

@@ -78,7 +78,7 @@ ANNOTATIONS = {
     *("$schema", "$comment", "$defs", "definitions", "$anchor", "$dynamicAnchor", "$vocabulary", "contentMediaType"),
     *("contentEncoding", "contentSchema", "$recursiveAnchor"),
 }
-"""Keywords that allow every value. Unknown keywords are treated as annotations, with a warning."""
+"""Keywords that do not restrict the allowed values. Unknown keywords are treated like them, with a warning."""
 VALUE_KEYWORDS = {"enum", "const", "default", "examples", "example"}
 MAP_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions"}
 

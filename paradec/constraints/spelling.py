@@ -97,8 +97,8 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
 
 
 def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
-    """Whether the spelling of random sequences agrees with `decode`, and at least half of them have bytes. Sequences of
-    invalid UTF-8 are skipped."""
+    """Whether the spelling of random sequences agrees with `decode`, and at least half of the sequences have bytes.
+    Sequences of invalid UTF-8 are skipped."""
     rng, ids, num_unreadable = np.random.default_rng(0), np.array([*spelling.after]), 0
     if not len(ids):
         return False
@@ -163,8 +163,8 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
     The states are pairs of a byte state and a context of the `Spelling`. No token spans the end of a marker.
 
     Args:
-        encode: tokenises texts (`spell_texts`). Literals then have the tokenizer's spelling, and no token joins a
-            literal with other text. Without it, or if the tokenizer cannot spell all literals: any spelling.
+        encode: tokenises texts (`spell_texts`). Literals (`find_literals`) then have the tokenizer's spelling, and no
+            token joins a literal with other text. Any spelling is allowed without `encode`, or if it cannot spell one.
 
     Raises:
         ValueError: more than `MAX_STATES` or `MAX_EDGES`.
@@ -222,7 +222,7 @@ def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Enc
 
 
 Literals = dict[int, list[tuple[bytes, int]]]
-"""By byte state: the literals that start there, each with the state after it."""
+"""For each byte state, the literals that start in it, each with the state after the literal."""
 Encode = Callable[[list[str]], list[list[list[int]]]]
 """Converts each text to token sequences that may spell it."""
 
@@ -280,7 +280,7 @@ def _spell_literals(
     literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int, begin: int
 ) -> tuple[list[tuple[int, int, int]], int] | None:
     """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states including new
-    ones. None if the tokenizer cannot spell a literal, or lacks a token of a single printable byte."""
+    ones. None if the tokenizer cannot spell a literal, or if some printable ASCII byte has no token of its own."""
     single_bytes = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
     try:
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})

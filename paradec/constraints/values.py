@@ -130,7 +130,7 @@ class Regex(Constraint):
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of several texts, each in the tokenizer's own tokens; after a marker, each part of a text is tokenised alone.
+    """One of several texts, in the tokenizer's own tokens; with `after`, parts of a text are tokenised one by one.
 
     Raises:
         ValueError: no text, an empty text, or a duplicate.
@@ -207,7 +207,7 @@ class JsonSchema(Constraint):
     Args:
         schema: a mapping, its JSON text, or a pydantic class; docs/structured.md lists the supported keywords. Unknown
             keywords are ignored with a warning.
-        depth: levels of arrays and objects where the schema does not fix them, or refers to itself.
+        depth: number of levels of arrays and objects where the schema does not fix them, or refers to itself.
         spelling: "tokenizer": keys, punctuation and enumerations are in the tokenizer's own tokens, so models that
             decode in any order write a key at once; "any": in any tokens that spell them. Other text is in any tokens.
         after, thinking_budget: as for every `Constraint`.
@@ -302,8 +302,8 @@ class Grammar(Constraint):
 
 
 def constraint_of(name: str, value: Any) -> Any:
-    """Read a constraint, or for holes a tuple of constraints and None. Each is a `Constraint`, the data of `to_dict`, a
-    JSON schema with a type, or a pydantic class.
+    """Read a constraint, or a list with a constraint or None for each hole (`paradec.infill`). A constraint is a
+    `Constraint`, the data of `to_dict`, a JSON schema with a type, or a pydantic class.
 
     Raises ValueError or TypeError for anything else.
     """
@@ -321,7 +321,7 @@ def one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | Non
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name}={short_repr(holes or value)} must be paradec.Choice([...]), paradec.Regex, paradec.JsonSchema, "
-            "paradec.Grammar, a pydantic class or a JSON schema with a type; for holes a list of these and None"
+            "paradec.Grammar, a pydantic class or a JSON schema with a type; for infill a list of these and None"
         )
     classes = {"regex": Regex, "choice": Choice, "json_schema": JsonSchema, "grammar": Grammar}
     kind = next((key for key in classes if key in value), None)

@@ -25,5 +25,5 @@ class BlockPolicy(Protocol):
         ...
 
     def cut(self, opening: Any) -> Tensor:
-        """[R] int64: lengths of the blocks from the opening's column 0, for `reads_logits`."""
+        """[R] int64: lengths of the blocks, from the first position of the range to read, for `reads_logits`."""
         raise TypeError(f"{type(self).__name__} reads no logits")

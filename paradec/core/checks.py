@@ -79,7 +79,7 @@ def unknown_name(
 ) -> str:
     """Message for a `name` that is not in `allowed`, with the closest names.
 
-    listing: the call that lists all names. other_names: names here by other name, spelled as by `plain_name`."""
+    listing: the call that lists all names. other_names: paradec's names by other name, spelled as by `plain_name`."""
     names = sorted(allowed)
     text, quoted = str(name)[:80], short_repr(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}

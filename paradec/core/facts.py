@@ -27,16 +27,16 @@ class ModelFacts:
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
         pad_token_id: id after the end of an answer; by default the first end id, else 0 (1 if 0 is the mask id).
         max_length: limit of prompt and answer together; None: unlimited.
-        trained_length: longer rows draw a warning.
+        trained_length: rows longer than this give a warning.
         prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 predicts it: Dream).
         topology: "bidirectional", "block_causal", "causal"; "causal_context" (a bidirectional block after causal keys
             and values; the position before the block predicts its first token: Nemotron-Labs-Diffusion); "canvas" (a
             bidirectional block of noise after a causal encoder of final tokens: DiffusionGemma).
         block_length: length of a block-causal model's blocks, or of the canvas.
-        block_align: "absolute" counts blocks from position 0 (SDAR, LLaDA2); "prompt" from the end of the prompt, which
-            is one block (D2F).
+        block_align: "absolute" counts blocks from position 0 (SDAR, LLaDA2); "prompt" counts them from the end of the
+            prompt, and the whole prompt is one block (D2F).
         delete_token_id, split_token_id: ids that delete a position, or insert a mask before it (LLaDA2.2).
-        tokenizer_size: ids from this one on have no text, such as embedding padding; None: all have text.
+        tokenizer_size: ids from this number on have no text, such as embedding padding; None: all ids have text.
         whole_blocks: whether calls must hold whole blocks, because experts are chosen per block.
 
     Raises ValueError for a value out of its range.
@@ -110,8 +110,8 @@ class ModelFacts:
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:
-        """Raise ValueError for rows longer than `max_length`; warn above `trained_length`. new: the new positions in
-        `longest`."""
+        """Raise ValueError if `longest`, the length of the longest row, exceeds `max_length`; warn if it exceeds
+        `trained_length`. new: how many of its positions follow the prompt."""
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
                 f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
@@ -145,7 +145,7 @@ class ModelFacts:
         if not self.prompt_aligned:
             return start // block * block, -(-stop // block) * block
         start, stop = start - origin, stop - origin
-        starts_in_block = start >= 0  # a range that begins in the prompt includes all of it
+        starts_in_block = start >= 0  # a range that begins in the prompt includes the whole prompt
         return (start // block * block + origin) * starts_in_block, (-(-stop // block)).clip(0) * block + origin
 
     @property

@@ -1,4 +1,4 @@
-"""Model calls of the causal, canvas, image and latent families; shapes as in `Query`."""
+"""Model calls of the causal, canvas, image and latent families; shapes as in `Query`, with hidden size `D`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paradec.core.query import Cost, Query, StoreCall, WindowLogits, WindowQuery
 from paradec.core.weights import weights_lock
 
 MAX_LOGITS = 2**27
-"""Maximum number of a prompt's logits in memory."""
+"""Maximum number of logits that `score_prompt` holds in memory."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class CausalQuery(Query):
 
 @dataclass
 class VisibleQuery(CausalQuery):
-    """A call over a store. Columns see all stored positions, and each other as in `visible`, whatever the topology."""
+    """A call over a store: each column sees all stored positions, and the columns that `visible` says."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class AnyOrderQuery(Query):
     """A call of an any-order model (`Model.any_order`) by the causal family."""
 
     decided_at: Tensor
-    """[R, Q] int64: rank in the row's order of each decided or drafted position; -1 for given and undecided ones."""
+    """[R, Q] int64: rank in the row's order of each decided or drafted position; -1 for prompt and undecided ones."""
     index: np.ndarray
 
 
@@ -52,7 +52,7 @@ class CanvasQuery(Query):
     soften: Callable[[Tensor], Tensor] | None = None
     """Set by the model: logits [..., V] -> soft embeddings [..., D] of the next step."""
     images: Tensor | None = None
-    """[N, D]: embeddings at the call's image tokens, in reading order; None without images."""
+    """[number of image tokens, D]: their embeddings, in reading order; None without images."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class LatentProposal:
 
     rows: np.ndarray
     values: Tensor
-    """[R, ...] float: the model's output, or its forecast."""
+    """[N, ...] float: the model's output, or its forecast."""
     cost: Cost
     made_at: int = 0
     kind: str = "full"

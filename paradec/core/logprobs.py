@@ -18,7 +18,7 @@ from torch import Tensor
 from paradec.core.rows import row_layout
 
 SEGMENT = 256
-"""Number of neighbouring logits of which `_top_k` compares the maximum first."""
+"""Length of a segment of the vocabulary; `_top_k` first compares the maxima of segments."""
 CHUNK = 2**23
 """Number of logits converted to float32 at a time."""
 NAMES = ("chosen", "best", "best_tokens")
@@ -39,8 +39,8 @@ class StepLogProbs:
 
     @classmethod
     def from_logits(cls, logits: Tensor, tokens: Tensor, count: int, probability: Tensor | None = None) -> StepLogProbs:
-        """Log softmax of logits [R, W, V] at tokens [R, W] and at the `count` likeliest. probability: [R, W] of the
-        tokens, if known."""
+        """Compute the log softmax of logits [R, W, V] at tokens [R, W] and at the `count` likeliest tokens.
+        probability: [R, W], the probabilities of `tokens`, if known."""
         flat, ids = logits.flatten(0, 1), tokens.reshape(-1, 1)
         size = max(1, CHUNK // max(1, flat.shape[-1]))
         known = [None] * len(flat) if probability is None else [*probability.reshape(-1, 1).split(size)]
@@ -123,13 +123,13 @@ class LogProbs:
     `sequences`), `k` alternatives."""
 
     chosen: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L] float64: of the token; NaN where none was decided (prompts, padding)."""
+    """[B, L] float64: of the final token; NaN where no token was decided (prompts, padding)."""
     best: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L, k] float64: of that step's likeliest tokens, descending; NaN where none was decided."""
+    """[B, L, k] float64: of the likeliest tokens in the step that wrote the final token, descending; else NaN."""
     best_tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L, k] int64; -1 where none was decided."""
+    """[B, L, k] int64: these tokens; -1 where no token was decided."""
     step: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L] int64: the row's step that wrote the token, from 0; -1 where none was decided."""
+    """[B, L] int64: the row's step that wrote the token, from 0; -1 where no token was decided."""
 
     @classmethod
     def empty(cls, rows: int, columns: int, count: int, device: torch.device) -> LogProbs:

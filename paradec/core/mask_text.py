@@ -24,8 +24,8 @@ def check_placeholder(placeholder: Any) -> None:
 
 
 def replace_placeholders(model: Any, text: str, placeholder: str) -> str:
-    """Replace each placeholder by its number of mask tokens. A space before it is dropped: tokenizers such as GPT-2's
-    treat the space as part of the next word."""
+    """Replace each placeholder by mask tokens: "<mask>" by one, "<mask:3>" by three. A space before a placeholder is
+    dropped, since tokenizers such as GPT-2's treat the space as part of the next word."""
     mask, tokenizer = model.facts.mask_token_id, model.tokenizer
     name = HOLE_TEXT if mask is None else tokenizer.convert_ids_to_tokens(mask)
     if mask is not None and (name is None or tokenizer(name, add_special_tokens=False)["input_ids"] != [mask]):

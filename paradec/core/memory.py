@@ -21,8 +21,8 @@ class MemorySpec:
 
     dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
         "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), or an int.
-    dtype: None is the model's, for distributions or soft embeddings. fill: initial value.
-    reset: refill when a row opens a block ("block"), or never within a request ("sequence")."""
+    dtype: None is the model's dtype, for distributions or soft embeddings. fill: initial value.
+    reset: "block" refills a row's part when the row opens a block; "sequence" never refills it within a request."""
 
     dims: tuple[str | int, ...] = ()
     dtype: torch.dtype | None = torch.float32
@@ -78,8 +78,8 @@ class Memory:
         return name in self.tensors
 
     def read(self, rows: np.ndarray, width: int | None = None) -> dict[str, Tensor]:
-        """Read the tensors [R, *dims] of `rows` [R] int64, ascending; "window" dimensions are cut to `width`. The
-        result is read-only: it may share memory."""
+        """Read the tensors [R, *dims] of `rows` [R] int64, ascending; "window" dimensions are cut to `width`. Callers
+        must not write to the result, which may share memory with the stored tensors."""
         tensors = {}
         for name, tensor in self.tensors.items():
             for axis, dim in enumerate(self.specs[name].dims, start=1):
@@ -90,12 +90,12 @@ class Memory:
         return tensors
 
     def write(self, name: str, rows: np.ndarray, value: Tensor) -> None:
-        """Write `value` [R, *dims] to `rows` [R] int64, ascending; its "window" dimensions may be narrower. Tensors
-        read before keep their values."""
+        """Write `value` [R, *dims] to `rows` [R] int64, ascending; its "window" dimensions may be narrower. Earlier
+        results of `read` keep their values."""
         if value.shape == self[name].shape:
             self[name] = value.to(self[name].dtype)
             return
-        self[name] = tensor = part = self[name].clone()  # proposals and copies may still hold the old one
+        self[name] = tensor = part = self[name].clone()  # proposals and copies may still hold the old tensor
         for axis, dim in enumerate(self.specs[name].dims, start=1):
             if dim == "window":
                 part = part.narrow(axis, 0, value.shape[axis])
@@ -105,14 +105,14 @@ class Memory:
             part.index_copy_(0, torch.as_tensor(rows, device=tensor.device), value.to(tensor.dtype))
 
     def reset(self, rows: np.ndarray, scope: str) -> None:
-        """Refill `rows` of every tensor that is reset per `scope`."""
+        """Refill `rows` of every tensor whose `MemorySpec.reset` is `scope`."""
         for name, spec in self.specs.items():
             if spec.reset == scope and len(rows):
                 self.tensors[name] = self.tensors[name].clone()
                 self.tensors[name][torch.as_tensor(rows, device=self.tensors[name].device)] = spec.fill
 
     def grow(self, dim: str, size: int) -> None:
-        """Widen the dimensions `dim` to at least `size`."""
+        """Widen every dimension with the name `dim` to at least `size`."""
         for name, spec in self.specs.items():
             for axis, dim_name in enumerate(spec.dims, start=1):
                 tensor = self.tensors[name]
@@ -120,14 +120,14 @@ class Memory:
                     self.tensors[name] = resize_axis(tensor, size, spec.fill, axis)
 
     def shift(self, dim: str, rows: np.ndarray, offsets: np.ndarray) -> None:
-        """Move the entries of `rows` [N] along the dimensions `dim` by `offsets` [N] to the front; fill the end."""
+        """Shift `rows` [N] by `offsets` [N] entries towards index 0 along every dimension `dim`; refill the end."""
         for name, spec in self.specs.items():
             for axis, dim_name in enumerate(spec.dims, start=1):
                 if dim_name == dim and len(rows):
                     self.tensors[name] = _shift_rows(self.tensors[name], axis, rows, offsets, spec.fill)
 
     def before_row_change(self, other: Memory | None) -> None:
-        """Add specs that only the other memory has, since some are declared during a step."""
+        """Add specs that only the other memory has, since some specs are declared during a step."""
         if other is not None:
             self.specs = other.specs | self.specs
 

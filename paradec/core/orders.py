@@ -88,11 +88,11 @@ DEFAULT_GROUPS = {256: 20, 1024: 48}
 
 @lru_cache(maxsize=256)
 def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """Sizes of `groups` groups of `cells` cells: LPD's published list for these numbers. Otherwise the list with the
-    nearest groups / sqrt(cells), scaled by `scale_sizes`.
+    """Return the sizes of `groups` groups that divide `cells` cells: LPD's published list, or, if there is none for
+    these numbers, the published list with the nearest groups / sqrt(cells), scaled by `scale_sizes`.
 
     Args:
-        groups: 1 to `cells`; None is the published 20 for 256 cells and 48 for 1024, else 1.25 sqrt(cells).
+        groups: 1 to `cells`; None is the published number for 256 cells (20) or 1024 cells (48), else 1.25 sqrt(cells).
 
     Raises ValueError for a number out of its range.
     """
@@ -136,7 +136,7 @@ def check_sizes(sizes: Sizes, name: str = "sizes") -> Sizes:
 
 
 def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str = "sizes") -> tuple[int, ...]:
-    """Resolve sizes for a raster of `cells`; None is `default`. Raises ValueError for sizes that do not fit."""
+    """Return the group sizes for `cells` cells; `default` for None. Raises ValueError for sizes that do not fit."""
     if sizes is None:
         return default
     if isinstance(sizes, int):
@@ -202,8 +202,8 @@ def lpd_order(
 ) -> np.ndarray:
     """LPD's order of one image (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957, public code).
 
-    The first cell is random. For each later group the undecided cells are shuffled and sorted by nearness, the sum of 1
-    / distance over the decided cells among their eight neighbours. Cells of at least `proximity` are chosen in turn,
+    The first cell is random. For each later group the undecided cells are shuffled and sorted by nearness: the sum of 1
+    / distance over the decided cells among their eight neighbours. Cells of nearness >= `proximity` are chosen in turn,
     but not within the Chebyshev distance `repulsion` of another cell of the group. Farthest-point sampling completes
     the group.
 
@@ -325,7 +325,7 @@ class Order(Component):
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
         """Divide a raster into groups; cells are numbered row by row. draws: one per row (`draws_from_keys`); orders
-        that are not `random` use only their number. Raises ValueError for settings that do not fit the raster."""
+        with `random` False only count the rows. Raises ValueError for settings that do not fit the raster."""
         raise NotImplementedError
 
     def with_steps(self, steps: int | None) -> Order:
@@ -391,7 +391,7 @@ class Random(Sized):
 @dataclass(frozen=True)
 class Cosine(Order):
     """MAR's order: random for each row, with small groups first and large groups last (`remaining_counts`). steps:
-    number of groups; None is 64, or one per cell if there are fewer."""
+    number of groups; None is 64, or one group per cell if there are fewer than 64 cells."""
 
     steps: int | None = None
 

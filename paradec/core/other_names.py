@@ -36,7 +36,7 @@ COMPONENTS: Mapping[str, Mapping[str, str]] = {
         "kvcache": "prefix",
     },
 }
-"""Samplers and caches by other name, spelled as by `paradec.core.checks.plain_name`."""
+"""Samplers and caches by their other names, spelled as by `paradec.core.checks.plain_name`."""
 PIPELINE_METHODS = {
     "fbcache": "first_block",
     "fbc": "first_block",
@@ -51,7 +51,7 @@ PIPELINE_METHODS = {
 }
 """Methods for diffusers pipelines, by `plain_name`. The last five reuse features at some steps."""
 BLOCK_COUNTS = re.compile(r"(?:dbcache_?)?f(\d+)b(\d+)", re.IGNORECASE)
-"""How cache-dit names the blocks that DBCache evaluates: "F8B0"."""
+"""Cache-dit's notation for the numbers of first and last blocks that DBCache evaluates: "F8B0"."""
 PIPELINE_SETTINGS = {
     "cache_interval": ("interval",),
     "fresh_threshold": ("interval",),
@@ -63,7 +63,7 @@ PIPELINE_SETTINGS = {
     "threshold": ("base_threshold", "residual_diff_threshold"),
     "rel_l1_thresh": ("threshold",),
 }
-"""Settings of these methods by other name, with the possible names here."""
+"""Names of these methods' settings in other libraries, with the possible names in paradec."""
 METHOD_OF_SETTING = {
     "residual_diff_threshold": "'dbcache', residual_diff_threshold=...",
     "rel_l1_thresh": "'teacache', threshold=...",
@@ -135,7 +135,7 @@ LOAD_ARGUMENTS = {
 
 
 def describe_missing_attribute(name: str, names: Iterable[str]) -> str:
-    """Advise what to write instead of a name that `paradec` does not have; "" if unknown. names: all names there."""
+    """Advise what to write instead of a name that `paradec` does not have; "" if unknown. names: those of `paradec`."""
     plain = plain_name(name)
     by_plain_name = PACKAGE_NAMES | {plain_name(known): f"paradec.{known}" for known in names}
     here = by_plain_name.get(plain) or by_plain_name.get(plain.removesuffix("config").removesuffix("cache"))
@@ -150,8 +150,8 @@ def check_setting_names(
     error: type[Exception] = TypeError,
     class_name: str = "",
 ) -> None:
-    """Raise an error for a setting that a method for pipelines does not have; it says what to write. class_name: of the
-    method in `paradec`, if `method` is not its name."""
+    """Raise `error` for a setting that a method for pipelines does not have, with what to write instead. class_name:
+    the method's class in `paradec`, if its name is not `method`."""
     for name in names:
         if name in allowed:
             continue
@@ -182,8 +182,8 @@ def with_checked_names(make: Make) -> Make:
 
 
 def check_method(value: Any) -> None:
-    """Raise ValueError for a method for pipelines that has another name here, a config of one, or a file; TypeError for
-    a class or a function in the place of its result, a request or a mapping."""
+    """Raise an error for a value that is almost a method for pipelines, with what to write instead: ValueError for
+    another library's name or config, or a file; TypeError for a class or function to call, a request or a mapping."""
     if isinstance(value, type) or inspect.isfunction(value):
         raise TypeError(f"sampler={value.__name__} must be called: {value.__name__}(...)")
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
@@ -208,7 +208,7 @@ def check_method(value: Any) -> None:
 
 
 def _call_for_data(data: Any, file: str = "") -> str:
-    """Return the call that makes a sampler from the data of a request, a sampler or steps. file: where the data are."""
+    """Return the call that makes a sampler from the data of a request, a sampler or steps. file: the data's file."""
     from paradec.request import FIELDS
 
     if not isinstance(data, Mapping) or "sampler" not in data:

@@ -71,7 +71,7 @@ def unknown_words_error(tokenizer: Any, text: str) -> ValueError:
     """Make the error that names the words of a text that a tokenizer cannot express."""
     unk = tokenizer.unk_token_id
     plain_text = text
-    for special in getattr(tokenizer, "get_added_vocab", dict)():  # a chat template writes them next to words
+    for special in getattr(tokenizer, "get_added_vocab", dict)():  # a chat template puts special tokens next to words
         plain_text = plain_text.replace(special, " ")
     words = sorted({w for w in plain_text.split() if unk in tokenizer(w, add_special_tokens=False)["input_ids"]})
     quoted = repr(", ".join(words) or text)

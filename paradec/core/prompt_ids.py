@@ -42,8 +42,8 @@ def to_tensor(name: str, value: Any) -> Tensor:
 
 
 def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Rows of a tensor without padding, and whether the tensor is one row [length] rather than a batch [batch, length].
-    Raises TypeError or ValueError for a tensor of another dtype or shape, or a mask of another shape or with holes."""
+    """Split a tensor into rows without padding. Also returns whether it has one row [length], not [batch, length].
+    Raises TypeError or ValueError for wrong dtypes or shapes, and for a mask with padding inside a row."""
     if not _is_integral(ids):
         raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
     if ids.ndim not in (1, 2) or ids.numel() == 0:
@@ -63,7 +63,7 @@ def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]],
 
 
 def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Rows of a list (ids, or rows of ids), and whether the list is one row. Raises TypeError for other lists."""
+    """Convert a list of ids, or of rows of ids, to rows. Also returns whether it is one row. Raises as `encode`."""
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [[int(i) for i in prompt]], True
     if is_rows_of_ids(prompt):
@@ -97,7 +97,7 @@ def read_processed(inputs: Mapping[str, Any], attention_mask: Any) -> tuple[Any,
 
 
 def embed_images(model: Any, rows: list[list[int]], inputs: Mapping[str, Any]) -> list[Tensor | None] | None:
-    """Embed a processor's images at their tokens in each row; None for models without images."""
+    """Embed a processor's images, for the image tokens of each row; None for models without image inputs."""
     values = [inputs.get(name) for name in IMAGE_FIELDS]
     if hasattr(model, "embed_images"):
         return model.embed_images(rows, *values)

@@ -38,7 +38,7 @@ class Prompts:
     copy_indices: list[int] | None = None
     """Number of equal rows before each row of the request, for a request that is split; else None."""
     images: list[Tensor | None] | None = None
-    """[N, D] embeddings at the image tokens of each row."""
+    """[number of image tokens, hidden size]: the embeddings of each row's image tokens, if it has any."""
     joins_batch: bool = False
     """Whether the rows join a running batch."""
 
@@ -89,11 +89,11 @@ def encode(
             include the mask id (-1 for models with canvases). `Prompts` are returned unchanged.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
         chat: whether a string becomes a user turn of the chat template; None: where the tokenizer has a template.
-        placeholder: text for masks in texts and chats ("<mask>", and "<mask:3>" for three). With a placeholder, strings
-            are chats only if `chat` is True, and an assistant's turn at the end of a chat stays open.
+        placeholder: text that stands for a mask in texts and chats ("<mask>", "<mask:3>" for three). With it, strings
+            become user turns only if `chat` is True, and an assistant's turn at the end of a chat stays open.
 
-    Raises ValueError for an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a padding mask
-    with holes, or masks in text without a placeholder; TypeError for a prompt of another kind.
+    Raises ValueError for an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a mask
+    with padding inside a row, or masks in text without a placeholder; TypeError for a prompt of another kind.
     """
     if isinstance(prompt, Prompts):
         return prompt
@@ -178,7 +178,7 @@ def encode_chat(model: Any, messages: Sequence[dict[str, Any]], placeholder: str
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, Any]], open_turn: bool = True, **variables: Any) -> str:
-    """Render a chat as text, to be tokenized without special tokens. variables: of the template."""
+    """Render a chat as text, to be tokenized without special tokens. variables: further inputs of the template."""
     from jinja2 import TemplateError  # transformers' template engine
 
     try:

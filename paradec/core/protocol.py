@@ -50,14 +50,14 @@ class Proposal:
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Further values read from the logits, by name, each [R, W, ...]."""
     made_at: int = 0
-    """`State.commits` when it was made. A proposal is valid for the next commit only."""
+    """`State.commits` when the proposal was made. A proposal is valid for the next commit only."""
     kind: str = "full"
     logprobs: StepLogProbs | None = None
 
 
 @dataclass
 class Commit:
-    """Values [R, W] written in one step, where `selected` [R, W] is True. To mask a token again, write the mask id."""
+    """Values [R, W] that one step writes where `selected` [R, W] is True. To mask a token again, write the mask id."""
 
     rows: np.ndarray
     values: Tensor
@@ -68,7 +68,7 @@ class Commit:
     logprobs: StepLogProbs | None = None
 
     def to_list(self) -> list[tuple[int, int, int, float]]:
-        """List (row, position, token, confidence) of everything written, sorted. Waits for the device."""
+        """List (row, position, token, confidence) of every write, sorted. Waits for the device."""
         if self.selected is None or self.positions is None:
             return []
         index, column = (i.cpu() for i in self.selected.nonzero(as_tuple=True))
@@ -117,7 +117,7 @@ class State:
     def counts(self) -> np.ndarray:
         """[4, B] int64 over all commits: forward calls, rows evaluated (2 per call under guidance, K for K drafts),
         positions evaluated, and calls that evaluated the whole row."""
-        while self._calls:  # committed since the last read
+        while self._calls:  # calls of the steps committed since the last read
             self._calls.pop().add_to(self._counts)
         return self._counts.copy()
 
@@ -128,7 +128,7 @@ class State:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[R] int64, on the host, ascending: rows of the next step. A family sets it if rows end at different steps."""
+        """[R] int64, on the host, ascending: running rows. A family assigns it if rows end at different steps."""
         return np.arange(self.batch)
 
     @property

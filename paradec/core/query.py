@@ -39,7 +39,7 @@ class StoreCall(CopyWithFields):
 class Query(CopyWithFields):
     """One model call for rows of equal width: `N` rows of the state, `R = branches * N` rows in the call, `Q` positions
     per row, and `W` positions per row whose logits are read. Under guidance (`branches == 2`) the first N rows are
-    conditional; the others are the same rows without prompt."""
+    conditional; the last N are the same rows without the prompt."""
 
     rows: np.ndarray
     """[N] int64, on the host, distinct: rows of the state."""
@@ -47,11 +47,11 @@ class Query(CopyWithFields):
     positions: Tensor
     """[R, Q] int64: position ids, 0 at a row's first token."""
     wanted: Tensor | None = None
-    """[R, W] int64: columns whose logits are returned; None is all."""
+    """[R, W] int64: columns whose logits are returned; None is all columns."""
     valid: Tensor | None = None
     """[R, Q] bool: False at padding; None without padding."""
     visible: Tensor | None = None
-    """[R, Q, Q] bool: columns of the call that each column sees, besides stored slots; None: by the topology."""
+    """[R, Q, Q] bool: columns of the call that each column sees, besides stored slots; None: as the topology says."""
     store: StoreCall | None = None
     branches: int = 1
     forwarded: np.ndarray | None = None
@@ -87,14 +87,14 @@ class WindowQuery(Query):
     origin: Tensor | None = None
     """[R, 1] int64: end of each row's prompt, for models that count blocks from the prompt's end; else None."""
     decided_at: Tensor | None = None
-    """[R, Q] int64, for models with `reads_order`: the row's step that decided each position, -1 if given or undecided.
-    """
+    """[R, Q] int64, for models with `reads_order`: the row's step that decided each position; -1 in the prompt and
+    where undecided."""
     attention: Any = None
 
 
 @dataclass
 class Cost:
-    """Cost of one step. A call adds one to a row's `nfe`, whatever its number of branches and drafts."""
+    """Cost of one step. A call adds 1 to the `nfe` of each of its rows, whatever its number of branches and drafts."""
 
     queries: list[Any]
     batch: int

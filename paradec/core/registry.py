@@ -1,4 +1,4 @@
-"""Lazy registries of samplers, caches and attention methods."""
+"""Lazy registries of samplers, caches, orders and attention methods."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Registry:
 
     @classmethod
     def from_stub(cls, kind: str, package: str, **names: str) -> Self:
-        """Register the classes of a package's classes.pyi under their module names. names: other names, by class."""
+        """Register the classes of a package's classes.pyi under their module names, or under `names` (class=name)."""
         modules = read_stub(Path(package).with_name("classes.pyi"))
         return cls(
             kind, {names.get(key, module.rpartition(".")[2]): f"{module}:{key}" for key, module in modules.items()}
@@ -85,7 +85,7 @@ class Registry:
         return self._in_any_case(name) in self._targets
 
     def _in_any_case(self, name: Any) -> Any:
-        """The registered spelling of a name in any case; unknown names are returned unchanged."""
+        """Return the registered spelling of a name, ignoring case; unknown names are returned unchanged."""
         if name not in self._targets:
             self._find_plugins()
         if isinstance(name, str) and name not in self._targets:
@@ -111,9 +111,9 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class or a text "module:Class". A class replaces one of the same module and qualified name, as when a
-        notebook's cell runs again. Raises ValueError for a name that another class has or a text of another form,
-        TypeError as `check_class`."""
+        """Add a class or a text "module:Class". A class replaces a registered class of the same module and qualified
+        name, as when a notebook's cell runs again. Raises ValueError for the name of another class or a text of another
+        form, TypeError as `check_class`."""
         if name in self.names() and not _is_redefined(self._targets[name], target):
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
@@ -123,7 +123,7 @@ class Registry:
         self._targets[name] = target
 
     def get(self, name: str) -> type[Any]:
-        """The class of a name in any case. Raises ValueError for an unknown name."""
+        """Return the class of a name, ignoring case. Raises ValueError for an unknown name."""
         if not isinstance(name, str) or name not in self:
             raise self._unknown_name_error(name)
         name = self._in_any_case(name)

@@ -88,7 +88,7 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
     else:
         parts = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
         columns: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in parts]
-        columns += [] if isinstance(stream, Tensor) else [stream]  # an int: copying it to the device would wait
+        columns += [] if isinstance(stream, Tensor) else [stream]  # an int: a copy to the device would wait for it
         bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), columns), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]

@@ -18,7 +18,7 @@ from paradec.core.rows import resize_axis
 
 FORMAT = "paradec-rollout/1"
 GIVEN, NEVER, FORCED = -1, -2, -3
-"""Values of `step_map`: given; never decided; `FORCED - t`: written without a forward before step t."""
+"""Values of `step_map`: prompt or padding; undecided; `FORCED - t`: written by a constraint before step t."""
 TENSORS = {"tokens": 0, "step_map": GIVEN, "logp": float("nan"), "logp_drawn": float("nan")}
 """Fields with a column per position, and their value after a row's end."""
 WRITES = ("writes", "writes_logp", "writes_logp_drawn")  # fields with a row per write
@@ -37,19 +37,19 @@ class Rollout:
     tokens: Tensor
     """[B, C] int64: prompts and decided tokens; elsewhere the mask id (causal models: any id)."""
     step_map: Tensor
-    """[B, C] int64: the row's step that wrote the token, from 0; -1 where it was given and after the row's end; -2
-    where undecided; -3 - t where a constraint forced it before step t without a forward."""
+    """[B, C] int64: the row's step that wrote the token, from 0; -1 in the prompt and after the row's end; -2 where
+    undecided; -3 - t where a constraint forced the token before step t without a forward."""
     logp: Tensor
     """[B, C] float64: log softmax of the step's logits at the token, at temperature 1: after guidance, without
     suppressed ids, before filters and the sampler's changes to logits. NaN where undecided or without a forward."""
     logp_drawn: Tensor | None
-    """[B, C] float64: the same at the request's temperature; None at temperature 0."""
+    """[B, C] float64: as `logp`, but at the request's temperature; None at temperature 0."""
     length: Tensor
     """[B] int64: length of each row."""
     prompt_length: Tensor
-    """[B] int64: position of each row's first mask or new token. Some models count blocks from there."""
+    """[B] int64: position of each row's first mask or new token. Some models count blocks from this position."""
     suppressed: Tensor
-    """[B, S] int64: ids that were never proposed, with the mask id; -1 is none."""
+    """[B, S] int64: suppressed ids of each row, including the mask id; rows with fewer ids end with -1."""
     settings: dict[str, Any]
     """The request's non-default fields as data, with `model`, `sampler` and `topology`."""
     version: int
@@ -70,7 +70,7 @@ class Rollout:
 
     @property
     def exact(self) -> bool:
-        """Whether `replay` gives `logp`."""
+        """Whether `paradec.replay` gives `logp`."""
         return self.approximation is None
 
     @property

@@ -166,7 +166,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
 
 
 def _exchange_values(values: Any, index: np.ndarray, new: Any, layout: RowLayout) -> Any:
-    """Replace the entries `index` of the row axis by `new`, which may be smaller along other axes; None fills them."""
+    """Replace the entries `index` of the row axis by `new`, which may be smaller along other axes, or by the fill."""
     region: list[Any] = [slice(None)] * values.ndim
     for axis in range(values.ndim) if new is not None else ():
         if axis != layout.axis:
@@ -198,7 +198,7 @@ def _row_fields(owner: Any) -> dict[str, Layout]:
 
 
 def _values(owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the values of a dataclass's row fields with their layouts; the entries of a dict one by one."""
+    """Yield (value, layout) of a dataclass's row fields; a dict yields one pair per entry."""
     for name, layout in _row_fields(owner).items():
         value = getattr(owner, name)
         for key, part in value.items() if isinstance(value, dict) else [(None, value)]:

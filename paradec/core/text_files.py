@@ -112,8 +112,8 @@ def json_bytes(data: Any, indent: int | None = None) -> bytes:
 
 @contextmanager
 def replace_file(file: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path next to a file, and move it to the file unless an error is raised. Of several processes
-    the last one wins. A killed process may leave its temporary file."""
+    """Yield a temporary path next to a file; at the end move the temporary file to the file, or delete it after an
+    error. If several processes write, the last one wins. A killed process may leave its temporary file."""
     path = Path(os.path.realpath(file))
     draft = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:

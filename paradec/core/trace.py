@@ -42,20 +42,20 @@ class TraceStep:
     """One step. Positions count from a row's first prompt token. Fields after `kind` are optional and not compared."""
 
     commits: list[tuple[int, int, Token, float]]
-    """(row, position, token, confidence) of everything written, sorted. A token that is masked again appears as the
-    mask id."""
+    """(row, position, token, confidence) of every write, sorted. Where a token is masked again, the write's token is
+    the mask id."""
     forwarded: Counts
-    """Evaluated positions of each row, over all branches and drafts, without padding. Their sum over steps and rows is
-    `Output.forwarded_tokens`."""
+    """Number of evaluated positions of each row, over all branches and drafts, without padding. The sum over steps and
+    rows is `Output.forwarded_tokens`."""
     kind: str
     """ "full" (whole sequences), "window" (a part, over a store), "forecast" (nothing evaluated), ..."""
     nfe: Counts | None = field(default=None, compare=False)
-    """Forward calls of each row."""
+    """Number of forward calls of each row."""
     draft_nfe: Counts | None = field(default=None, compare=False)
-    """A drafter's forward calls for each row, summed up to this step."""
+    """Number of a drafter's forward calls for each row, from the first step to this one."""
     seconds: float | None = field(default=None, compare=False)
     evaluated: list[list[Span]] | None = field(default=None, compare=False)
-    """Evaluated positions of each row."""
+    """Spans of the evaluated positions of each row."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
     """Open block or draft window of each row; None if the row took no part."""
     starts: list[list[int] | None] | None = field(default=None, compare=False)
@@ -67,7 +67,7 @@ class TraceStep:
     """For each entry of `commits`, the index in `Trace.rules` of the rule that wrote it."""
     logprobs: list[list[Any]] | None = field(default=None, compare=False)
     """With `generate(logprobs=k)`, for each entry of `commits`: [log-probability, [[token, log-probability], ...]] with
-    the k likeliest tokens; None if not finite."""
+    the k likeliest tokens. A log-probability that is not finite is None."""
     pictures: list[str] | None = field(default=None, compare=False)
     """Preview of each row's latent after the step, as data URIs."""
 
@@ -104,7 +104,7 @@ DRAFTED_RULE, SAMPLED_RULE = "accepted draft", "own token"
 class Trace:
     """All steps of one request, with the canvas to replay them on. Fields after `steps` are for drawing.
 
-    Attributes (the file describes all):
+    Attributes (each is described below):
         settings: the sampler's settings.
         filled: spans to fill, by row; None where the mask ids in `canvas` show them.
         score: name of the commits' fourth number.
@@ -130,7 +130,7 @@ class Trace:
     rules: list[str] = field(default_factory=list)
     """Names for `TraceStep.rules`."""
     texts: dict[int, str] = field(default_factory=dict)
-    """Text of every token in the trace, with a tokenizer."""
+    """Text of every token in the trace; empty without a tokenizer."""
     special: list[int] = field(default_factory=list)
     """Ids of special tokens."""
     joined: list[list[tuple[int, int, str]]] | None = None
@@ -231,7 +231,7 @@ class Trace:
         return trace
 
     def _check(self) -> None:
-        """Raise ValueError for sizes and positions that do not fit each other."""
+        """Raise ValueError for lists of a wrong length, and positions or rules that do not exist."""
         sizes, batch = [len(row) for row in self.canvas], self.batch
         if not isinstance(self.settings.get("sampler", ""), str):
             raise ValueError(f"settings['sampler']={short_repr(self.settings['sampler'])} must be a text")
@@ -250,7 +250,7 @@ class Trace:
                 raise ValueError(f"grid={self.grid} must have as many cells as each row of cells")
 
     def _sized_fields(self) -> Iterator[tuple[str, Sequence[Any] | None, int]]:
-        """Yield (field, list, number of entries it must have): one per row or commit."""
+        """Yield (field, list, number of entries that the list must have) for lists with an entry per row or commit."""
         yield from ((name, getattr(self, name), self.batch) for name in ("filled", "ends", "joined", "cells"))
         for index, step in enumerate(self.steps):
             counts = dict.fromkeys(("nfe", "draft_nfe", "evaluated", "blocks", "starts"), len(step.forwarded))

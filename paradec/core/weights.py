@@ -57,7 +57,7 @@ class WeightsLock:
             self.updates += 1
 
     def version(self, module: nn.Module) -> int:
-        """Number of changes seen."""
+        """Count the changes of the weights between calls of this method."""
         fingerprint = fingerprint_weights(module)
         self._version += self._fingerprint not in (None, fingerprint)
         self._fingerprint = fingerprint

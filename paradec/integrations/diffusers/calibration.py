@@ -79,10 +79,10 @@ def calibrate_bac(
     Args:
         pipe: a diffusers pipeline, or a transformer; restored at the end.
         run: makes one plain run with all steps.
-        updates: n: evaluations of each module in a run, before the bubbling union.
+        updates: number of evaluations of each module in a run, before the bubbling union.
         runs: number of runs that are averaged.
         metric: similarity of features: "cosine" (the paper's), "l1" or "mse".
-        bubbling: number of modules with the bubbling union.
+        bubbling: number of modules that the bubbling union extends.
         samples: number of compared entries of a feature, evenly spaced (4 bytes each, per module and step).
 
     Raises ValueError for an invalid setting, no such modules, runs of different lengths; TypeError for another `pipe`.
@@ -180,7 +180,7 @@ def bubbling_union(
 
     steps: schedules by module, in the order of evaluation.
     errors: by module, the mean distance between its features at two steps. feed_forward: names of feed-forward modules.
-    num_modules: n: number of extended schedules (3 in the README, 5 in the simulations); below 2, none."""
+    num_modules: number of extended schedules (3 in the README, 5 in the simulations); below 2, none is extended."""
     names = list(steps)
     extended = {name: sorted(set(steps[name])) for name in names}
     if num_modules < 2:

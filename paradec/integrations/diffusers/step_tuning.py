@@ -111,11 +111,11 @@ def tune_steps(
     Args:
         pipe: a diffusers pipeline; restored at the end.
         run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use.
-        budget: n: number of steps to evaluate.
+        budget: number of steps to evaluate.
         seeds, report: the choosing and the reporting seeds, or numbers of seeds (counted from 0).
         sampler: a sampler or its name, without a schedule or rule; by default `Forecast(where="output")`.
         runs: number of new sets to evaluate, besides full runs, evenly spread starts and the report.
-        study: a JSON file of the measurements, with which the same call continues.
+        study: a JSON file for the measurements; the same call with an existing file continues the search.
         seed: of the search.
         progress: called after every set with a description and the share done.
 

@@ -66,7 +66,7 @@ class AnswerParser:
     """Parser that splits the text of an answer, piece by piece.
 
     reasoning_end: the text that ends the reasoning; None if the answer does not begin with reasoning.
-    template: the format of tool calls; None leaves calls in the content. tools: of the body."""
+    template: the format of tool calls; None leaves calls in the content. tools: the body's."""
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
         self._reasoning = None if reasoning_end is None else StopCutter([reasoning_end])
@@ -105,13 +105,13 @@ class AnswerParser:
 
 
 class StopCutter:
-    """Cutter of a text, piece by piece, at the beginning of the stop sequence that is complete first."""
+    """Cuts a text that arrives in pieces, at the beginning of the stop sequence that is complete first."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add a piece; return the new text that cannot belong to a stop sequence. `rest` is the text after it."""
+        """Add a piece; return the new text that cannot belong to a stop sequence, and keep the remainder in `rest`."""
         if self.is_over:
             return ""
         text = self.rest + text

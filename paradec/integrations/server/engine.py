@@ -40,7 +40,7 @@ class Engine:
 
     def submit(self, prompt: Any, *, on_done: Callable[[Ticket], None], **arguments: Any) -> Ticket:
         """Add a prompt to the batch, as `Batch.add`; the answer is that of `paradec.generate` on this prompt alone.
-        `on_done` is called in the engine's thread. Without a seed, one is drawn. `batch.cancel(ticket)` cancels it."""
+        `on_done` is called in the engine's thread. Without a seed, one is drawn. To cancel: `batch.cancel(ticket)`."""
         if arguments.get("seed") is None:
             arguments["seed"] = secrets.randbits(63)
 

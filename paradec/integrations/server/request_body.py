@@ -142,7 +142,7 @@ class DecisionBody(BaseModel, extra="forbid", strict=True):
 
 
 def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Read the fields of `paradec.Request` from a body and its preset. A constraint is only read from the preset.
+    """Read the fields of `paradec.Request` from a body and its preset, except the body's constraint.
     Raises ApiError, ValueError or TypeError for an unsupported field, value or preset."""
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT)
     changes = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}

@@ -318,7 +318,7 @@ def test_holes_and_guidance() -> None:
         ({"sampler": "freedave"}, "several steps in one call"),
         ({"blocks": "pipelined"}, "before the previous one is final"),
         ({"suffix": 8}, "suffix"),
-        ({"cache": "prefix"}, "it needs a bidirectional"),
+        ({"cache": "prefix"}, "the cache needs a bidirectional"),
         ({"cache": "block", "keep_prefix": True}, "begin where its prompt ends"),
     ],
 )

@@ -33,7 +33,7 @@ ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
 # modules that are not branches: norms, modulations and parts of a branch
 NON_BRANCH_NAMES = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
-# children of single-stream blocks (FLUX): proj_out sums attention and feed-forward and is forecast, the others skipped
+# children of single-stream blocks (FLUX): proj_out sums attention and feed-forward and is forecast, the rest is skipped
 FUSED = ("attn", "proj_mlp", "proj_out")
 
 # single-stream blocks that only concatenate the outputs of skipped modules: placeholders may have width 0
@@ -54,7 +54,7 @@ OUTPUT_STREAMS = {
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that a block's outputs continue, by class. Others: `STREAMS`, reversed for `TEXT_FIRST_BLOCKS`."""
+"""Arguments that a block's outputs continue, by class. Other classes: `STREAMS`, reversed for `TEXT_FIRST_BLOCKS`."""
 ONE_TENSOR_TRANSFORMERS = ("QwenImage21Transformer2DModel",)  # they return text rows, then latent rows, in one tensor
 CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents, by prefix of the class name; default 1
 
@@ -128,7 +128,7 @@ def is_feature(leaf: Any) -> bool:
 
 
 def find_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn.Module]:
-    """Return the blocks by name, in the order of the module tree. main_only: those of the denoised stream."""
+    """Return the blocks by name, in the order of the module tree. main_only: only blocks of the denoised stream."""
     blocks: dict[str, nn.Module] = {}
     for list_name, child in transformer.named_children():
         if isinstance(child, nn.ModuleList) and not (main_only and SIDE.fullmatch(list_name)):
@@ -157,7 +157,7 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
 def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
     """Return the modules to hook for `where` (a name), in the order of the module tree.
 
-    main_only: only those of the denoised stream; "stack" always is. Raises ValueError without blocks or known branches.
+    main_only: only modules of the denoised stream; always for "stack". Raises ValueError without known branches.
     """
     if where == "output":
         return [Place("", "output", "")]

@@ -83,7 +83,7 @@ class Clock:
     def locate_call(self, timestep: Any, context: str | None) -> Run | None:
         """Return the run to which a call with this timestep and `cache_context` belongs; None outside of runs.
 
-        Raises RuntimeError in another thread than the run's, ValueError without both a pipeline and a timestep.
+        Raises RuntimeError in another thread than the run's, ValueError if pipeline and timestep are both missing.
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:

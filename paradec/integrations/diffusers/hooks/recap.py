@@ -1,6 +1,6 @@
 """ReCAP on AmusedPipeline (arXiv 2505.19089).
 
-In a local step the layers evaluate only the cells that the scheduler targets, which attend to keys of all cells.
+In a local step the layers evaluate only the scheduler's target cells; these attend to the keys of all cells.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Report:
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up of this run's transformer calls over calls that all take their transformer's median full call; None
-        without full calls."""
+        """Speed-up of this run's calls over as many calls that each take the median time of their transformer's full
+        calls; None without full calls."""
         full: dict[str, list[float]] = {}
         for call in self.calls:
             if call.kind == "full":

@@ -93,8 +93,8 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
             config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)"; `ReCAP` for
             AmusedPipeline.
         cache: "block", for LLaDA2Pipeline (`hooks.block_cache.BlockCache`), without a sampler.
-        prior: for GlmImagePipeline: the sampler of its prior, or a mapping with more settings
-            (`hooks.prior.PriorSession`); with or without a `sampler` for its DiT.
+        prior: the sampler of GlmImagePipeline's prior, or a mapping with more settings (`hooks.prior.PriorSession`);
+            with or without a `sampler` for the pipeline's DiT.
         settings: of the named sampler.
 
     Raises:
@@ -146,7 +146,7 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
 
 
 def check_every_step(module: str, steps: list[int], num_steps: int) -> None:
-    """Raise ValueError unless `steps` are 0, 1, ... and (unless `num_steps` is 0) as many as in the run before."""
+    """Raise ValueError unless `steps` are 0, 1, ..., and `num_steps` of them. num_steps: of the run before, or 0."""
     if not steps or steps != list(range(len(steps))):
         raise ValueError(f"run must evaluate {module} at every step of one run; it was evaluated at steps {steps}")
     if num_steps not in (0, len(steps)):

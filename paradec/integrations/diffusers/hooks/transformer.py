@@ -308,7 +308,7 @@ class Transformer:
         return branch
 
     def check_memory(self, histories: Any) -> Any:
-        """Return new histories: meta tensors if they exceed `max_memory`; the call of the transformer then raises."""
+        """Return new histories, as meta tensors if they exceed `max_memory`; the transformer's call then raises."""
         limit: Any = self.settings.max_memory
         if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
             return histories

@@ -83,7 +83,7 @@ def read_model(model: Any) -> ServedModel:
 
 class Slot:
     """One request of the batch. The block from `begin` on is forwarded next. is_storing: the block is final, so the
-    keys and values of this forward stay. known: number of tokens that vLLM has: prompt and emitted answer."""
+    keys and values of this forward stay. known: number of tokens that vLLM has (prompt and emitted answer)."""
 
     def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
