@@ -179,7 +179,7 @@ class Model(Adapter):
         save(self, folder, max_shard_size)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
-        """Compute logits [R, W, V] of the query's `wanted` columns ([R, Q, V] if None), in the module's dtype."""
+        """Compute logits [R, W, V] of the query's R rows and W `wanted` columns (None: all), in the module's dtype."""
         if isinstance(query, str):
             self.generate(query)
         with self.evaluation_context():

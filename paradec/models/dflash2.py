@@ -31,7 +31,7 @@ SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k
 
 
 class Convolution(nn.Module):
-    """Two short convolutions over a block, before and after a sublayer, with kernels that depend on its input."""
+    """Two short convolutions over a block's n positions, around a sublayer whose input determines the kernels."""
 
     def __init__(self, width: int, taps: int, group: int):
         super().__init__()
@@ -125,7 +125,7 @@ class SelectorWalk:
 
 class DFlash2Drafter(WalkDrafter):
     """A DFlash 2 network over the model that it was trained for, as `drafter` of the sampler "speculative". Under
-    guidance, logits and scores of both branches are mixed before candidates are chosen."""
+    guidance, conditional and unconditional logits and scores are mixed before candidates are chosen."""
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
         """Choose the candidates, and return their scores.

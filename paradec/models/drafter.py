@@ -233,7 +233,7 @@ def build_config(source: str, cls: Any, **fields: Any) -> Any:
 
 
 def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple[int, ...]:
-    """Convert layer numbers in config.json to those of `CausalQuery.keep_layers`. In config.json, l means the input of
+    """Convert layer numbers in config.json to `CausalQuery.keep_layers`. In config.json, l means the input of
     layer l, which is the output of layer l - 1; the largest l means the last layer's output before the final norm.
     Raises CheckpointError for anything but a list of layers."""
     count = base.text_config.num_hidden_layers

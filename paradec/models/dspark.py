@@ -111,7 +111,7 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: logits of acceptance, from the first branch's states. Raises ValueError without a confidence head."""
+        """[R]: logits of acceptance, from conditional states. Raises ValueError without a confidence head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")

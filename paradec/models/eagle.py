@@ -81,7 +81,7 @@ class EagleDrafter(FeatureDrafter):
     lowers acceptance; outputs stay exact.
 
     As in the public code for image models, an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and
-    guidance mixes the logits of both branches. Unlike in that code, a caption's padding is masked.
+    guidance mixes conditional and unconditional logits. Unlike in that code, a caption's padding is masked.
 
     module: the network. base: the model, loaded or wrapped."""
 

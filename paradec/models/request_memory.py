@@ -42,7 +42,7 @@ def request_memory(
 
     Args:
         source: a loaded text model, or the folder of a checkpoint (only its config.json is read).
-        rows: rows decoded together; guidance counts twice. length: positions of a row.
+        rows: rows decoded together; under guidance a row counts twice. length: positions of a row.
         wanted: number of a row's positions whose logits a step reads; None is `length`.
         stores: whether keys and values are stored.
         dtype: of weights and logits; None is the model's, or config.json's (else bfloat16).

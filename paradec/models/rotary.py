@@ -1,7 +1,7 @@
 """Rotary angles of checkpoints: their base and scaling.
 
 `linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` are not supported: they choose
-angles by the largest position in a call, so a row would depend on others, and stored keys would not fit later calls.
+angles by the largest position in a call, so a row would depend on other rows, and stored keys not fit later calls.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ CHECKPOINT_FILES = re.compile(
     r"tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
     r"merges\.txt|chat_template\.(jinja|json)|additional_chat_templates"
 )
-"""Names of a checkpoint's files; those of an earlier checkpoint are removed, since loading would read them."""
+"""Names of a checkpoint's files. Files of an earlier checkpoint are removed, since loading would read them."""
 FOREIGN_FILES = ("adapter_config.json", "model_index.json")
 """Files that mark the folder of an adapter or a pipeline."""
 STAGING_PREFIX = ".saving-"

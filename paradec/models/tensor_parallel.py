@@ -22,7 +22,7 @@ from torch import distributed
 from paradec.core.checks import short_repr
 
 FAILURE_WAIT = timedelta(seconds=10)
-"""Time for which a failed rank waits until the others leave the request."""
+"""Time for which a failed rank waits until the other ranks leave the request."""
 OBJECTS = ("prefix", "generator", "streamer", "callback")
 """Fields of a request that are not sent: each rank uses its own."""
 _numbers, _failures = itertools.count(), list[str]()
@@ -93,7 +93,7 @@ def fail_together() -> Iterator[None]:
         if distributed.is_initialized():
             lines = exchange(line, None if failure is None else FAILURE_WAIT)
             failures = [f"rank {rank} failed: {text}" for rank, text in enumerate(lines) if text not in ("", line)]
-    except RuntimeError as error:  # the others are in the middle of a call
+    except RuntimeError as error:  # other ranks are in the middle of a call
         failure = failure or error
         _failures.append(line or str(error))
     if isinstance(failure, (RuntimeError, KeyboardInterrupt)):  # perhaps in the middle of a call

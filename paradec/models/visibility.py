@@ -40,7 +40,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
     """[R, Q, K] bool: the keys that each column sees by a topology other than "bidirectional"; None if it adds no mask.
     Raises ValueError for a query without `origin` or `visible` where the topology needs it.
 
-    keys: [R or 1, K] int64, the keys' positions. store: has the keys; None for those of the call.
+    keys: [R or 1, K] int64, the keys' positions. store: has the keys; None if the call's own columns are the keys.
     module_masks: whether a causal module makes the mask of this call."""
     if store is not None and isinstance(query, VisibleQuery):
         return None

@@ -235,7 +235,7 @@ class ImageModel(PictureModel, Decoder):
         return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
-        """[R, 1, Q, K] bool: the keys that each column sees, those of the store and the call up to its position."""
+        """[R, 1, Q, K] bool: the keys, of the store and the call, that each column sees (positions up to its own)."""
         mask, keys = store.visible(query)
         causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
         return causal if mask is None else causal & mask

@@ -19,7 +19,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, store: Any = None) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, H, Q, D] each
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, heads, Q, d]
         if store is not None:
             key, value = store.update(key, value, self.layer)
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask)

@@ -123,7 +123,7 @@ class LPD(nn.Module):
         return self.norm(x)
 
     def forward(self, codes: Tensor, labels: Tensor, order: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Logits of all groups at once, as in training: [B, S, V], float32 or wider; entry r is cell `order[:, r]`.
+        """Logits of all groups at once, as in training: [B, S, V] for S cells; entry r is cell `order[:, r]`.
 
         Args:
             codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is unconditional.
@@ -309,7 +309,7 @@ def load_lpd(
 
 
 def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
-    """Position embeddings [1, S + 1, D] for `grid` x `grid` cells: bicubic over the cells; the class's stays."""
+    """Resize position embeddings [1, 1 + cells, dim] to `grid` x `grid` cells, bicubically; the class's stays."""
     side = math.isqrt(pos_embed.shape[1] - 1)
     cells = pos_embed[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     cells = interpolate(widen(cells), (grid, grid), mode="bicubic", align_corners=False)

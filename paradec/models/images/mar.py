@@ -121,8 +121,8 @@ class MAR(nn.Module):
     def decode(
         self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Compute the diffusion head's conditions [R, M, width] at any positions, and keys and values, those of class
-        tokens first.
+        """Compute the diffusion head's conditions [R, M, width] at any positions, and keys and values (of class tokens
+        first).
 
         Args:
             encoded: from `encode` with the same `buffer`. columns: [R, N] int64: the tokens' indices in `positions`.

@@ -88,7 +88,7 @@ class MultiScaleVQ(nn.Module):
         return self.quantize.codes
 
     def add(self, features: Tensor, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
-        """Add the codes [B, n * n, C], row by row, of scale `index` to features [B, C, s, s]."""
+        """Add the codes [B, n * n, C], row by row, of scale `index` with side n to features [B, C, s, s]."""
         return features + self.smooth_codes(codes, index, scales)
 
     def smooth_codes(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:

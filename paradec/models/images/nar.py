@@ -71,7 +71,7 @@ class NARModel(LlamaGenModel):
 
     @property
     def hidden_size(self) -> int:
-        """Width of both heads' hidden states: those of the right neighbour, then those of the lower."""
+        """Width of the joined hidden states of both heads: the right neighbour's, then the lower neighbour's."""
         return 2 * self.module.config.dim
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:

@@ -245,7 +245,7 @@ class MaskedImageModel(PictureModel, UViTModel):
         return ImageRequest(self, [[self.class_token(label)] for label in labels])
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
-        """Start a request for all codes of a picture. Its trace records the order in which codes are written."""
+        """Start a request for all codes of a picture. Its trace records the order in which codes are decided."""
         overrides = {"max_new_tokens": grid.length, "suppress_tokens": self.non_code_ids, "trace": True}
         return sampler.start(image_request.model, image_request.prompts, replace(request, **overrides))
 

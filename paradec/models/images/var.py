@@ -280,7 +280,7 @@ class Attention(nn.Module):
         """x [R, n, width]; mask [n, begin + n] bool."""
         bias = torch.cat((self.q_bias, self.zero_k_bias, self.v_bias))
         qkv = linear(x, self.mat_qkv.weight, bias)
-        query, key, value = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, heads, n, head] each
+        query, key, value = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [R, heads, n, d] each
         if hasattr(self, "scale_mul_1H11"):
             query = normalize(query, dim=-1) * self.scale_mul_1H11.clamp(max=MAX_LOG_QUERY_FACTOR).exp()
             key = normalize(key, dim=-1)

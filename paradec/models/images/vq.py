@@ -296,7 +296,7 @@ def decoder_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 UNUSED = ("quantize.codebook_used", "loss.", "encoder.", "quant_conv.")
-"""Prefixes of names of tensors that are not needed: those of training, and the encoder."""
+"""Prefixes of names of tensors that are not needed: the encoder's weights, and tensors for training."""
 NO_WEIGHTS = r"^quantize\.codebook_used$|^loss\."
 
 

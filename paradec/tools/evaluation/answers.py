@@ -72,7 +72,7 @@ class HarnessModel:
     check_greedy: whether log-likelihoods include the check that greedy decoding yields the continuation. It takes a
         forward per token (LAMBADA's accuracy needs it, tasks with choices do not).
     choices: "score", or "decode": the model decodes one of a context's continuations under a constraint. The
-        log-likelihood of this continuation is then 0, that of the others -inf.
+        log-likelihood of this continuation is then 0; other continuations have -inf.
     arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task
         sets the length.
     Raises ValueError, TypeError: an unknown argument, or one out of its range."""

@@ -1,4 +1,4 @@
-"""Plots of traces: the step that wrote each position, and the cost of each step. Needs matplotlib (extra `bench`)."""
+"""Plots of traces: the step that decided each position, and the cost of each step. Needs matplotlib (extra `bench`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
 
 def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
-    """A matplotlib figure with a column for each run. The upper plot shows the step that wrote each position (or image
+    """A matplotlib figure with one column per run. The upper plot shows the step that decided each position (or image
     token) of the first row, the lower plot the cost of each step in the trace's unit. Raises ModuleNotFoundError:
     matplotlib is not installed. TypeError, ValueError: as `paradec.tools.traces.files.page`."""
     run_names = check_runs(traces, names)

@@ -80,7 +80,7 @@ class Records:
     done: int
     """Number of recorded prompts."""
     features: Tensor
-    """[N, F, n] float32, in the order of `paradec.samplers.masked.rules.learn2pd_filter.FEATURES`."""
+    """[N, F, n] float32: the F features of `paradec.samplers.masked.rules.learn2pd_filter.FEATURES`, in order."""
     final: Tensor
     """[N, n] bool: whether the candidate equals the final token of one-by-one decoding."""
     undecided: Tensor

@@ -53,8 +53,8 @@ def replay(
         writes: whether to return every write of samplers that revise, not only the last write at each position.
 
     Returns:
-        [B, C] on the model's device, float32 or wider; NaN where nothing was decided. With `writes`: [N], in the order
-        of `rollout.writes_logp`; NaN where a token was moved or removed.
+        [B, C] like `rollout.tokens`, on the model's device, float32 or wider; NaN where nothing was decided. With
+        `writes`: one value per write, like `rollout.writes_logp`; NaN where a token was moved or removed.
 
     Raises:
         TypeError, ValueError: an argument out of its range, an unsupported model, or a rollout of another model.

@@ -23,7 +23,7 @@ from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Confi
 REFERENCE = "low_confidence"
 """LLaDA's sampler: one token per step, the most confident first."""
 MIN_LOG_RATIO = 8
-"""Ratio of a range's ends from which numbers are drawn on a logarithmic scale."""
+"""Numbers are drawn on a logarithmic scale if the upper end of their range is at least this multiple of the lower."""
 BLOCKS = (16, 32, 64)
 """Block lengths for models without a default length."""
 

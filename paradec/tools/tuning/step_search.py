@@ -52,7 +52,7 @@ def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0
     """Return the best of `starts`, and the best set that the search finds from there; of equally good sets the earlier.
 
     loss: see `Loss`; the caller caches it.
-    runs: number of sets evaluated besides the starts, a third by annealing, the others by climbing.
+    runs: number of sets evaluated besides the starts: a third by annealing, then by climbing.
     seed: of the proposals."""
     rng, evaluated = random.Random(seed), set(starts)
     values = {steps: loss(steps, math.inf) for steps in starts}

@@ -1,7 +1,7 @@
 """Optuna study in a file, shared by several processes.
 
-The study stores all measurements: those of a rung in attributes of the trial, those of the reference and the reported
-half in attributes of the study. Other processes continue the trials of a process that has ended.
+The study stores all measurements: a rung's in attributes of the trial, the reference's and the reported half's in
+attributes of the study. Other processes continue the trials of a process that has ended.
 """
 
 from __future__ import annotations
