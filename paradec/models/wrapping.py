@@ -47,7 +47,7 @@ def wrap(
     """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
 
     A masked language model (BERT-like) needs only its mask id. A transformers causal language model is decoded as a
-    causal model if neither `mask_token_id` nor the tokenizer has a mask id; end and padding ids are then those of its
+    causal model if no mask id is given and its tokenizer has none; end and padding ids are then those of the module's
     `generate`. With a mask id, `prediction` and `topology` are required; any topology other than "causal" removes the
     causal mask. A custom class is treated as the transformers class that it extends. Any other module is called with
     ids only, without padding or a store. Until `Model.unwrap()` the module is in evaluation mode, with the attention

@@ -14,8 +14,8 @@ For a continuation x of L tokens after a context:
 For block-causal models the value is the sum over blocks, each given the earlier blocks. Positions of the last block
 after the continuation's end stay masked.
 
-Difference from LLaDA's code: it rounds fractional l by `torch.round` (halves to even), which for some L favours even l;
-here every l is equally likely. If a continuation has at most as many maskings as `samples`, each masking is evaluated once.
+Difference from LLaDA's code: it rounds fractional l by `torch.round` (halves to even), which for some L favours even l.
+Here every l is equally likely. If a continuation has at most `samples` maskings, each of them is evaluated once.
 """
 
 from __future__ import annotations
