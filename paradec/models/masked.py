@@ -191,7 +191,7 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
         raise CheckpointError(
             f"{source!r} has model_type={model_type!r}, and its name or block_size="
             f"{short_repr(config.get(sdar.BLOCK_NAME))} means I-DLM: a causal model that verifies drafts "
-            "in the call that makes new ones. No sampler here does. For SDAR with such blocks give block_length=..."
+            "in the call that makes new ones, as no sampler here does. For SDAR with such blocks give block_length=..."
         )
     if family is not None:
         return family

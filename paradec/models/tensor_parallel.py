@@ -49,7 +49,7 @@ class TensorParallelModel:
         """Return rank 0's prompts and request, with this rank's `OBJECTS` and drafter. Raises ConnectionError after an
         earlier failure, RuntimeError in a second thread, SystemExit if rank 0 ends (it then sends None)."""
         if self.__dict__.setdefault("_thread", threading.get_ident()) != threading.get_ident():
-            raise RuntimeError("a model that is spread over processes must be used in one thread: ranks need one order")
+            raise RuntimeError("a model that is spread over processes must be used in one thread: call order matters")
         if _failures:
             raise ConnectionError(f"this process cannot continue after {_failures[0]}: end all processes and restart")
         self.check_use("compile=True" if request.compile else "generate")

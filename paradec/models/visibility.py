@@ -31,7 +31,7 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask:
     if structure is None or mask is None:
         return mask if structure is None else structure[:, None]
     visible = structure[:, None] & mask
-    if store is None:  # let padding columns see themselves, so that their softmax is defined (over a store it is)
+    if store is None:  # let padding columns see themselves, so that their softmax is defined (with a store it is)
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
 

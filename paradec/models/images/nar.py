@@ -58,7 +58,7 @@ class NARModel(LlamaGenModel):
     """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call returns logits
     [R, W, 2, V] of the right and the lower neighbour. A cell sees the condition and all cells up to its own diagonal.
 
-    The public code accepts files without a second head, and draws from a random one. Here such files raise an error
+    The public code accepts files without a second head, and initialises it at random. Here such files raise an error
     (the authors' link to the 256-pixel text model leads to LlamaGen's file)."""
 
     makes = "neighbour image"

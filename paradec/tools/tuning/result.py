@@ -235,8 +235,8 @@ class Tuning:
             cost = self.costs[-1]
             bound = f"at most {self.tolerance:g} points"
             notes.append(
-                f"*: chosen: of the hand-made settings {bound} below their best, the one with the fewest {cost}; or a "
-                f"setting with fewer {cost}, at least this score and a paired interval {bound} below it."
+                f"*: chosen: the hand-made setting with the fewest {cost} among those {bound} below the best one; or a "
+                f"setting with fewer {cost}, no lower score, and a paired interval that goes {bound} below it."
             )
         if self.points and self.reference is None:
             notes.append("Scores are of the choosing half, which are optimistic: the other half was not measured.")
