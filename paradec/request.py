@@ -97,14 +97,14 @@ def _check_new_tokens(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Arguments of one request. The checks that need a model follow later.
+    """Arguments of one request. Checks that need the model are made when the request starts.
 
     Args:
         sampler: a name (`paradec.samplers.names()`), joined names ("credit+localleap"), or a sampler with settings.
         cache: a name (`paradec.caches.names()`), with settings in parentheses ("dkv_decode(refresh_interval=4)"), or a
             cache; None recomputes everything at every step.
-        prefix: `Output.prefix` of a request with `keep_prefix`: common leading tokens (`out.cost.reused_tokens`) are
-            not evaluated again. Exact for block-causal models, approximate for others.
+        prefix: `Output.prefix` of a request with `keep_prefix`. Leading tokens in common with it are not evaluated
+            again (`out.cost.reused_tokens`). Exact for block-causal models, approximate for others.
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
         share_prefix: evaluate and store the rows' common prefix once. Exact on the same models as `prefix`.
         attention: "dense", "sparsed", or `paradec.SparseD(...)`, for long sequences (docs/caches.md); None: the
@@ -114,7 +114,7 @@ class Request:
         blocks: a block policy or its name ("fixed", "whole", "adaptive", "pipelined").
         block_length: by default 32 for LLaDA, the whole canvas for Dream, the model's own for block-causal models.
         steps: forwards per row for samplers with a schedule, divided among its blocks; None: one per token.
-        max_new_tokens: answer length; by default from generation_config.json, else 128 (0 with masks).
+        max_new_tokens: answer length; by default from generation_config.json, else 128 (0 for prompts with masks).
         temperature: 0 takes the likeliest token; 1e-6 to 1e6 draws from softmax(logits / temperature).
         min_p, top_p, top_k: restrict the draw to tokens at least `min_p` times as likely as the best, then to the
             likeliest tokens of total probability `top_p`, then to the `top_k` likeliest.
@@ -125,20 +125,20 @@ class Request:
         rng: "counter" (reproducible per row), or "reference" to draw as the public code does.
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
-        holes_eos_inf: never propose an end token in a hole (a mask before given tokens).
+        holes_eos_inf: never propose an end token in a hole (a mask before other tokens of the prompt).
         confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays one of two ids only at temperature 0.)
         suppress_tokens: ids never proposed, besides the mask id; None: the ids without text.
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
             positions in any order accept words of one token only.
-        min_new_tokens, ignore_eos: no end token in the first `min_new_tokens` positions of an answer, or in none.
-        repetition_penalty, presence_penalty, frequency_penalty: on tokens that are final when a step begins, in prompt
-            and answer (repetition) or in the answer (`paradec.samplers.features.token_controls` has the formulas).
+        min_new_tokens, ignore_eos: propose no end token in the first `min_new_tokens` positions of an answer, or ever.
+        repetition_penalty, presence_penalty, frequency_penalty: for tokens that are final when a step begins, in prompt
+            and answer (repetition) or in the answer only (formulas: `paradec.samplers.features.token_controls`).
         stop_strings: one or several texts that end a row once an answer contains one and everything before is decided.
             Needs a tokenizer.
         stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
-        constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For holes: a list with one
-            entry per hole, None where anything is allowed (docs/structured.md).
+        constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For a prompt with masks, a list
+            with one entry per hole, None where anything is allowed (docs/structured.md).
         order: for any-order models and samplers without a drafter: "random" (from the row's key; the default), "chain"
             (left to right), a list of all positions or of all undecided ones (from 0), one such list per row, or an
             order of `paradec.core.orders`.
@@ -362,7 +362,7 @@ if not TYPE_CHECKING:
 
 
 def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[str, Any]) -> Request:
-    """The request of a sampler's `start`: `request` itself, or built from arguments over the family's defaults. Raises
+    """Return `request`, or a request of `arguments` over the family's defaults, for a sampler's `start`. Raises
     TypeError for both or an unknown name, ValueError for an argument out of its range or in `Sampler.unsupported`."""
     if request is None:
         request = Request.from_arguments(arguments, **sampler.request_defaults)

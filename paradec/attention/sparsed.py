@@ -99,7 +99,7 @@ class SparseDState:
         self.listed_at = np.full(state.batch, -1)
         """[B] int64: the row's step that made its lists, or -1."""
         self.length = state.length.copy()
-        """[B] int64: positions at that step."""
+        """[B] int64: number of positions at step `listed_at`."""
         self.prompt_length = state.prompt_length.copy()
         self.calls = np.zeros((3, state.batch), np.int64)
         """[3, B] int64: calls of each row, by mode."""
@@ -138,7 +138,7 @@ class SparseDState:
         return SparsePlan(self, state, part, rows, modes)
 
     def on_commit(self, state: Any, queries: list[Any]) -> None:
-        """Count calls and record new lists. Called by a commit after it counted the step. queries: of this step."""
+        """Count calls and record new lists; called by a commit once it has counted the step. queries: the step's."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
@@ -205,11 +205,11 @@ class AttentionCost:
 
     attention: str
     dense_calls: list[int]
-    """Calls with dense attention."""
+    """Number of calls with dense attention."""
     pattern_calls: list[int]
-    """Dense calls that made lists."""
+    """Number of dense calls that also made lists."""
     sparse_calls: list[int]
-    """Calls with sparse attention."""
+    """Number of calls with sparse attention."""
     density: list[float | None]
     """Share of block pairs in the lists, mean over layers and heads; None without lists."""
     pattern_bytes: int
@@ -217,8 +217,8 @@ class AttentionCost:
 
 
 class SparsePlan:
-    """Attention of one model call (`WindowQuery.attention`), the same for every layer. `N` rows, `R` rows of the
-    call."""
+    """Attention of one model call (`WindowQuery.attention`), the same for every layer. `R` rows in the call; other
+    sizes as in `paradec.kernels.block_sparse`."""
 
     def __init__(self, owner: SparseDState, state: Any, part: Any, rows: np.ndarray, modes: np.ndarray):
         self.owner, self.branches = owner, state.branches

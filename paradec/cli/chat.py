@@ -37,7 +37,7 @@ def chat(
     context: typer.Context,
     checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: str | None = typer.Option(None, help="System prompt: text before the first turn."),
-    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual, which keep turns."),
+    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual, which reuse turns."),
     history: Annotated[bool | None, HISTORY] = None,
     **shared: Any,
 ) -> None:

@@ -181,7 +181,7 @@ def read_sequences(source: str) -> list[tuple[str, str]]:
 
 
 def check_sequence(structure: Structure, name: str, sequence: str) -> str:
-    """The letters of all chains. Raises ValueError unless there is one for each residue. name: of the record."""
+    """Return the letters of all chains. Raises ValueError unless each residue has one. name: the record's."""
     letters = re.sub("[:/]", "", sequence).upper()  # ProteinMPNN writes "/" between chains
     if len(letters) != len(structure):
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 KIND = typer.Argument(help="generate (transformers' custom_generate) or pipeline (the class of a diffusers pipeline).")
-MODEL = typer.Option(metavar="DIR", help="For pipeline: the folder of the pipeline that it is made for, or digits-dit.")
+MODEL = typer.Option(metavar="DIR", help="For pipeline: the folder of the pipeline to accelerate, or digits-dit.")
 SAMPLER = typer.Option(help='For pipeline: the sampler, with settings: "taylorseer(interval=4)", "seacache".')
 
 

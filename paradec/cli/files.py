@@ -186,7 +186,7 @@ class FileJob:
 
 @dataclass(kw_only=True)
 class Run:
-    """Answers lines, and writes the answers to `file`. total: number of all lines."""
+    """Answers lines, and writes the answers to `file`. total: number of lines to answer."""
 
     file: BinaryIO
     settings: dict[str, Any]
@@ -224,7 +224,7 @@ class Run:
 
 @dataclass
 class DecodeRun(Run):
-    """Decodes lines, `size` rows together. rows: by line number."""
+    """Decodes lines, `size` rows together. rows: the prompts of each line, by line number."""
 
     work: Work
     rows: dict[int, Prompts]

@@ -99,7 +99,7 @@ def decode(
     batch: int | None = None,
     **common: Any,
 ) -> None:
-    """Run the function "generate" or "infill" on a prompt, and print the result. common: for `prepare`."""
+    """Run the function "generate" or "infill" on a prompt, and print the result. common: arguments of `prepare`."""
     options.check_writable("--trace", trace)
     if trace is not None:
         from paradec.tools.traces.files import check_suffix
@@ -148,7 +148,7 @@ def print_answers(
                 first, is_only = len(answers), len(batch.rows) == len(prompts.rows)
                 complete_rows = complete_row_indices(output) if interrupted and not is_only else range(len(batch.rows))
                 texts: Any = [output.text] if prompts.single else output.text
-                bar.stop()  # it would mix with the answers
+                bar.stop()  # the bar would mix with the answers
                 with hold_interrupt():
                     answers.add(output, complete_rows)
                     for row in () if quiet else complete_rows:

@@ -13,7 +13,7 @@ from paradec.core.checks import check_text
 MAX_IMAGES = 100_000
 SHEETS = (".png", ".jpg", ".jpeg", ".webp")
 RECORDS = (".html", ".htm", ".gif", ".json")  # files of `--trace` with all steps
-TRACE_SIDE = 160  # longer side of a picture of steps, about, in pixels
+TRACE_SIDE = 160  # approximate longer side of a picture of steps, in pixels
 SMALL_SIDE, VISIBLE_SIDE = 128, 256  # longer sides below `SMALL_SIDE` pixels are enlarged to at most `VISIBLE_SIDE`
 
 

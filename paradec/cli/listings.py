@@ -1,4 +1,4 @@
-"""`paradec samplers`, `paradec caches` and `paradec tasks`: list them, and which caches work with which samplers."""
+"""`paradec samplers`, `caches` and `tasks`: lists of these, and of the caches that work with a sampler or model."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Work:
         return rows_that_fit(self.model, max(map(len, prompts.rows)) + new, branches)
 
     def run(self, prompts: Any, callback: Callable[[Any, Any], None], **arguments: Any) -> Output:
-        """Decode a batch, with a callback after every commit. arguments: further ones, for this batch."""
+        """Decode a batch, with a callback after every commit. arguments: further arguments for this batch."""
         function = getattr(paradec, self.function)
         return function(self.model, prompts, sampler=self.method, callback=callback, **{**self.request, **arguments})
 
@@ -121,8 +121,8 @@ def prepare(
 ) -> Work:
     """Make all checks that need no model, then load the model, which may take minutes.
 
-    prompt: None if it is not known yet. given: options on the command line. use_defaults: use the defaults of
-    `paradec.api.defaults` for an open cache and block length. on_settings: called before the model is loaded with
+    prompt: None if it is not known yet. given: options on the command line. use_defaults: without an explicit cache or
+    block length, use those of `paradec.api.defaults`. on_settings: called before the model is loaded, with a mapping of
     "model", "dtype", "quantization", "tokenizer", "drafter" and "request" as data; returns the seed.
     """
     # shown before the imports, which take seconds
@@ -241,7 +241,7 @@ DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.we
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """Load a drafter: a smaller causal model, a drafter that reads the base's hidden states, or the base's own heads
-    ("mtp"). The name of a drafter without weights is returned. options: of `paradec.load`."""
+    ("mtp"). Returns the name of a drafter without weights. options: arguments of `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, read_weight_headers
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.drafts.text import NamedDrafter

@@ -143,7 +143,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         return (scheduler, foreign) if return_unused_kwargs else scheduler
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
-        """Raise TypeError: called by pipelines of continuous latents."""
+        """Raise TypeError, since only pipelines of continuous latents call this method."""
         raise TypeError(f"{type(self).__name__} decodes tokens, not latents; it works in {self.pipelines}")
 
     def _commit(self, sampler: MaskedSampler, state: MaskedState, logits: Tensor) -> tuple[MaskedProposal, Tensor]:

@@ -39,7 +39,7 @@ class ImageScheduler(SamplerScheduler):
     `choice_temperature` in the config.
 
     The first step after `set_timesteps` starts an image and keeps its unmasked tokens (image to image, inpainting); the
-    schedule covers the masks and the remaining steps. Each image has a seed from `generator` (or a list of them).
+    schedule covers the masks and the remaining steps. Each image draws a seed from `generator` (or its own in a list).
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"mask_token_id": None, "temperature": 1.0}
@@ -89,7 +89,7 @@ class ImageScheduler(SamplerScheduler):
             model_output: [B, C, H, W] logits of the codebook after guidance, or [B, n, C] for flat samples.
             timestep: from T - 1 down to 0.
             sample: [B, H, W] or [B, n] int64 tokens and masks.
-            starting_mask_ratio: no effect: the masks are counted.
+            starting_mask_ratio: has no effect, since the masks are counted.
 
         Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
         during another thread's run.
@@ -151,8 +151,8 @@ class ImageScheduler(SamplerScheduler):
         )
 
     def add_noise(self, sample: Tensor, timesteps: int | Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Mask each token with the share of masks that the cosine schedule leaves after this timestep as probability
-        (image to image). sample: int64 tokens of any shape. timesteps: one of `self.timesteps`."""
+        """Mask tokens at random (image to image), as large a share as the cosine schedule leaves masked after this
+        timestep. sample: int64 tokens of any shape. timesteps: one of `self.timesteps`."""
         index = int((self.timesteps == int(timesteps)).nonzero())
         probability = math.cos((index + 1) / len(self.timesteps) * math.pi / 2)
         device = sample.device if generator is None else generator.device
@@ -177,7 +177,7 @@ class LPDScheduler(ImageScheduler, sampler="lpd"):
 
 class RecapScheduler(ImageScheduler, sampler="recap"):
     """ReCAP: groups of steps with tokens chosen together (arXiv 2505.19089). By itself it does not save computation:
-    every step evaluates the whole model; `paradec.accelerate(pipe, paradec.samplers.create("recap"))` hooks it too."""
+    every step evaluates the whole model. `paradec.accelerate(pipe, paradec.samplers.create("recap"))` saves it."""
 
     def targets(self) -> Tensor | None:
         """[B, n] bool: positions whose logits the next step reads; None: all."""

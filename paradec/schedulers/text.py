@@ -1,5 +1,5 @@
-"""Schedulers for pipelines that decode text in blocks: diffusers' LLaDA2Pipeline and, with one of them,
-DiffusionGemmaPipeline."""
+"""Schedulers for pipelines that decode text in blocks: diffusers' LLaDA2Pipeline, and DiffusionGemmaPipeline with
+`EntropyBoundScheduler`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class BlockScheduler(SamplerScheduler):
         self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
     ) -> None:
         """Begin a run of `num_inference_steps` steps per block, at least 1, for samplers with a schedule. block_length:
-        None: that of the config. Raises ValueError for a value out of its range."""
+        None takes the config's. Raises ValueError for a value out of its range."""
         self._start_run()
         self._prepare(num_inference_steps, device, block_length)
 
@@ -118,8 +118,8 @@ class BlockScheduler(SamplerScheduler):
             mask_token_id: None for models without a mask token, which only some schedulers support.
             temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
             sampling_method: "greedy" is temperature 0.
-            threshold, editing_threshold, minimal_topk: only cause a warning: set thresholds in the config.
-            prompt_mask: no effect: tokens that are not masks at the start of a block stay.
+            threshold, editing_threshold, minimal_topk: only cause a warning; set thresholds in the config.
+            prompt_mask: has no effect; tokens that are not masks at the start of a block stay.
             generator: source of the block's seed, with a temperature.
 
         Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
@@ -233,10 +233,10 @@ class BlockScheduler(SamplerScheduler):
         """Find rows with an end token after the prompt and nothing undecided before it: [B] bool. The pipeline calls it
         after every step.
 
-        Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. If
-        the sampler revises tokens, those of this step count as undecided until a step keeps them or the block is done.
+        Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. If the
+        sampler revises tokens, this step's tokens count as undecided until a step keeps them or the block is done.
 
-        cur_x: [B, n] int64, everything up to the block. final_transfer: [B, L] bool, the step's writes.
+        cur_x: [B, n] int64, all tokens to the block's end. final_transfer: [B, L] bool, the step's writes.
         finished: [B] bool."""
         undecided = cur_x == mask_token_id
         if self.sampler.needs.revises:
@@ -323,7 +323,7 @@ class SaberScheduler(BlockScheduler, sampler="saber"):
 
 
 class EditingScheduler(BlockScheduler, sampler="editing"):
-    """LLaDA2.1: all tokens above a confidence; replaces those that the model rejects (arXiv 2602.08676). `threshold`,
+    """LLaDA2.1: all tokens above a confidence; replaces tokens that the model rejects (arXiv 2602.08676). `threshold`,
     `editing_threshold` and `max_post_steps` come from the config, not the call."""
 
 
@@ -403,7 +403,7 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
     """Make the scheduler of a preset for LLaDA2Pipeline; `call_arguments` returns the arguments of its call.
 
     Args:
-        preset: a file of `paradec tune` or `Request.save`, or a `Request`. Its seed becomes the call's `generator`.
+        preset: a file of `paradec tune` or `Request.save`, or a `Request`; its seed becomes the call's `generator`.
         config: more config keys, which have precedence; give the model's `block_length` if the preset has none.
 
     Raises ValueError for a sampler without a scheduler, or a field that pipelines do not support; FileNotFoundError.

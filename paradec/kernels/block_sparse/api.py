@@ -37,8 +37,8 @@ def block_means(
     Args:
         query: [B, H, L, D], after the rotary embedding. key: [B, G, L, D].
         lengths: [B] number of real positions, on the host; None means L.
-        first: [B] block index on the host: key blocks from it on have their own softmax; None: one softmax over all
-            keys.
+        first: [B] block indices, on the host. Key blocks from this index on have their own softmax; None: one softmax
+            over all keys.
         logsumexp: [B, H, L] natural log-sum-exps of the scores, if known.
         scale: None means D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
         backend: one of `BACKENDS`; "flex" is treated as "auto".

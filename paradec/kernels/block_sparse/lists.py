@@ -69,8 +69,8 @@ class QueryTiles:
     def from_positions(
         cls, positions: np.ndarray, valid: np.ndarray | None, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
-        """Make tiles. positions: [B, Q] int64, ascending; padding repeats the last one. valid: [B, Q] bool; None: all
-        valid."""
+        """Make tiles. positions: [B, Q] int64, ascending; padding repeats the last position. valid: [B, Q] bool, False
+        at padding; None: no padding."""
         rows, columns = positions.shape
         block = positions // block_size
         is_first = np.ones_like(block, bool)

@@ -15,14 +15,14 @@ _packing = threading.Lock()
 
 
 class Int8Module(nn.Module):
-    """A module with int8 weights [..., K, N], which it packs for products on this processor (`pack_weight`). `to`,
-    `state_dict`, copies and pickles get plain weights, and the next product packs them again."""
+    """A module with int8 weights [..., K inputs, N outputs], which it packs for products on this processor
+    (`pack_weight`). `to`, `state_dict`, copies and pickles unpack the weights; the next product packs them again."""
 
     names: tuple[str, ...]
     """Names of the weights."""
 
     def pack(self) -> None:
-        """Exchange plain weights for packed ones: a parameter, or a list of one for each matrix of a stack."""
+        """Replace plain weights by packed ones: a parameter, or for a stack a list with a parameter per matrix."""
         with _packing:
             for name in self.names:
                 weight = getattr(self, name)
@@ -35,7 +35,7 @@ class Int8Module(nn.Module):
                     setattr(self, name, nn.ParameterList(_freeze(pack_weight(matrix.t())) for matrix in weight))
 
     def unpack(self) -> None:
-        """Exchange packed weights for plain ones."""
+        """Replace packed weights by plain ones."""
         with _packing:
             for name in self.names:
                 weight = getattr(self, name)
@@ -66,7 +66,7 @@ class Int8Linear(Int8Module):
     """A linear layer with int8 weights (`int8_linear`). The constructor leaves the parameters uninitialised. `weight`
     is [K, N], the layout that products of few rows read fastest.
 
-    in_features, out_features: K and N. bias: whether there is one, of `dtype`. activations: bits, 15 or 8.
+    in_features, out_features: K and N. bias: whether the layer has a bias, of `dtype`. activations: bits, 15 or 8.
     """
 
     names = ("weight",)
@@ -112,10 +112,10 @@ class Int8Linear(Int8Module):
 class Int8Experts(Int8Module):
     """Experts of a mixture with int8 weights. The constructor leaves the parameters uninitialised.
 
-    gate_up_proj [E, D, 2 I] and down_proj [E, I, D], each with scales [E, outputs]: down(act(gate(x)) * up(x)), under
-    the names of transformers' experts.
+    gate_up_proj [E, D, 2 I] and down_proj [E, I, D] for `E` experts of hidden size `D` and inner size `I`, each with
+    scales [E, outputs], have the names of transformers' experts. An expert computes down(act(gate(x)) * up(x)).
 
-    experts: the module that it replaces. activations: bits, 15 or 8."""
+    experts: the module to replace. activations: bits, 15 or 8."""
 
     names = ("gate_up_proj", "down_proj")
 
@@ -128,7 +128,7 @@ class Int8Experts(Int8Module):
             setattr(self, f"{name}_scale", _empty(torch.float32, weight.device, *weight.shape[:-1]))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, D]: the sum over each token's experts [T, k], weighted by `top_k_weights` [T, k]."""
+        """[T tokens, D]: the sum over each token's experts `top_k_index` [T, k], weighted by `top_k_weights` [T, k]."""
         self.pack()
         output = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():

@@ -15,7 +15,7 @@ from torch.nn import functional
 from paradec.kernels.int8.reference import HIGH, MAX_INT8, quantize_rows
 
 SUMS_PER_PRODUCT = 2**24
-"""Sums of one product, which bounds its memory."""
+"""Maximum number of sums that one product computes; bounds its memory."""
 MAX_INPUTS = (2**31 - 1) // (255 * MAX_INT8)
 """Width beyond which an int32 sum may overflow; products of packed weights take activations as 0..255."""
 MIN_CUDA_ROWS = 32
@@ -28,8 +28,8 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     """x weight^T with int8 weights and rounded activations. A row does not depend on the others.
 
     Args:
-        x: [..., K], any float dtype; rows with NaN or infinity (also as float32) give NaN.
-        weight: int8 [N, K] in any layout, fastest as the transpose of [K, N]; or packed (`pack_weight`).
+        x: [..., K inputs], any float dtype; rows with NaN or infinity (also as float32) give NaN.
+        weight: int8 [N outputs, K] in any layout, fastest as the transpose of [K, N]; or packed (`pack_weight`).
         scale: float32 [N].
         bias: [N] or None.
         activations: 15 bits in two int8 rows, or 8 bits.
@@ -69,7 +69,7 @@ def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether an int8 weight is not packed yet, and this processor has products of packed ones."""
+    """Whether an int8 weight is not packed yet, and this processor has products of packed weights."""
     return weight.device.type == "cpu" and not weight.is_mkldnn and has_packed_product()
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 MAX_INT8 = 127
 HIGH = 128
-"""Weight of the high one of the two int8 rows: v = 128 high + low, |low| <= 64."""
+"""Factor of the high row when an activation v has two int8 rows: v = 128 high + low, |low| <= 64."""
 CHUNK = 2**22
-"""Weights that are rounded at a time, which bounds the memory in float32."""
+"""Number of weights rounded at a time; bounds the memory in float32."""
 ACTIVATION_BITS = (15, 8)
 """Bits of an activation: two int8 rows (the default), or one."""
 
@@ -17,7 +17,7 @@ ACTIVATION_BITS = (15, 8)
 def quantize_weight(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Round each row of a matrix to int8. Rows with NaN or infinity get the scale NaN.
 
-    weight: [..., N, K], any float dtype. bits: 8, or 7 for processors whose products are not exact for 8.
+    weight: [..., N outputs, K inputs], any float dtype. bits: 8, or 7 for processors without exact products for 8.
     Returns int8 [..., N, K] in -127..127 (-63..63 for 7 bits), and float32 scales [..., N]."""
     largest = 2 ** (bits - 1) - 1
     rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)

@@ -101,7 +101,7 @@ def _sum_rows(
         return values.unflatten(1, (-1, SEGMENT)).sum(-1)
 
     def weigh(temperature: float) -> tuple[Tensor, Tensor]:
-        """Softmax weights summed by segments, and the softmax of weight 1, which the best token gets here."""
+        """Return softmax weights summed by segments, and the weight of difference 0, to which the best token is set."""
         # subtract first: differences keep their digits and overflow to -inf only
         differences.sub_(base)
         if temperature != 1:

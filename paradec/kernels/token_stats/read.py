@@ -23,7 +23,7 @@ QUANTITY_FIELDS = {
 }
 """Field of `TokenStats` for each quantity; the sign of entropies is flipped, so that higher is more confident."""
 ONE_READ_FIELDS = QUANTITY_FIELDS | {"negative_entropy": "entropy"}
-"""The same for the float32 paths: without a second read and a logarithm per token."""
+"""The same for the float32 paths, which avoid a second read and a logarithm per token."""
 FLOAT64_CPU_BLOCK = 2**17
 """Numbers per block of "float64" on the CPU: 1 MB."""
 
