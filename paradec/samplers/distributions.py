@@ -16,13 +16,13 @@ from paradec.request import NO_FILTERS, Request
 CHUNK = 2**25
 """Logits per chunk on an accelerator: 128 MB in float32."""
 CPU_CHUNK = 2**19
-"""Logits per chunk on the CPU: chunks that fit in its caches are twice as fast."""
+"""Logits per chunk on the CPU: chunks that fit in the CPU's caches are twice as fast."""
 UNLIKELY = -80.0
-"""Bound of (logit - best logit) / temperature in float32: lower tokens get probability 0 instead of 1e-35."""
+"""Bound of (logit - best logit) / temperature in float32: tokens below it get probability 0 instead of 1e-35."""
 HEAD = 2**12
 """Number of best tokens that are searched first for the end of a nucleus."""
 FEW = 2**8
-"""At most this many shares are sorted; more are bisected first."""
+"""At most this many shares are sorted; a larger number of shares is first reduced by bisection."""
 
 
 # ---- guidance, temperature, logarithms -------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def safe_log(p: Tensor) -> Tensor:
 
 
 def divide_logits(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits [..., V] by the temperature as public codes do; rows that overflow as in `apply_temperature`."""
+    """Divide logits [..., V] by the temperature as public codes do, or as `apply_temperature` where this overflows."""
     top = logits.amax(-1, keepdim=True)
     overflows = (top / temperature).isinf() & top.isfinite()
     return (logits - top.where(overflows, 0)).div_(temperature)
@@ -222,7 +222,7 @@ def draw_filtered(
 
 
 def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute softmax(row / temperature) [V]. Shares below exp(FLOOR) times the largest are slow: raised to this."""
+    """Compute softmax(row / temperature) [V]. Raises shares below exp(FLOOR) times the largest to this, for speed."""
     return apply_temperature(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
@@ -247,7 +247,7 @@ def _nucleus_bound(values: np.ndarray, shares: np.ndarray, top_p: float) -> tupl
     limit, size = top_p * total, len(values)
     if not limit < total:  # NaN, or `top_p` rounds to the whole mass
         return -math.inf, size - 1
-    # bisect: the first excluded token's share is from `low` to `high`; `sum_above` sums all shares above `high`
+    # bisect: the first excluded token's share lies in [low, high]; `sum_above` is the sum of all shares above `high`
     # at first, all shares up to `low` together are less than total - limit
     low, high, sum_above = (total - limit) / size * 0.999, float(shares.max()), 0.0
     inside = shares[shares > low]
@@ -292,7 +292,7 @@ def token_distribution(logits: Tensor, request: Request, allowed: Tensor | None 
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Compute the distribution of a token as LlamaGen's public code: temperature, top-k, then top-p of the rest."""
+    """Compute the distribution of a token as LlamaGen's public code does: temperature, then top-k, then top-p."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot_on_best(logits)

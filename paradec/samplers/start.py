@@ -37,7 +37,7 @@ def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
 
 
 def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] = ()) -> list[int]:
-    """List the ids that are never drawn, ascending. Raises ValueError if these and the `unused` ids are all tokens."""
+    """List the ids that are never drawn, ascending. Raises ValueError if no token is left besides `unused` ids."""
     suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
     for token in suppressed:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
@@ -76,7 +76,7 @@ def row_keys(
     seeds: Sequence[int], prompts: Sequence[Sequence[int]], copy_indices: Sequence[int] | None = None
 ) -> np.ndarray:
     """Hash a row's seed, prompt and number of equal rows before it (`copy_indices`; None counts them) to a 64-bit key:
-    [B, 2] int64. So a row has the same random numbers in any batch, but copies of a prompt have different ones."""
+    [B, 2] int64. So a row has the same random numbers in any batch, but copies of a prompt have different numbers."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
@@ -92,7 +92,7 @@ def row_keys(
 def make_row_keys(
     request: Request, rows: list[list[int]], device: torch.device, copy_indices: Sequence[int] | None = None
 ) -> tuple[Tensor, list[int]]:
-    """Make `row_keys` on the device, and the seeds [B]."""
+    """Return the rows' `row_keys` on the device, and their seeds [B]."""
     _, seeds = make_seeds(request, rows)
     return torch.as_tensor(row_keys(seeds, rows, copy_indices), device=device), seeds
 
@@ -106,7 +106,7 @@ def pad_rows(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make a requested trace, else None. canvas: [B, L] int64 at the start. ends: [B]. details: fields of `Trace`."""
+    """Make the trace if a request has one, else None. canvas: [B, L], at the start. ends: [B]. details: of `Trace`."""
     if not request.trace:
         return None
     rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]

@@ -7,8 +7,8 @@ calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). Wi
 the drafts (any-subset models, arXiv 2504.20456).
 
 This module is the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks; everything else
-counts positions of the canvas. Given tokens have the lowest ranks. Every step predicts all undecided positions, and the
-next drafts are drawn from these predictions. So the first step has no drafts.
+counts positions of the canvas. Prompt tokens have the lowest ranks. Every step predicts all undecided positions, and
+the next drafts are drawn from these predictions. So the first step has no drafts.
 
 Shapes: `R` rows, `W` slots, at least as many as a row has positions.
 """
@@ -55,7 +55,7 @@ def check(sampler: Any, model: Any) -> None:
 def start(
     sampler: Any, model: Any, encoded: Prompts, request: Request, *arguments: Any, state_type: Any = None
 ) -> OrderedState:
-    """Make the state of a request whose prompts hold masks.
+    """Make the state of a request whose prompts contain masks.
 
     arguments: arguments that only causal models accept; must be None. state_type: by default `OrderedState`.
     Raises ValueError: an argument without a meaning here, a prompt without masks, an order that does not fit.
@@ -96,8 +96,8 @@ def start(
 
 
 def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first_position: int) -> list[np.ndarray]:
-    """Return the positions [n] of each row by rank: given positions, then undecided ones in the request's order. Raises
-    ValueError for lists that do not fit the rows.
+    """Return the positions [n] of each row by rank: prompt tokens, then undecided positions in the request's order.
+    Raises ValueError for lists that do not fit the rows.
 
     undecided: [n] bool of each row. first_position: index 0 of an order is this position."""
     sizes = np.array([len(row) - first_position for row in undecided])
@@ -124,7 +124,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
 
 
 def _check_order_lists(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
-    """Check the listed orders and return one for each row."""
+    """Check a request's lists of positions, and return one list for each row."""
     lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
         raise ValueError(f"order has {len(lists)} lists for {len(undecided)} rows; give one, or one for each row")
@@ -138,7 +138,7 @@ def _check_order_lists(requested: tuple[Any, ...], undecided: list[np.ndarray]) 
 
 
 def _split_runs(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Split ascending positions into runs of consecutive ones: (begin, end) of each."""
+    """Split ascending positions into runs of consecutive positions: (begin, end) of each run."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
@@ -151,11 +151,11 @@ class OrderedState(CausalState):
     order: np.ndarray = field(init=False, metadata=ROWS)
     """[B, W] int64 on the host: the position of each rank; after a row's end, rank and position are equal."""
     num_known: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: number of given positions."""
+    """[B] int64 on the host: number of prompt tokens, masks excluded."""
     num_new: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: number of masks appended to the prompt."""
     num_searched: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64 on the host: number of first positions that were searched for end ids and stop strings."""
+    """[B] int64 on the host: number of leading positions that were searched for end ids and stop strings."""
     max_drafts: int = field(init=False)
     """Largest number of drafts in a step."""
 
@@ -220,8 +220,8 @@ class OrderedState(CausalState):
         return [np.arange(len(sizes))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
     def _make_query(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
-        """Evaluate the positions of rank `begin` and above (with a store, the undecided ones and that of the last final
-        token, which no call has evaluated), with drafts at the ranks below `stop`."""
+        """Evaluate the positions of rank `begin` and above, with drafts at the ranks below `stop`. With a store, these
+        are the undecided positions and that of the last final token, which no call has evaluated."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
         slot_positions = self.positions_of_ranks(rows[:, None], self.committed[rows, None] + np.arange(self.width))
@@ -229,7 +229,7 @@ class OrderedState(CausalState):
         count = is_evaluated.sum(1)
         column_positions = (~is_evaluated).argsort(1, kind="stable")[:, : count.max()]
         valid = np.arange(column_positions.shape[1]) < count[:, None]
-        # the model orders the given positions itself; each undecided position is predicted as the next one
+        # the model orders the prompt tokens itself, and predicts each undecided position as if it came next
         is_decided = (ranks >= self.num_known[rows, None]) & (ranks < stop[:, None])
         decided_at = np.where(is_decided, ranks, -1)
         column = np.clip(is_evaluated.cumsum(1) - 1, 0, None)

@@ -1,5 +1,5 @@
 """Base of the methods that accept a drafter (`speculative.py`, `lantern.py`). The model evaluates all drafts in one
-forward. A chain is verified as SJD's window, by the method's `accept`. A tree is verified by `node_rule` and
+forward. A chain is verified like SJD's window, by the method's `accept`. A tree is verified by `node_rule` and
 `trees.walk`. `paradec.samplers.causal.drafts` has a file for each source of drafts."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class DraftingSampler(CausalSampler):
     `tree`, verified by `node_rule`.
 
     The drafter has a separate key/value store. It runs in `commit` and `start`. A drafter that reads hidden states
-    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward. Its rows
-    therefore have no drafts in the first step, which makes one token.
+    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward. With such a
+    drafter, rows have no drafts in the first step, which makes one token.
 
     Args:
         drafter: see `Speculative`. Methods with `window_drafters` also accept a drafter that fills a whole window or
@@ -66,7 +66,7 @@ class DraftingSampler(CausalSampler):
     tree: Any = None
 
     needs_drafter: ClassVar[bool] = False
-    """Whether a drafter is required; else the sampler can draft by itself."""
+    """Whether a drafter is required; if not, the sampler can draft by itself."""
     window_drafters: ClassVar[bool] = False
     """Whether drafters that fill a whole window of `slots` are accepted."""
     hits: ClassVar[bool] = True
@@ -270,14 +270,14 @@ class DraftingSampler(CausalSampler):
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """As in the base class. For a tree, `values` are the tokens of the walk, and the quantity "accepted" [R, 1]
-        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has the hidden
-        states before the tokens that become final, from the first token that the drafter has not read."""
+        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] are the model's,
+        of size D, before each of F tokens: those that become final, and before them those not yet read."""
         if self.reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} set no query.hidden, which the drafter reads")
         if self.tree is not None:
             return self._propose_tree(state, outputs, queries)
         proposal = super().propose(state, outputs, queries)
-        if self.reads_features:  # the first column is the first that the drafter has not read
+        if self.reads_features:  # the first column is that before the first token that the drafter has not read
             proposal.quantities["features"] = _join_hidden(state, queries)
         return proposal
 
@@ -314,8 +314,8 @@ class DraftingSampler(CausalSampler):
         return make_proposal(state, queries, result.tokens, positions, result.scores, available, quantities)
 
     def _select_features(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
-        """Select hidden states [branches * R, F, D] of a tree's call: in a row's first step those of the prompt, else
-        those of the nodes [R, D + 1] (the root and the accepted ones)."""
+        """Select F of the hidden states [branches * R, Q, D] of a tree's call: in a row's first step the prompt's, else
+        those of the `node` path [R, depth + 1], which is the root and the accepted nodes."""
         is_first = state.drafted[state.rows] == 0
         root = hidden.shape[1] - (1 if is_first.all() else state.width)
         width = max(root + 1, node.shape[1]) if is_first.any() else node.shape[1]

@@ -31,7 +31,7 @@ def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Ten
         order = p.argsort(dim=-1, stable=True)
         rank = (order == tokens).int().argmax(-1, keepdim=True)
     ranks = rank + torch.arange(-half_width, half_width, device=p.device)
-    return rank, ranks, order.gather(-1, ranks.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # the id of a key
+    return rank, ranks, order.gather(-1, ranks.clamp(0, len(ids) - 1)) & 0xFFFFFFFF  # the id in a key's lower bits
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class GSD(SJD):
         check_number("d_threshold", self.d_threshold, low=0, none=True, open_low=True)
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, p(G) / q(G)); if too few tokens precede x, min(1, p(x) / q(x))."""
+        """Return min(1, p(G) / q(G)) of each draft x; if too few tokens precede x, min(1, p(x) / q(x))."""
         half_width, x, embeddings = self.group_half_width, window.drafts.tokens.unsqueeze(-1), window.embeddings
         rank, ranks, group = rank_window(window.p, x, half_width)
         in_range, p = ranks < window.p.shape[-1], window.p.gather(-1, group)

@@ -35,23 +35,23 @@ class Jacobi(SJD):
     (`refresh="resample"`) it saves almost nothing above temperature 0. With fixed noise per position
     (`refresh="gumbel"`) the iteration has a fixed point.
 
-    By default the window slides: every step commits the tokens that are known to be correct. With `group` whole blocks
-    are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725). The prompt predicts a block's first token. Then every
-    iteration replaces each token by its prediction, until nothing changes, in at most `group` iterations. The last
-    iteration predicts the next block's first token. After i iterations the first i + 1 tokens are correct. A block's
-    keys and values are removed from the store after every iteration except the last (commented out in the public code,
-    whose fixed point differs). A row ends its block as soon as an end token is known to be correct.
+    By default the window slides: every step commits the tokens that are known to be correct. With `group`, whole blocks
+    are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725). The prompt predicts the first block's first token. Then
+    every iteration replaces each token by its prediction, until nothing changes, in at most `group` iterations. The
+    last iteration predicts the next block's first token. After i iterations the first i + 1 tokens are correct. A
+    block's keys and values are removed from the store after every iteration but the last. (The public code has this
+    commented out, and a different fixed point.) A row ends its block once an end token is known to be correct.
 
-    With `pool`, n-grams of earlier steps are drafts in addition to the sliding window (`NGramPool`): the same tokens in
-    fewer forwards, each with `pool * (ngram - 1)` more slots.
+    With `pool`, n-grams of earlier steps are drafts in addition to the sliding window (`NGramPool`). The tokens are the
+    same, with fewer forwards, but each forward has `pool * (ngram - 1)` more slots.
 
     Args:
-        group: tokens of a block; None: a sliding window. Needs `refresh="gumbel"`.
+        group: tokens of a block, which needs `refresh="gumbel"`; None: a sliding window.
         max_iterations: limit of iterations per block, with `group`; None means `group`.
-        early_exit: for a block that still changes in its last iteration. "prefix" commits the tokens known to be
-            correct, and the others start the next block: lossless. "published" commits the whole block, with keys and
-            values of the evaluated tokens, which differ: lossless only if `max_iterations` is `group` or more. Needs a
-            key/value store.
+        early_exit: what is committed of a block that still changes in its last iteration. "prefix": the tokens known to
+            be correct; the other tokens start the next block. This is lossless. "published": the whole block, but with
+            the keys and values of the tokens before the last change. This is lossless only if `max_iterations` is
+            `group` or more, and needs a key/value store.
         window, guess_distribution: see `SJD`.
         init: see `SJD`; with `group`, "random" draws from the row's text so far where its tokens may be drawn.
         pool, ngram, pool_size: see `NGramPool`; needs `refresh="gumbel"`, so that all branches share their draws.
@@ -107,7 +107,7 @@ class Jacobi(SJD):
         return NGramPool(self.pool, self.ngram, self.pool_size) if self.pool else None
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """1 where the draft equals the token drawn in this step, else 0."""
+        """Return 1 where the draft equals the token drawn in this step, else 0."""
         return (window.drafts.tokens == window.sampled).to(window.p.dtype)
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class NGramPool:
         return torch.cat((root, memory["drafts"][:, :-1], branches.flatten(1)), 1)
 
     def select_path(self, state: CausalState, tree: TreeLayout, nodes: Tensor, p: Tensor, positions: Tensor) -> Path:
-        """Select the branch that agrees longest with the model's draws. Quantities: "ngrams" [R, G, n] of the step."""
+        """Select the branch that agrees longest with the model's draws. Quantities: "ngrams" [R, G, n], new n-grams."""
         rows, width, device = state.rows, state.width, p.device
         tokens = draw_tokens(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
         depth, node = longest_path(tree, nodes, tokens)
@@ -244,8 +244,8 @@ def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
 
 
 def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
-    """N-grams [R, W - n + 1, n] int64 of a step: each draft and the tokens drawn for the slots after it; -1 where not
-    evaluated.
+    """Make the n-grams [R, W - n + 1, n] int64 of a step (n: `length`): each draft, and the tokens drawn for the slots
+    after it; -1 where not evaluated.
 
     drafts, tokens: [R, W] int64, of the window's chain. evaluated: [R, 1] int64: number of evaluated slots."""
     count = max(drafts.shape[1] - length + 1, 0)
@@ -255,7 +255,7 @@ def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) 
 
 
 def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
-    """Put new n-grams [R, G, n] in front of the pool [R, S, n], without duplicates; the oldest are dropped."""
+    """Put G new n-grams [R, G, n] in front of the pool [R, S, n], without duplicates; drop the oldest beyond S."""
     candidates = torch.cat((ngrams, pool), 1)
     # n-grams of the pool are already distinct
     is_repeated = (candidates.unsqueeze(2) == ngrams.unsqueeze(1)).all(-1).tril(-1).any(-1)

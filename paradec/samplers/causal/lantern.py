@@ -19,7 +19,7 @@ from paradec.samplers.distributions import probability
 
 
 def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """Find the `count` tokens nearest to each of tokens [...] by Euclidean distance, without itself: [..., count]
+    """Find the `count` other tokens nearest to each of tokens [...] by Euclidean distance of their codes: [..., count]
     int64, nearest first, padded with -1. codes: [V, d], NaN rows for tokens without a code."""
     distance = torch.cdist(codes[tokens.reshape(-1)], codes).nan_to_num(nan=torch.inf)
     distance.scatter_(1, tokens.reshape(-1, 1), torch.inf)
@@ -52,8 +52,8 @@ class Lantern(DraftingSampler, SJD):
     the public code relaxes untempered distributions there.
 
     Without a drafter it drafts as SJD does. The public code has a trained drafter (`paradec.load_drafter`), which draws
-    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic one (`tree=DynamicTree(59, 5)`). `LanternRule` verifies
-    both. Its residual after a rejected node is not p - q. At delta=0 it is not exact if some tokens have probability 0.
+    a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic tree (`tree=DynamicTree(59, 5)`). `LanternRule` verifies
+    trees. Its residual after a rejected node is not p - q. Even at delta=0 it is inexact if tokens have probability 0.
 
     Args:
         k: number of neighbours considered.
@@ -92,7 +92,7 @@ class Lantern(DraftingSampler, SJD):
         return True, self.delta
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, m(x) / q(x))."""
+        """Return min(1, m(x) / q(x)) of each draft x."""
         assert window.embeddings is not None  # `read_embeddings` checked it
         x = window.drafts.tokens
         # no neighbours for a one-hot p: delta=1 would accept every neighbour of its token

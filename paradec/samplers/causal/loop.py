@@ -46,7 +46,7 @@ class CausalSampler(Sampler):
     `draft_window`.
 
     For every draft the state has the distribution q that the draft was drawn from. The output has the distribution of
-    token-by-token decoding if `accept` is min(1, p / q). p includes temperature, top-k, top-p, guidance and structure.
+    token-by-token decoding if `accept` is min(1, p / q). p includes temperature, filters, guidance and constraints.
 
     Args:
         window: slots evaluated at once: the next token and `window - 1` drafts. 1 is token-by-token decoding. None
@@ -79,7 +79,7 @@ class CausalSampler(Sampler):
     # ---- the method -----------------------------------------------------------------------------------------------
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """Return the probability [R, W] that each draft is accepted, given that all drafts before it are."""
+        """Return the probability [R, W] that each draft is accepted if all drafts before it are accepted."""
         raise NotImplementedError
 
     def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
@@ -96,7 +96,7 @@ class CausalSampler(Sampler):
 
     @property
     def branches(self) -> Branches | None:
-        """Further drafts that the same forward verifies; None: only the window."""
+        """Further drafts that the window's forward also verifies; None if it verifies only the window."""
         return None
 
     def num_slots(self, model: Any, num_new: int) -> int:
@@ -146,7 +146,7 @@ class CausalSampler(Sampler):
         request: temperature is 1 by default; 0 is greedy decoding.
         grid: layout of the image tokens after the prompt, for image models.
         negative_prompt: prompts of the unconditional branch under guidance: ids for each row, or one list for all rows;
-            by default the last id of the prompt."""
+            the default is the last id of each prompt."""
         self.check_model(model)
         self.check_request(model, grid)
         request = request_for(self, request, arguments)
@@ -331,7 +331,7 @@ def check_causal(name: str, model: Any) -> None:
 
 
 def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) -> int:
-    """Number of new tokens: those of the grid, or `max_new_tokens`."""
+    """Return the number of new tokens: the grid's tokens, or `max_new_tokens`."""
     if grid is not None:
         if max_new_tokens is not None and max_new_tokens != grid.length:
             raise ValueError(
@@ -344,7 +344,7 @@ def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) ->
 
 
 def encode_negative_prompt(model: Any, prompts: list[list[int]], negative_prompt: Any) -> list[list[int]]:
-    """Prompts of the unconditional branch, one per row."""
+    """Return the prompts of the unconditional branch, one per row."""
     if negative_prompt is None:
         return [row[-1:] for row in prompts]
     encoded = negative_prompt if isinstance(negative_prompt, Prompts) else encode(model, negative_prompt)

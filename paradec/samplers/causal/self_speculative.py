@@ -1,10 +1,10 @@
 """Self-speculation: a model fills a block of masks, and verifies its drafts token by token with the same weights.
 
-Models trained for both modes (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft with the checkpoint's adapter, in a call
-in which the last final token and the masks after it see each other. The causal mode verifies. Block-causal models (as
-SDAR) verify with blocks of one token. A call then has two columns per position: a causal token, and a mask that sees
-the tokens before it. This is S2D2 (arXiv 2603.25702), but exact at every temperature;
-`paradec.samplers.masked.rules.s2d2` follows the paper.
+Models with a masked and a causal mode (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft with the checkpoint's adapter,
+in a call in which the last final token and the masks after it attend to each other, and verify in the causal mode.
+Block-causal models (as SDAR) verify with blocks of one token. The verifying call then has two columns per position: a
+causal token, and a mask that attends to the tokens before it. This is S2D2 (arXiv 2603.25702), but exact at every
+temperature; `paradec.samplers.masked.rules.s2d2` follows the paper.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ RULES = ("ratio", "match")
 class SelfSpeculative(CausalSampler):
     """The model fills a block of masks with drafts and verifies them itself.
 
-    Lossless at any temperature, top-k and top-p: the output has the distribution of the model's causal mode, for a
-    block-causal model that of blocks of one token. `nfe` counts the calls that verify, `state.draft_nfe` those that
+    Lossless at any temperature, top-k and top-p: the output has the distribution of the model's causal mode, or of a
+    block-causal model with blocks of one token. `nfe` counts the calls that verify, `state.draft_nfe` the calls that
     draft.
 
     Args:
         window: slots evaluated at once: the next token and `window - 1` drafts. None means the model's block length.
         rule: "ratio" accepts a draft x with probability min(1, p(x) / q(x)). "match" accepts it if it equals a token
             drawn from p, as in the published code; this accepts less often.
-        threshold: None drafts in one call. With a number, masks are filled over several calls: each call fills those
-            whose token has at least this probability, and the most probable one. Then drafts depend on each other,
-            which needs rule="match".
-        adapter: whether to draft with the checkpoint's adapter; None: if there is one.
+        threshold: None drafts in one call. With a number, masks are filled over several calls: each call fills the
+            masks whose token has at least this probability, and the mask with the most probable token. Then drafts
+            depend on each other, which needs rule="match".
+        adapter: whether to draft with the checkpoint's adapter; None does so if the checkpoint has one.
     """
 
     rule: str = "ratio"
@@ -76,7 +76,7 @@ class SelfSpeculative(CausalSampler):
             )
 
     def accept(self, window: DraftWindow) -> Tensor:
-        """min(1, p(x) / q(x)), or 1 where the token drawn from p equals the draft, else 0."""
+        """Return min(1, p(x) / q(x)); with rule="match", 1 where the token drawn from p equals the draft, else 0."""
         if self.rule == "ratio":
             return window.ratio().clamp(max=1)
         return (window.sampled == window.drafts.tokens).to(window.p.dtype)
@@ -124,9 +124,9 @@ class SelfSpeculative(CausalSampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """As in the base class. For block-causal models, with blocks of one token: causal columns for the final tokens
-        not yet stored and the drafts, which are stored; and for each slot a mask that sees the tokens before it and
-        itself. With shifted predictions the logits of the causal columns suffice, without masks."""
+        """As in the base class. For block-causal models, the call has causal columns for the unstored final tokens and
+        the drafts, which are then stored, and for each slot a mask that attends to itself and the tokens before it.
+        With shifted predictions the logits of the causal columns suffice, without masks."""
         if state.facts.topology != "block_causal":
             return super().query(state)
         is_first, evaluated = state.row_step[state.rows] == 0, state.num_evaluated()
@@ -187,7 +187,7 @@ class SelfSpeculative(CausalSampler):
         return tokens
 
     def _compute_logits(self, state: CausalState, rows: np.ndarray, tokens: Tensor) -> Tensor:
-        """Compute guided logits [R, W - 1, V] of the window. tokens: [R, W - 1]: its masks, and drafts drawn so far."""
+        """Compute guided logits [R, W - 1, V] of the window. tokens: [R, W - 1], masks and the drafts drawn so far."""
         drafting = state.drafting
         model: Any = drafting.model
         query = _draft_query(state, rows, tokens)
@@ -227,7 +227,7 @@ def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> Causal
 
 
 def _has_shifted_blocks(state: CausalState) -> bool:
-    """Whether a block-causal model has shifted predictions, as those adapted from causal models."""
+    """Whether the model is block-causal with shifted predictions, as models adapted from causal ones are."""
     return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
 
 

@@ -2,14 +2,14 @@
 
 The token after the last accepted draft changes the distributions of the slots after it, so the next window's first
 drafts are rejected most often. Therefore each of its first `branching` slots has `siblings` distinct drafts, the same
-ones below every parent. Later slots continue the path of the first siblings. The tree is evaluated in one forward.
+below every parent. Later slots continue the path of the first siblings. The tree is evaluated in one forward.
 
 - "maximal": `paradec.samplers.causal.trees.walk` verifies the first slots by "without_replacement": the first sibling
   was drawn from the slot's q, the others from q without the siblings before them. Later slots are verified as a window.
-- "gumbel": a slot's token is argmax(log p + g), where g is the noise of its position. It is a hit if it is one of the
-  siblings, the tokens of largest log q + g.
+- "gumbel": a slot's token is argmax(log p + g), where g is the noise of its position. The siblings are the tokens of
+  largest log q + g. The walk continues if the slot's token is one of them.
 
-Both are exact; the paper's public code is not (docs/fidelity.md).
+Both couplings are exact; the paper's public code is not (docs/fidelity.md).
 
 `R` rows, `W` slots, `K` siblings, `B` slots with siblings, `N` nodes, `V` tokens of the vocabulary.
 """
@@ -203,7 +203,7 @@ class Siblings:
             largest = (safe_log(remaining) + noise).topk(min(self.siblings - 1, remaining.shape[-1]), -1)
             drafts = largest.indices.masked_fill(largest.values.isinf(), -1)
         else:
-            # number 0 draws the guess
+            # the first number of each position draws the guess
             uniform = state.uniform(rows, positions, self.siblings, DRAFT_STREAM)[..., 1:]
             drafts = RULE.children(remaining.flatten(0, 1), self.siblings - 1, uniform.flatten(0, 1)).view_as(uniform)
         padding = (0, self.siblings - 1 - drafts.shape[2], 0, self.branching - depth)

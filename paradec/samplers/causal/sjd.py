@@ -79,8 +79,8 @@ def verify(
 
 @dataclass(frozen=True)
 class SJD(CausalSampler):
-    """A draft x is accepted with probability min(1, p(x) / q(x)). The first rejected one is resampled from norm(max(0,
-    p - q)), and the slots after it are drawn again from p.
+    """A draft x is accepted with probability min(1, p(x) / q(x)). The first rejected draft is resampled from
+    norm(max(0, p - q)), and the slots after it are drawn again from p.
 
     Lossless: the output has the distribution of token-by-token decoding, also in batches and with every filter. The
     public code is lossless only for one row at temperature 1 without top-p: in a batch it verifies some tokens twice,
@@ -91,9 +91,9 @@ class SJD(CausalSampler):
             means 16, and for models of any order all undecided positions.
         init: guesses for slots that are new to the window. "random": uniform over the allowed tokens. "repeat_*": the
             token of the left ("horizontal") or upper neighbour ("vertical", needs a grid). "sample_*": the likeliest
-            token at that neighbour. If the neighbour is new too, the nearest known one in the same direction is used;
-            without one the guess is random. Tokens that the grid prescribes are always used. Models of any order accept
-            only "model": their own draws at undecided positions. None means "model" for them, "random" for others.
+            token at that neighbour. If the neighbour is new too, the nearest known token in the same direction is used,
+            and if there is none, a random guess. Tokens that the grid prescribes are always used. "model": the model's
+            own draws, only for models of any order. None means "model" for these, "random" for other models.
         refresh: drafts after the first rejection: see `verify`. "gumbel" draws a position with the same noise (one
             number for each token) in every step, so its token changes only if p changes enough.
         guess_distribution: q of random guesses: "uniform", or "one_hot" at the guess, as in the public code. Both are

@@ -26,7 +26,7 @@ class Speculative(DraftingSampler):
     """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of tokens. Exact rules verify the drafts; a
     draft x of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
 
-    Lossless for any drafter, temperature, top-k, top-p, guidance and structure, which also apply to the draft
+    Lossless for any drafter, temperature, filter, guidance and constraint. The last four also apply to the draft
     distribution. `nfe` counts the model's forwards, `state.draft_nfe` the drafter's.
 
     Args:
@@ -46,8 +46,8 @@ class Speculative(DraftingSampler):
             "without_replacement", EAGLE-2 "naive".
         stop: ends a chain of drafts early: a callable of q and the drafts so far that returns whether each row stops,
             or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The result
-            stays exact. It saves the drafter forwards of a smaller model; for other drafters it only reduces the
-            verified drafts.
+            stays exact. With a smaller model as drafter, this saves drafter forwards; with other drafters it only
+            reduces the number of verified drafts.
     """
 
     window: int = 5

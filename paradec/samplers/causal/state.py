@@ -45,7 +45,7 @@ class Spans(NamedTuple):
     """[R] int64 both: the positions to evaluate; `begin` 0 is the begin of each branch's prompt."""
     first: np.ndarray
     wanted: int
-    """Number of positions from `first` [R] on whose logits are read; positions past the span repeat its last one."""
+    """Number of positions from `first` [R] on whose logits are read; past the span, its last position is repeated."""
     is_first: np.ndarray | None = None
     """[R] bool: rows whose prompts are evaluated; with a store this takes a separate call."""
 
@@ -193,7 +193,7 @@ class CausalState(State):
 
     @property
     def undecided(self) -> Tensor:
-        """[B, L] bool: positions that are not final yet."""
+        """[B, L] bool: positions before the rows' ends that are not final yet."""
         bounds = torch.as_tensor(np.stack((self.committed, self.end)), device=self.context.device).unsqueeze(-1)
         return (self._column >= bounds[0]) & (self._column < bounds[1])
 
@@ -268,7 +268,7 @@ class CausalState(State):
         stream: int | Tensor,
         steps_ahead: np.ndarray | None = None,
     ) -> Tensor:
-        """Uniform numbers [R, W, count] float64 for `positions` at the rows' steps, plus `steps_ahead` [W]."""
+        """Draw uniform numbers [R, W, count] float64 for `positions` at the rows' steps, plus `steps_ahead` [W]."""
         steps = self.row_step[rows] if steps_ahead is None else self.row_step[rows, None] + steps_ahead
         steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)

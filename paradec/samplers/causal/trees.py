@@ -129,7 +129,7 @@ class Naive(Sequential):
 
 
 class KSeq:
-    """Independent children against fixed distributions: p divided by the rho that accepts most often."""
+    """Independent children, verified against fixed distributions: p divided by the rho that accepts most often."""
 
     distinct: ClassVar[bool] = False
     children = Recursive.children
@@ -153,8 +153,8 @@ class KSeq:
 
 
 class Greedy:
-    """The likeliest tokens and one drawn from the remaining ones. Only the drawn one is verified; the draw
-    after a rejection may be one of the others (`hits` of `walk`)."""
+    """The likeliest tokens, and one token drawn from the remaining ones. Only the drawn token is verified; after its
+    rejection, the new draw may equal one of the likeliest tokens (`hits` of `walk`)."""
 
     distinct: ClassVar[bool] = False
 
@@ -207,14 +207,14 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
         "8", "84321111", "832111112100100101100", "5211100010010000001001100", "311001000010100", "20010000"
     ),
 }
-"""Published static trees by name: that of EAGLE and LANTERN, and that of Token Recycling."""
+"""Published static trees by name: the tree of EAGLE and LANTERN, and the tree of Token Recycling."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A static tree of drafts. Node 0 is the last final token; the others are sorted by depth, then by path.
+    """A static tree of drafts. Node 0 is the last final token; the other nodes are sorted by depth, then by path.
 
-    paths: one for every node except the root: the index of the child at each depth.
+    paths: the path of every node but the root, which is the index of the child at each depth.
     Raises ValueError for a path whose parent or previous sibling is missing."""
 
     paths: tuple[tuple[int, ...], ...]
@@ -298,7 +298,7 @@ class TreeLayout:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[R, N, N] bool: whether the node of the first index sees that of the second: itself or one on its path."""
+        """[R, N, N] bool: whether node i (dim 1) attends to node j (dim 2), which is node i or lies on its path."""
         column = torch.arange(self.parents.shape[1], device=self.parents.device)
         ancestor = column.expand_as(self.parents)
         is_ancestor = torch.zeros((), dtype=torch.bool, device=ancestor.device)
@@ -326,7 +326,7 @@ class TreeLayout:
 class DynamicTree:
     """EAGLE-2's tree, different for every row and step (arXiv 2406.16858, section 4). Each level adds the `top_k`
     likeliest tokens below each of the `top_k` nodes with the likeliest paths. Of all nodes the likeliest `nodes - 1`
-    are selected. They are not drawn: only "naive" verifies them exactly.
+    are selected. Since these drafts are not random draws, only the rule "naive" verifies them exactly.
 
     nodes: the root and the drafts (60 for 7B models in the paper).
     depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.

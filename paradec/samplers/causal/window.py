@@ -1,7 +1,7 @@
 """The window of drafts: its proposal in a step, its move, and guesses for its new slots.
 
-Slots of a window that were not committed become drafts of the next window: tokens of this step, whose q is this step's
-p. Slots new to the window get a guess. Its q is uniform, or one-hot (copied neighbours, or by `guess_distribution`).
+Tokens of this step that were not committed become drafts of the next window; their q is this step's p. Slots new to the
+window get a guess. Its q is uniform, or one-hot (for copied neighbours, and with guess_distribution="one_hot").
 
 With branches (`Branches`) the drafts are a tree: node 0 is the last final token, nodes 1 to W - 1 are the window's
 drafts, and the other nodes are the branches. One path is selected and verified as a window.
@@ -28,7 +28,7 @@ from paradec.samplers.causal.trees import TreeLayout, drop_nodes_past_end
 from paradec.samplers.distributions import probability, safe_log, select_slots
 
 UNIFORM, ONE_HOT = -1, -2
-"""Values of `DraftDistributions.source`: q is uniform over the tokens of guesses; q is one-hot."""
+"""Values of `DraftDistributions.source`: UNIFORM, q is uniform over the tokens of guesses; ONE_HOT, q is one-hot."""
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
@@ -99,7 +99,7 @@ class VerifiedWindow(NamedTuple):
     tokens: Tensor
     """[R, W] int64: the window after the step. Tokens up to and including slot `accepted` are final."""
     accepted: Tensor
-    """[R, 1] int64: number of drafts before the first rejection; one more token becomes final. -1: none is final."""
+    """[R, 1] int64: number of drafts before the first rejection; one more token becomes final. -1: no token does."""
     keeps_draft: Tensor | None = None
     """[R, W] bool: slots that keep their old draft and q; None: no slot."""
 
@@ -308,7 +308,7 @@ class Path:
     sampled: Tensor
     """[R, W] int64: a token drawn from each distribution."""
     drafts: Tensor
-    """[R, W] int64: the draft of each slot; -1: none, use the sampled token."""
+    """[R, W] int64: the draft of each slot; -1 if it has none and uses the sampled token."""
     uniform: Tensor
     """[R, W, 2] float64: numbers to verify each draft and to resample a rejected one; 0 always accepts."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
@@ -338,7 +338,7 @@ class Branches(Protocol):
 
 
 def check_branches(name: str, value: int, model: Any) -> None:
-    """Raise ValueError for setting `name`, which needs branches, and a model that cannot evaluate branches."""
+    """Raise ValueError if the model cannot evaluate branches, which the setting `name` needs."""
     if not (model.supports_store and model.supports_visibility):
         raise ValueError(f"{name}={value} needs a model that runs over a store; {model.facts.name} does not")
 

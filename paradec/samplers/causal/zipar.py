@@ -89,8 +89,8 @@ class ZipAR(CausalSampler):
     """A row starts once `window` tokens of the row above are decided; all open rows grow by one token per step.
 
     Not lossless: a token does not see the undecided tokens at the right of the rows above. If rows have no end token, a
-    row's first token is predicted from the latest token of the row above. With `window` at least the image's width this
-    is token-by-token decoding. There are no drafts. Needs a grid and a model with a key/value store.
+    row's first token is predicted from the latest token of the row above. A `window` of at least the image's width is
+    token-by-token decoding. There are no drafts. Needs a grid and a model with a key/value store.
 
     Args:
         window: number of tokens by which a row is ahead of the next one.

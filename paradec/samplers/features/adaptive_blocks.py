@@ -50,9 +50,9 @@ class AdaptiveBlocks(BlockPolicy):
         delimiters: token ids, or texts of tokens. Texts without a token are ignored; if no delimiter remains, blocks
             have the fixed length, with a warning.
         delimiter_match: "exact" accepts tokens whose text is one of the texts (LLaDA: its newline), "ends" all tokens
-            whose text ends with one, such as ";\\n" (the public code for Dream lists 24 of these tokens).
-        window: share of the answer's length that is read ahead, rounded down. A block may be as long as the window,
-            even if this is longer than `length`.
+            whose text ends with one of them, such as ";\\n" (the public code for Dream lists 24 of these tokens).
+        window: share of the answer's length in which delimiters are searched, rounded down. A block may be as long as
+            the window, even if the window is longer than `length`.
         min_length: shortest block, at least 1 (the paper's value). With a cache, every new block costs a full forward.
 
     A request with these blocks cannot have `steps`, since the number of blocks is unknown. A method with a time grid
@@ -162,7 +162,7 @@ class AdaptiveBlockEnds(Feature):
     """Ends of adaptive blocks, which are unknown until a block's first step."""
 
     opening: np.ndarray = field(metadata=ROWS)
-    """[B] bool: rows with an unknown end. Until it is known, the block has all positions that the policy reads."""
+    """[B] bool: rows whose open block has no end yet. Until then, the block has all positions that the policy reads."""
 
     why_host_only = "the host reads the ends of blocks={state.blocks} from the logits"
 

@@ -1,4 +1,4 @@
-"""Constraints (`constraint`): every answer, or every hole, is a text of a formal language.
+"""Constraints (`constraint`): every answer, or every hole (run of masks in a prompt), is a text of a formal language.
 
 Masked models and canvases of noise: a step conditions the product of its marginals on the language
 (`paradec.constraints.passes`). The candidates form one text, the likeliest or a joint draw, so that any selection of
@@ -41,7 +41,7 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError with the first reason that holds: a common one, or one of `reasons`."""
+    """Raise ValueError with the first reason that holds, if any: a reason for all models, or one of `reasons`."""
     name, request = model.facts.name, state.request
     common = {
         f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
@@ -57,7 +57,7 @@ def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
 
 @dataclass
 class SpanConstraint(Feature):
-    """Spans of each row. The undecided tokens of a span are drawn jointly."""
+    """The spans of each row, which are the texts of the constraint. A span's undecided tokens are drawn jointly."""
 
     spans: list[tuple[TextSpan, ...]] = field(metadata=row_layout(fill=()))
 
@@ -66,7 +66,7 @@ class SpanConstraint(Feature):
     """Random stream of the draws."""
 
     def uniform(self, state: Any, part: SpanPart) -> np.ndarray:
-        """Draw uniform numbers [m] in (0, 1) for a text; they depend only on row, step and position."""
+        """Draw uniform numbers [m] in (0, 1) for a part's undecided positions, by row, step and position."""
         step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
         key = state.keys[part.row : part.row + 1]
         draws = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
@@ -86,7 +86,7 @@ class SpanConstraint(Feature):
         return marginals
 
     def _filter(self, state: Any, part: SpanPart, marginals: Marginals) -> Marginals:
-        """Apply the request's filters to marginals, but keep the likeliest text possible."""
+        """Apply the request's filters (top-p, ...) to marginals, but never exclude the likeliest text."""
         if state.request.filters == NO_FILTERS:
             return marginals
         allowed = filter_logits(marginals.conditioned_logits(), *state.request.filters) > -torch.inf
@@ -103,8 +103,8 @@ class SpanConstraint(Feature):
 class MaskedConstraint(SpanConstraint):
     """Constraint of masked models: spans, and the importance weight of each row's draws.
 
-    Every commit also writes the certain positions of the open block, which only one token fits. At temperature 0 they
-    are written as soon as the block opens, without a forward. Above 0 the block's first step counts them in the weight.
+    A position is certain if only one token fits. Every commit also writes the open block's certain positions. At
+    temperature 0, they are written as soon as the block opens, without a forward; above 0, its first step weighs them.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)
@@ -210,7 +210,7 @@ class MaskedConstraint(SpanConstraint):
             state.canvas[row, positions] = tokens
             if "rollout" in state.features:
                 state.features["rollout"].record_forced(state, row, positions, tokens)
-            if state.trace is not None:  # the trace's canvas is that before the first step
+            if state.trace is not None:  # the trace's canvas is the canvas before the first step
                 for position, token in certain.items():
                     state.trace.canvas[row][position] = token
             state.masks_at_open[row] -= len(certain)
@@ -249,7 +249,7 @@ class MaskedConstraint(SpanConstraint):
         decision.selected, decision.values = selected, values
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Add to `log_weight` ln(Z before the step / Z with the written tokens)."""
+        """Add ln(Z / Z') to `log_weight`: total masses of the span's texts, before and given the written tokens."""
         if not self._draws:
             return False
         canvas = state.canvas.cpu().numpy()
@@ -292,16 +292,16 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
 class CanvasConstraint(SpanConstraint):
     """Constraint of canvases of noise: spans, and their parts in this step.
 
-    A canvas closes with the likeliest text, not with the best token of each position. Its text begins in the state
-    after the previous canvas; after it, a text for the rest of the span must be possible. Entropies are those of the
-    conditioned marginals.
+    A canvas closes with the likeliest text, not with the best token of each position. Its text begins in the
+    automaton's state after the previous canvas, and must allow a text for the rest of the span after it. Entropies are
+    those of the conditioned marginals.
     """
 
     stream = rng.TOKEN_STREAM
 
     @classmethod
     def from_request(cls, model: Any, state: Any, canvas: np.ndarray) -> CanvasConstraint:
-        """Make a request's constraint, or raise as `MaskedConstraint`. canvas: [B, L] int64, `HOLE` to be filled."""
+        """Make a request's constraint. Raises as `MaskedConstraint`. canvas: [B, L], `HOLE` at positions to fill."""
         raise_unsupported(model, state, {})
         return cls(find_spans(model, state, canvas, HOLE, state.width))
 
@@ -379,7 +379,7 @@ class SpanTexts:
 
 @dataclass
 class CausalConstraint:
-    """Constraint of causal models, `B` rows. Slots after a draft that fits no text have the model's distribution."""
+    """Constraint of causal models, `B` rows. Slots after a draft that fits no text keep the model's distribution."""
 
     texts: list[Any] = field(metadata=ROWS)
     """[B] `SpanTexts` or `GrammarTexts`."""

@@ -19,7 +19,7 @@ class EarlyRule(Protocol):
     """Rule that ends a row at the current step: its undecided positions get the model's predictions.
 
     A rule is an immutable value that requests may share. If a request has a rule, the window extends to the end of
-    every row. A row ends only at a step that evaluates all its undecided positions, unlike some steps of caches.
+    every row. A row ends only at a step that evaluates all its undecided positions; with caches, some steps do not.
     """
 
     reads: tuple[str, ...]
@@ -27,7 +27,7 @@ class EarlyRule(Protocol):
     `proposal.updates` under `EARLY_PREFIX` + name."""
 
     def satisfied(self, state: Any, proposal: Any) -> Any:
-        """Choose the rows to end: [R] bool tensor. Must not change the state, the `MaskedState` before the write."""
+        """Choose the rows to end: [R] bool tensor. state: the `MaskedState` before the write; it must not change."""
         ...
 
 
@@ -76,7 +76,7 @@ class EarlyStops(Feature):
 
 
 def split_stop_rules(value: Any, sampler: Any = None) -> tuple[tuple[Any, ...], tuple[EarlyRule, ...]]:
-    """Split stop rules into those that end a row at a token, and early rules. Raises TypeError for other values,
+    """Split stop rules into rules that end a row at a token, and early rules. Raises TypeError for other values, and
     ValueError for an early rule with a sampler that evaluates drafts or mask probes."""
     rules = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     early = tuple(rule for rule in rules if hasattr(rule, "satisfied") and not isinstance(rule, type))

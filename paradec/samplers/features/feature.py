@@ -18,7 +18,7 @@ class Feature:
 
     Class attributes:
         why_rows_fixed: why rows of a state with this feature cannot be replaced; None if they can.
-        why_host_only: why the device step does not support the feature (a format with `{state}`); None if it does.
+        why_host_only: why the device step does not support the feature (a format string with `{state}`), or None.
     """
 
     why_rows_fixed: ClassVar[str | None] = None

@@ -1,4 +1,4 @@
-"""Log-probabilities of written tokens (`logprobs`), of a step and of a request."""
+"""Log-probabilities of committed tokens (`logprobs`), of a step and of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class RecordedLogProbs(Feature):
-    """Record of the log-probabilities of all written tokens."""
+    """Record of the log-probabilities of all committed tokens."""
 
     logprobs: LogProbs = field(metadata=ROWS)
 
@@ -50,7 +50,7 @@ def step_logprobs(
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
     """Return a masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W,
-    V]). Otherwise, and for small vocabularies, for which a second computation is cheap, return None."""
+    V]). Return None if not, and for small vocabularies, for which a second computation is cheap."""
     is_changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
     if is_changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None

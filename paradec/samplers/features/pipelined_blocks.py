@@ -23,8 +23,8 @@ class PipelinedBlocks(FixedBlocks):
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
     positions of all open blocks. After a step the next block is added if at least a share `add` of the last block's
-    positions is decided: at most one block per step, and none after an end token. The sampler's rule sees all open
-    blocks together; the token that it always commits is the best one of the first block that is not full.
+    positions is decided: at most one block per step, and none after an end token. The sampler's rule selects among all
+    open blocks; the token that it commits in any case is the best token of the first block that is not full.
 
     These blocks work with samplers that need no schedule over steps and take no tokens back, on all models, with the
     usual block caches and with `delayed`, the cache made for them. `PipelinedBlocks(n, add=1, full=1)` is
@@ -42,7 +42,7 @@ class PipelinedBlocks(FixedBlocks):
             (d3LLM), with "active" every fully active block that is not full (D2F). Other blocks commit only tokens that
             the rule selects.
 
-    Prompt tokens within a block (around holes) count neither as decided nor as undecided. d3LLM's code for LLaDA also
+    Prompt tokens between the masks of a block count neither as decided nor as undecided. d3LLM's code for LLaDA also
     commits the most confident position of all open blocks at any score; this is not implemented.
     """
 
@@ -71,7 +71,7 @@ class OpenBlocks(Feature):
     why_host_only = "blocks={state.blocks} open several blocks of a row at once"
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Move the windows [R, W]: remove full blocks at the front, and add the next block if enough of the last one is
+        """Move the windows: remove full blocks at the front, and add the next block if enough of the last block is
         decided. Windows of rows that end do not move."""
         if proposal.early is not None:
             return False
@@ -148,7 +148,7 @@ def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """Number each position's block if it must make progress: [R, W] int64, else -1. current: [R, W], the tokens."""
+    """Number each position's block, [R, W] int64; -1 if the block need not progress. current: [R, W], the tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
@@ -183,7 +183,7 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
 
 
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
-    """Select the best candidate of each block, the lowest on ties: [R, W] bool. leading: [R, W], blocks or -1."""
+    """Select each block's best candidate, the lowest on ties: [R, W] bool. leading: [R, W], from `leading_blocks`."""
     is_candidate = candidates & (leading >= 0)
     width = scores.shape[1]
     block = leading.clamp(min=0)
@@ -196,7 +196,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def ensure_progress(selected: Tensor, view: Any) -> Tensor:
-    """Add to a selection [R, W] bool the best candidate of each block that must make progress but has no selection."""
+    """Add each block's best candidate to a selection [R, W] bool if the block must make progress but has none in it."""
     leading = view.leading
     block = leading.clamp(min=0)
     is_selected = (selected & (leading >= 0)).long()

@@ -1,4 +1,4 @@
-"""Reuse of a prefix's keys and values from an earlier request, or for the next one."""
+"""Reuse of an earlier request's keys and values of a prefix, and keeping those of this request for the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class PrefixReuse(Feature):
-    """Prefix that a request reuses, and number of positions that the next one can reuse. One of them may be None."""
+    """Prefix that a request reuses, and number of positions that the next request can reuse; either may be None."""
 
     reuse: Reuse | None
     num_reusable: np.ndarray | None
@@ -32,7 +32,7 @@ class PrefixReuse(Feature):
         return False
 
     def fill_store(self, state: Any, model: Any) -> None:
-        """Copy the prefix into the store, or evaluate it, which counts as a forward of the first row's prefix."""
+        """Copy the prefix into the store, or evaluate it; the evaluation counts as a forward of the first row."""
         reuse = self.reuse
         if reuse is None:
             return

@@ -33,7 +33,7 @@ class RecordedRollout(Feature):
     version: int
     """Version of the weights at the start."""
     approximation: str | None
-    """The argument because of which logits differ from those of whole rows, or None."""
+    """The request's argument that makes logits differ from those of whole rows, or None."""
 
     why_host_only = "rollouts are recorded step by step"
 
@@ -145,7 +145,7 @@ def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
 
 
 def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
-    """Map reasons why tokens are not drawn from the model's distribution given earlier tokens to whether they hold."""
+    """Map each reason why tokens may not follow the model's distribution given earlier tokens to whether it holds."""
     name, topology, has_negative_prompt = model.facts.name, model.facts.topology, False
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
@@ -174,7 +174,7 @@ def _suppressed(state: Any) -> Tensor:
 
 
 def _approximation(state: Any) -> str | None:
-    """Name the feature, besides the cache, because of which logits differ from those of whole rows; or return None."""
+    """Return the feature (the cache aside) that makes logits differ from those of whole rows, or None."""
     if "suffix_window" in state.features:
         return f"suffix={short_repr(state.request.suffix)}"
     if "sparse_attention" in state.features:

@@ -14,7 +14,7 @@ from paradec.core.checks import short_repr
 from paradec.core.packaged import vocabulary_hint
 
 LENGTHS = 4096
-"""Maximum text length, in tokens, that is searched for an error message."""
+"""Maximum text length, in tokens, up to which error messages search for the lengths of a constraint's texts."""
 
 
 class TextSpan(NamedTuple):
@@ -24,10 +24,10 @@ class TextSpan(NamedTuple):
     first: int
     stop: int
     table: np.ndarray | None
-    """[stop - first + 1, S] bool: states from which the remaining positions can be filled. None if this depends only on
-    their number."""
+    """[stop - first + 1, S] bool: the automaton's S states from which the remaining positions can be filled. None if
+    these states depend only on the number of positions."""
     budget: int | None = None
-    """Maximum number of tokens of free text (`thinking_budget`)."""
+    """Maximum number of tokens of free text before the constrained text (`thinking_budget`)."""
 
     def after(self, slot: int) -> np.ndarray:
         """Return the states from which `slot` and all later slots can be filled: [S] bool."""
@@ -80,8 +80,8 @@ def find_parts(
 
 
 def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[TextSpan, ...]]:
-    """List the spans of each row of a request with a constraint: one span from the first hole to the end of the answer,
-    or, for a list of constraints, one span per hole.
+    """List the spans of each row of a request with a constraint: one span from the first position to fill to the end of
+    the answer; for a list of constraints, one span per hole (run of masks in the prompt).
 
     state: has `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
         `hole` at positions to fill. width: maximum number of positions of a step.

@@ -16,7 +16,7 @@ from paradec.samplers.features.feature import Ends, Feature
 
 @dataclass
 class SparseAttention(Feature):
-    """Link between the loop and the attention method, which plans calls and is told about committed ones."""
+    """Link between the loop and the attention method, which plans calls and is notified of committed calls."""
 
     attention_state: Any
     """The attention method's state of one request: has `plan`, `on_commit`, `report` and `release`."""
@@ -33,8 +33,8 @@ class SparseAttention(Feature):
 
 
 def find_attention(request: Request, sampler: Any, model: Any) -> Any:
-    """Find the attention method of the request, else of the model; None is dense attention. If the method does not work
-    with the sampler and model, raises ValueError for the request's method, and warns about the model's."""
+    """Find the attention method of the request, else of the model; None is dense attention. Raises ValueError if the
+    request's method does not work with the sampler and model; warns if the model's method does not."""
     requested = request.attention
     if isinstance(requested, str) and requested != "dense":
         requested = attentions.create(requested)

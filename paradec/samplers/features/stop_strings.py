@@ -14,7 +14,7 @@ from paradec.request import Request
 from paradec.samplers.masked.blocks import NEVER
 
 CONTEXT = 8
-"""Minimum number of old tokens that are decoded again with new ones, since a token's text may depend on neighbours."""
+"""Minimum number of old tokens that are decoded again with new tokens: a token's text may depend on its neighbours."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Text into which an incomplete character is decoded."""
 
@@ -28,15 +28,15 @@ class StopStrings:
     decoded incrementally.
 
     texts, tokenizer: the stop strings; the model's tokenizer. first: [B] int64: first position whose text counts. mask:
-    the id of undecided positions, for windows that have them."""
+    the id of undecided positions, for windows that may contain such positions."""
 
     texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
     """The stop strings of each row."""
     first: np.ndarray = field(metadata=ROWS)
     answers: list[list[int]] = field(metadata=row_layout(fill=[]))
-    """The tokens of each answer that were read."""
+    """The tokens read so far of each answer."""
     decoded: list[str] = field(metadata=row_layout(fill=""))
-    """Text of these tokens, valid up to the last of `marks`."""
+    """Text of each answer's tokens, valid up to the last entry of `marks`."""
     marks: list[list[tuple[int, int]]] = field(metadata=row_layout(fill=[]))
     """Ascending pairs (number of tokens, number of characters in their text) at which the text is complete."""
 

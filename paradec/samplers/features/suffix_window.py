@@ -46,8 +46,8 @@ class SuffixWindow(Feature):
 def check_suffix(
     request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, holes: bool, early: bool
 ) -> None:
-    """Raise ValueError with the reason if the request's suffix does not work. rows: number of rows. holes: whether the
-    prompt has any. early: whether there are early stop rules."""
+    """Raise ValueError with the reason if the request's suffix does not work. rows: number of rows. holes: whether
+    masks precede prompt tokens. early: whether the request has early stop rules."""
     suffix = Suffix.from_value(request.suffix)
     assert suffix is not None  # callers have checked `request.suffix`
     why = suffix.why_unsupported(sampler, model, cache, holes)

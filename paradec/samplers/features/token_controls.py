@@ -23,12 +23,12 @@ CONTROLS = ("logit_bias", "bad_words", "min_new_tokens", "ignore_eos", *PENALTIE
 class TokenControls(Feature):
     """Token controls of a request, in vLLM's order and with its formulas.
 
-    A `bad_words` token is excluded where it would complete the word; `logit_bias` is added; end tokens are excluded
-    before `min_new_tokens`. Let c be the number of times that a token is final in prompt and answer, and a that in the
-    answer. If c > 0, a positive logit is divided by `repetition_penalty`, any other multiplied by it. Then
+    A token is excluded where it would complete a word of `bad_words`; `logit_bias` is added; end tokens are excluded
+    before `min_new_tokens`. Let c be the number of final occurrences of a token in prompt and answer, and a that in the
+    answer. If c > 0, a positive logit is divided by `repetition_penalty`, any other logit is multiplied by it. Then
     `frequency_penalty` * a is subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section
-    4.1; OpenAI's formulas). In a masked model, tokens that are final at the beginning of the step count; prompt tokens
-    around holes belong to the prompt.
+    4.1; OpenAI's formulas). In a masked model, the tokens count that are final at the beginning of the step; all prompt
+    tokens, also those between masks, belong to the prompt.
     """
 
     request: Any

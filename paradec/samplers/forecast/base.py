@@ -128,11 +128,11 @@ class FeatureForecast(Sampler):
             latent: [B, ...] float noise, multiplied by the scheduler's `init_noise_sigma`.
             scheduler: a diffusers scheduler; it is copied.
             num_inference_steps: number of solver steps.
-            guidance_scale: s in uncond + s (cond - uncond); 1: no guidance, else a call evaluates two rows per row.
+            guidance_scale: s in uncond + s (cond - uncond). 1: no guidance; otherwise calls have two branches per row.
             seed, generator: one, or one per row, for stochastic schedulers; a seed is combined with the row's latent.
             conditions: conditions of the model: `class_labels` for DiT.
 
-        Raises ValueError or TypeError for an invalid argument, or a setting that needs layers inside the transformer.
+        Raises ValueError or TypeError for an invalid argument, or a setting that needs access to inner layers.
         """
         self.check_model(model)
         self._check_output_only()

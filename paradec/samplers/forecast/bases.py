@@ -168,7 +168,7 @@ class Newton(Basis):
 @dataclass(frozen=True)
 class FoCa(Basis):
     """Corrected forecast from the last two evaluations and from the features (evaluated or forecast) of the last two
-    steps (cache-dit's form). Tensors: last evaluation, the one before, feature of the last step, of the step before."""
+    steps (cache-dit's form). Tensors: the last two evaluations, then the last two steps' features, newest first."""
 
     name = "foca"
     slots = 4

@@ -34,14 +34,14 @@ class Forecast(FeatureForecast):
     whole output, after guidance. Raises ValueError for an invalid value or settings that exclude each other.
 
     Args:
-        when: a schedule (`Every`, the default; a list of steps from 0; a step mask of cache-dit: "slow", "medium",
-            "fast" or "ultra"; a `StepSchedule`, a `BlockSchedule` or its file), a rule that measures (`Verification`,
-            one of `rules`) or a method (`TeaCache(...)`); also as text: "every(interval=6, first_enhance=3)".
+        when: which steps are evaluated. A schedule: `Every` (the default), a list of steps from 0, cache-dit's step
+            mask "slow", "medium", "fast" or "ultra", a `StepSchedule`, a `BlockSchedule` or its file. Or a measuring
+            rule (`Verification`, `rules`), a method (`TeaCache(...)`), or text: "every(interval=6, first_enhance=3)".
         how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or a basis of
             `bases`. None: the basis published with `when`, or "taylor".
         where: the forecast features: "module" (attention and feed-forward outputs before their gates), "block" (each
-            block's residual), "stack" (the sum of all residuals), "output" (the transformer's; least memory), or a list
-            of patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
+            block's residual), "stack" (the sum of all residuals), "output" (of the transformer; needs least memory), or
+            patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
         order: replaces the order of `how`; 0 reuses the last feature.
         max_memory: limit of the histories in a pipeline: a number of bytes, or a text such as "2GB". If the histories
             at full order exceed it, the run's first evaluation raises ValueError.

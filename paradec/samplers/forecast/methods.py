@@ -24,13 +24,13 @@ LITE = {"order": 2, "where": "output", "first_enhance": 3}
 class TaylorSeer(FeatureForecast):
     """TaylorSeer (Liu et al., arXiv 2503.06923, section 3): evaluate every N-th step.
 
-    The other steps use F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences. Equal to
+    k steps after the evaluation at t, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences. As
     `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The public code spaces steps
-    evenly for Wan and HunyuanVideo; "paper" or "flux" is its schedule for FLUX.1-dev. "lite_*" forecasts outputs.
+    evenly for Wan and HunyuanVideo; presets "paper" and "flux" are its schedule for FLUX.1-dev, "lite_*" use "output".
 
     Args:
         interval: N; None means 5, or 2 in runs of at most 8 steps.
-        order: O: highest derivative in the expansion; 0 reuses the last feature.
+        order: O, the highest derivative in the expansion; 0 reuses the last feature.
         first_enhance: number of evaluated solver steps at the start.
         where, max_memory: as in `Forecast`. Other settings of `Forecast` raise TypeError.
     """
@@ -104,7 +104,7 @@ def SpeCa(
 ) -> Forecast:
     """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
 
-    Arguments: as for `Verification`; order: of the Taylor expansion.
+    Arguments are those of `Verification`; order: that of the Taylor expansion.
     """
     rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
     return Forecast(rule, Taylor(order), "module")
@@ -117,7 +117,7 @@ def FoCa(interval: int | None = None, first_enhance: int = 1) -> Forecast:
 
 
 def ReCAP(**settings: Any) -> Any:
-    """ReCAP (arXiv 2505.19089), for AmusedPipeline: partial steps between full ones. Settings: sampler "recap"."""
+    """ReCAP (arXiv 2505.19089), for AmusedPipeline: partial and full steps. Settings: those of sampler "recap"."""
     from paradec import samplers
 
     return samplers.create("recap", **settings)
@@ -142,7 +142,7 @@ def find_method_name(name: str) -> str | None:
 
 
 def method_from(text: str, settings: Mapping[str, Any]) -> Any:
-    """Make a sampler or rule from its name, with or without settings: "taylorseer(interval=3)". Else ValueError."""
+    """Make a sampler or rule from its name, possibly with settings: "taylorseer(interval=3)". Raises ValueError."""
     name, text_settings = parse_component("sampler", text) if "(" in text else (text.strip(), {})
     method = find_method_name(name)
     if method is None:

@@ -90,7 +90,7 @@ class Rule(Checked):
     measures: ClassVar[bool] = False  # whether `StepRule.observe_change` is implemented
     from_input: ClassVar[bool] = False  # whether the difference of the transformer's output and input is forecast
     filters: ClassVar[bool] = False  # whether `RunProgress.latent` must have rows and columns
-    evaluates_last: ClassVar[bool] = False  # whether the last step is evaluated; the number of steps must be known
+    evaluates_last: ClassVar[bool] = False  # whether the last step is evaluated; then the number of steps must be known
 
     @property
     def where(self) -> str | Modules | None:
@@ -174,7 +174,7 @@ class Probe(Rule):
 
 @dataclass(frozen=True)
 class Every(StepRule):
-    """Evaluate the first `first_enhance` steps, and every `interval`-th step counted from the last of them.
+    """Evaluate the first `first_enhance` steps, and then every `interval`-th step, counted from the last of the first.
 
     Args:
         interval: N: one evaluation, then N - 1 forecasts; None means 5, or 2 in runs of at most 8 steps.
@@ -250,11 +250,11 @@ class AccumulatedChange(StepRule):
 
     Args:
         threshold: a step is evaluated if the sum reaches it.
-        coefficients: of the polynomial (the paper fits it to each model), highest power first; (1, 0) is x.
+        coefficients: the polynomial's (the paper fits it to each model), highest power first; (1, 0) is x.
         max_forecasts: limit of consecutive forecasts; None: no limit.
-        watch: the input: "modulated", input of the first block's attention (as in the paper); "hidden", the hidden
-            states before the first block; or "latent". None means "modulated" with `where="module"`, "hidden" with
-            "block" and "stack", "latent" with "output".
+        watch: the input whose change is summed. "modulated": input of the first block's attention (as in the paper).
+            "hidden": hidden states before the first block. "latent": the latent. None means "modulated" with
+            `where="module"`, "hidden" with "block" and "stack", "latent" with "output".
         last_steps: number of evaluated steps at the end (1 in the public code).
         first_enhance: number of evaluated steps at the start.
     """

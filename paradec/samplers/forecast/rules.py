@@ -27,7 +27,7 @@ from paradec.samplers.forecast.refresh import (
 
 @dataclass(frozen=True)
 class FirstBlock(Probe):
-    """FBCache (ParaAttention): evaluate the blocks after the first one if the first block's residual has changed.
+    """FBCache (ParaAttention): evaluate the blocks after the first block if the first block's residual has changed.
 
     The relative L1 change since the latest evaluation is computed over all rows of the call, in the model's dtype.
     Names and defaults are diffusers' (`FirstBlockCacheConfig`).
@@ -62,9 +62,9 @@ class DBCache(Probe):
 
     Args:
         Fn_compute_blocks, Bn_compute_blocks: number of first and last blocks, which every step evaluates.
-        residual_diff_threshold: relative L1 change from which on a step is evaluated; 0: always, 1 and more: never.
+        residual_diff_threshold: a step is evaluated at this relative L1 change and above; 0: always; from 1 on: never.
         max_warmup_steps: number of evaluated steps at the start.
-        max_cached_steps, max_continuous_cached_steps: limit of skipped steps in a run, and consecutively; -1: no limit.
+        max_cached_steps, max_continuous_cached_steps: limits of all and of consecutive skipped steps; -1: no limit.
     """
 
     Fn_compute_blocks: int = integer(8, low=1)
@@ -108,13 +108,13 @@ class DiCache(Probe):
     As in the public code, changes are relative L1 changes from step to step. While the sum is below `threshold`, all
     blocks (also the probe) are replaced by the residual r_before + g (r_latest - r_before) of the last two evaluations.
     Here p is the probe's residual and g = |p - p_before| / |p_latest - p_before|, clipped to [1, 1.5]. This is "taylor"
-    of order 1 at a fractional step; other bases use that step. Raises ValueError if the number of steps is unknown.
+    of order 1 at a fractional step; other bases use this step. Raises ValueError if the number of steps is unknown.
 
     Args:
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
-        error: "delta_y" sums the probe's change; "delta_minus" its difference from the input's change.
+        error: "delta_y" sums the probe's changes, "delta_minus" the differences of the probe's and the input's changes.
         probe_depth: number of first blocks, which every step evaluates.
-        retention_ratio: share of evaluated steps at the start (public code for "delta_minus": 0), besides the last.
+        retention_ratio: share of steps at the start that are evaluated, as the last one is ("delta_minus" in code: 0).
         num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
@@ -164,7 +164,7 @@ class DiCache(Probe):
 class MagRatios(SavedAsJson):
     """Magnitude ratios of one model and solver, for the steps of a run.
 
-    values: per step, mean over tokens of |residual of this step| / |residual of the step before|; the first is 1.
+    values: per step, mean over tokens of |residual of this step| / |residual of the previous step|; the first is 1.
     Raises ValueError unless all are positive numbers.
     """
 
@@ -221,7 +221,7 @@ class MagCache(Probe):
     Args:
         mag_ratios: ratios of this model from `paradec.integrations.diffusers.calibration.calibrate_magcache`: a
             `MagRatios`, its file, or the numbers (diffusers has `FLUX_MAG_RATIOS`). Runs of other lengths use the
-            nearest ratios, image to image the last ones.
+            nearest ratios, image-to-image runs the last ratios.
         threshold: limit of the sum.
         max_skip_steps: K: limit of consecutive skipped steps.
         retention_ratio: share of evaluated steps at the start.
@@ -262,8 +262,8 @@ class SeaCache(Probe):
     """SeaCache (arXiv 2602.18993): sum the changes of the filtered latent from step to step.
 
     The filter is a Wiener filter for the step's noise level and images with a spectrum 1 / frequency^`power_exp`. The
-    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`). ValueError:
-    a scheduler without flow sigmas, more input than output channels, or a latent without known rows and columns.
+    residual of all blocks is extrapolated or reused. Names and defaults are diffusers' (`SeaCacheConfig`). Raises
+    ValueError for a scheduler without flow sigmas, more input than output channels, or a latent of unknown layout.
 
     Args:
         threshold: limit of the sum; 0 always evaluates.
@@ -333,8 +333,8 @@ class SeaCache(Probe):
 def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
     """Filter the noise out of a latent [B, C, ...] = (1 - s) image + s noise, s = `level`, in float32.
 
-    On each axis after C the gain is a S / (a^2 S + s^2) with a = 1 - s, S = 1 / |f|^power. The product of the gains is
-    divided by its mean. Raises ValueError for a latent with other axes.
+    On each axis after C the gain at frequency f is a S / (a^2 S + s^2) with a = 1 - s, S = 1 / |f|^power. The product
+    of the gains is divided by its mean. Raises ValueError for a latent that is neither 4- nor 5-dimensional.
     """
     if latent.ndim not in (4, 5):
         raise ValueError(
@@ -357,9 +357,9 @@ def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
 class EasyCache(StepRule):
     """EasyCache (arXiv 2507.02860, the authors' code for Wan): sum estimates of the output's change.
 
-    With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| between evaluations.
-    While the sum of K mean|x - x of the step before| / mean|v_latest| is below `threshold`, the output is x + (v_latest
-    - x_latest). The first call of a step decides for all its calls. ValueError if the number of steps is unknown.
+    With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| of two evaluations.
+    While the sum of K mean|x - x of the previous step| / mean|v_latest| is below `threshold`, the output is x +
+    (v_latest - x_latest). A step's first call decides for all its calls. Raises ValueError without a number of steps.
 
     Args:
         threshold: limit of the sum; 0 always evaluates. The public code has 0.05 and 0.06 for Wan.

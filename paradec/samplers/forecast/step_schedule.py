@@ -22,9 +22,9 @@ class StepSchedule(SavedAsJson, StepRule):
     """Evaluated steps, ascending from 0, of runs with the given properties (None: of all runs).
 
     Args:
-        total: number of solver steps of the run.
-        scheduler: class name of its scheduler.
-        guidance: its guidance scale.
+        total: number of solver steps of a run.
+        scheduler: class name of the run's scheduler.
+        guidance: the run's guidance scale.
         where: default of `Forecast.where`.
     """
 

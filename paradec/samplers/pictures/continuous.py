@@ -1,5 +1,5 @@
 """Sampler of MAR (Li et al., arXiv 2406.11838, and its public code): it decides several continuous tokens per step, in
-random order. Also ReCAP's groups of full and local steps (arXiv 2505.19089, and its public code for MAR)."""
+random order. Steps may form ReCAP's groups of full and local steps (arXiv 2505.19089, and its public code for MAR)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class ContinuousSampler(Sampler):
 
 
 def to_normal(uniform: Tensor) -> Tensor:
-    """Transform uniform numbers in (0, 1) to standard normal ones."""
+    """Transform uniform numbers in (0, 1) to standard normal numbers."""
     return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
 
 
@@ -161,14 +161,14 @@ class MAR(ContinuousSampler):
     cos(pi / 2 * (t + 1) / T)) of S positions are undecided, at least one fewer than before.
 
     With `local_steps` > 0 the steps form groups, as in ReCAP. The first step of a group evaluates everything, stores
-    keys and values of encoder and decoder, and decides the first of the group's positions. The others evaluate only the
-    group's positions, with fewer steps of the diffusion head.
+    keys and values of encoder and decoder, and decides the first of the group's positions. The other (local) steps
+    evaluate only the group's positions, with fewer steps of the diffusion head.
 
     Random numbers are counter-based: an image depends on its seed and class, not on the other rows.
 
     Args:
         local_steps: l: local steps per group; 0 is MAR; ReCAP's scripts have 1.
-        full_groups: number of groups at the start without local steps; None: half of the steps, as in the scripts.
+        full_groups: number of groups without local steps, at the start; None: half of the steps, as in the scripts.
         head_steps: steps of the diffusion head, 1 to 1000.
         fast_ratio: share of `head_steps` that local steps make, in (0, 1]; rounded down to at least 1 step.
         temperature: factor of the noise that the head's steps add.
@@ -176,8 +176,8 @@ class MAR(ContinuousSampler):
             "constant".
         chunk_order: order in which steps decide a group's positions: "raster", row by row, a quirk of ReCAP's code; or
             "order", the random order.
-        keep_buffer: whether local steps read the stored keys and values of the class tokens; else they evaluate the
-            class tokens again (the scripts).
+        keep_buffer: True reads the stored keys and values of the class tokens in local steps; False evaluates the class
+            tokens again, as in the scripts.
 
     Raises:
         ValueError: a setting out of its range.

@@ -39,11 +39,11 @@ class Verdict:
     ratio: Tensor
     """[n] float64: acceptance ratio, which was compared with a uniform number."""
     log_sigma: Tensor
-    """[n] float64: logarithm of Sigma."""
+    """[n] float64: logarithm of Sigma (see `verify_drafts`)."""
     accepted: Tensor
     """[n] bool."""
     resolved: Tensor
-    """[n] bool: accepted or redrawn; the other tokens are zero, or the target's mean."""
+    """[n] bool: accepted or redrawn; the other tokens are the target's mean, or zero if not `mended`."""
     rounds: int
     """Number of rounds in which tokens were redrawn."""
 
@@ -60,8 +60,8 @@ def verify_drafts(
 ) -> Verdict:
     """Accept drafts, or redraw them.
 
-    With q = N(mq, sq^2) of the draft model, p = N(mp, sp^2) of the target, L their half log-variances and Sigma =
-    exp(sum over channels of Lp - Lq), a draft x is accepted where
+    Let q = N(mq, sq^2) be the draft model's and p = N(mp, sp^2) the target's distribution, Lq and Lp their half
+    log-variances, and Sigma = exp(sum over channels of Lp - Lq). A draft x is accepted if
 
         Sigma prod(sq / sp) exp(-|(x - mp) / sp|^2 / (2 T^2)) / exp(-|(x - mq) / sq|^2 / (2 T^2)) > u.
 
@@ -83,7 +83,7 @@ def verify_drafts(
     ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf)  # if a standard deviation is 0
     accepted = ratio > uniform
     values, rounds = x.clone(), 0
-    # the public code also redraws accepted tokens, without effect, until a redrawn value of each was taken
+    # the public code also redraws accepted tokens, without effect, until it has taken a redrawn value for each
     is_final = accepted if mended else accepted & accepted.all()
     while rounds < max_rounds and not is_final.all():
         tokens = (~is_final).nonzero().squeeze(-1) if mended else torch.arange(len(x), device=x.device)
@@ -189,17 +189,17 @@ class CSpD(ContinuousSampler):
 
     `mended` (the default) changes the public code's rule. An accepted token is not redrawn (the code redraws all tokens
     until it has taken a value for each). A token that no round accepts gets the mean of the model's chain (the code
-    writes zeros). Therefore a row does not depend on other rows, as it does in the code. Redrawn tokens have the noise
-    of the last step in both; without it their distribution would have no density.
+    writes zeros). Therefore a row does not depend on other rows; in the code it does. Under both rules, redrawn tokens
+    have the noise of the last step; without it their distribution would have no density.
 
     Random numbers are counter-based: an image depends only on its seed and class, except with `mended=False`. The
     preset "demo" is the code's demonstration, with 256 steps and a guidance scale of 4.
 
     Args:
         draft: the smaller `paradec.models.images.mar.MARModel`, with the same positions, channels, classes and latents;
-            needed unless all steps are those of the model alone. `to_dict` has only its name.
+            needed unless the model makes all steps alone. `to_dict` has only its name.
         num_draft: largest number of steps between two verifications.
-        ratio: share of the steps at the start that the model makes alone, 0 to 1.
+        ratio: share of the steps that the model makes alone, at the start; 0 to 1.
         inner_temperature: T of the acceptance rule (`verify_drafts`), above 0.
         mended: see above.
         max_rounds: limit of the rounds that redraw rejected tokens.
@@ -208,8 +208,8 @@ class CSpD(ContinuousSampler):
         temperature: factor of the noise that the heads' steps add. At 0, which needs `mended`, no draft is accepted,
             and all tokens are the means of the model's chains.
         guidance_schedule: "linear" grows from 1 towards the request's scale: 1 + (scale - 1) (S - m) / S with m
-            undecided positions of S after the step (as in the code, m is 1 at the last step); or "constant". A
-            verification has the scale of its last step.
+            undecided positions of S after the step (as in the code, m is 1 at the last step); or "constant". The call
+            that verifies several steps has the scale of the last one.
 
     Raises:
         ValueError: a setting out of its range. TypeError: a draft model of another kind.

@@ -73,8 +73,8 @@ class CellTeacher:
 
 
 class ScaleTeacher(CellTeacher):
-    """A VAR as teacher, which draws one scale per call with a store. Its first call also reads all scales before. There
-    the public code has no mask, so that coarse scales see finer ones; `masked` adds the mask of the training."""
+    """A VAR as teacher, which draws one scale per call with a store. Its first call also reads all earlier scales; the
+    public code has no mask in it, so that coarse scales see finer ones. `masked` adds the mask used in training."""
 
     def __init__(self, teacher: Any, labels: Sequence[int], request: Request, masked: bool):
         self.model, self.masked, self.scale = teacher, masked, request.guidance_scale
@@ -194,23 +194,23 @@ class DistilledProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class Distilled(Sampler):
-    """Each stage t of `t_list` is one call of the student. It keeps the first K(t) tokens, resets the others to the
-    initial noise, and predicts code and vector of these. In the result the first K(split) tokens are codes, the others
-    vectors. K(t) is t tokens for a student of LlamaGen, and the tokens of t scales for a student of VAR.
+    """Each stage t of `t_list` is one call of the student. The call keeps the first K(t) tokens, resets all others to
+    the initial noise, and predicts their codes and vectors. In the result the first K(split) tokens are codes, the
+    others vectors. K(t) is t for a student of LlamaGen, and the number of tokens of t scales for a student of VAR.
 
     A student has no guidance, and only its noise is random. A `teacher` draws the tokens from stage `teacher_start` up
-    to the second stage, given the codes nearest to the vectors of the first call (with 0 it replaces the first call).
+    to the second stage, given the codes nearest to the vectors of the first call (teacher_start=0 skips this call).
     `guidance_scale`, `temperature`, `top_k` and `top_p` of the request apply to the teacher.
 
     Random numbers are counter-based: a picture depends on its seed and class, not on the other rows.
 
     Args:
         t_list: the stages, ascending from 0; None: (0,) or (0, t) for one or two `steps`, where the student defines t.
-        split: see above; None: as the student defines it.
+        split: stage up to which tokens are codes in the result; None: as the student defines it.
         teacher: the model that the student was distilled from; `to_dict` has only its name.
         teacher_start: first stage of the teacher.
-        masked_prefix: whether a VAR teacher reads its prefix with the mask of its training, so that no scale sees finer
-            ones (the public code has no such mask). No effect without a prefix, and on LlamaGen.
+        masked_prefix: whether a VAR teacher reads its prefix with the mask used in training, so that no scale sees
+            finer scales (the public code has no such mask). No effect without a prefix, and on LlamaGen.
 
     Raises:
         ValueError, TypeError: a setting out of its range.

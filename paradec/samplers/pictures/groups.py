@@ -7,7 +7,7 @@ and values are stored by rank, so that a column sees all ranks below the end of 
 With `Groups(lossless=True)` a mask sees only the tokens of lower rank and itself, so that one call predicts several
 positions, each from the tokens before it in the row's order. The model is then a model of any order, decoded by
 `paradec.samplers.causal.any_order`. The result is that of groups of one position; in LPD's larger groups masks see each
-other. A call stores the last final token, and drafts (again until they are final) at their ranks, but never masks.
+other. A call stores the last final token and the drafts at their ranks (drafts again in every call), but never masks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PictureState(State):
     context: Tensor
     """[branches * B, L] int64 ids, conditional rows first."""
     prompt_length: np.ndarray
-    """[B] int64 on the host, of both branches."""
+    """[B] int64 on the host, equal in both branches."""
     keys: Tensor
     """[B, 2] int64 random keys."""
     store: KeyValueStore
@@ -210,7 +210,7 @@ def _read_rows(name: str, prompt: Any) -> list[list[int]]:
 
 
 METHODS: dict[str, type[SJD]] = {"jacobi": Jacobi, "sjd": SJD, "scd": SCD}
-"""Samplers that verify drafts: Jacobi, with fixed noise for each position, or by the ratio p / q."""
+"""Samplers that verify drafts: "jacobi" with fixed noise for each position, the others by the ratio p / q."""
 
 
 @dataclass
@@ -399,7 +399,7 @@ class Groups(GroupSampler):
         )
 
     def draw(self, state: GroupState, p: Tensor, positions: Tensor) -> Tensor:
-        """Draw tokens [B, n] at positions [B, n]: the lowest id with a cumulated probability above a uniform number."""
+        """Draw tokens [B, n] at positions [B, n]: the lowest id with cumulative probability above a uniform number."""
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
         return draw(p, uniform.squeeze(-1))

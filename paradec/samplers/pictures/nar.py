@@ -57,16 +57,16 @@ class NARState(PictureState):
 @dataclass(frozen=True)
 class NAR(GroupSampler):
     """Each step decides a diagonal of the picture; g x g cells take 2g - 1 forwards. A cell's logits are the mean of
-    those from the right head of its left neighbour and the lower head of its upper neighbour. Cells of the first row
-    and column have one of these; the first cell takes both heads of the condition. Tokens of a diagonal are drawn
-    independently.
+    those from its left neighbour's right head and its upper neighbour's lower head. Cells of the first row and
+    column have only one of these neighbours; the first cell takes both heads of the condition. Tokens of a diagonal are
+    drawn independently.
 
-    Guidance u + s (c - u) is applied to the means; as in the public code it is off for any s up to 1. The filters are
-    applied in the order temperature, top-k, top-p.
+    Guidance u + s (c - u) is applied to the means (c conditional, u unconditional, s the scale); as in the public code
+    it is off for any s up to 1. The filters are applied in the order temperature, top-k, top-p.
 
     Args:
-        cfg_interval: diagonals before which more than this number of tokens are decided have no guidance, and their
-            unconditional branch is not evaluated; -1: all diagonals have guidance.
+        cfg_interval: a diagonal has no guidance, and its unconditional branch is not evaluated, if more tokens than
+            this number are decided before it; -1: all diagonals have guidance.
 
     Raises:
         ValueError: a setting out of its range.

@@ -41,7 +41,7 @@ class ScaleState(State):
     feature_map: Tensor
     """[B, C, s, s]: sum of the features of all decided scales."""
     inputs: Tensor
-    """[B, L - 1, C]: inputs of all scales but the first; 0 where the scale before is undecided."""
+    """[B, L - 1, C]: inputs of all scales but the first; 0 where the previous scale is undecided."""
     labels: Tensor
     """[B] int64."""
     keys: Tensor
@@ -58,7 +58,7 @@ class ScaleState(State):
     next_store: ScaleStore | None = None
     """Store of the small model, while the drafter makes scales (`CoDe`)."""
     draft_counts: np.ndarray = field(init=False)
-    """[4, B] int64: as `counts`, of the drafter."""
+    """[4, B] int64: the drafter's counts, as `State.counts`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +111,7 @@ class ScaleProposal(Proposal):
     """Proposal of a scale with `n` tokens."""
 
     features: Tensor | None = None
-    """[B, C, s, s]: sum of the features of all scales, with this one."""
+    """[B, C, s, s]: sum of the features of all scales up to this one."""
     next_inputs: Tensor | None = None
     """[B, n', C]: inputs of the next scale; None for the last scale."""
     codes: Tensor | None = None
@@ -175,7 +175,7 @@ class VAR(Sampler):
     def start(
         self, model: Any, prompt: Sequence[int] | int, request: Request | None = None, /, **arguments: Any
     ) -> ScaleState:
-        """As `Sampler.start`. prompt: class labels, one per picture, from 0 to the number of classes (no class)."""
+        """As `Sampler.start`. prompt: class labels, one per picture; the number of classes itself means no class."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         facts = model.facts
@@ -336,8 +336,8 @@ class CoDe(VAR):
     verified. `nfe` counts the small model's forwards, `state.draft_nfe` the large one's.
 
     The public code also draws tokens of the drafted scales from the small model's unguided logits, and discards them;
-    this is left out. There, with one seed for both models, the small one repeats the large one's random numbers; here
-    each scale has different numbers.
+    this is left out. In that code, with one seed for both models, the small model repeats the large model's random
+    numbers; here each scale has different numbers.
 
     Args:
         drafter: the larger model of scales, with the same scales, classes and codes. `to_dict` has only its name.

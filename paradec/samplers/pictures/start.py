@@ -18,7 +18,7 @@ def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
 
 
 def check_labels(prompt: Sequence[int] | int, last: int) -> list[int]:
-    """Return the labels as a list. Raises ValueError if there is none, or one that is not from 0 to `last`."""
+    """Return the labels as a list. Raises ValueError if there is no label, or a label that is not from 0 to `last`."""
     labels = [prompt] if isinstance(prompt, int) else list(prompt)
     if not labels:
         raise ValueError("prompt is empty; give at least one class label")

@@ -2,8 +2,8 @@
 
 A step evaluates each open canvas. A rule (a masked sampler's `select`) chooses the positions that keep their tokens;
 all others become noise. A canvas closes with its best tokens when these no longer change, or at its last step. Then it
-is encoded, and the next canvas opens. Rows are independent. The step is transformers'
-(`DiffusionGemmaGenerationMixin.generate`).
+is encoded, and the next canvas opens. Rows are independent. A step computes what transformers'
+`DiffusionGemmaGenerationMixin.generate` does.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ class CanvasSampler(Sampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: DenoisingState) -> list[CanvasQuery]:
-        """Build the calls: final tokens to encode, if any, then all open canvases that do not wait for others."""
+        """Build the calls: final tokens to encode, if any, then all open canvases that do not wait for encoding."""
         encoded_rows, rows = state.choose_rows()
         queries = [_build_encode_query(state, encoded_rows)] if len(encoded_rows) else []
-        # the step's canvases also see the tokens that it encodes
+        # the step's canvases also attend to the tokens that this step encodes
         visible = np.where(np.isin(np.arange(state.batch), encoded_rows), state.block_start, state.encoded)
         positions = state.positions(rows)
         is_first = not state.canvas_step[rows].any()
@@ -233,7 +233,7 @@ class CanvasSampler(Sampler):
         is_stable = np.zeros(len(rows), bool)
         if state.stability_rule is not None:
             is_stable = state.stability_rule.is_stable(unchanged, entropy)
-        is_waiting = state.converged[rows]  # lock step: it converged earlier
+        is_waiting = state.converged[rows]  # in lock step: canvases that converged earlier
         is_last_step = state.canvas_step[rows] + 1 >= state.steps
         is_closing = is_stable | is_waiting
         is_closing = is_last_step | (is_closing.all() if state.lock_step else is_closing)
@@ -287,7 +287,7 @@ class CanvasSampler(Sampler):
     def _draw_tokens(
         self, state: DenoisingState, proposal: CanvasProposal, selected: Tensor, generator: torch.Generator | None
     ) -> Tensor:
-        """Draw tokens [R, C] int64 where `selected` (undefined elsewhere). A generator draws as transformers does."""
+        """Draw tokens [R, C] int64 where `selected` (undefined elsewhere); with a generator, as transformers does."""
         rows, sampled = proposal.rows, proposal.values.clone()
         if generator is not None:
             (logits,) = self._tempered_pieces(state, rows, proposal.logits, selected.numel())

@@ -18,10 +18,10 @@ class Canvas(CanvasSampler):
     """At every step, keep the positions that the rule selects among all positions.
 
     Args:
-        rule: a masked sampler or its name. Scores are of the best tokens under the tempered distribution; selected
-            tokens are drawn from this distribution. A schedule (`low_confidence`) keeps the most confident ceil(C k /
-            N) positions at the k-th of N steps. Rules with memory, drafts, revisions or blocks are not supported. A
-            request that names a masked sampler on a model with canvases uses it as this rule.
+        rule: a masked sampler or its name. Scores are those of the best tokens under the tempered distribution, from
+            which tokens for selected positions are drawn. A schedule (`low_confidence`) keeps the most confident
+            ceil(C k / N) of C positions at the k-th of N steps. Rules with memory, drafts, revisions or blocks are not
+            supported. If a request names a masked sampler on a model with canvases, that sampler becomes the rule.
     """
 
     rule: Any = "threshold"

@@ -13,7 +13,7 @@ from paradec.samplers.renoising.base import CanvasSampler
 
 @dataclass(frozen=True)
 class DiffusionGemma(CanvasSampler):
-    """Keep the positions of lowest entropy whose sum of entropies, without the largest, is within the bound.
+    """Keep as many positions of lowest entropy as the bound allows for the sum of their entropies without the largest.
 
     With `rng="reference"` rows advance in lock step, and draw from one generator as transformers' `generate` does after
     `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded, the

@@ -1,4 +1,4 @@
-"""Masked samplers that can select the kept positions of a canvas, and their schedules there."""
+"""Masked samplers that can select the kept positions of a canvas, and the schedules of such samplers on a canvas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_rule(rule: MaskedSampler, user: str) -> MaskedSampler:
 
 
 def quota(rule: MaskedSampler, num_undecided: Tensor, step: np.ndarray, steps: int) -> Any:
-    """Compute `view.quota` of rules with a schedule: ceil(num_undecided [R] * step [R] / steps), tuples if combined."""
+    """Compute `view.quota` of a rule with a schedule: ceil(num_undecided [R] * step [R] / steps), or one per member."""
     if isinstance(rule, Combination):
         return tuple(quota(member, num_undecided, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:

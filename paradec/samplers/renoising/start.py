@@ -45,7 +45,7 @@ MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold"
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check a request, and make its state: prompts, and canvases after or over them. Raises ValueError, TypeError."""
+    """Check a request, and make its state: prompts, and canvases over what is to fill. Raises ValueError, TypeError."""
     sampler.check_model(model)
     for name, why in UNSUPPORTED.items():
         value = getattr(request, name)
@@ -147,7 +147,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
 
 
 def _find_canvas_starts(row: list[int], end: int, width: int) -> np.ndarray:
-    """Find the starts of canvases in a row of length `end`: each at the first position to fill after the one before."""
+    """Find the canvas starts in a row of length `end`: each at the first position to fill after the last canvas."""
     holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
     starts: list[int] = []
     for position in holes:
@@ -159,8 +159,8 @@ def _find_canvas_starts(row: list[int], end: int, width: int) -> np.ndarray:
 def _match_prefix(
     request: Request, model: Any, rows: list[list[int]], images: list[Any]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Find the row of the request's prefix that each row reuses, and the number of reused tokens, both [B] int64. Any
-    number is exact: the encoder is causal. Raises ValueError for a prefix of another model, or with images."""
+    """Find the row of the request's prefix that each row reuses, and the number of reused tokens, both [B] int64. Reuse
+    of any number is exact: the encoder is causal. Raises ValueError for a prefix of another model, or for images."""
     prefix, has_images = request.prefix, any(image is not None for image in images)
     if request.keep_prefix and has_images:
         raise ValueError("keep_prefix=True keeps only tokens, and the prompt has images: leave it out")

@@ -57,7 +57,7 @@ class DenoisingState(State):
     keys: Tensor
     """[B, 2] int64 random keys."""
     generator: torch.Generator | None
-    """The caller's generator, for `rng="reference"`: rows advance in lock step, as transformers draws them."""
+    """The caller's generator, for `rng="reference"`; then rows advance in lock step, as in transformers."""
     suppressed: Tensor | None
     """[S] int64 ids that are never proposed, or None."""
     ends: Tensor
@@ -80,7 +80,7 @@ class DenoisingState(State):
         self.canvas_index = np.zeros(batch, np.int64)
         """[B] int64: index of the open canvas."""
         self.encoded = np.zeros(batch, np.int64)
-        """[B] int64: number of first positions whose keys and values are in the store."""
+        """[B] int64: number of leading positions whose keys and values are in the store."""
         self.num_waits = np.zeros(batch, np.int64)
         """[B] int64: number of steps that a row has waited to be encoded together with other rows."""
         self.canvas_step = np.zeros(batch, np.int64)
@@ -95,7 +95,7 @@ class DenoisingState(State):
         """[B] int64: the position after each row's last token; before `requested_end` where a stop rule ended it."""
         self.stopped = np.zeros(batch, bool)
         self.reused = np.zeros(batch, np.int64)
-        """[B] int64: number of first positions whose keys and values came from a prefix."""
+        """[B] int64: number of leading positions whose keys and values came from a prefix."""
         self.encoder_calls = np.zeros(batch, np.int64)
         self.denoising_calls = np.zeros(batch, np.int64)
         """[B] int64 each: encodings and denoising steps of a row, except steps in which it only waits in lock step."""
@@ -221,7 +221,7 @@ class DenoisingState(State):
         self.memory.write("noisy", rows, torch.where(is_prompt, self.read(self.canvas, rows, positions), noise))
 
     def close(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Make the open canvases of `rows` [R] final, with tokens [R, C] on the host; end rows, or open the next."""
+        """Make the open canvases of `rows` [R] final, with tokens [R, C] on the host; open the next, or end rows."""
         if not len(rows):
             return
         positions = self.block_start[rows, None] + np.arange(self.width)

@@ -59,10 +59,10 @@ def draft_in_order(
     logits: Callable[[int, Tensor], Tensor],
     candidates: Callable[[int], Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draft [R, n] at positions [R, n] from left to right; also return q [R, n, V].
+    """Draft tokens [R, n] at positions [R, n] from left to right; also return their q [R, n, V].
 
     logits: called with a slot and the tokens [R] before it; returns [R, V].
-    candidates: called with a slot; returns the ids [R, K] whose logits are finite, or None: the whole vocabulary.
+    candidates: called with a slot; returns the ids [R, K] whose logits are finite, or None for the whole vocabulary.
     """
     drafting, device = state.drafting, positions.device
     last_position = torch.as_tensor(state.committed[rows] - 1 + state.shift[0, rows], device=device)
@@ -89,7 +89,7 @@ def draft_in_order(
 def block_query(
     state: CausalState, num_read: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
-    """Query of the final tokens that the drafter has not read, right-aligned, then the last final token and masks.
+    """Build the query of the final tokens not yet read by the drafter, right-aligned, then the last one and masks.
 
     num_read: [R] int64: number of final tokens that the drafter has read. size: columns of the block.
     Returns the query, and [branches * R] int64: number of unread tokens in each row of the call."""

@@ -24,8 +24,8 @@ class DraftSource(Protocol):
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         """Draft for rows [R], each with space for at least one draft.
 
-        features: [branches * R, F, D]: the model's hidden states before the tokens that became final, from the first
-            that the drafter has not read; None for drafters that read no hidden states."""
+        features: [branches * R, F, D]: the model's hidden states (of size D) before F final tokens, from the first
+            token that the drafter has not read; None for drafters that read no hidden states."""
 
 
 def record_broken(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def exclude_tokens(
     tokens: Tensor,
     nodes: Sequence[int] | np.ndarray,
 ) -> Tensor:
-    """Set the logits [R, K, V] of tokens that may not be drawn after nodes of the rows' trees to -inf (arguments as for
+    """Set logits [R, K, V] after K nodes of the rows' trees to -inf for tokens that may not be drawn (arguments as for
     `CausalConstraint.mask_nodes`). If the drafter's own vocabulary or candidates contain no allowed token, all allowed
     tokens become equally likely."""
     constraint, allowed = state.constraint, state.allowed
@@ -66,8 +66,8 @@ def exclude_tokens(
 
 
 def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor | None) -> None:
-    """Write drafts [R, n] into the first slots of the rows' windows. q: [R, n, V] that they were drawn from; None:
-    one-hot."""
+    """Write drafts [R, n] into the first slots of the rows' windows. q: [R, n, V], which the drafts were drawn from;
+    None if it is one-hot."""
     padding = state.width - drafts.shape[1]
     source = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
     state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, padding)))
@@ -121,7 +121,7 @@ def run_drafter_on_tree(
     features: Tensor | None,
     hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return guided logits, and for drafters that read features hidden states [branches * R, W, D] of wanted nodes.
+    """Return guided logits; for drafters that read features, also hidden states [branches * R, W, D] of wanted nodes.
 
     num_drafts: number of drafts in the query. num_new: [branches, R]: number of final tokens in the query.
     features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent."""

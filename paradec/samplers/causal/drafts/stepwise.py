@@ -1,5 +1,5 @@
-"""Drafts by several forwards of a model: one per token of a chain (or one layer per token), or one per depth of a
-tree."""
+"""Drafts by several forwards of a model: one per token of a chain or per depth of a tree. MTP has a layer per token
+instead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DraftChain:
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         drafting = state.drafting
-        # clear rejected drafts from the store: it keeps the final tokens except the last
+        # clear rejected drafts from the store, which keeps the final tokens except the last
         num_read = drafting.num_read[rows] = np.minimum(drafting.num_read[rows], state.committed[rows] - 1)
         if drafting.store is not None:
             for branch in range(state.branches):

@@ -1,4 +1,4 @@
-"""Rules that end a chain of drafts before its window is full. A rule is called after each draft, and that draft is
+"""Rules that end a chain of drafts before its window is full. A rule is called after each draft, and this draft is
 verified in any case. So whether a draft is verified never depends on its own value, and every rule is exact."""
 
 from __future__ import annotations

@@ -139,9 +139,9 @@ class TokenRecycling(NamedDrafter):
     of a node of a static tree is entry j of the matrix row of the node's token. The drafts are not sampled: the exact
     rule for them is "naive".
 
-    Differs from the public code, which is greedy and has one row and one matrix for all requests that starts with
-    zeros. Here it is exact at every temperature, each row has a matrix, and unknown tokens are not drafted. As there,
-    the prompt is not read, and if a step evaluates a token several times, its last node in the tree's order counts.
+    The public code is greedy and decodes one row; its matrix starts with zeros and serves all requests. This class is
+    exact at every temperature, has a matrix per row, and drafts nothing where an entry is unknown. As in the public
+    code, the prompt is not read, and if a step evaluates a token several times, its last node in the tree counts.
 
     Args:
         k: next tokens stored per token: 4 * k bytes per token of the vocabulary and row.
