@@ -137,7 +137,7 @@ def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
 
 
 def check_layers(name: str, indices: Iterable[int], base: Model, has_final: bool) -> None:
-    """Raise ValueError unless the base has these decoder layers, from 0. has_final: allow n for n layers too."""
+    """Raise ValueError for other indices than the base's n layers, 0 to n - 1. has_final: whether n is allowed too."""
     count = len(require_decoder_layers(base))
     for index in indices:
         check_int(name, index, low=0, high=count if has_final else count - 1)

@@ -122,7 +122,7 @@ class Eagle3Head(nn.Module):
     def forward(
         self, embedded: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, cache: Any
     ) -> Tensor:
-        """The layer's output [R, Q, D]; arguments as in `paradec.models.eagle.EagleHead`, with fused features."""
+        """The layer's output [R, Q, D] for embedded tokens and fused features, each [R, Q, D]."""
         return self.midlayer(embedded, features, self.settings.norm_before_residual, rotation, mask, cache)
 
 
@@ -146,7 +146,8 @@ class Eagle3Drafter(FeatureDrafter):
             return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """As `EagleDrafter.__call__`, with fused features; -inf for tokens that the drafter lacks."""
+        """Logits [R, W, V] of the wanted columns (-inf for tokens that the drafter lacks); next features [R, W, D].
+        query: must set `visible`. features: [R, Q, D], fused, of the position before each column."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)

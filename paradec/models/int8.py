@@ -191,7 +191,7 @@ def stored_config(model: Any) -> dict[str, Any] | None:
 
 
 def is_converted(name: str, layer: Any, min_weights: int) -> bool:
-    """Whether a layer gets int8 weights: a large linear layer but not a router, or experts stacked as [E, out, in]."""
+    """Whether a layer gets int8 weights: a large linear layer but not a router, or experts [E, outputs, inputs]."""
     if type(layer) is nn.Linear:
         is_router = name.rpartition(".")[2] in ROUTERS
         return not is_router and layer.weight.numel() >= min_weights and layer.in_features <= MAX_INPUTS

@@ -436,8 +436,8 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
         shape = [sum(sizes), *first_target.shape[1:]] if sizes else []
         if list(value.shape) != shape or value.is_floating_point() != first_target.is_floating_point():
             raise ValueError(
-                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; the weight of {name} is "
-                f"{first_target.dtype} {shape}"
+                f"state_dict[{key!r}] is {value.dtype} {list(value.shape)}; this weight of {name} "
+                f"has {first_target.dtype} {shape}"
             )
         writes += zip(targets, value.detach().split(sizes) if sizes else [value.detach()], strict=True)
     return writes

@@ -41,7 +41,7 @@ class TensorParallelModel:
     __getstate__ = partialmethod(check_use, "a copy or pickle")
 
     def store_bytes(self: Any, *args: Any) -> int:
-        """As in `Decoder`, for this rank's heads."""
+        """Bytes of a key/value store for this rank's heads; arguments of `Decoder.store_bytes`."""
         shares = self.module._tp_size if splits_heads(self.module.tp_plan) else 1
         return int(super().store_bytes(*args)) // shares  # type: ignore[misc]
 

@@ -3,8 +3,8 @@
 Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. The network is Glm4Moe under other names; its
 one matrix for queries, keys and values is split on reading (`paradec.models.text.llada2_modules`).
 Block-causal over blocks of 32 counted from position 0; logits row i predicts token i. Published decoding: samplers
-"threshold" (2.0), "editing" (2.1) and "levenshtein" (2.2, which also chooses experts for whole blocks), with presets of
-these names.
+"threshold" (preset "llada2.0"), "editing" (preset "llada2.1") and "levenshtein" (LLaDA2.2, which also chooses experts
+for whole blocks).
 """
 
 from __future__ import annotations
