@@ -89,7 +89,7 @@ def build(name: str) -> nn.Module:
     return forecasting.randomise(made)
 
 
-def given(name: str, seed: int) -> dict[str, Tensor]:
+def call_inputs(name: str, seed: int) -> dict[str, Tensor]:
     """Make the arguments of a call, except the timestep: noise and prompt of a seed."""
     if name == "digits":  # two of the ten classes in turn, the same ones in both halves
         first = seed // 2 * 2 % 10
@@ -163,7 +163,7 @@ def published(ratios: Any, steps: int) -> dict[str, Settings]:
 
 def run(name: str, module: nn.Module, settings: Settings | None, steps: int, seed: int) -> dict[str, Any]:
     """Make one run: latent, evaluated steps, share of block evaluations, CPU seconds. settings: None is a full run."""
-    arguments = given(name, seed)
+    arguments = call_inputs(name, seed)
     if settings is None:
         began = time.process_time()
         return {"latent": denoise(name, module, arguments, steps), "seconds": time.process_time() - began}
@@ -180,7 +180,7 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
 
 def away(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
     """Compute the error of a latent."""
-    return float((latent - plain[seed]).norm() / (plain[seed] - given(name, seed)["hidden_states"]).norm())
+    return float((latent - plain[seed]).norm() / (plain[seed] - call_inputs(name, seed)["hidden_states"]).norm())
 
 
 def interval(values: list[float]) -> list[float]:
@@ -230,7 +230,7 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
     plain = {seed: run(name, module, None, steps, seed)["latent"] for seed in range(seeds)}
 
     ratios = [
-        calibrate_magcache(module, lambda seed=seed: denoise(name, module, given(name, seed), steps))
+        calibrate_magcache(module, lambda seed=seed: denoise(name, module, call_inputs(name, seed), steps))
         for seed in choosing
     ]
     means = MagRatios(tuple(statistics.fmean(values) for values in zip(*(one.values for one in ratios), strict=True)))

@@ -4,10 +4,10 @@
 
 The packaged pipeline of digits (guidance 2, DDIM) and the random transformers of benchmarks/probes.py with
 FlowMatchEuler make 20 steps. On the choosing seeds, thresholds are bisected so that the mean number of evaluated steps
-is at most the budget, and steps are searched by `paradec.tune_steps`. On the other seeds are reported: the error |x -
-full| / |full - noise|, its mean and 95 % interval (Student's t), and the ratio to the best even steps of the whole
-output, on the same noise. SeaCache needs flow sigmas, so it is left out for digits. Writes
-benchmarks/results/skipping.json.
+is at most the budget, and steps are searched by `paradec.tune_steps`. The other seeds give the results: the error
+|x - full| / |full - noise| (mean and 95 % interval, Student's t), and the geometric mean of its ratio, seed by seed, to
+the error of the best evenly spread steps with the whole output forecast. SeaCache needs flow sigmas, so it is left out
+for digits. Writes benchmarks/results/skipping.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
-from probes import build, given, interval, ratio
+from probes import build, call_inputs, interval, ratio
 from provenance import RESULTS, write_result
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class Flow(diffusers.DiffusionPipeline):
 
     @torch.no_grad()
     def __call__(self, seed: int) -> Tensor:
-        inputs = given(self.name, seed)
+        inputs = call_inputs(self.name, seed)
         latent = inputs["hidden_states"]
         self.scheduler.set_timesteps(STEPS)
         for t in self.scheduler.timesteps:
@@ -56,7 +56,7 @@ def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
     """Build a pipeline, and a function that runs it with a seed and returns noise and latent."""
     if name != "digits":
         flow = Flow(name)
-        return flow, lambda seed: (given(name, seed)["hidden_states"], flow(seed))
+        return flow, lambda seed: (call_inputs(name, seed)["hidden_states"], flow(seed))
     pipe = paradec.PixelDiTPipeline.digits()
     pipe.set_progress_bar_config(disable=True)
 
@@ -92,7 +92,7 @@ def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: di
     return {"errors": errors, "evaluated": statistics.fmean(evaluated)}
 
 
-def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str, Any]]:
+def measure_methods(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str, Any]]:
     """Measure every method at every budget."""
     pipe, run = pipeline(name)
     choosing, reporting = list(range(seeds)), list(range(seeds, 2 * seeds))
@@ -117,8 +117,8 @@ def rank(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str,
                 ways[way] = best
         measured = {way: measure(pipe, run, sampler, reporting, full) for way, sampler in ways.items()}
         for way, one in measured.items():
-            error, over = interval(one["errors"]), ratio(one["errors"], measured[EVEN]["errors"])
-            row = {"model": name, "budget": budget, "way": way, "error": error, "over_even": over}
+            error, ratio_to_even = interval(one["errors"]), ratio(one["errors"], measured[EVEN]["errors"])
+            row = {"model": name, "budget": budget, "way": way, "error": error, "over_even": ratio_to_even}
             rows.append(row | {"evaluated": one["evaluated"]})
             print(rows[-1], flush=True)
     return rows
@@ -131,14 +131,16 @@ def main() -> None:
     parser.add_argument(
         "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="choosing seeds, and reporting seeds"
     )
-    parser.add_argument("--runs", type=int, default=60, help="sets evaluated by a search; default: %(default)s")
+    parser.add_argument(
+        "--runs", type=int, default=60, help="sets of steps that each search evaluates; default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "skipping.json", help="default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     facts = {"steps": STEPS, "seeds": args.seeds, "runs": args.runs, "diffusers": diffusers.__version__}
     rows: list[dict[str, Any]] = []
     for name in args.models:
-        rows += rank(name, args.budgets, args.seeds, args.runs)
+        rows += measure_methods(name, args.budgets, args.seeds, args.runs)
         write_result(args.out, {"facts": facts, "ways": rows})
 
 

@@ -55,7 +55,7 @@ def choose_packaged_suffix(model: Any, sampler: Any, cache: Any) -> Suffix | Non
     """Make the default suffix of `serve` for the packaged model, which was trained on at most 72 new tokens and cannot
     see more masks; None where the sampler or the cache does not support it."""
     suffix = Suffix(32)
-    return None if suffix.why_unsupported(sampler, model, cache or caches.create("none"), gaps=False) else suffix
+    return None if suffix.why_unsupported(sampler, model, cache or caches.create("none"), has_holes=False) else suffix
 
 
 def describe_settings(batch: Any, max_answer: int) -> dict[str, Any]:

@@ -19,7 +19,8 @@ DENSITIES = ("cut", "gaussian", "uniform")
 SCALES = {"same": 2.0, "shifted": 1.6}
 """DPad's density scale by prediction: LLaDA's and Dream's."""
 SUFFIX_STREAM = 6
-"""Stream of the draws that choose masks (`paradec.core.rng`); the block's first position replaces the step."""
+"""Stream of the draws that choose masks (`paradec.core.rng`). Its random numbers are keyed by the block's first
+position instead of the step."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,9 +108,12 @@ class Suffix:
 
     # ---- compatibility --------------------------------------------------------------------------------------------
 
-    def why_unsupported(self, sampler: Any, model: Any, cache: Any, gaps: bool) -> str | None:
-        """Why this sampler, model and cache cannot use a suffix window, as a clause; None if they can. gaps: whether
-        tokens of the prompt follow a mask, so that every density leaves gaps."""
+    def why_unsupported(self, sampler: Any, model: Any, cache: Any, has_holes: bool) -> str | None:
+        """Why this sampler, model and cache cannot use a suffix window, as a clause; None if they can.
+
+        has_holes: whether the prompt has masks before some of its tokens (infilling). These tokens are always
+        evaluated, so even "cut" leaves gaps.
+        """
         facts = model.facts
         if facts.topology != "bidirectional":
             return f"{facts.name} is {facts.topology.replace('_', '-')}, and sees nothing after its block anyway"
@@ -119,7 +123,7 @@ class Suffix:
             return f"cache={cache.name!r} needs whole rows; use 'none', 'prefix', 'dual', 'vicinity' or 'd2'"
         if sampler.needs.mask_probes:
             return f"sampler {sampler.name!r} evaluates additional masks next to the row"
-        if (self.density != "cut" or gaps) and not model.supports_store:
+        if (self.density != "cut" or has_holes) and not model.supports_store:
             return f"the window has gaps, and {facts.name} takes no position ids; use density='cut', without infilling"
         return None
 

@@ -19,7 +19,8 @@ class VicinityCache(RangeCache):
     """Evaluate [block start - prefix_look, block end + after_look). A row's first steps, and the step that opens a
     block, evaluate the whole row.
 
-    A whole-row step decodes from its own logits; the reference also runs a partial forward and decodes from both.
+    A whole-row step commits tokens from its own logits. dInfer's code also runs a partial forward in that step, and
+    commits from the logits of both forwards.
 
     Args:
         prefix_look, after_look: positions left and right of the block, at least 0.

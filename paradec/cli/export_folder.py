@@ -18,7 +18,7 @@ def export_folder(
     model: Annotated[str | None, MODEL] = None,
     sampler: Annotated[str | None, SAMPLER] = None,
 ) -> None:
-    """Write a folder that transformers or diffusers loads code from, so that their users call paradec from there."""
+    """Write a folder of code that transformers or diffusers loads and that calls paradec."""
     from paradec.integrations.folders.export import export_folder as export
 
     for file in export(kind, folder, model=model, sampler=sampler):

@@ -62,7 +62,8 @@ class TokenAutomaton:
         edges: [E, 3] int64: state, class, next state.
         accept: [S] bool.
         end: the state after an end token; -1 without end tokens.
-        free: [S] bool: states of the free text and the marker before a text; None: no states.
+        free: [S] bool: states before the end of the marker (`Constraint.after`), i.e. in the free text before it or
+            inside it; None if there is no marker.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class TokenAutomaton:
         return states
 
     def within_budget(self, budget: int) -> np.ndarray:
-        """[S] bool: states allowed with `budget` more tokens of free text; if negative, the marker's first -`budget`
-        tokens must have been written."""
+        """[S] bool: states that keep a limit on free text. At most `budget` further tokens may precede the marker; -k
+        means that the marker's first k tokens must already be written."""
         return ~self.free | (self.distance <= self.distance[self.free].max(initial=0) + budget)
 
     def free_length(self, tokens: Sequence[int]) -> int:

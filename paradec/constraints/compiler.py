@@ -12,7 +12,7 @@ from typing import Any
 
 from paradec.constraints.automaton import ConstraintSizeError
 from paradec.constraints.spelling import spell_texts, spelling_of
-from paradec.constraints.values import Constraint, cache_automaton, has_automaton
+from paradec.constraints.values import Constraint, cache_automaton, has_automaton, token_automaton
 
 MAX_CONSTRAINTS = 256
 """Maximum number of cached constraints."""
@@ -38,24 +38,27 @@ class Compiler:
         """Build the constraint `make(*arguments)`, and cache its automaton for `token_automaton`. Thread-safe.
 
         Raises:
-            ConstraintSizeError: compilation takes too long, or too much memory. Others: as `make`, `node` and `lift`.
+            ConstraintSizeError: compilation takes too long, or too much memory. Errors of `make`, `Constraint.node` and
+                `Constraint.build_token_automaton` are raised unchanged.
         """
-        key = pickle.dumps((make, arguments))
+        request = pickle.dumps((make, arguments))
         with self._lock:
-            value = self._constraints.get(key)
+            value = self._constraints.get(request)
         if value is not None and has_automaton(value, self.tokenizer, self.vocab_size):
             return value
-        if spelling_of(self.tokenizer) is None:  # raises the error, except for Choice
+        if spelling_of(self.tokenizer) is None:
             value = make(*arguments)
-            value.to_token_automaton(self.tokenizer, self.vocab_size)
+            # unknown tokenizer: to_token_automaton raises ValueError, except for a Choice without after
+            token_automaton(value, self.tokenizer, self.vocab_size, (), ())
+            return value
         with self._slots:
-            reply = self._ask(key)
+            reply = self._compile_in_subprocess(request)
         if isinstance(reply, Exception):
             raise reply
         value, automaton = reply
         cache_automaton(self.tokenizer, (value, self.vocab_size, (), ()), automaton)
         with self._lock:
-            self._constraints[key] = value
+            self._constraints[request] = value
             while len(self._constraints) > MAX_CONSTRAINTS:
                 self._constraints.pop(next(iter(self._constraints)))
         return value
@@ -65,7 +68,7 @@ class Compiler:
         while self._idle:
             _kill(self._idle.pop())
 
-    def _ask(self, key: bytes) -> Any:
+    def _compile_in_subprocess(self, request: bytes) -> Any:
         """Compile in a subprocess. Returns an error, or a constraint and its automaton."""
         try:
             process = self._idle.pop()
@@ -75,7 +78,7 @@ class Compiler:
         timer.start()
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(key)
+            process.stdin.write(request)
             process.stdin.flush()
             while isinstance(reply := pickle.load(process.stdout), list):  # texts to tokenise
                 pickle.dump(spell_texts(self.tokenizer, reply), process.stdin)
@@ -134,7 +137,7 @@ def _serve() -> None:
         reply: Any
         try:
             value = make(*arguments)
-            reply = value, value.lift(spelling, vocab_size, ask)
+            reply = value, value.build_token_automaton(spelling, vocab_size, ask)
         except MemoryError:
             reply = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
         except Exception as error:

@@ -41,9 +41,9 @@ class Members:
     others: Goal = OPEN
     """The goal of keys that are not listed and match no pattern."""
     writes_others: bool = False
-    """Whether the schema has a keyword for other keys, which are then written."""
+    """Whether the subschema has `additionalProperties`. If so, answers may contain other keys."""
     is_negative: bool = False
-    """Whether the subschema is a negative one; its keys are then not written."""
+    """Whether these goals come from a negated subschema. Its keys are not offered as optional keys of an answer."""
 
     def goal(self, key: str) -> Goal:
         goals = [self.listed[key]] if key in self.listed else []
@@ -59,11 +59,12 @@ class Shape:
     is_explicit: bool = False
     """Whether a keyword names the type, or belongs to it."""
     language: Dfa | None = None
-    """Texts of a scalar, for strings without quotes and escapes; None: all texts."""
+    """Texts of a scalar; a string's text is its content, without the quotes and before escaping. None: all texts."""
     members: tuple[Members, ...] = ()
     min_count: int = 0
     max_count: int | None = None
-    """Limits of the number of items, or of properties (then `min_count` is 0 or 1, and `max_count` 0 or None: any)."""
+    """Limits of the number of items, or of properties. None is no limit. For properties only "at least 1" and "none"
+    are supported, so `min_count` is 0 or 1 and `max_count` 0 or None."""
     required: tuple[str, ...] = ()
     implied: frozenset[str] = frozenset()
     """Required names that only a negative subschema requires."""
@@ -117,11 +118,12 @@ SCALARS = {
     "boolean": languages.BOOLEANS,
     "null": languages.texts_language(["null"]),
 }
-"""All texts of each scalar type, from which `not` and `enum` exclude some. Different numbers differ as doubles, too."""
+"""All texts of each scalar type, from which `not` and `enum` exclude some. Numbers have at most 15 digits, so that
+two different numbers are different doubles."""
 
 
 def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:
-    """All values, except that those of type `kind` need `facts`, the fields of a `Shape`."""
+    """Shapes of all values, where those of type `kind` have the given `Shape` fields. Other types are unrestricted."""
     return (*(shape for shape in ANYTHING if shape.kind != kind), *make_shapes(kind, **facts))
 
 
@@ -135,8 +137,8 @@ class Goals:
 
     Args:
         max_length: the largest string length that is counted; a larger `maxLength` is read as this one.
-        exact: exact goals, of which these are the loose version. Loose goals allow too many values and leave none out;
-            they tell which branches of `oneOf` exclude each other.
+        exact: the exact goals, to build their loose version; None to build exact goals. Loose goals allow too many
+            values and leave none out; they tell which branches of `oneOf` exclude each other.
     """
 
     def __init__(self, document: SchemaDocument, max_length: int, exact: Goals | None = None):
@@ -174,8 +176,8 @@ class Goals:
             shapes: Sequence[Shape] = ANYTHING
             for sign, index in sorted(goal, key=lambda literal: not literal[0]):
                 shapes = self.merge_pairs(shapes, self.literal(sign, self._schemas[index]))
-            candidates = self.branch(choice for shape in shapes for choice in self._choose_keys(shape))
-            # types that no keyword names or concerns are left out
+            candidates = self.make_explicit(choice for shape in shapes for choice in self._choose_keys(shape))
+            # leave out each type that is neither named by a keyword nor the subject of one
             candidates = [shape for shape in candidates if shape.is_explicit or self.is_loose]
             listed = [shape for shape in candidates if self.is_loose or not shape.implied - {*self._names(shape)}]
             self._shapes[goal] = tuple(dict.fromkeys(listed or candidates))
@@ -258,7 +260,7 @@ class Goals:
         self.left_out[f"values that violate {path}"] = None
         return ()
 
-    def branch(self, shapes: Iterable[Shape]) -> list[Shape]:
+    def make_explicit(self, shapes: Iterable[Shape]) -> list[Shape]:
         """Make all types of a branch explicit if none of them is."""
         alternatives = [*shapes]
         if self.is_loose or any(shape.is_explicit for shape in alternatives):
@@ -321,13 +323,13 @@ class Goals:
     def some(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
         """Values that are valid by at least one of the subschemas (sign True), or not by all of them (False)."""
         branches = [self.literal(sign, part) for part in parts]
-        return [shape for branch in branches for shape in (self.branch(branch) if sign else branch)]
+        return [shape for branch in branches for shape in (self.make_explicit(branch) if sign else branch)]
 
     def one_of(self, schema: Any, sign: bool) -> Iterable[Shape]:
         parts = schema["oneOf"]
         if self.is_loose:
             return [shape for part in parts for shape in self.literal(True, part)]
-        positive = [self.branch(self.literal(True, part)) for part in parts]
+        positive = [self.make_explicit(self.literal(True, part)) for part in parts]
         if not sign:
             pairs = [self.merge_pairs(first, second) for first, second in combinations(positive, 2)]
             return [*self.every(parts, False), *(shape for pair in pairs for shape in pair)]
@@ -338,7 +340,7 @@ class Goals:
                 overlap = self.merge_pairs(branch, self.loose.literal(True, part)) if i != j else []
                 if any(map(self.loose.is_possible_shape, overlap)):
                     shapes = self.merge_pairs(shapes, self.literal(False, part))
-            alternatives += self.branch(shapes)
+            alternatives += self.make_explicit(shapes)
         return alternatives
 
     def condition(self, schema: Any, sign: bool) -> Iterable[Shape]:

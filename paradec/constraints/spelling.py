@@ -3,8 +3,8 @@
 SentencePiece drops a text's first space, other tokenizers put spaces between tokens. Several ways of joining tokens are
 tried; the first that agrees with `decode` on random sequences is used.
 
-`lift` converts an automaton over bytes to one over tokens. It walks all tokens byte by byte from all states at once;
-tokens with equal maps between states form one class.
+`build_token_automaton` converts an automaton over bytes to one over tokens. It walks all tokens byte by byte from all
+states at once; tokens with equal maps between states form one class.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ MAX_ENTRIES = 2**23
 """Maximum number of entries of all maps between states, including those of token prefixes."""
 
 
-def lift(source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Encode | None = None) -> TokenAutomaton:
+def build_token_automaton(
+    source: ByteAutomaton, spelling: Spelling, vocab_size: int, encode: Encode | None = None
+) -> TokenAutomaton:
     """Build the automaton of the token sequences of a language, without end tokens.
 
     The states are pairs of a byte state and a context of the `Spelling`. No token spans the end of a marker.

@@ -19,7 +19,7 @@ from paradec.constraints.expressions import Node, either, sequence
 from paradec.constraints.expressions import text as text_node
 from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
 from paradec.constraints.regex import parse
-from paradec.constraints.spelling import Encode, Spelling, lift, spell_texts, spelling_of
+from paradec.constraints.spelling import Encode, Spelling, build_token_automaton, spell_texts, spelling_of
 from paradec.core.checks import check_choice, check_int, check_text, short_repr, unknown_name
 from paradec.core.packaged import vocabulary_hint
 
@@ -91,11 +91,12 @@ class Constraint:
                 f"constraint={short_repr(self)}: paradec does not know how this tokenizer joins tokens to texts; only "
                 "paradec.Choice works with it, without after"
             )
-        return self.lift(spelling, vocab_size, partial(spell_texts, tokenizer))
+        return self.build_token_automaton(spelling, vocab_size, partial(spell_texts, tokenizer))
 
-    def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
+    def build_token_automaton(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
         """Build the automaton over tokens, for a tokenizer with this spelling. Raises ValueError if it is too large."""
-        return lift(_byte_automaton(self), spelling, vocab_size, encode if self.spells_literals else None)
+        encode_literals = encode if self.spells_literals else None
+        return build_token_automaton(_byte_automaton(self), spelling, vocab_size, encode_literals)
 
 
 @lru_cache(maxsize=2)
@@ -250,13 +251,13 @@ class JsonSchema(Constraint):
         spelling = {} if self.spelling == "tokenizer" else {"spelling": self.spelling}
         return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling | self.marker_dict()
 
-    def lift(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
+    def build_token_automaton(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
         """Build the automaton over tokens; if it is too large, with shorter strings."""
         encode_literals = encode if self.spelling == "tokenizer" else None
         for max_length in MAX_LENGTHS[::2]:
             try:
                 source = byte_automaton(read_schema(self.schema, self.depth, max_length)[0], self.after)
-                return lift(source, spelling, vocab_size, encode_literals)
+                return build_token_automaton(source, spelling, vocab_size, encode_literals)
             except ValueError as error:
                 last_error = error
         raise last_error

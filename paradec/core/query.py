@@ -67,14 +67,15 @@ class Query(CopyWithFields):
 
 @dataclass
 class WindowLogits(CopyWithFields):
-    """Positions of a call's logits in the windows of the running rows."""
+    """Positions of a call's logits in the windows of the running rows. Here W is the window's width and K the number of
+    columns in `Query.wanted`."""
 
     index: np.ndarray
     """[N] int64, on the host: indices of the call's rows among the running rows."""
     available: Tensor | None = None
     """[N, W] bool: False where a window position has no logits in this call; None: all have."""
     columns: Tensor | None = None
-    """[N, K] int64, distinct within a row: window positions of the `K` columns of `wanted`; None: all, in order."""
+    """[N, K] int64, distinct within a row: window positions of the columns of `wanted`; None: all, in order."""
     num_drafts: np.ndarray | None = None
     """[N] int64, on the host: drafts of each row in the call; None is one."""
 
@@ -136,7 +137,7 @@ class CallCost(NamedTuple):
 
 
 def branch_rows(rows: np.ndarray, batch: int, size: int) -> np.ndarray:
-    """Indices of `rows` [N] in every branch of an axis of this size."""
+    """Indices of `rows` [N] in an axis of `size = branches * batch` rows, for every guidance branch: [branches * N]."""
     return np.concatenate([rows + branch * batch for branch in range(max(size // max(batch, 1), 1))])
 
 

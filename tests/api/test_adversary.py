@@ -368,7 +368,7 @@ def test_trees_of_drafts() -> None:
             expected.append(token_ids[child])
         rule = LanternRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
         rows = [torch.tensor(x).unsqueeze(0) for x in (tokens, p, q)]
-        actual = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), hits=False)
+        actual = walk(tree, *rows, rule, torch.tensor(uniform).unsqueeze(0), accepts_matching_draw=False)
         accepted = int(actual.accepted)
         assert [int(tokens[0]), *actual.tokens[0, :accepted].tolist()] == expected
         np.testing.assert_allclose(normalize(actual.weights)[0].numpy(), probs, atol=1e-9)

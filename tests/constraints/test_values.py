@@ -374,6 +374,10 @@ def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
     with pytest.raises(ValueError, match="does not know how this tokenizer joins"):
         token_automaton(paradec.Regex("one"), tokenizer, 300, (), ())
     assert token_automaton(paradec.Choice(["one two"]), tokenizer, 300, (), ()).states
+    compiler = Compiler(tokenizer, 300)
+    assert compiler.compile(paradec.Choice, ["two"]) == paradec.Choice(["two"])
+    assert values.has_automaton(paradec.Choice(["two"]), tokenizer, 300)
+    refuses(lambda: compiler.compile(paradec.Regex, "one"), "does not know how this tokenizer joins")
 
 
 @pytest.mark.parametrize(
@@ -537,7 +541,7 @@ def test_compiled_automata_equal_local_ones(compiler: Compiler, monkeypatch: pyt
         actual = token_automaton(value, TOKENIZER, VOCAB, (), ())
         for name in ("edges", "accept", "class_of"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
-    monkeypatch.setattr(compiler, "_ask", None)
+    monkeypatch.setattr(compiler, "_compile_in_subprocess", None)
     assert compiler.compile(Regex, pattern) == Regex(pattern)  # from the cache
 
 

@@ -105,13 +105,14 @@ class AnswerParser:
 
 
 class StopCutter:
-    """Cuts a text that arrives in pieces, at the beginning of the stop sequence that is complete first."""
+    """Streaming cut at a stop sequence. The text ends before the stop sequence that is completed first."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add a piece; return the new text that cannot belong to a stop sequence, and keep the remainder in `rest`."""
+        """Add a piece; return the new text that cannot be part of a stop sequence. `rest` is the text held back, or the
+        text after the stop sequence once it is complete."""
         if self.is_over:
             return ""
         text = self.rest + text

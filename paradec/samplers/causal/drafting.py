@@ -69,7 +69,7 @@ class DraftingSampler(CausalSampler):
     """Whether a drafter is required; if not, the sampler can draft by itself."""
     window_drafters: ClassVar[bool] = False
     """Whether drafters that fill a whole window of `slots` are accepted."""
-    hits: ClassVar[bool] = True
+    accepts_matching_draw: ClassVar[bool] = True
     """Whether the walk continues at a child that equals the final draw (`paradec.samplers.causal.trees.walk`)."""
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class DraftingSampler(CausalSampler):
                 raise ValueError(f"drafter={type(self.drafter).__name__} cannot be wrapped: {error}") from None
         if self.drafter_slots is not None:
             self._check_window_drafter()
-        if self.drafter is not None and not self.is_named:
+        if self.drafter is not None and not self.has_text_drafter:
             if not callable(self.drafter) or not hasattr(self.drafter, "facts"):
                 raise ValueError(
                     f"drafter={short_repr(self.drafter)} must be a causal model (e.g. from paradec.load or "
@@ -117,7 +117,7 @@ class DraftingSampler(CausalSampler):
 
     def _check_window_drafter(self) -> None:
         """Raise ValueError if the sampler or a setting does not allow a drafter of whole windows."""
-        name = self.drafter.name if self.is_named else self.drafter.facts.name
+        name = self.drafter.name if self.has_text_drafter else self.drafter.facts.name
         if not self.window_drafters:
             raise ValueError(f"drafter={name!r} must be a causal model or an EAGLE drafter for {self.name!r}")
         if self.tree is not None:
@@ -134,7 +134,7 @@ class DraftingSampler(CausalSampler):
         return getattr(self.drafter, "slots", None)
 
     @property
-    def is_named(self) -> bool:
+    def has_text_drafter(self) -> bool:
         """Whether the drafter has no network (a `NamedDrafter`); then q is one-hot."""
         return isinstance(self.drafter, NamedDrafter)
 
@@ -157,10 +157,10 @@ class DraftingSampler(CausalSampler):
             if self.needs_drafter:
                 raise ValueError(f"drafter=None must be a smaller causal model: create({self.name!r}, drafter=model)")
             return
-        if not self.is_named:
+        if not self.has_text_drafter:
             check_vocabulary(model, self.drafter)
             self.bind_drafter(model)
-        for network in () if self.tree is None else (model,) if self.is_named else (model, self.drafter):
+        for network in () if self.tree is None else (model,) if self.has_text_drafter else (model, self.drafter):
             if not (network.supports_store and network.supports_visibility):
                 raise ValueError(f"tree={self.tree} needs models that run over a store; {network.facts.name} does not")
 
@@ -175,7 +175,7 @@ class DraftingSampler(CausalSampler):
 
     def memory(self) -> dict[str, MemorySpec]:
         specs = super().memory()
-        if self.is_named:
+        if self.has_text_drafter:
             specs["draft_distribution"] = dataclasses.replace(specs["draft_distribution"], dims=(1, "vocab"))
         if isinstance(getattr(self, "stop", None), Unconfident):
             specs["confidence"] = MemorySpec(("slot",), None, reset="sequence")
@@ -200,12 +200,12 @@ class DraftingSampler(CausalSampler):
         if isinstance(self.drafter, PromptLookup):
             self.draft_next(state, state.rows, None)
             return
-        limit = None if self.is_named else self.drafter.facts.max_length
+        limit = None if self.has_text_drafter else self.drafter.facts.max_length
         if limit is not None and limit < state.context.shape[1]:
             need = state.context.shape[1]
             raise ValueError(f"drafter {self.drafter.facts.name} has {limit} positions; the request needs {need}")
         drafting = state.drafting = Drafting(self.bind_drafter(model), *np.zeros((2, state.batch), np.int64))
-        if not self.is_named and self.drafter.supports_store:
+        if not self.has_text_drafter and self.drafter.supports_store:
             drafting.store = self.drafter.make_store(*state.context.shape)
         if self.tree is not None:
             state.memory["drafts"] = torch.full_like(state.memory["drafts"], -1)
@@ -246,7 +246,7 @@ class DraftingSampler(CausalSampler):
 
     def source(self, state: CausalState) -> DraftSource:
         """Return the source of the next drafts."""
-        if self.is_named:
+        if self.has_text_drafter:
             return self.drafter
         if self.drafter_slots is not None:
             return DRAFT_SOURCES[self.drafter.fills]
@@ -270,8 +270,9 @@ class DraftingSampler(CausalSampler):
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
         """As in the base class. For a tree, `values` are the tokens of the walk, and the quantity "accepted" [R, 1]
-        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] are the model's,
-        of size D, before each of F tokens: those that become final, and before them those not yet read."""
+        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has the hidden
+        state of the preceding position for each of F tokens: those that become final, and before them those that the
+        drafter has not read."""
         if self.reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} set no query.hidden, which the drafter reads")
         if self.tree is not None:
@@ -302,10 +303,10 @@ class DraftingSampler(CausalSampler):
         positions = committed + torch.arange(tree.depth + 1, device=device)
         uniform = state.uniform(rows, positions, tree.widest + 1, rng.TOKEN_STREAM)
         q = memory["draft_distribution"].expand(len(rows), *logits.shape[1:])
-        result = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.hits)
+        result = walk(tree, drafts, target, q, self.node_rule(state), uniform, self.accepts_matching_draw)
         node = result.nodes.clamp(min=0)
         quantities = {"accepted": result.accepted.unsqueeze(1), "top_logit": logits.amax(-1)}
-        if self.is_named:
+        if self.has_text_drafter:
             quantities |= {"node_logits": logits, "nodes": drafts}
         quantities |= state.recorded_quantities(None, logits, guided, rows, node_positions.gather(1, node), node)
         if self.reads_features and queries[0].hidden is not None:

@@ -75,7 +75,7 @@ class Lantern(DraftingSampler, SJD):
     summary = "SJD where a draft also counts the probability of its neighbours in the codebook; not lossless"
     lossless = False
     embedding_source = "codebook"
-    hits: ClassVar[bool] = False
+    accepts_matching_draw: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

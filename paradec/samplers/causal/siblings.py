@@ -148,7 +148,7 @@ class Siblings:
             window.distributions(slot)[:, slot_of_node],
             RULE,
             walk_uniform,
-            hits=False,
+            accepts_matching_draw=False,
         )
         path, reaches_chain = follow_path(tree, result.nodes, result.accepted)
         path_p = p.take_along_dim(path.unsqueeze(-1), 1)

@@ -73,9 +73,9 @@ class Speculative(DraftingSampler):
         check_choice("rule", self.rule, RULES)
         object.__setattr__(self, "stop", make_stop_rule(self.stop))
         self._check_stop()
-        is_top_k = isinstance(self.tree, DynamicTree) or (self.is_named and self.tree is not None)
+        is_top_k = isinstance(self.tree, DynamicTree) or (self.has_text_drafter and self.tree is not None)
         if is_top_k and self.rule != "naive":
-            source = f"drafter={self.drafter.name!r}" if self.is_named else "a DynamicTree"
+            source = f"drafter={self.drafter.name!r}" if self.has_text_drafter else "a DynamicTree"
             raise ValueError(f"rule={self.rule!r} must be 'naive' for {source}: its drafts are not sampled")
         if self.tree is not None and self.rule == "greedy":
             tree = parse_tree(self.tree)
@@ -88,8 +88,8 @@ class Speculative(DraftingSampler):
     def _check_stop(self) -> None:
         if self.stop is None:
             return
-        if self.tree is not None or self.is_named:
-            source = f"drafter={self.drafter.name!r}" if self.is_named else f"tree={short_repr(self.tree)}"
+        if self.tree is not None or self.has_text_drafter:
+            source = f"drafter={self.drafter.name!r}" if self.has_text_drafter else f"tree={short_repr(self.tree)}"
             raise ValueError(
                 f"stop={short_repr(self.stop)} needs a chain that a model drafts, not {source}: leave stop out"
             )

@@ -154,7 +154,7 @@ class KSeq:
 
 class Greedy:
     """The likeliest tokens, and one token drawn from the remaining ones. Only the drawn token is verified; after its
-    rejection, the new draw may equal one of the likeliest tokens (`hits` of `walk`)."""
+    rejection, the new draw may equal one of the likeliest tokens (`accepts_matching_draw` of `walk`)."""
 
     distinct: ClassVar[bool] = False
 
@@ -386,7 +386,7 @@ def walk(
     q: Tensor,
     rule: TreeRule,
     uniform: Tensor,
-    hits: bool = True,
+    accepts_matching_draw: bool = True,
 ) -> Walk:
     """Verify a tree of drafts from the root down.
 
@@ -394,7 +394,7 @@ def walk(
     p: [R, N, V]: the target distribution after each node; or a function that returns it for the reached nodes [R].
     q: [R, N, V]: the draft distribution after each node.
     uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw if none is accepted.
-    hits: whether the walk continues at a child that equals this draw; exact for `RULES`."""
+    accepts_matching_draw: whether the walk continues at a child that equals this draw; exact for `RULES`."""
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
     children = layout.children.to(device).expand(rows, -1, -1)
@@ -423,7 +423,7 @@ def walk(
         child, remaining = rule.verify(node_p, q[row, node], candidates, uniform[:, depth, :-1])
         remaining = torch.where((candidates >= 0).any(1, keepdim=True), remaining, node_p)
         token = draw(remaining, uniform[:, depth, -1])
-        if hits:
+        if accepts_matching_draw:
             matches = candidates == token.unsqueeze(1)
             child = torch.where((child < 0) & matches.any(1), matches.int().argmax(1), child)
         accept = child >= 0

@@ -1,9 +1,9 @@
 """Successive halving for several objectives: which trials continue with more prompts.
 
-Every trial decodes the choosing half's prompts in one fixed order, in rungs that grow by a factor eta (20, 60, 180). A
-trial continues after a rung if fewer than 1/eta of the trials there lie on better fronts. This is non-dominated sorting
-as in Schmucker et al., "Multi-objective Asynchronous Successive Halving" (arXiv 2106.12639), without their epsilon-net.
-Optuna's pruners support one objective only.
+One half of the prompts is for choosing settings. Every trial decodes it in the same order, in rungs that grow by a
+factor eta (20, 60, 180). A trial continues after a rung if fewer than 1/eta of the trials there lie on better fronts.
+This is non-dominated sorting as in Schmucker et al., "Multi-objective Asynchronous Successive Halving" (arXiv
+2106.12639), without their epsilon-net. Optuna's pruners support one objective only.
 """
 
 from __future__ import annotations

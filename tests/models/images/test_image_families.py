@@ -25,16 +25,16 @@ from paradec.samplers.causal.sjd import SJD
 def small_grid(name: str) -> tuple[ImageModel, Grid, Any, dict[str, Any]]:
     model, request = image_model(name)
     grid = model.grid(request.get("height"), request.get("width"))
-    laid = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
-    return model, grid, laid, request
+    image_request = model.request(request[model.conditions], grid, negative_prompt=request.get("negative_prompt"))
+    return model, grid, image_request, request
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:
-    model, grid, laid, request = small_grid(name)
-    expected = greedy(laid, grid, scale)
+    model, grid, image_request, request = small_grid(name)
+    expected = greedy(image_request, grid, scale)
     request = request | {"sampler": SJD(window=5), "guidance_scale": scale, "temperature": 0, "output_type": "latent"}
     out = paradec.generate_images(model, **request, seed=0)
     assert torch.equal(out.tokens, expected)
@@ -46,33 +46,33 @@ def test_sjd_at_temperature_0_is_greedy(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("name", IMAGE_MODELS)
 def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
-    _, grid, laid, _ = small_grid(name)
+    _, grid, image_request, _ = small_grid(name)
     sampler = SJD(window=4)
-    guidance = {"guidance_scale": 2.0, "negative_prompt": laid.unconditional}
-    state = sampler.start(laid.model, laid.prompts, grid=grid, seed=1, **guidance)
+    guidance = {"guidance_scale": 2.0, "negative_prompt": image_request.unconditional}
+    state = sampler.start(image_request.model, image_request.prompts, grid=grid, seed=1, **guidance)
     with torch.inference_mode():
         for _ in range(4):
-            sampler.commit(state, sampler.step(laid.model, state))
+            sampler.commit(state, sampler.step(image_request.model, state))
         assert (np.array(state.accepted) < 4).any()  # something was rolled back
         for branch, row in itertools.product(range(2), range(state.batch)):
             index, length = branch * state.batch + row, int(state.committed[row] + state.shift[branch, row]) - 1
             assert state.store.valid[index].nonzero().squeeze(1).tolist() == list(range(length))
             positions = torch.arange(length).repeat(2, 1)
-            fresh = laid.model.make_store(2, length)
+            fresh = image_request.model.make_store(2, length)
             query = Query(
                 rows=np.array([row]), tokens=state.context[index, :length].repeat(2, 1), positions=positions,
                 store=StoreCall(torch.arange(2), positions, visible_length=length), branches=2,
                 forwarded=np.array([length]),
             )  # fmt: skip
-            laid.model(query, fresh)
+            image_request.model(query, fresh)
             for layer, kind in itertools.product(range(2), ("layer_keys", "layer_values")):
                 actual, expected = getattr(state.store, kind)[layer][index], getattr(fresh, kind)[layer][branch]
                 assert (actual[:length] - expected[:length]).abs().max() < 1e-5
 
 
 def test_janus_equals_transformers() -> None:
-    model, grid, laid, request = small_grid("janus")
-    actual = greedy(laid, grid, 5.0)
+    model, grid, image_request, request = small_grid("janus")
+    actual = greedy(image_request, grid, 5.0)
     arguments = {"generation_mode": "image", "do_sample": False, "guidance_scale": 5.0}
     for row, prompt in enumerate(request["prompts"]):
         ids = torch.tensor([prompt])
@@ -83,8 +83,8 @@ def test_janus_equals_transformers() -> None:
 
 
 def test_emu3_equals_transformers() -> None:
-    model, grid, laid, request = small_grid("emu3")
-    actual, negative = greedy(laid, grid, 3.0), torch.tensor(request["negative_prompt"])
+    model, grid, image_request, request = small_grid("emu3")
+    actual, negative = greedy(image_request, grid, 3.0), torch.tensor(request["negative_prompt"])
     for row, prompt in enumerate(request["prompts"]):
         ids = torch.tensor([prompt])
 
@@ -113,7 +113,7 @@ def test_chameleon_gives_finite_logits_of_image_tokens() -> None:
     assert (theirs[is_image] == torch.finfo(theirs.dtype).min).all() and (ours[is_image].abs() < 1e3).all()
 
 
-def test_chameleon_follows_the_map_to_its_codes() -> None:
+def test_chameleon_maps_tokens_to_codes() -> None:
     model, grid, _, _ = small_grid("lumina-mgpt")
     assert len(model.cells) == CODES and model.cells[0] == 7 and model.cells[1] == 12
     tokens = grid.layout.clone().unsqueeze(0)
@@ -166,18 +166,19 @@ def test_prompt_templates_of_the_models() -> None:
     words = Words()
     emu3 = Emu3Model(image_model("emu3")[0].module, words)
     grid = emu3.grid(24, 32)
-    laid = emu3.request(["a fox", "fog"], grid, num_images=2, negative_prompt="no fog")
-    assert laid.prompts.rows == [[1, 50, 54, 53, 55]] * 2 + [[1, 52, 54, 53, 55]] * 2
-    assert laid.unconditional.rows == [[1, 51, 52, 54, 53, 55]] * 4
+    image_request = emu3.request(["a fox", "fog"], grid, num_images=2, negative_prompt="no fog")
+    assert image_request.prompts.rows == [[1, 50, 54, 53, 55]] * 2 + [[1, 52, 54, 53, 55]] * 2
+    assert image_request.unconditional.rows == [[1, 51, 52, 54, 53, 55]] * 4
     assert emu3.request("fox", grid).unconditional.rows == [[1, 54, 53, 55]]
 
     janus = JanusModel(image_model("janus")[0].module, words)
-    laid = janus.request("a fox", janus.grid())
-    assert laid.prompts.rows == [[CODES + token for token in (1, 50, 9)]]
-    assert laid.unconditional.rows == [[CODES + token for token in (1, 0, 9)]]
+    image_request = janus.request("a fox", janus.grid())
+    assert image_request.prompts.rows == [[CODES + token for token in (1, 50, 9)]]
+    assert image_request.unconditional.rows == [[CODES + token for token in (1, 0, 9)]]
 
     sizes = {"start": 40, "end": 41, "side": 4, "turn_end": 2, "first_size": 50}
     layout = ChameleonLayout(**sizes, instruction="no {width} {height} fog ")
     lumina = ChameleonModel(image_model("anole")[0].module, layout, tokenizer=words)
-    laid = lumina.request("fox", lumina.grid(32, 64))
-    assert laid.prompts.rows == [[1, 51, 52, 50, 2, 40, 51, 52]] and laid.unconditional.rows == [[40, 51, 52]]
+    image_request = lumina.request("fox", lumina.grid(32, 64))
+    assert image_request.prompts.rows == [[1, 51, 52, 50, 2, 40, 51, 52]]
+    assert image_request.unconditional.rows == [[40, 51, 52]]

@@ -102,7 +102,7 @@ def test_reference_tree_verification(path: Path) -> None:
         tried = [i for i, token_id in enumerate(ids) if token_id not in ids[:i]]
         for i, number in zip(tried, numbers[used:], strict=False):
             uniform[0, depth, i] = number
-        result = walk(tree, drafts, p, q, rule, uniform, hits=False)
+        result = walk(tree, drafts, p, q, rule, uniform, accepts_matching_draw=False)
         if int(result.accepted) == depth:
             used += len(tried)
             break

@@ -50,7 +50,7 @@ def works(sampler: str, cache: str, model: str) -> bool:
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
 
 
-def pipelines(name: str) -> bool:
+def supports_pipelined_blocks(name: str) -> bool:
     """Whether a sampler supports several open blocks."""
     try:
         check_pipelined(samplers.create(name), PipelinedBlocks(3))
@@ -59,7 +59,7 @@ def pipelines(name: str) -> bool:
     return True
 
 
-PAIRS = pairs()
+COMBINATIONS = pairs()
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 NEW = 8
 
@@ -68,20 +68,20 @@ def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict
     """(prompts, request) cases: greedy, drawn, and pipelined if supported. Prompts of a case are distinct."""
     draw = random.Random(f"{name} {cache} {model}")
     requests = []
-    guided = draw.choice((0.0, 0.8))
+    guided_temperature = draw.choice((0.0, 0.8))
     for temperature in (0.0, 0.8):
         rows: list[list[int]] = []
         for _ in range(draw.randint(2, 3)):
             row = [draw.randrange(36) for _ in range(draw.randint(1, 9))]
             rows += [row] if row not in rows else []
         request: dict[str, Any] = {"block_length": draw.choice((3, 4, NEW)), "temperature": temperature}
-        request |= {"guidance_scale": 1.5 if temperature == guided else 1.0, "seed": draw.randrange(2**31)}
+        request |= {"guidance_scale": 1.5 if temperature == guided_temperature else 1.0, "seed": draw.randrange(2**31)}
         request |= {"eos_early_stop": draw.random() < 0.5}
         if name == "adablock":  # its default delimiters need a tokenizer
             policy = AdaptiveBlocks(6, delimiters=tuple(range(0, 64, 3)), window=0.5, delimiter_threshold=0.2)
             request |= {"blocks": policy, "block_length": None}
         requests.append((rows, supported_fields(name, request)))
-    if pipelines(name) and (cache, model) != ("none", "dream64"):
+    if supports_pipelined_blocks(name) and (cache, model) != ("none", "dream64"):
         rows, request = requests[draw.randrange(2)]
         policy = PipelinedBlocks(
             draw.choice((2, 3)), add=draw.choice((0, 0.3, 0.6)), full=0.5, forced=draw.choice(("first", "active"))
@@ -123,7 +123,7 @@ def every_case() -> list[Any]:
     """All cases. Without `-m full` a pair has either its greedy or its drawn case, and with a cache also the
     pipelined one."""
     parameters = []
-    for name, cache, model in PAIRS:
+    for name, cache, model in COMBINATIONS:
         turn = (MASKED.index(name) + (model == "dream64")) % 2 if cache == "none" else MASKED.index(name) // 4 % 2
         quick = {turn} if cache == "none" else {turn, 2}
         for case in range(len(cases(name, cache, model))):
@@ -220,7 +220,8 @@ def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
 
 
 UNBOUNDED = {"klass", "persistence"}
-"""Samplers that may commit fewer positions than the schedule grants: only ready ones, or no early end token."""
+"""Samplers that may commit fewer positions than scheduled: `klass` commits only stable positions, `persistence` delays
+uncertain end tokens."""
 AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
 """Samplers that may commit more positions than the schedule grants."""
 

@@ -20,7 +20,7 @@ lm_eval = pytest.importorskip("lm_eval", reason='needs the extra "eval"')
 from paradec import cli  # noqa: E402
 from paradec.models.adapter import Model  # noqa: E402
 from paradec.tools import evaluation  # noqa: E402
-from paradec.tools.evaluation import evaluate as running  # noqa: E402
+from paradec.tools.evaluation import evaluate as evaluate_module  # noqa: E402
 from paradec.tools.evaluation.harness import ParadecLM  # noqa: E402
 from paradec.tools.evaluation.likelihood import log_likelihoods  # noqa: E402
 from paradec.tools.evaluation.recipe import Recipe  # noqa: E402
@@ -55,14 +55,14 @@ def test_arguments_of_the_command_line_are_the_model_s() -> None:
 
 def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> None:
     limit, tasks = 6, tuple(f"paradec_{task}" for task in SOME)
-    # compare samples prompts of all lengths, the harness takes the first ones: give compare the first ones too
+    # `compare` draws prompts of all lengths, but the harness takes the first ones. Give both the first ones.
     questions = [question for task in SOME for question in evaluation.packaged_questions(task)[:limit]]
     of_compare = evaluation.compare(packaged64, questions=questions, names=["threshold"], batch=4).baseline
     expected = {f"paradec_{task}": right / count for task, (right, count) in of_compare.tasks.items()}
     spent, texts = [], []
     for batch in (1, 5):
         recipe = Recipe(tasks=tasks, limit=limit, batch=batch)
-        actual = running.evaluate(recipe, model=packaged64, log_samples=True, bootstrap_iters=0)
+        actual = evaluate_module.evaluate(recipe, model=packaged64, log_samples=True, bootstrap_iters=0)
         assert {task: actual["results"][task]["exact_match,none"] for task in tasks} == expected
         spent.append({name: actual["config"]["spent"][name] for name in ("row_calls", "tokens", "answers")})
         texts.append([sample["resps"] for task in tasks for sample in actual["samples"][task]])
@@ -76,7 +76,7 @@ def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> No
 @pytest.mark.full
 def test_packaged_tasks_score_like_compare(packaged64: Model) -> None:
     of_compare = evaluation.compare(packaged64, names=["threshold"], batch=16).baseline
-    actual = running.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
+    actual = evaluate_module.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
     for task, (right, count) in of_compare.tasks.items():
         assert actual["results"][f"paradec_{task}"]["exact_match,none"] == right / count
     assert actual["groups"]["paradec"]["exact_match,none"] == pytest.approx(of_compare.accuracy())
@@ -84,7 +84,7 @@ def test_packaged_tasks_score_like_compare(packaged64: Model) -> None:
 
 def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("paradec_copy",), limit=5, batch=2)
-    full = running.evaluate(recipe, model=packaged64, log_samples=True)
+    full = evaluate_module.evaluate(recipe, model=packaged64, log_samples=True)
     answered = 0
 
     class Impatient(ParadecLM):
@@ -100,7 +100,7 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
 
             cache_hook.add_partial = add
 
-    manager = running.build_task_manager(recipe)
+    manager = evaluate_module.build_task_manager(recipe)
     arguments: dict[str, Any] = {"tasks": ["paradec_copy"], "task_manager": manager, "limit": 5}
     arguments |= {"apply_chat_template": True, "use_cache": str(tmp_path / "answers"), "bootstrap_iters": 0}
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +133,7 @@ def choices(tmp_path: Path) -> Path:
 def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("choices",), include=str(choices), likelihood="monte_carlo", mc_num=4, mc_batch=2)
     recipes = [dataclasses.replace(recipe, batch=batch) for batch in (1, 7)]
-    actual = [running.evaluate(r, model=packaged64, log_samples=True) for r in recipes]
+    actual = [evaluate_module.evaluate(r, model=packaged64, log_samples=True) for r in recipes]
     assert [f["results"]["choices"]["acc,none"] for f in actual] == [1.0, 1.0]
     reported = actual[0]["config"]["log_likelihoods"]
     assert (reported["judged"], reported["method"], reported["samples"]) == (5, "monte_carlo", 4)
@@ -143,7 +143,7 @@ def test_choices_are_judged_by_log_likelihoods(packaged64: Model, choices: Path,
         assert a[0] == pytest.approx(b[0], abs=1e-9) and a[1] == b[1]
     assert [greedy for row in first for _, greedy in row] == [True, False, False, True, False]
 
-    decoded = running.evaluate(dataclasses.replace(recipe, choices="decode"), model=packaged64)
+    decoded = evaluate_module.evaluate(dataclasses.replace(recipe, choices="decode"), model=packaged64)
     assert decoded["results"]["choices"]["acc,none"] == 1.0 and "log_likelihoods" not in decoded["config"]
     assert decoded["config"]["spent"]["answers"] == 2 and decoded["config"]["spent"]["row_calls"] <= 4
 
@@ -187,4 +187,4 @@ def test_recipes_name_tasks_of_the_harness(recipe: Path, manager: Any) -> None:
 
 @pytest.fixture(scope="module")
 def manager() -> Any:
-    return running.build_task_manager(Recipe(tasks=("gsm8k",)))
+    return evaluate_module.build_task_manager(Recipe(tasks=("gsm8k",)))
