@@ -235,7 +235,7 @@ class Request:
     trace: bool = argument(False, check_bool)
     compile: bool = argument(False, check_bool)
     logprobs: int | None = argument(
-        None, _count, int | None, "Print the log-probability of each token, and of this many likely ones."
+        None, _count, int | None, "Print the log-probability of each token, and of this many likely tokens."
     )
     rollout: bool = argument(False, check_bool)
     progress: bool = argument(False, check_bool)

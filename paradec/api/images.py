@@ -315,7 +315,7 @@ def make_images(model: PictureModel, tokens: Tensor, grid: Grid, output_type: st
 
 
 def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any:
-    """Return the conditions that the model uses. Raises ValueError if they are missing, or if it ignores one."""
+    """Return the conditions that the model uses. Raises ValueError if they are missing, or for other conditions."""
     for name, value in conditions.items():
         if value is not None and name != model.conditions:
             raise ValueError(f"{model.facts.name} does not take {name}; it is conditioned on {model.conditions}")

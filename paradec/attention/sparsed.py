@@ -24,7 +24,7 @@ SELECTIONS = ("isolated", "reference")
 
 @dataclass(frozen=True)
 class SparseD:
-    """Settings of SparseD. Defaults: the paper's settings for long prompts. Preset "short": those for short prompts.
+    """Settings of SparseD. The defaults are the paper's for long prompts, the preset "short" for short prompts.
 
     The paper's code is dense for int(T * skip) + 2 of T scheduled steps, and makes the lists in the last dense step.
     For samplers with a schedule, T is `steps` here, or the number of masks. With other samplers a row is dense until

@@ -314,7 +314,7 @@ class Batch:
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
         """Whether two prompts may start as rows of one request, since they differ only in ids and seeds.
 
-        Prompts with holes or images, isolated ones and those with `compile` start alone.
+        Prompts with holes or images, isolated prompts and prompts with `compile` start alone.
         """
         for ticket in (first, second):
             if ticket.isolated or ticket.request.compile or ticket.prompts.images is not None:

@@ -39,7 +39,7 @@ class ImageTicket(Ticket):
     image_request: Any = None
     grid: Any = None
     accepted: list[int] = field(default_factory=list, repr=False)
-    """Tokens that became final at each step, minus those that were masked again."""
+    """Number of tokens that became final at each step, minus tokens that were masked again."""
 
 
 class ImageBatch(Batch):

@@ -155,7 +155,7 @@ class Group(Generic[S]):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
         self.state: S = state
         self.has_row_model = model is not shared
-        """Whether the model stores the rows' prompts. Its rows are then replaced together with those of the state."""
+        """Whether the model stores the rows' prompts. Then rows of the model and of the state are replaced together."""
         self.model = select_rows(model, np.arange(state.batch)) if self.has_row_model else model
         self.tickets: list[Ticket | None] = [None] * state.batch
         """The ticket of each slot; None is a free slot."""

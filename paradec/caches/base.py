@@ -63,10 +63,10 @@ class CacheFacts:
     predictions: tuple[str, ...] = ("same", "shifted")
     """Supported models (`paradec.core.facts`)."""
     exact_on: tuple[str, ...] = ()
-    """Topologies on which every step's logits equal those without a cache, for all settings."""
+    """Topologies on which, with all settings, every step's logits are the same as without a cache."""
     evaluates: str = "block"
-    """Positions of the open block that every step evaluates: all ("block"), the "undecided" ones, "some" of these, the
-    sampler's preview ("picks"), or a set chosen earlier ("targets"). A step may evaluate more."""
+    """Positions of the open block that every step evaluates: all ("block"), all undecided ("undecided"), some undecided
+    ("some"), the sampler's preview ("picks"), or a set chosen earlier ("targets"). A step may evaluate more."""
     stateless: bool = True
     """Whether a step depends only on the canvas and the block."""
     reads_final_only: bool = False

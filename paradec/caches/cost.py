@@ -12,7 +12,7 @@ from paradec.caches.base import Cache
 MAX_SHARE = 0.9
 """Share of evaluated positions from which on a cache is not worthwhile."""
 MIN_CALLS = 4
-"""With fewer forwards per row, `advice` gives none."""
+"""With fewer forwards per row, `advice` returns None."""
 MIN_POSITIONS = 64
 """With fewer positions, gathering some is not faster than the whole row for one row on a CPU (benchmarks/caches.py)."""
 

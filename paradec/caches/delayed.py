@@ -32,7 +32,7 @@ class DelayedCache(RangeCache):
             code's 10000 in effect means never.
         waiting: "all": each block waits from the step that fills it (the code for Dream). "first": only the first block
             that is not cached waits; the next one from the step that caches it (the code for LLaDA). None: "first" for
-            models that predict in place, "all" for shifted ones.
+            models that predict in place, "all" for shifted models.
     """
 
     cache_delay_iter: int = 1

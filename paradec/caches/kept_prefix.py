@@ -25,7 +25,7 @@ class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
     Made by `generate(..., keep_prefix=True).prefix`, and passed as `prefix`: each new row reuses the longest prefix
-    that it shares with a stored row. Valid for the same module with unchanged weights; so is a copy, but no pickle.
+    that it shares with a stored row. Valid for the same module with unchanged weights (a copy too, a pickle never).
 
     Attributes:
         tokens: one list of ids per row.

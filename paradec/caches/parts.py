@@ -21,8 +21,8 @@ def full_parts(state: Any, index: np.ndarray, limit: int = 3, multiple: int = 1)
 def range_parts(
     state: Any, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, limit: int = 3, multiple: int = 1
 ) -> list[Part]:
-    """Make parts for the ranges [start, stop) of the running rows `index` [N], in at most `limit` groups. Positions of
-    reused prefixes and outside suffix windows are left out. multiple: divides the widths, up to the canvas's."""
+    """Make parts for the ranges [start, stop) of running rows `index` [N], in at most `limit` groups, without positions
+    of reused prefixes or outside suffix windows. multiple: round widths up to multiples of it, within the canvas."""
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[index]])
     if state.present is not None:

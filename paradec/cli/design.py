@@ -227,7 +227,7 @@ def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | Non
 
 
 def set_membrane(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
-    """Copy the structure with membrane labels. Raises ValueError for unknown residues, or labels of both kinds."""
+    """Copy the structure with membrane labels. Raises ValueError for unknown residues or several kinds."""
     if transmembrane and (buried or interface):
         raise ValueError("--transmembrane labels the whole protein; leave it out with --buried and --interface")
     if not (transmembrane or buried or interface):

@@ -96,7 +96,7 @@ class FileJob:
             if changed := differences(entry["settings"], self.settings):
                 raise ValueError(
                     f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): "
-                    f"{'; '.join(changed)}. Give the same ones, or another file"
+                    f"{'; '.join(changed)}. Give the same settings, or another file"
                 )
         versions = {short_repr(entry["settings"].get("paradec")) for entry in self.earlier}
         for version in versions - {short_repr(paradec.__version__)}:

@@ -195,7 +195,7 @@ class Bar:
             self.due = time.monotonic() + self.delay
 
     def set_range(self, first: int, rows: int, total: int) -> None:
-        """Set the progress of the next batch: `rows` of `total` answers, after the `first` ones."""
+        """Set the progress of the next batch: `rows` of `total` answers, after the first `first` answers."""
         self.first, self.rows, self.total = first, rows, total
 
     def update(self, state: State, commit: Commit) -> None:

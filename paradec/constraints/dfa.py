@@ -139,7 +139,7 @@ class _Positions:
         return self._ids[position]
 
     def reach(self, positions: Positions) -> Positions:
-        """The positions reached without reading a letter: those that have letters, and `END`."""
+        """The positions reached without reading a letter, as far as they have letters or are `END`."""
         if positions not in self._reached:
             stack, reached = [*positions], {*positions}
             while stack:
@@ -172,7 +172,7 @@ class _Positions:
         return ((low, high, self._reached.get(target) or self.reach(target)) for low, high, target in moves)
 
     def _disjoint(self, moves: list[tuple[int, int, Positions]]) -> list[tuple[int, int, Positions]]:
-        """Split overlapping ranges into ascending disjoint ones; each has the union of the positions after it."""
+        """Split overlapping ranges into ascending disjoint ranges, each with the union of the positions after it."""
         moves.sort()
         if len(moves) < 2 or all(left[1] < right[0] for left, right in zip(moves, moves[1:], strict=False)):
             return moves

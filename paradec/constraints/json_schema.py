@@ -69,7 +69,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
 
 
 class _Writer:
-    """Builds expressions of the texts of goals: sets of subschemas that a value must match (`schema_shapes`).
+    """Builds expressions of the texts of goals: sets of subschemas that a value must, or must not, match.
 
     A recursive goal is expanded to `depth` levels, with one node per goal and number of levels left.
     """
@@ -293,7 +293,7 @@ def _codes(ranges: Ranges) -> Node:
 
 
 def _members(entries: list[tuple[Node, bool]], rest: Node, needs_one: bool) -> Node:
-    """Members of an object in order: all required entries (True), any optional ones, then any number of `rest`."""
+    """Members of an object in order: all required entries (True), any optional entries, any number of `rest`."""
     size = len(entries)
 
     def moves(state: tuple[int, bool]) -> Iterable[tuple[Node, tuple[int, bool]]]:

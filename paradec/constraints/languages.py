@@ -43,7 +43,7 @@ IPV6 = "|".join([
 
 
 def _uri(extra: str) -> dict[str, str]:
-    """Patterns of URIs and of relative references. extra: characters allowed in addition to ASCII ones."""
+    """Patterns of URIs and of relative references. extra: allowed characters beyond ASCII."""
     part = rf"(?:[A-Za-z0-9._~!$&'()*+,;=@{extra}-]|%[0-9A-Fa-f]{{2}})"
     path, query = f"(?:{part}|[:/])*", rf"(?:\?(?:{part}|[:/?])*)?(?:#(?:{part}|[:/?])*)?"
     host = rf"(?:[A-Za-z0-9._~{extra}-]|%[0-9A-Fa-f]{{2}})*"

@@ -166,7 +166,7 @@ def build_token_automaton(
 
     Args:
         encode: tokenises texts (`spell_texts`). Literals (`find_literals`) then have the tokenizer's spelling, and no
-            token joins a literal with other text. Any spelling is allowed without `encode`, or if it cannot spell one.
+            token joins a literal with other text. Without `encode`, or if it cannot spell one, any spelling is allowed.
 
     Raises:
         ValueError: more than `MAX_STATES` or `MAX_EDGES`.

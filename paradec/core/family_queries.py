@@ -33,7 +33,7 @@ class CausalQuery(Query):
 
 @dataclass
 class VisibleQuery(CausalQuery):
-    """A call over a store: each column sees all stored positions, and the columns that `visible` says."""
+    """A call over a store. In any topology, a column sees all stored positions and the call's columns in `visible`."""
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class AnyOrderQuery(Query):
     """A call of an any-order model (`Model.any_order`) by the causal family."""
 
     decided_at: Tensor
-    """[R, Q] int64: rank in the row's order of each decided or drafted position; -1 for prompt and undecided ones."""
+    """[R, Q] int64: rank in the row's order of each decided or drafted position; -1 in the prompt and if undecided."""
     index: np.ndarray
 
 

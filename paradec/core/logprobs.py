@@ -57,7 +57,7 @@ class StepLogProbs:
 
     @classmethod
     def from_log_probabilities(cls, log_p: Tensor, tokens: Tensor, count: int) -> StepLogProbs:
-        """Select from log-probabilities [R, W, V] those of tokens [R, W] and of the `count` likeliest."""
+        """Select the values of tokens [R, W] and of the `count` likeliest tokens in log-probabilities [R, W, V]."""
         best, best_tokens = log_p.topk(count, -1)
         chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         return cls(chosen.double(), best.double(), best_tokens)
@@ -151,8 +151,8 @@ class LogProbs:
     def write(
         self, rows: np.ndarray, positions: Tensor, selected: Tensor, values: StepLogProbs, steps: np.ndarray | Tensor
     ) -> None:
-        """Write a step's values at positions [R, W], distinct within a row, where selected [R, W]. steps: [R] or [R,
-        W]."""
+        """Write a step's values where `selected` [R, W], at `positions` [R, W], which are distinct within a row. steps:
+        [R] or [R, W]."""
         row_steps = torch.as_tensor(steps, device=self.step.device)
         row_steps = (row_steps.unsqueeze(1) if row_steps.ndim == 1 else row_steps).expand(positions.shape)
         for name in NAMES:

@@ -135,7 +135,7 @@ LOAD_ARGUMENTS = {
 
 
 def describe_missing_attribute(name: str, names: Iterable[str]) -> str:
-    """Advise what to write instead of a name that `paradec` does not have; "" if unknown. names: those of `paradec`."""
+    """Advise what to write instead of a name that `paradec` does not have; "" if unknown. names: `paradec`'s names."""
     plain = plain_name(name)
     by_plain_name = PACKAGE_NAMES | {plain_name(known): f"paradec.{known}" for known in names}
     here = by_plain_name.get(plain) or by_plain_name.get(plain.removesuffix("config").removesuffix("cache"))

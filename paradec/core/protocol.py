@@ -159,7 +159,7 @@ class State:
         return f"{type(self).__name__} cannot exchange rows"
 
     def before_row_change(self, other: Self | None) -> None:
-        """Called before rows are selected (`other` is None), or replaced by those of `other`."""
+        """Called before rows are selected (`other` is None), or replaced by the rows of `other`."""
         self._counts = self.counts  # count pending calls, whose indices are the old rows
         if other is not None:
             other._counts = other.counts
@@ -189,7 +189,7 @@ class State:
         raise NotImplementedError
 
     def check_current(self, proposal: Proposal | LatentProposal) -> None:
-        """Raise ValueError if `proposal` was made before another commit."""
+        """Raise ValueError if `proposal` was made before the latest commit."""
         if proposal.made_at != self.commits:
             raise ValueError("this proposal was made from an earlier state; call step again before commit")
 
@@ -206,7 +206,7 @@ TextState: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Sampler(Component):
-    """A decoding method: an immutable, validated value whose fields are its settings (defaults: the paper's).
+    """A decoding method: an immutable, validated value whose fields are its settings, by default the paper's.
     Subclasses set `name`, `family`, `models`, `paper`, `arxiv` and `summary`, and implement `start`, `query`, `propose`
     and `commit`."""
 
@@ -224,7 +224,7 @@ class Sampler(Component):
     unsupported: ClassVar[tuple[str, ...]] = ("order",)
     """Fields of `paradec.Request` that must have their default value."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults that differ from those of `paradec.Request`."""
+    """Defaults of fields of `paradec.Request` that differ from the class's."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_class("sampler", cls)

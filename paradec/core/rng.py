@@ -95,7 +95,7 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
 
 
 def _two_draws(calls: Integers, address: Sequence[Any]) -> tuple[Integers, Integers]:
-    """Two draws of 53 bits per philox call. address: position, step, both keys and stream."""
+    """Two draws of 53 bits per philox call. address: position, step, the two numbers of the row key, and stream."""
     position, step, key0, key1, stream = address
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)

@@ -158,7 +158,7 @@ class Trace:
         return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
 
     def to_fill(self, row: int) -> list[Span]:
-        """Spans to fill in a row; in traces without `family`, the spans that were written."""
+        """Spans to fill in a row; in traces without `family`, the spans that the steps wrote."""
         if self.filled is not None:
             return [(start, stop) for start, stop in self.filled[row]]
         if not self.canvas:

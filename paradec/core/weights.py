@@ -42,8 +42,8 @@ class WeightsLock:
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
-        """Wait until no request runs, and block new ones. Raises RuntimeError inside a request, or while a batch has
-        rows."""
+        """Wait until no request runs, and block new requests. Raises RuntimeError inside a request, or while a batch
+        has rows."""
         with self:
             if self._depth > 1:
                 raise RuntimeError(

@@ -221,7 +221,7 @@ def _make_init(settings: Mapping[str, Any]) -> Callable[..., None]:
 
 
 def _foreign_keys(name: Any) -> set[str]:
-    """Return the config keys of all schedulers here, of diffusers' discrete ones, and of the one called `name`."""
+    """Return the config keys of all schedulers here, of diffusers' discrete schedulers, and of the scheduler `name`."""
     import diffusers
 
     keys = ["BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler", "AmusedScheduler", name]

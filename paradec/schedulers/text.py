@@ -315,7 +315,7 @@ class KLASSScheduler(BlockScheduler, sampler="klass"):
 
 
 class PersistenceScheduler(BlockScheduler, sampler="persistence"):
-    """CORA-Diff: the most confident tokens on schedule, and nearly certain ones that were the best before."""
+    """CORA-Diff: the most confident tokens on schedule, and nearly certain tokens that were the best before."""
 
 
 class SaberScheduler(BlockScheduler, sampler="saber"):

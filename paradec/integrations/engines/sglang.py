@@ -97,7 +97,7 @@ class BlockSteps:
     a mask."""
 
     sampler_name: ClassVar[str | None]
-    """Name in the registry; None: a combination, named by the configuration."""
+    """Name in the registry; None for a combination, which the configuration has under "combination"."""
     block_size: int
     mask_id: int
 
@@ -245,7 +245,7 @@ class BlockSteps:
         return self._hosted
 
     def _prompt_flags(self, forward_batch: Any, ids: list[list[int]]) -> list[list[bool]]:
-        """For each block, which positions hold prompt tokens; the others are to be decided."""
+        """For each block, whether each position holds a prompt token; other positions are to be decided."""
         mask = forward_batch.dllm_prompt_mask
         if mask is not None:
             flags: list[list[bool]] = mask.view(-1, self.block_size).tolist()

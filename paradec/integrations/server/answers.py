@@ -86,7 +86,7 @@ class Answer:
         self._put_scores = scores
 
     def put_draft(self, ids: Tensor) -> None:
-        """Receive ids [1, n] to the right of the final ones; they may still change."""
+        """Receive the ids [1, n] to the right of the final ids; they may still change."""
         reply, mask_id, decode = self.reply, self._model.facts.mask_token_id, self._model.tokenizer.decode
         if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_DRAFTS and not self._cutter.is_over:
             texts = [None if token == mask_id else decode([token]) for token in ids[0].tolist()]
@@ -138,7 +138,7 @@ class Answer:
 class Reply:
     """The `n` answers to each prompt of a body.
 
-    changes: fields of `paradec.Request`. markers, hidden: special tokens that are kept in texts, and removed ones."""
+    changes: fields of `paradec.Request`. markers: special tokens that stay in texts. hidden: removed special tokens."""
 
     def __init__(self, service: Service, call: Call, body: ChatBody | TextBody, loop: asyncio.AbstractEventLoop):
         """Check and encode a body; thread-safe. Raises ApiError, ValueError, TypeError."""

@@ -106,7 +106,7 @@ class Limits:
     """ASGI middleware: creates a `Call` for each request, converts errors to responses, and counts requests.
 
     api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: maximum bytes of a body.
-    max_requests, max_work: maximum concurrent requests, and tokens of their prompts and answers; others get 429.
+    max_requests, max_work: maximum of concurrent requests, and of tokens of their prompts and answers; more get 429.
     timeout: seconds within which a client must send its body, or receive a piece of an answer."""
 
     app: Any

@@ -29,7 +29,7 @@ def means(
     bounds = torch.as_tensor(np.stack((lengths, first)), dtype=torch.int32, device=query.device)
     shapes = _tile_shapes(query, size)
     common = (*query.stride()[:3], *key.stride()[:3], heads, heads // key.shape[1], length, scale)
-    # [2, B, H, L]: over all keys, and over those of the answer alone
+    # [2, B, H, L]: over all keys, and over the answer's keys alone
     sums = torch.empty((2, rows, heads, length), dtype=torch.float32, device=query.device)
     if logsumexp is not None:
         sums[0] = logsumexp

@@ -21,7 +21,7 @@ MAX_INPUTS = (2**31 - 1) // (255 * MAX_INT8)
 MIN_CUDA_ROWS = 32
 """`torch._int_mm` takes more than 16 rows on CUDA, and sizes in multiples of 8."""
 SLOW_SECONDS = 0.02
-"""Time from which on the product in `has_packed_product` is slow: oneDNN's reference takes 0.1 s, fast ones 0.1 ms."""
+"""Seconds from which on the product in `has_packed_product` is slow: oneDNN's reference takes 0.1 s, others 0.1 ms."""
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activations: int = 15) -> Tensor:

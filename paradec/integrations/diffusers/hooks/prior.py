@@ -47,7 +47,7 @@ class PriorSession(PipelineSession):
     """Sampler on the prior of a GlmImagePipeline, from `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
     prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler", "temperature",
-    "seed", ...); missing ones come from the encoder's generation config. Raises TypeError for another pipeline,
+    "seed", ...); missing arguments come from the encoder's generation config. Raises TypeError for another pipeline,
     ValueError as `generate_images`, or for an unsupported generation config or an encoder with a session.
     """
 

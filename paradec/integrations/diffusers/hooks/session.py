@@ -146,7 +146,7 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
 
 
 def check_every_step(module: str, steps: list[int], num_steps: int) -> None:
-    """Raise ValueError unless `steps` are 0, 1, ..., and `num_steps` of them. num_steps: of the run before, or 0."""
+    """Raise ValueError unless `steps` are 0, 1, ..., `num_steps` - 1. num_steps: of the run before; 0: any number."""
     if not steps or steps != list(range(len(steps))):
         raise ValueError(f"run must evaluate {module} at every step of one run; it was evaluated at steps {steps}")
     if num_steps not in (0, len(steps)):

@@ -22,7 +22,7 @@ from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
 Build = Callable[[dict[str, Tensor]], Any]
-"""Builds a block's output from streams by name; other values are those of the evaluated output."""
+"""Builds a block's output from streams by name; values that are no stream come from the evaluated output."""
 
 
 @dataclass(eq=False)

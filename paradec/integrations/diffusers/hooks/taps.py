@@ -66,7 +66,7 @@ class Tap:
                     error = relative_error(value, real[i] if start is None else real[i] - start)
                 leaf = value if start is None else start + value
                 if any(leaf is tensor for tensor in rolled.tensors):
-                    leaf = leaf.clone()  # callers may write into it
+                    leaf = leaf.clone()  # callers may write into the output
             values.append(leaf)
         if error is not None:
             progress.error = error

@@ -48,7 +48,7 @@ class Settings:
 def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_id: str = "") -> Settings:
     """Read the settings of a request.
 
-    params: vLLM's `SamplingParams`. defaults: those of the server (`server_defaults`).
+    params: vLLM's `SamplingParams`. defaults: the server's defaults (`server_defaults`).
     request_id: seeds a request without a seed, equal in all processes.
     Raises ValueError, TypeError: an unknown name, or a value out of its range."""
     for name, neutral in PENALTIES.items():
