@@ -2,8 +2,7 @@
 
 Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix fuses three layers' outputs at a position into a
 feature. The attention reads the feature of position i - 1 and the embedding of token i, each normed, as one vector. The
-layer's output is the next feature. The drafter's output matrix covers some of the model's tokens; it never drafts
-other tokens.
+layer's output is the next feature. The drafter's output matrix, and so its drafts, cover some of the model's tokens.
 
 Two formats are read: that of the paper's code (`midlayer.`, a flat config.json) and speculators'
 (`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both formats, a layer number l means that
