@@ -138,7 +138,7 @@ class Siblings:
         window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
         slot_of_node = torch.tensor(tree.top.depths, device=p.device).clamp(max=depth - 1)
-        # per slot: u of the first sibling, u of the others, and the number that draws a token if none is accepted
+        # per slot: u of the first sibling, u of each further one, and the number that draws a token if none is accepted
         sibling_uniform = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
         walk_uniform = torch.cat((uniform[:, : depth + 1, 1:2], sibling_uniform, uniform[:, : depth + 1, 2:]), 2)
         result = walk(

@@ -53,8 +53,8 @@ def verify(
 ) -> VerifiedWindow:
     """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
 
-    drafted: [R, W] bool: slots with a draft; the others use the token sampled from p.
-    acceptance: [R, W]: probability that a draft is accepted, given that all before it are (`accept`).
+    drafted: [R, W] bool: slots with a draft; slots without one use the token sampled from p.
+    acceptance: [R, W]: probability that a draft is accepted if all drafts before it are accepted (`accept`).
     uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
     refresh: new drafts of the slots after the first rejection. "resample" and "gumbel" use the token sampled from p;
         "maximal" draws it jointly with the old draft (`couple_maximally`); "keep" leaves draft and q unchanged.

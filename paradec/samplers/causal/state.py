@@ -42,7 +42,7 @@ class Spans(NamedTuple):
     """[R, W] int64: tokens from `committed` on."""
     begin: np.ndarray
     stop: np.ndarray
-    """[R] int64 both: the positions to evaluate; `begin` 0 is the begin of each branch's prompt."""
+    """[R] int64 both: the positions to evaluate; `begin` 0 means the start of each branch's prompt."""
     first: np.ndarray
     wanted: int
     """Number of positions from `first` [R] on whose logits are read; past the span, its last position is repeated."""
@@ -178,7 +178,7 @@ class CausalState(State):
 
     @property
     def num_given(self) -> np.ndarray:
-        """[B] int64: number of given tokens (the prompt)."""
+        """[B] int64: number of prompt tokens."""
         return self.prompt_length
 
     @property

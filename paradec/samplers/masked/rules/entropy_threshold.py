@@ -12,7 +12,7 @@ from paradec.samplers.masked.loop import MaskedSampler, Needs, View
 
 @dataclass(frozen=True)
 class EntropyThreshold(MaskedSampler):
-    """Per row, commit every masked position of the block with entropy <= threshold, and always that of lowest entropy.
+    """Per row, commit the masked position of lowest entropy, and all others of the block with entropy <= threshold.
 
     Args:
         threshold: entropy of softmax(logits) in nats, at any temperature; at least 0. The paper uses 0.5, and 0.45 for

@@ -91,7 +91,7 @@ class MaskGIT(MaskedSampler):
         return self.choice_temperature * (1 - (step + 1) / steps)
 
     def temperature_at(self, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Compute the temperature of the second draw at `step` of `steps`, both [R]: [R] float64. It falls to s."""
+        """Compute the falling temperature of the second draw at `step` of `steps`, both [R]: [R] float64."""
         assert self.final_temperature is not None
         return 1 - (1 - self.final_temperature) * np.sqrt(step / np.maximum(steps - 1, 1))
 
