@@ -46,7 +46,7 @@ MATCHING_FIELDS = (
 
 
 class MtpLayer(nn.Module):
-    """One head. template_layer: index of the model's layer after which `block` is modelled. index: of the head."""
+    """One head. template_layer: index of the model's layer whose configuration `block` has. index: of the head."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, template_layer: int, index: int):
         super().__init__()

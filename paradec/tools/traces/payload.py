@@ -22,7 +22,7 @@ MAX_WRITES = 120_000
 MAX_STEPS = 10_000
 """Maximum number of steps; further steps are merged, too."""
 MAX_MARKS = 60_000
-"""Maximum number of evaluated spans, and of rejected drafts; further steps have neither."""
+"""Maximum number of evaluated spans, and of rejected drafts; further spans or drafts are left out."""
 MAX_TEXT_LENGTH = 60
 """Maximum number of characters of a token."""
 MAX_SETTING_LENGTH = 200
