@@ -189,6 +189,11 @@ def check_method(value: Any) -> None:
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):
         try:
             data = read_json(value)
+        except FileNotFoundError:
+            raise ValueError(
+                f"sampler={str(value)!r} is not found; write paradec.Request.load(FILE).sampler for saved settings, or "
+                "paradec.Forecast(FILE) for steps"
+            ) from None
         except (OSError, ValueError) as error:
             raise ValueError(f"sampler={str(value)!r} cannot be read: {error}") from None
         raise ValueError(f"sampler={str(value)!r} is a file; write {_call_for_data(data, repr(str(value)))}")
@@ -209,10 +214,8 @@ def check_method(value: Any) -> None:
 
 def _call_for_data(data: Any, file: str = "") -> str:
     """Return the call that makes a sampler from the data of a request, a sampler or steps. file: the data's file."""
-    from paradec.request import FIELDS
-
     if not isinstance(data, Mapping) or "sampler" not in data:
         return f"paradec.Forecast({file or 'when=...'})"
-    if set(data) <= {*FIELDS, "draws"}:
+    if isinstance(data["sampler"], Mapping) or "draws" in data:  # a saved request
         return f"paradec.Request.load({file}).sampler" if file else "paradec.Request(**...).sampler"
     return f"paradec.Request(sampler={f'json.load(open({file}))' if file else '...'}).sampler"
