@@ -124,12 +124,14 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
     if known.keys() & {"sampler", "samplers"}:
         with suppress(ValueError, TypeError):  # the file's error comes after that of the option
             sampler = options.import_classes("--sampler", term, "sampler")
-        hint = argument_hint(name, known, sampler)
+        hint = argument_hint(name, known, sampler, "jacobi" if "structures" in known else None)
     if (hint := hint or (LOAD_ARGUMENTS.get(name) if "model" in known else None)) is None:
         return None
     option = "sampler" if "sampler" in known else "samplers"
     hint = re.sub(r"sampler=paradec.samplers.create\('(\S+)', (.*)\)", rf'{option}="\1(\2)"', hint)
     hint = hint.replace(f'"{sampler}(', f'"{term}(')
+    if term and hint.startswith("it is a setting") and f'"{term}(' not in hint:  # a method for pipelines
+        return f"write --set {name}=VALUE"
     hint = re.sub(r"called '(\w+)'", lambda match: f"called {known[match[1]]}", hint)
     return re.sub(r'="(\w+)"', r"=\1", hint).replace("trace=True", "trace=FILE")
 

@@ -495,6 +495,8 @@ def test_a_tokenizer_for_a_checkpoint_without_one(tmp_path: Path) -> None:
         ("serve --load-in-8bit", "write --quantization=int8"),
         ("generate --use-cache", "write --cache=prefix"),
         ("generate --output-history", "write --trace=FILE;"),
+        ("image --sampler teacache --threshold 0.3", "write --set threshold=VALUE"),
+        ("design weights.pt chain.pdb --window 1", '--sampler="jacobi(window=...)"'),
         ("generate --temprature 1", "(Possible options: --temperature"),
     ],
 )

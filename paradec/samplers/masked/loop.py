@@ -157,7 +157,8 @@ class MaskedSampler(Sampler):
         raise NotImplementedError
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
-        """Compute `view.quota` of `rows` [R] at this step."""
+        """Compute `view.quota`: how many positions each of `rows` [R] commits in this step, [R] int64. The state has
+        `planned_steps(rows)`, and by row `block_step`, `masks_at_open` and `remaining` masks of the open block."""
         if self.uses_steps and not self.needs.may_wait:  # a method that waits may count steps in another way
             way = "define it, or subclass paradec.samplers.LowConfidence, which has one"
             raise TypeError(f"sampler {self.name!r} has uses_steps = True, but no quota: {way}")

@@ -27,7 +27,7 @@ UNCUT = 2**31 - 1
 class Needs:
     """Declared needs of a method. Raises ValueError for unknown quantities, sources, draws or topologies.
 
-    Attributes (the file describes all):
+    Attributes:
         reads, score: quantities of the logits; `score` ranks positions.
         decided_logits: whether the method also reads logits of decided positions.
         may_wait: whether a step may commit nothing.
