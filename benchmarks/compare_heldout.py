@@ -3,10 +3,10 @@
     python benchmarks/compare_heldout.py [--parts compare heldout parallel] [--batch 20]
 
 `compare` measures every setting on 12 prompts of each task; the best settings look too good there because of the
-choice. So for `heldout` each sampler's setting is chosen by these results (the most tokens per forward among settings
-with at most `FEWER` right answers less than the baseline) and measured on 12 other prompts of each task, as are the
-other settings of samplers whose defaults take at most `SLOW` forwards per answer. `parallel` is ParallelBench's sweep,
-16 prompts per task.
+choice. `heldout` therefore uses 12 other prompts of each task. Each sampler's setting is chosen by the results of
+`compare`: the most tokens per forward among the settings that lose at most `MAX_LOSS` right answers to the baseline. It
+and the sampler's other settings are measured. Samplers whose defaults take more than `SLOW` forwards are left out.
+`parallel` is ParallelBench's sweep, 16 prompts per task.
 Writes compare.json, compare_heldout.json and parallel.json in benchmarks/results, and draws docs/figures/compare.svg
 and parallel.svg.
 """
@@ -28,7 +28,7 @@ from paradec.tools.evaluation.parallel import parallel
 from paradec.tools.evaluation.plot import frontier
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
-FEWER = 4
+MAX_LOSS = 4
 """Maximum loss of right answers, of 180."""
 SLOW = 6.0
 """Maximum forwards per answer of a sampler's defaults; slower samplers are left out, to save time."""
@@ -58,14 +58,14 @@ def right(row: dict[str, Any]) -> int:
 
 
 def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Choose each sampler's setting by these rows, the baseline first; samplers without a good one get their
-    defaults."""
+    """Choose the best setting of each sampler. rows[0] is the baseline. A sampler without a good enough setting gets
+    its defaults; one with slow defaults is left out."""
     changes: dict[str, dict[str, Any]] = {}
     for sampler in dict.fromkeys(row["sampler"] for row in rows):
         settings = [row for row in rows if row["sampler"] == sampler]
         if settings[0]["forwards"] > SLOW:
             continue
-        good = [row for row in settings if right(row) >= right(rows[0]) - FEWER]
+        good = [row for row in settings if right(row) >= right(rows[0]) - MAX_LOSS]
         changes[sampler] = max(good, key=lambda row: row["tokens_per_forward"], default=settings[0])["changes"]
     return changes
 

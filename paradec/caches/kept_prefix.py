@@ -25,13 +25,15 @@ class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
     Made by `generate(..., keep_prefix=True).prefix`, and passed as `prefix`: each new row reuses the longest prefix
-    that it shares with a stored row. Valid for the same module with unchanged weights (a copy too, a pickle never).
+    that it shares with a stored row. Valid only for the same module object with
+    unchanged weights. A deep copy of the prefix stays valid; an unpickled one is not.
 
     Attributes:
         tokens: one list of ids per row.
         layers: per layer keys and values [rows, longest, kv_heads, head_dim].
         exact: whether reusing the prefix leaves logits unchanged.
-        causal_keys: whether attention was causal (`samplers.masked.view.Needs`); must be as the new sampler needs.
+        causal_keys: whether the tokens attended causally when they were stored; a new sampler must have the same value
+            (`samplers.masked.view.Needs.causal_keys`).
     """
 
     def __init__(

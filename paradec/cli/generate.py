@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROMPT = typer.Argument(metavar="PROMPT", show_default=False, help='The prompt, in quotes; "-" reads standard input.')
 IN = existing_file('Prompts, one per line; .jsonl: {"prompt" or "messages": ...}, optional "id", "constraint".', "--in")
 ADD = "Pipelined blocks: open the next block when this share of the last open one is decided."
-FULL = "Pipelined blocks: when this share of a block is decided, the next one must progress too."
+FULL = "Pipelined blocks: when this share of a block is decided, the next one commits at least one token a step."
 OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one per line, written batch by batch.")
 EQUAL = "all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)"
 

@@ -62,8 +62,7 @@ class TokenAutomaton:
         edges: [E, 3] int64: state, class, next state.
         accept: [S] bool.
         end: the state after an end token; -1 without end tokens.
-        free: [S] bool: states before the end of the marker (`Constraint.after`), i.e. in the free text before it or
-            inside it; None if there is no marker.
+        free: [S] bool: states in the free text or inside the marker (`Constraint.after`); None without a marker.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ class Compiler:
         """Build the constraint `make(*arguments)`, and cache its automaton for `token_automaton`. Thread-safe.
 
         Raises:
-            ConstraintSizeError: compilation takes too long, or too much memory. Errors of `make`, `Constraint.node` and
-                `Constraint.build_token_automaton` are raised unchanged.
+            ConstraintSizeError: compilation takes too long, or too much memory. Errors of `make` are unchanged.
         """
         request = pickle.dumps((make, arguments))
         with self._lock:

@@ -63,8 +63,7 @@ class Shape:
     members: tuple[Members, ...] = ()
     min_count: int = 0
     max_count: int | None = None
-    """Limits of the number of items, or of properties. None is no limit. For properties only "at least 1" and "none"
-    are supported, so `min_count` is 0 or 1 and `max_count` 0 or None."""
+    """Limits of the number of items; None is no limit. For properties only "at least 1" and "none" are supported."""
     required: tuple[str, ...] = ()
     implied: frozenset[str] = frozenset()
     """Required names that only a negative subschema requires."""
@@ -118,8 +117,7 @@ SCALARS = {
     "boolean": languages.BOOLEANS,
     "null": languages.texts_language(["null"]),
 }
-"""All texts of each scalar type, from which `not` and `enum` exclude some. Numbers have at most 15 digits, so that
-two different numbers are different doubles."""
+"""All texts of each scalar type; `not` and `enum` exclude some. At most 15 digits, so numbers differ as doubles."""
 
 
 def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:

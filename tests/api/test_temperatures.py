@@ -93,9 +93,9 @@ def decode_tokens(name: str, model: Table, filter_file: str, block: int, **reque
     return tokens
 
 
-DRAWN_FROM: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 6})
+DISTRIBUTION_FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.8}, {"top_k": 6})
 DRAWS = 100_000
-CASES = len(DRAWN_FROM) * 3 * len(MASKED + DRAFTING)
+CASES = len(DISTRIBUTION_FILTERS) * 3 * len(MASKED + DRAFTING)
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10**9) -> Tensor:
@@ -138,7 +138,7 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
 def test_draws_have_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
-    """Masked samplers decode blocks of one position; drafts are accepted or rejected."""
+    """Masked samplers use blocks of one position. The other samplers draft and verify."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
     model: Any = Constant(**(facts_of(name, 1) if name in MASKED else causal))
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
@@ -153,7 +153,7 @@ def test_draws_have_the_filtered_distribution(name: str, temperature: float, fil
     request: dict[str, Any] = {"sampler": sampler, "temperature": temperature, "max_new_tokens": 50, "seed": 3}
     request |= {"block_length": 1} if name in MASKED else {}
     rows = DRAWS // 50 // (20 if name == "lpd" else 1)  # lpd is slow: it orders positions row by row
-    for filters in DRAWN_FROM:
+    for filters in DISTRIBUTION_FILTERS:
         tokens = paradec.generate(model, [[1, 2]] * rows, **request, **filters).new_tokens
         p = filtered_distribution(logits, temperature, **filters)
         assert exactness.p_value(tokens.flatten().bincount(minlength=len(p)).numpy(), p.numpy()) > 0.01 / CASES, filters
@@ -175,7 +175,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
         for filters in ([{}, others] if others else [{}])
     ]
     assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
-    # a large vocabulary is read in float32
+    # above 8,192 tokens, float32 logits take the chunked float32 path of the token statistics
     large = table(9001, torch.float32, 40.0, name)
     decode_tokens(name, large, filter_file, 2, temperature=0.2, max_new_tokens=2, **FILTERS[3])
 
@@ -183,7 +183,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", WARM)
 def test_masked_samplers_are_greedy_near_temperature_0(name: str, filter_file: str) -> None:
-    blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" and name != "s2d2" else (1,)  # which draws tokens
+    blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" and name != "s2d2" else (1,)  # s2d2 draws
     for block, filters in itertools.product(blocks, FILTERS[::3]):
         greedy, cold = (
             decode_tokens(name, table(name=name), filter_file, block, temperature=temperature, **filters)

@@ -54,7 +54,7 @@ def test_draws_depend_on_step_and_stream_but_not_on_the_shape() -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "vocab"), [(2, 3, 5), (1, 1, 40_001), (3, 2, 10_001), (200, 100, 3), (2, 0, 3)]
 )
-def test_draws_on_the_cpu_are_those_of_tensors(rows: int, width: int, vocab: int) -> None:
+def test_numpy_draws_equal_the_tensor_formula(rows: int, width: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(0, 2**32, (rows, 2), generator=generator)
     step = torch.randint(0, 2**31, (rows,), generator=generator)
@@ -80,7 +80,7 @@ def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
     first, second = decode(prompts[0], 5), decode(prompts[1], 6)
     assert len({tuple(row) for row in first + second}) == 6
     assert decode(prompts, [5, 6]) == decode(prompts, [5, 5, 5, 6, 6, 6]) == first + second
-    # copy n under a seed equals copy n of a request with only this seed
+    # the n-th copy with a seed equals the n-th copy of a request whose copies all have this seed
     mixed = decode(prompts, [7, 5, 5, 8, 6, 9])
     assert mixed[1:3] == first[:2] and mixed[4] == second[0]
     assert mixed[0] == decode(prompts[0], 7)[0]

@@ -44,7 +44,7 @@ def test_decoding_equals_a_plain_loop(add: float, cache: str, prediction: str) -
     several = False
     for threshold in (0.2, 0.6):
         sampler = samplers.create("threshold", threshold=threshold)
-        # excluded tokens are excluded from the confidence too, like in the loop
+        # the confidence is a probability without the mask token, as in `plain_loop`
         out = decode(model, sampler=sampler, cache=cache, blocks=PipelinedBlocks(BLOCK, add=add))
         for row, prompt in enumerate(ROWS):
             expected = plain_loop(model, prompt, 10, threshold, add)

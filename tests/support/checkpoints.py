@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from places import GOLDEN
-from recorded import golden, read_head, read_json
+from recorded import golden, read_json, read_json_unrecorded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -236,7 +236,7 @@ def moe_forwards(name: str | Path) -> dict[str, Any]:
 
 def moe_format(name: str | Path) -> str:
     """The format of a checkpoint: the name of the packaged checkpoint (`MOE_NAMES`) in the same format."""
-    kind = read_head(MOE / name / "config.json")["model_type"]
+    kind = read_json_unrecorded(MOE / name / "config.json")["model_type"]
     return {"llada2_moe": "llada2-tiny", "llada": "llada-moe-tiny", "sdar_moe": "sdar-moe-tiny"}[kind]
 
 

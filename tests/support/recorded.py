@@ -146,7 +146,7 @@ def _load(path: Path) -> dict[str, Any]:
     return dict(np.load(path)) if path.suffix == ".npz" else load_file(path)
 
 
-def read_head(path: Path) -> Any:
+def read_json_unrecorded(path: Path) -> Any:
     """The contents of a JSON file, without recording reads: to choose cases to replay."""
     return _parse(path)
 
@@ -237,7 +237,7 @@ def replay(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tied_below(gap: Callable[[], float], case: Any = None) -> Iterator[None]:
+def near_tie_or_refused(gap: Callable[[], float], case: Any = None) -> Iterator[None]:
     """Report a failed assertion as a near tie if `gap()`, the distance of the deciding scores, is below `NEAR_TIE`;
     otherwise as refused if the case's `fp64_same` is false."""
     try:
@@ -252,9 +252,9 @@ def tied_below(gap: Callable[[], float], case: Any = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replay_in_float64(name: str, case: Any) -> Iterator[None]:
-    """`replay` with `tied_below` the case's `margin`."""
-    with replay(name), tied_below(lambda: case.get("margin", 1.0), case):
+def replay_with_margin(name: str, case: Any) -> Iterator[None]:
+    """`replay`; a failed assertion is a near tie if the case's `margin` is below `NEAR_TIE`."""
+    with replay(name), near_tie_or_refused(lambda: case.get("margin", 1.0), case):
         yield
 
 
@@ -293,7 +293,7 @@ def name_of(case: Any) -> str:
 
 def image_cases(system: str, field: str) -> list[str]:
     """Names of a system's cases that have this field or array."""
-    cases = {path.stem: read_head(path) for path in (golden("next-image") / system).glob("*.json")}
+    cases = {path.stem: read_json_unrecorded(path) for path in (golden("next-image") / system).glob("*.json")}
     return sorted(name for name, case in cases.items() if "id" in case and field in {*case, *case.get("tensors", ())})
 
 
@@ -307,7 +307,7 @@ def image_case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor
     path = image_file(system, f"{name}.json")
     arrays = path.with_name(f"{path.stem.removesuffix('.config')}.safetensors")
     if name.endswith(".config"):
-        return dict(read_head(path)), load_file(arrays) if arrays.exists() else {}
+        return dict(read_json_unrecorded(path)), load_file(arrays) if arrays.exists() else {}
     record, tensors = read_json(path), read_arrays(arrays) if arrays.exists() else {}
     assert record.get("tensors", {}) == {key: list(tensor.shape) for key, tensor in dict.items(tensors)}
     return record, tensors

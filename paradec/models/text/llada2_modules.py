@@ -60,7 +60,7 @@ class LLaDA2MoeReader(Glm4MoeForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers looks for the experts in the file of the class
+        return True  # transformers searches the source file of this class for experts; they are in Glm4Moe's file
 
 
 def register_reader(fused: Mapping[str, tuple[str, ...]]) -> type:
@@ -105,11 +105,11 @@ class BlockRouter(Glm4MoeTopkRouter):
             return row_start + torch.arange(length, device=device) // self.block, None
         blocks, valid = self.blocks[0].to(device), None if self.blocks[1] is None else self.blocks[1].to(device)
         valid_blocks = blocks if valid is None else blocks.masked_fill(~valid, torch.iinfo(torch.int64).max)
-        # a call's columns are adjacent or whole rows, so it has at most as many blocks as columns
+        # a row's valid columns are consecutive positions, so they are in at most as many blocks as there are columns
         return row_start + (blocks - valid_blocks.amin(1, keepdim=True)).clamp(0, length - 1), valid
 
 
-class BlockRouted(Decoder):
+class BlockRoutedDecoder(Decoder):
     """A decoder with `BlockRouter`s; a call must have complete blocks."""
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any):

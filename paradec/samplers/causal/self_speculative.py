@@ -24,7 +24,7 @@ from paradec.core.query import Cost, StoreCall
 from paradec.core.trace import Notes
 from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.drafts.block import draft_in_order
-from paradec.samplers.causal.drafts.source import record_broken, write_drafts
+from paradec.samplers.causal.drafts.source import record_nan_rows, write_drafts
 from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.sjd import verify
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Drafting, read_logits
@@ -158,7 +158,7 @@ class SelfSpeculative(CausalSampler):
         if self.threshold is None:
             positions, logits = state.positions(rows)[:, :-1], self._compute_logits(state, rows, masks)
             if state.constraint is None:
-                q = record_broken(state.drafting, rows, state.distribution(logits, rows, positions))
+                q = record_nan_rows(state.drafting, rows, state.distribution(logits, rows, positions))
                 drafts = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1))
             else:
                 drafts, q = draft_in_order(state, rows, positions, lambda slot, _: logits[:, slot])
@@ -177,7 +177,7 @@ class SelfSpeculative(CausalSampler):
             index = torch.as_tensor(active, device=tokens.device)
             logits = self._compute_logits(state, rows[active], tokens[index])
             positions = state.positions(rows[active])[:, :-1]
-            q = record_broken(state.drafting, rows[active], state.distribution(logits, rows[active], positions))
+            q = record_nan_rows(state.drafting, rows[active], state.distribution(logits, rows[active], positions))
             sampled = draw(q, state.uniform(rows[active], positions, 1, DRAFT_STREAM).squeeze(-1))
             confidence = probability(logits.double().softmax(-1), sampled).masked_fill(~is_masked[index], -1)
             selected = (confidence >= self.threshold) | (confidence == confidence.amax(1, keepdim=True))

@@ -28,7 +28,7 @@ from pipelines import (
     tiny_transformer,
     wan_pipeline,
 )
-from recorded import find_weights, golden, read_arrays, read_head, read_json, replays
+from recorded import find_weights, golden, read_arrays, read_json, read_json_unrecorded, replays
 from torch import Tensor, nn
 
 import paradec
@@ -43,7 +43,9 @@ from paradec.samplers.forecast.refresh import AccumulatedChange, Every, Verifica
 from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import Modules
 
-LATENTS = [p for p in sorted(golden("diffusion").glob("*.json")) if {"dit", "flux"} <= set(map(str, read_head(p)))]
+LATENTS = [
+    p for p in sorted(golden("diffusion").glob("*.json")) if {"dit", "flux"} <= set(map(str, read_json_unrecorded(p)))
+]
 """Recorded runs. The arrays of each are in an npz file of the same name."""
 TARGETS = ("module", "block", "output")
 
@@ -127,7 +129,9 @@ def recorded() -> dict[str, Any]:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path in LATENTS for name in read_head(path)["cases"]])
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path in LATENTS for name in read_json_unrecorded(path)["cases"]]
+)
 @replays("name")
 def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any]) -> None:
     latents_of, pipelines = read_json(path), recorded[path]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from images import randomize
-from recorded import find_weights, golden, read_head, read_json, replays
+from recorded import find_weights, golden, read_json, read_json_unrecorded, replays
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,7 +24,7 @@ SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes
 HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}
 
 
-RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" in read_head(path)]
+RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" in read_json_unrecorded(path)]
 
 
 @pytest.fixture(scope="module")

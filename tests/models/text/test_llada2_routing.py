@@ -13,7 +13,7 @@ import pytest
 import torch
 from decoding import refuses
 from places import GOLDEN
-from recorded import golden, read_arrays, read_head, read_json, replay
+from recorded import golden, read_arrays, read_json, read_json_unrecorded, replay
 from torch import Tensor
 
 import paradec
@@ -23,7 +23,7 @@ LLADA22 = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
 FORWARDS = [
     path
     for path in sorted(golden("autumn").glob("**/forwards.json"))
-    if read_head(path)["schema"].startswith("paradec-golden-llada22/")
+    if read_json_unrecorded(path)["schema"].startswith("paradec-golden-llada22/")
 ]
 
 
@@ -42,7 +42,7 @@ def of_kind(kind: str) -> list[Any]:
     return [
         pytest.param(path, number, id=f"{path.parent.name}-{case['name']}")
         for path in FORWARDS
-        for number, case in enumerate(read_head(path)["cases"])
+        for number, case in enumerate(read_json_unrecorded(path)["cases"])
         if case["kind"] == kind
     ]
 

@@ -22,7 +22,7 @@ from checkpoints import (
 )
 from decoding import refuses
 from places import GOLDEN
-from recorded import is_packaged, read_arrays, read_head, replay
+from recorded import is_packaged, read_arrays, read_json_unrecorded, replay
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -112,7 +112,7 @@ def parametrize_kinds(*kinds: str) -> list[Any]:
         pytest.param(folder, kind, id=f"{folder.name}-{kind}")
         for folder in MOE_CHECKPOINTS
         for kind in kinds
-        if any(case["kind"] == kind for case in read_head(folder / "forwards.json")["cases"])
+        if any(case["kind"] == kind for case in read_json_unrecorded(folder / "forwards.json")["cases"])
     ]
 
 

@@ -17,7 +17,16 @@ import pytest
 import torch
 from decoding import refuses
 from places import GOLDEN
-from recorded import Refused, find_checkpoint, golden, read_arrays, read_head, read_json, replay, replay_in_float64
+from recorded import (
+    Refused,
+    find_checkpoint,
+    golden,
+    read_arrays,
+    read_json,
+    read_json_unrecorded,
+    replay,
+    replay_with_margin,
+)
 from torch import Tensor
 from traces import scores_of
 
@@ -53,8 +62,8 @@ def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int
 def forwards() -> list[Any]:
     result = []
     for path in sorted(golden("autumn").glob("**/forwards.json")):
-        if read_head(path)["schema"].startswith("paradec-golden-nld/"):
-            names = [case["name"] for case in read_head(path)["cases"]]
+        if read_json_unrecorded(path)["schema"].startswith("paradec-golden-nld/"):
+            names = [case["name"] for case in read_json_unrecorded(path)["cases"]]
             result += [pytest.param(path, index, id=f"{path.parent.name}-{name}") for index, name in enumerate(names)]
     return result
 
@@ -65,7 +74,7 @@ def test_facts(path: Path) -> None:
     with replay(f"{path.parent.name}, facts"):
         assert model.facts.mask_id == facts["mask"] and facts["eos"] in model.facts.eos_token_ids
         assert model.facts.block_length == facts["block"]
-        assert read_head(path.parent / "config.json")["bos_token_id"] == facts["bos"]
+        assert read_json_unrecorded(path.parent / "config.json")["bos_token_id"] == facts["bos"]
 
 
 def evaluate(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
@@ -120,7 +129,7 @@ def test_forwards(path: Path, number: int) -> None:
     plain = all(call["causal"] for call in case["before"]) and case.get("causal")
     modes = ["block_causal"] if case["kind"] == "block_causal" else [None, "causal"] if plain else [None]
     expected = read_arrays(folder / "forwards.safetensors")[case["name"]]
-    later = [other["name"] for other in read_head(path)["cases"][number + 1 :]]
+    later = [other["name"] for other in read_json_unrecorded(path)["cases"][number + 1 :]]
     with replay(f"{folder.name}, {case['name']}{' (earlier)' * (case['name'] in later)}"):
         if case["name"] in later:
             raise Refused("the file of tensors holds those of a later case of this name")
@@ -133,18 +142,18 @@ def traces(mode: str) -> list[Any]:
     """List recordings of one mode: greedy ones, and those whose uniform numbers can be replayed."""
     result = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
-        if read_head(path)["mode"] == mode:
+        if read_json_unrecorded(path)["mode"] == mode:
             result.append(pytest.param(path, id=path.stem))
     return result
 
 
 def cache_params(actual: list[Any]) -> list[Any]:
     """Pair every recording with both caches. By default each setting runs on one checkpoint; caches alternate."""
-    models, cases = sorted({read_head(param.values[0])["model"] for param in actual}), []
+    models, cases = sorted({read_json_unrecorded(param.values[0])["model"] for param in actual}), []
     for number, param in enumerate(actual):
         (path,) = param.values
         for turn, cache in enumerate(("none", "block")):
-            runs = (number + models.index(read_head(path)["model"])) % 2 == 0 and number // 2 % 2 == turn
+            runs = (number + models.index(read_json_unrecorded(path)["model"])) % 2 == 0 and number // 2 % 2 == turn
             marks = () if runs else (pytest.mark.full,)
             cases.append(pytest.param(path, cache, id=f"{param.id}-{cache}", marks=marks))
     return cases
@@ -185,7 +194,7 @@ def test_the_causal_mode(path: Path) -> None:
     model = model_of(find_checkpoint(trace["model"], "autumn"), "causal")
     temperature = trace["settings"].get("temperature", 0.0)
     for name, case in replayed_cases(path, trace):
-        with replay_in_float64(name, case):
+        with replay_with_margin(name, case):
             request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace)}
             sampler = samplers.create("sjd", window=1)
             state = sampler.start(model, [case["prompt_ids"]], **request, temperature=temperature)
@@ -213,7 +222,7 @@ def test_blocks(path: Path, cache: str) -> None:
     by_count = threshold is None or threshold > 1
     name, given = ("low_confidence", {}) if by_count else ("threshold", {"threshold": threshold})
     for label, case in replayed_cases(path, trace):
-        with replay_in_float64(label, case):
+        with replay_with_margin(label, case):
             numbers = [*case.get("uniforms", []), *[0.5] * 99]
             sampler = (
                 replaying_sampler(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)

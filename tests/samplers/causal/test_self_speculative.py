@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracles.causal import blocks_of_one, next_token
 from places import GOLDEN
-from recorded import find_checkpoint, golden, is_packaged, read_head, read_json, replay_in_float64
+from recorded import find_checkpoint, golden, is_packaged, read_json, read_json_unrecorded, replay_with_margin
 from small_models import END, MASK, VOCAB, tiny
 from structured import add_letter_tokenizer, assert_masked_decoding
 from torch import Tensor
@@ -68,7 +68,7 @@ class RecordedUniform:
 def runs(mode: str) -> list[Any]:
     parameters = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
-        if read_head(path)["mode"] == mode:
+        if read_json_unrecorded(path)["mode"] == mode:
             parameters.append(pytest.param(path, id=path.stem))
     return parameters
 
@@ -83,7 +83,7 @@ def test_recorded_rounds(path: Path) -> None:
     for topology in (None, "causal"):
         model = loaded(find_checkpoint(trace["model"], "autumn"), topology=topology)
         for number, case in enumerate(trace["cases"]):
-            with replay_in_float64(f"{path.stem}, case {number}", case):
+            with replay_with_margin(f"{path.stem}, case {number}", case):
                 drafted_with = settings.get("adapter", True)
                 sampler = SelfSpeculative(settings["block"], rule=rule, threshold=threshold, adapter=drafted_with)
                 new, begin = case["max_new_tokens"], len(case["prompt_ids"])
@@ -145,7 +145,7 @@ def test_recorded_rounds(path: Path) -> None:
 
 def greedy_files() -> list[Any]:
     files = sorted(golden("autumn").glob("s2d2/*.json"))
-    paths = [path for path in files if any("block1_tokens" in case for case in read_head(path)["cases"])]
+    paths = [path for path in files if any("block1_tokens" in case for case in read_json_unrecorded(path)["cases"])]
     marks = [(pytest.mark.full,) if at % 2 == 0 else () for at in range(len(paths))]
     return [pytest.param(path, id=path.stem, marks=mark) for path, mark in zip(paths, marks, strict=True)]
 
@@ -157,7 +157,7 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
     model = loaded(folder, block_length=trace["settings"]["block_length"], mask_token_id=trace["mask_id"])
     stops, num_accepted = set(trace["stop_ids"]), 0
     for number, case in enumerate(trace["cases"]):
-        with replay_in_float64(f"{path.stem}, case {number}", case):
+        with replay_with_margin(f"{path.stem}, case {number}", case):
             request = {"temperature": 0, "max_new_tokens": case["max_new_tokens"], "eos_early_stop": False}
             out = paradec.generate(model, [case["prompt_ids"]], sampler="self_speculative", **request)
             expected = case["block1_tokens"]

@@ -22,7 +22,7 @@ from diffusers import (
 )
 from oracles.forecast import denoise, forecast_loop
 from pipelines import dit_pipeline, flux_pipeline, noise, run_flux, tiny_dit
-from recorded import golden, is_packaged, read_head, read_json, replay, replays
+from recorded import golden, is_packaged, read_json, read_json_unrecorded, replay, replays
 from torch import Tensor
 
 import paradec
@@ -45,7 +45,7 @@ def recorded_with(field: str) -> list[Path]:
     """Recorded files whose case, or first case of a list, has this field."""
     paths = []
     for path in sorted(golden("diffusion").glob("*.json")):
-        cases = read_head(path)
+        cases = read_json_unrecorded(path)
         paths += [path] if cases and field in (cases[0] if isinstance(cases, list) else cases) else []
     return paths
 
@@ -453,11 +453,13 @@ def test_other_models_are_refused() -> None:
     refuses(lambda: DiffusionModel(tiny_dit().train()), "eval")
 
 
-FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_head(path)]
+FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_json_unrecorded(path)]
 """Name and number of steps -> mask with 1 for each evaluated step."""
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path in FILES for name in read_head(path)["masks"]])
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path in FILES for name in read_json_unrecorded(path)["masks"]]
+)
 def test_equals_cache_dit(path: Path, name: str) -> None:
     masks = read_json(path)["masks"]
     if is_packaged("diffusion"):

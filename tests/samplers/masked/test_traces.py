@@ -22,7 +22,7 @@ from collections import defaultdict
 import pytest
 import torch
 from places import GOLDEN
-from recorded import is_packaged, read_arrays, read_head, refuse, replay
+from recorded import is_packaged, read_arrays, read_json_unrecorded, refuse, replay
 from traces import (
     TRACES,
     Call,
@@ -61,7 +61,7 @@ def models_of_methods() -> dict[str, set[str]]:
     """Folder of traces -> names of its checkpoints."""
     models: dict[str, set[str]] = defaultdict(set)
     for path in TRACES.glob("*/*.json"):
-        trace = read_head(path)
+        trace = read_json_unrecorded(path)
         if "cases" in trace and "model" in trace:
             models[path.parent.name].add(trace["model"])
     return models

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import MOE_RECORDED, golden_moe
-from recorded import find_checkpoint, is_packaged, read_head, read_json, replay_in_float64
+from recorded import find_checkpoint, is_packaged, read_json, read_json_unrecorded, replay_with_margin
 from traces import select_covering_traces
 
 import paradec
@@ -50,7 +50,7 @@ def trace_of(name: str) -> dict[str, Any]:
 
 
 def head_of(name: str) -> dict[str, Any]:
-    return read_head(TRACES / f"{name}.json")
+    return read_json_unrecorded(TRACES / f"{name}.json")
 
 
 def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, Any]]]:
@@ -59,7 +59,7 @@ def cases(trace: dict[str, Any], numbers: slice) -> list[tuple[int, dict[str, An
 
 @contextlib.contextmanager
 def replay_case(trace: dict[str, Any], name: str, case: dict[str, Any]) -> Iterator[None]:
-    with replay_in_float64(name, case):
+    with replay_with_margin(name, case):
         yield
         assert case["nfe"] == len(case["steps"])
         assert trace.get("batch_size") in (None, len(case["prompt_ids"]))

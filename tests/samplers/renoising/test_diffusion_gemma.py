@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import renoising as plain_canvas
-from recorded import Refused, find_checkpoint, golden, read_head, read_json, replay
+from recorded import Refused, find_checkpoint, golden, read_json, read_json_unrecorded, replay
 from small_models import CANVAS, GEMMA_END, GEMMA_PAD, GEMMA_VOCAB, tiny_gemma
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from paradec.models.adapter import Model
 RECORDED = [
     pytest.param(path, number, marks=[pytest.mark.full] if number % 5 else [])
     for path in sorted(golden("gemma").glob("*.json"))
-    for number, case in enumerate(read_head(path).get("cases", []))
+    for number, case in enumerate(read_json_unrecorded(path).get("cases", []))
     if case.get("asked", {}).get("method") == "diffusion_gemma"
 ]
 """Recorded answers of `generate` of transformers."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from paradec.core.family_queries import CausalQuery
 from paradec.core.query import Cost, StoreCall
 from paradec.kernels.token_stats import draw
-from paradec.samplers.causal.drafts.source import exclude_tokens, record_broken, right_align, write_drafts
+from paradec.samplers.causal.drafts.source import exclude_tokens, record_nan_rows, right_align, write_drafts
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, read_logits
 
 
@@ -48,7 +48,7 @@ class DraftBlock:
         logits = read_logits(state, [output], [query])
         if state.constraint is not None:
             return draft_in_order(state, rows, positions, lambda slot, _: logits[:, slot])
-        q = record_broken(state.drafting, rows, state.distribution(logits, rows, positions))
+        q = record_nan_rows(state.drafting, rows, state.distribution(logits, rows, positions))
         return draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)), q
 
 
@@ -83,7 +83,7 @@ def draft_in_order(
             token = ids.gather(1, column).squeeze(1)
         drafts = torch.cat((drafts, token.unsqueeze(1)), 1)
         all_q.append(q)
-    return drafts, record_broken(drafting, rows, torch.cat(all_q, 1))
+    return drafts, record_nan_rows(drafting, rows, torch.cat(all_q, 1))
 
 
 def block_query(

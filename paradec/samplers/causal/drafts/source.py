@@ -28,7 +28,7 @@ class DraftSource(Protocol):
             token that the drafter has not read; None for drafters that read no hidden states."""
 
 
-def record_broken(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
+def record_nan_rows(drafting: Drafting, rows: np.ndarray, q: Tensor) -> Tensor:
     """Record rows with NaN in the drafter's distributions q [R, ..., V] for the next commit; return q unchanged."""
     broken = q[..., 0].isnan().flatten(1).any(1)
     if drafting.broken is None:

@@ -15,7 +15,7 @@ from paradec.kernels.token_stats import draw
 from paradec.samplers.causal.drafts.source import (
     exclude_tokens,
     num_drafts_left,
-    record_broken,
+    record_nan_rows,
     run_drafter,
     run_drafter_on_tree,
     soften_state,
@@ -57,7 +57,7 @@ class DraftChain:
             logits = run_drafter(state, queries)
             previous = torch.nn.functional.pad(drafts[index, :slot], (1, 0))
             logits = exclude_tokens(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), previous, [slot])
-            q = record_broken(drafting, rows, state.distribution(logits, rows, positions))
+            q = record_nan_rows(drafting, rows, state.distribution(logits, rows, positions))
             drafts[index, slot] = draw(q, state.uniform(rows, positions, 1, DRAFT_STREAM).squeeze(-1)).squeeze(1)
             all_q[index, slot] = q.squeeze(1).to(all_q.dtype)
             drafting.num_read[rows] = stop
@@ -95,7 +95,9 @@ class DraftLayers:
             logits = read_logits(state, [logits], [query])
             previous = torch.nn.functional.pad(drafts, (1, 0))
             logits = exclude_tokens(state, logits, rows, torch.arange(-1, slot).unsqueeze(0), previous, [slot])
-            all_q.append(record_broken(drafting, rows, state.distribution(logits, rows, positions[:, slot : slot + 1])))
+            all_q.append(
+                record_nan_rows(drafting, rows, state.distribution(logits, rows, positions[:, slot : slot + 1]))
+            )
             token = draw(all_q[-1], uniform[:, slot])
             drafts = torch.cat((drafts, token), 1)
             query = query.with_fields(tokens=torch.cat((query.tokens[:, 1:], token.repeat(state.branches, 1)), 1))
@@ -144,7 +146,7 @@ class StaticTree:
             logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
             logits = exclude_tokens(state, logits, rows, tree.layout.parents, drafts, nodes)
             q = draft_state.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
-            q = record_broken(drafting, rows, q)
+            q = record_nan_rows(drafting, rows, q)
             all_q[:, nodes] = q.to(all_q.dtype)
             counts = (children[nodes] >= 0).sum(1)
             max_children = int(counts.max())
@@ -201,7 +203,7 @@ class GrownTree:
             query = tree_query(state, drafting.store, rows, layout, tokens, begin, num_drafts, wanted_nodes)
             logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
             logits = exclude_tokens(state, logits, rows, parents, tokens, wanted_nodes)
-            q = record_broken(
+            q = record_nan_rows(
                 drafting, rows, soft.distribution(logits, rows, (committed + level).expand(-1, len(wanted_nodes)))
             )
             likeliest = q.topk(top, -1)

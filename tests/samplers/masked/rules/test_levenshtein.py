@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from places import GOLDEN
-from recorded import golden, read_arrays, read_head, read_json, replay_in_float64
+from recorded import golden, read_arrays, read_json, read_json_unrecorded, replay_with_margin
 from small_models import DELETE, MASK, SPLIT, tiny
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.models.adapter import Model
 
-INDEL = [path for path in sorted(golden("autumn").glob("indel/*.json")) if "cases" in read_head(path)]
-CASES = [(path, number) for path in INDEL for number in range(len(read_head(path)["cases"]))]
+INDEL = [path for path in sorted(golden("autumn").glob("indel/*.json")) if "cases" in read_json_unrecorded(path)]
+CASES = [(path, number) for path in INDEL for number in range(len(read_json_unrecorded(path)["cases"]))]
 
 
 class Recorded:
@@ -56,7 +56,7 @@ def thinned(cases: list[Any]) -> list[Any]:
 @pytest.mark.parametrize(("path", "number"), thinned(CASES))
 def test_recorded_steps(path: Path, number: int) -> None:
     case, logits = read_json(path)["cases"][number], read_arrays(path.with_name("logits.safetensors"))
-    with replay_in_float64(case["name"], case):
+    with replay_with_margin(case["name"], case):
         model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
         for row, (entry, is_given) in enumerate(zip(case["ids"], case["given"], strict=True)):
             count = sum(is_given)  # prompt tokens at the front of the block
@@ -84,10 +84,10 @@ def test_recorded_steps(path: Path, number: int) -> None:
 
 
 TINY = GOLDEN / "autumn" / "llada22" / "llada22-tiny"
-FACTS = read_head(TINY / "forwards.json")["facts"]
-ANSWERS = read_head(TINY / "answers.json")["cases"]
+FACTS = read_json_unrecorded(TINY / "forwards.json")["facts"]
+ANSWERS = read_json_unrecorded(TINY / "answers.json")["cases"]
 ANSWER_FILES = sorted(golden("autumn").glob("**/answers.json"))
-RECORDED = [(path, number) for path in ANSWER_FILES for number in range(len(read_head(path)["cases"]))]
+RECORDED = [(path, number) for path in ANSWER_FILES for number in range(len(read_json_unrecorded(path)["cases"]))]
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def tiny22() -> Model:
 def test_recorded_answers(path: Path, number: int, cache: str) -> None:
     case, model = read_json(path)["cases"][number], loaded(path.parent)
     block = model.facts.block_length
-    with replay_in_float64(f"{path.parent.name}, answer {number}", case):
+    with replay_with_margin(f"{path.parent.name}, answer {number}", case):
         sampler = create(case["settings"])
         state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], cache=cache)
         calls = 0

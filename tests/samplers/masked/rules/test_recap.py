@@ -14,7 +14,7 @@ import pytest
 import torch
 from images import random_uvit
 from places import GOLDEN
-from recorded import Refused, find_weights, golden, read_head, read_json, replay, replays
+from recorded import Refused, find_weights, golden, read_json, read_json_unrecorded, replay, replays
 from safetensors.torch import load_file, save_file
 
 import paradec
@@ -25,9 +25,11 @@ from paradec.samplers.masked.rules.recap import Recap
 
 TRACES = GOLDEN / "recap"
 FILES = sorted(golden("recap").glob("*.json"))
-CASES = [path for path in FILES if "schedule" in read_head(path)]
+CASES = [path for path in FILES if "schedule" in read_json_unrecorded(path)]
 SCHEDULES = [
-    path for path in FILES if isinstance(read_head(path), list) and all("nc" in row for row in read_head(path))
+    path
+    for path in FILES
+    if isinstance(read_json_unrecorded(path), list) and all("nc" in row for row in read_json_unrecorded(path))
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")  # "not worthwhile on a small model"
 

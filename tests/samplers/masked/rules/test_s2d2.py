@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import find_checkpoint, golden, read_head, read_json, replay_in_float64
+from recorded import find_checkpoint, golden, read_json, read_json_unrecorded, replay_with_margin
 from small_models import tiny
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def loaded(folder: Path, block: int, mask: int) -> Model:
 def files() -> list[Any]:
     parameters = []
     for path in sorted(golden("autumn").glob("s2d2/*.json")):
-        if any("steps" in case for case in read_head(path)["cases"]):
+        if any("steps" in case for case in read_json_unrecorded(path)["cases"]):
             parameters.append(pytest.param(path, id=path.stem))
     return parameters
 
@@ -97,7 +97,7 @@ def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch)
         request["temperature"] = settings.get("temperature", 1.0)
         request |= {name: settings[name] for name in ("top_k", "top_p") if name in settings}
     for number, case in enumerate(trace["cases"]):
-        with replay_in_float64(f"{path.stem}, case {number}", case):
+        with replay_with_margin(f"{path.stem}, case {number}", case):
             state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], **request)
             state.fed = {"numbers": case["uniforms"], "used": 0}  # type: ignore[attr-defined]
             theirs = [(step["verified"], {(at, id) for at, id, _ in step["commit"]}) for step in case["steps"]]
@@ -122,7 +122,7 @@ def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_recorded_runs_show_every_route() -> None:
-    routes = [settings_of(read_head(param.values[0]))["route"] for param in files()]
+    routes = [settings_of(read_json_unrecorded(param.values[0]))["route"] for param in files()]
     assert set(routes) == set(ROUTES.values())
 
 
