@@ -533,4 +533,4 @@ def test_modules_that_ignore_the_plan_are_refused() -> None:
     layer = model.module.model.layers[0].self_attn
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: forward(*args, **{k: v for k, v in kwargs.items() if k != "attention_plan"})
-    refuses(lambda: sampler.step(model, state), "does not pass its keyword arguments on", RuntimeError)
+    refuses(lambda: sampler.step(model, state), "does not pass keyword arguments on", RuntimeError)

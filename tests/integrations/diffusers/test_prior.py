@@ -158,7 +158,7 @@ def test_prior_is_refused(pipe: Any) -> None:
         with pytest.raises(ValueError, match="streamer: .* detach the session"):
             encoder.generate(input_ids=torch.tensor([[100, 64]]), image_grid_thw=torch.ones(2, 3).long(), streamer=1)
         refuses(lambda: encoder.generate(input_ids=torch.tensor([[100, 64]])), "image_grid_thw=None")
-    with accelerate(pipe, prior={"guidance_scale": 2.0}), pytest.raises(ValueError, match="has no guidance"):
+    with accelerate(pipe, prior={"guidance_scale": 2.0}), pytest.raises(ValueError, match="guide the DiT"):
         run(pipe)
     encoder.generation_config.num_beams = 3
     refuses(lambda: accelerate(pipe, prior="scd"), "num_beams=3 of vision_language_encoder's generation config")
