@@ -126,7 +126,7 @@ class Request:
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole (a mask before other tokens of the prompt).
-        confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays one of two ids only at temperature 0.)
+        confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays one of them at temperature 0 only.)
         suppress_tokens: ids never proposed, besides the mask id; None: the ids without text.
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
