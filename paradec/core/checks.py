@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 MAX_LISTED = 24
-"""Messages list all names up to this number. Above, they list the nearest names, or all names if none is near."""
+"""Messages list up to this number of names. Of more names, they list the nearest ones, or all if none is near."""
 NUM_NEAREST = 3
 MODELS: Mapping[str, tuple[str, str]] = {
     "text": ("a language model (paradec.load, paradec.wrap)", "paradec.generate"),
@@ -33,8 +33,8 @@ language model."""
 
 
 def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless `model` is of a kind in `allowed` (names of `MODELS`). The model's `check_use(user)`, if
-    any, may raise too. user: for messages."""
+    """Raise TypeError unless `model` is of a kind in `allowed` (keys of `MODELS`), or as the model's own
+    `check_use(user)`. user: the function or object that uses the model, for messages."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
         kind = "text"
@@ -77,9 +77,10 @@ def plain_name(name: str) -> str:
 def unknown_name(
     kind: str, name: object, allowed: Any, listing: str = "", other_names: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Message for a `name` that is not in `allowed`, with the closest names.
+    """Write the message for a `name` that is not in `allowed`, with the closest names.
 
-    listing: the call that lists all names. other_names: paradec's names by other name, spelled as by `plain_name`."""
+    listing: the call that lists all names. other_names: maps further names (spelled as by `plain_name`) to names in
+    `allowed`."""
     names = sorted(allowed)
     text, quoted = str(name)[:80], short_repr(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}
@@ -175,7 +176,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_divides(name: str, value: int, other: str, size: int) -> None:
-    """Raise ValueError unless `value` divides `size`, the setting `other`."""
+    """Raise ValueError unless `value`, the setting `name`, divides `size`, the setting `other`."""
     if size % value:
         raise ValueError(f"{name}={value} must divide {other}={size}")
 
@@ -202,7 +203,7 @@ def is_finite(value: Any) -> bool:
 
 
 def check_packages(user: str, extra: str, names: Iterable[str]) -> None:
-    """Raise ImportError for missing packages of one of paradec's extras, with the command that installs it."""
+    """Raise ImportError for missing packages in `names`, with the command that installs paradec's `extra`."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         install = f"install paradec's extra {extra!r}, e.g. pip install -e '.[{extra}]'"
         raise ImportError(f"{user} needs {', '.join(missing)}: {install}")

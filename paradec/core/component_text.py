@@ -18,9 +18,9 @@ class ParsedComponent(NamedTuple):
 
 
 def parse_components(kind: str, text: str) -> list[ParsedComponent]:
-    """Parse names joined by "+", each with settings in parentheses: Python literals, or words without quotes for texts.
-    A "+" that no name follows belongs to the name before: "lantern++(k=5)". kind: for messages. Raises ValueError.
-    """
+    """Parse names joined by "+", each with or without settings in parentheses. A setting's value is a Python literal,
+    or a word without quotes for a text. A "+" that no name follows belongs to the name before it: "lantern++(k=5)".
+    kind: for messages. Raises ValueError for other texts."""
     try:
         terms: list[str] = []
         for part in split_outside(text, "+"):
@@ -45,7 +45,7 @@ def parse_component(kind: str, text: str) -> ParsedComponent:
 
 
 def create_composed(registry: Any, name: str, settings: dict[str, Any]) -> Any:
-    """Make a component from a text with settings or several names; otherwise as `Registry.create`."""
+    """Make a component as `Registry.create`; the text `name` may contain settings and join several names."""
     components = parse_components(registry.kind, name)
     if len(components) > 1 and "union" in registry:
         for setting in settings:

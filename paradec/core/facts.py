@@ -22,7 +22,7 @@ class ModelFacts:
     """Ids and conventions of one model.
 
     Args:
-        vocab_size: rows of the output matrix. name: for messages.
+        vocab_size: number of rows of the output matrix. name: for messages.
         mask_token_id: id of undecided tokens, never proposed; None for models without one.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
         pad_token_id: id after the end of an answer; by default the first end id, else 0 (1 if 0 is the mask id).
@@ -37,7 +37,7 @@ class ModelFacts:
             prompt, and the whole prompt is one block (D2F).
         delete_token_id, split_token_id: ids that delete a position, or insert a mask before it (LLaDA2.2).
         tokenizer_size: ids from this number on have no text, such as embedding padding; None: all ids have text.
-        whole_blocks: whether calls must hold whole blocks, because experts are chosen per block.
+        whole_blocks: whether a call must evaluate whole blocks, because the model chooses experts per block.
 
     Raises ValueError for a value out of its range.
     """
@@ -110,8 +110,8 @@ class ModelFacts:
         return HOLE if self.topology == "canvas" else self.mask_token_id
 
     def check_length(self, longest: int, new: int) -> None:
-        """Raise ValueError if `longest`, the length of the longest row, exceeds `max_length`; warn if it exceeds
-        `trained_length`. new: how many of its positions follow the prompt."""
+        """Raise ValueError if the longest row has more than `max_length` positions; warn if it has more than
+        `trained_length`. longest: its number of positions. new: number of its positions after the prompt."""
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(
                 f"prompt of {longest - new} tokens + max_new_tokens={new} = {longest} is longer than {self.name} takes "
@@ -133,14 +133,14 @@ class ModelFacts:
         return self.block_align == "prompt"
 
     def block_numbers(self, positions: Any, origin: Any = None) -> Any:
-        """Block numbers of positions (int64 tensor or array of any shape); -1 inside a prompt before the blocks.
-        origin: [R, 1] int64, ends of the prompts, for models that count from there."""
+        """Compute the block numbers of positions (int64 tensor or array of any shape). Models that count blocks from
+        the prompt's end need `origin` [R, 1] int64, the ends of the prompts; prompt positions then get -1."""
         if not self.prompt_aligned:
             return positions // self.block_unit
         return ((positions - origin) // self.block_unit).clip(-1)
 
     def block_bounds(self, start: Any, stop: Any, origin: Any) -> tuple[Any, Any]:
-        """Widen ranges [start, stop) to whole blocks; all int64 arrays."""
+        """Widen ranges [start, stop) to whole blocks; all int64 arrays. origin: as in `block_numbers`."""
         block = self.block_unit
         if not self.prompt_aligned:
             return start // block * block, -(-stop // block) * block

@@ -1,4 +1,7 @@
-"""Model calls of the causal, canvas, image and latent families; shapes as in `Query`, with hidden size `D`."""
+"""Model calls of the causal, canvas, image and latent families.
+
+Shapes as in `Query`: `N` rows of the state, `R = branches * N` rows in the call, `Q` columns (positions) per row, `W`
+columns whose logits are read; hidden size `D`, vocabulary size `V`."""
 
 from __future__ import annotations
 
@@ -15,25 +18,27 @@ from paradec.core.query import Cost, Query, StoreCall, WindowLogits, WindowQuery
 from paradec.core.weights import weights_lock
 
 MAX_LOGITS = 2**27
-"""Maximum number of logits that `score_prompt` holds in memory."""
+"""Maximum number of logits that `score_prompt` computes in one call."""
 
 
 @dataclass
 class CausalQuery(Query):
     index: np.ndarray | None = None
-    """[N] int64, on the host: indices of `rows` among the running rows, for steps of several calls."""
+    """[N] int64, on the host: index of each of `rows` among the state's running rows."""
     keep_hidden: bool = False
     """Whether the model stores its last hidden states in `hidden`."""
     keep_layers: tuple[int, ...] | None = None
-    """Layers, from 0, whose outputs the model stores in `hidden` instead. Of `n` layers, index n - 1 is the last
-    layer's output after the final norm, index n the same output before the norm."""
+    """Layers (from 0) whose outputs the model stores in `hidden`, instead of the last hidden states. In a model of `n`
+    layers, n - 1 is the last layer's output after the final norm, and n is the same output before the norm."""
     hidden: Tensor | None = None
-    """[R, Q, D]: input of the output matrix at all columns; with `keep_layers` [R, Q, layers * D]."""
+    """[R, Q, D]: the last hidden states, which the output matrix multiplies; with `keep_layers` the layers' outputs
+    [R, Q, number of layers * D]."""
 
 
 @dataclass
 class VisibleQuery(CausalQuery):
-    """A call over a store. In any topology, a column sees all stored positions and the call's columns in `visible`."""
+    """A call over a key/value store. Whatever the model's topology, a column sees all stored positions, and of the
+    call's own columns those that are True in `visible`."""
 
 
 @dataclass(kw_only=True)
@@ -41,46 +46,48 @@ class AnyOrderQuery(Query):
     """A call of an any-order model (`Model.any_order`) by the causal family."""
 
     decided_at: Tensor
-    """[R, Q] int64: rank in the row's order of each decided or drafted position; -1 in the prompt and if undecided."""
+    """[R, Q] int64: rank of each decided or drafted position in its row's order; -1 at prompt and undecided ones."""
     index: np.ndarray
+    """[N] int64, on the host: index of each of `rows` among the state's running rows."""
 
 
 @dataclass
 class CanvasQuery(Query):
     soft_embeddings: Tensor | None = None
-    """[R, Q, D]: soft embeddings that condition an open canvas; None at first."""
+    """[R, Q, D]: soft embeddings that condition an open canvas; None in the canvas's first step."""
     soften: Callable[[Tensor], Tensor] | None = None
-    """Set by the model: logits [..., V] -> soft embeddings [..., D] of the next step."""
+    """Function that the model sets: from logits [..., V] to soft embeddings [..., D] for the next step."""
     images: Tensor | None = None
-    """[number of image tokens, D]: their embeddings, in reading order; None without images."""
+    """[number of image tokens, D]: embeddings of the prompts' image tokens, in reading order; None without images."""
 
 
 @dataclass
 class GroupQuery(Query):
-    """One call over a key/value store whose slots are ranks in the row's order: the prompt, then the cells in the order
-    of their decision. `positions` count the cells row by row. A slot's old content is overwritten before it is read."""
+    """One call over a key/value store. A position's slot is its rank: prompt positions come first, then the image's
+    cells in the order in which they are decided. `positions` number the cells in raster order. The call overwrites its
+    slots before it reads them."""
 
     visible_end: Tensor | None = None
-    """[R, Q] int64: end (exclusive) of the slots that each column sees."""
+    """[R, Q] int64: number of leading slots that each column sees."""
 
 
 @dataclass(kw_only=True)
 class RankedQuery(AnyOrderQuery):
-    """One call in any order, for `N` rows of one branch. For each column of `wanted` the model evaluates a mask token,
-    which sees the tokens of lower rank and itself. It does not evaluate the masks in `tokens`. Store rows of the second
-    branch follow those of the first."""
+    """One call in any order. Its tensors hold the `N` rows of one branch; the model adds the second branch, whose rows
+    follow in the store. For each of the first `K <= W` columns of `wanted`, the model evaluates a mask token that sees
+    itself and the tokens of lower rank. The model does not evaluate the mask tokens in `tokens`."""
 
     ranks: Tensor
     """[N, Q] int64: rank of each column in its row's order, prompt first, for decided and undecided columns."""
     is_wanted: Tensor
-    """[N, W] bool: False where `wanted` is padding."""
+    """[N, K] bool: False where `wanted` is padding; all columns of `wanted` from K on are padding."""
     scale: Tensor
-    """[N, W] float64: guidance scale of each column of `wanted`; unused with one branch."""
+    """[N, K] float64: guidance scale of each column of `wanted`; unused with one branch."""
 
 
 @dataclass
 class LatentQuery:
-    """One call of a continuous model: `N` rows of the state, `R = branches * N` rows in the call, conditional first."""
+    """One call of a continuous model. With two branches, the first N rows are conditional."""
 
     rows: np.ndarray
     latent: Tensor
@@ -89,7 +96,7 @@ class LatentQuery:
     """Further inputs by name, each [R, ...], such as class labels."""
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[N] int64, on the host: positions (patches) of each row in one branch."""
+    """[N] int64, on the host: number of positions (patches) of each row in one branch."""
     kind: str = "full"
 
 
@@ -99,9 +106,10 @@ class LatentProposal:
 
     rows: np.ndarray
     values: Tensor
-    """[N, ...] float: the model's output, or its forecast."""
+    """[N, ...] float."""
     cost: Cost
     made_at: int = 0
+    """`State.commits` when the proposal was made."""
     kind: str = "full"
     """"full", "window", or "forecast" (nothing was evaluated)."""
 
@@ -115,8 +123,8 @@ def build_rows_query(
 ) -> WindowQuery:
     """Build one call for rows of ids, padded on the right, on the model's device.
 
-    rows, positions, prompts: ids, positions to predict and prompt length of each row.
-    start: positions before this one are read from row 0 of a store."""
+    rows: ids of each row. positions: positions to predict in each row. prompts: prompt length of each row.
+    start: first position to evaluate; earlier ones are read from row 0 of a store."""
     facts, device = model.facts, model.device
     width, max_wanted = max(map(len, rows)), max(map(len, positions))
     tokens = torch.full((len(rows), width), facts.fill_token_id, dtype=torch.int64)
@@ -144,7 +152,8 @@ def build_rows_query(
 
 
 def score_prompt(model: Any, ids: list[int], count: int) -> StepLogProbs:
-    """Compute log-probabilities [1, P] of a prompt's tokens under a causal model, NaN for the first token."""
+    """Compute the log-probabilities of a prompt's P tokens `ids` under a causal model, and of the `count` likeliest
+    tokens at each position. Shapes [1, P] and [1, P, count]; NaN at the first token."""
     parts, size = [], max(1, MAX_LOGITS // model.facts.vocab_size)
     with torch.inference_mode(), weights_lock(model):
         for positions in torch.arange(len(ids)).split(size):

@@ -1,5 +1,5 @@
-"""Ctrl-C while the command `paradec` imports its modules, which takes seconds: it ends the process at once with exit
-code 130, since an exception could surface inside any import. Programs that import paradec keep their handling."""
+"""Handling of Ctrl-C in the command `paradec`. Its imports take seconds. During them Ctrl-C ends the process at once,
+with exit code 130, since an exception could surface inside any import. Other programs keep their handling."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def is_debugging() -> bool:
 
 
 def is_command(argv: list[str], original_argv: list[str]) -> bool:
-    """Whether a process is the command: the installed script, or `python -m paradec`. argv: `sys.argv`, whose first
-    entry is "-m" while Python imports the module. original_argv: `sys.orig_argv`."""
+    """Whether a process runs the command `paradec`, as the installed script or `python -m paradec`. argv: `sys.argv`,
+    whose first entry is "-m" while Python imports the module. original_argv: `sys.orig_argv`."""
     if argv[:1] == ["-m"]:
         return "-m" in original_argv and original_argv[original_argv.index("-m") + 1 :][:1] == ["paradec"]
     return bool(argv) and Path(argv[0]).stem == "paradec"
 
 
 def exit_on_interrupt() -> None:
-    """If the process is the command, let Ctrl-C end it until `restore_interrupt`."""
+    """If the process runs the command, let Ctrl-C end it at once, until `restore_interrupt` is called."""
     if not is_command(getattr(sys, "argv", []), getattr(sys, "orig_argv", [])):
         return
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background jobs of shells ignore it
@@ -48,7 +48,7 @@ def restore_interrupt() -> None:
 
 @contextmanager
 def hold_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the outermost block, so that no output is cut off."""
+    """Delay Ctrl-C to the end of the outermost `with` block, so that no output is cut off."""
     global _is_holding
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in background jobs of shells
     if threading.current_thread() is not threading.main_thread() or _is_holding or is_ignored:

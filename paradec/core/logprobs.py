@@ -1,8 +1,9 @@
-"""Log-probabilities of written tokens and of their steps' likeliest tokens. The last write to a position counts.
+"""Log-probabilities of the tokens that a step writes, and of the step's likeliest tokens. If several steps write to a
+position, the last one counts.
 
 Masked models: softmax of the step's logits after guidance, without suppressed tokens; temperature, filters and the
 sampler's changes to logits have no effect. Causal models: the target distribution p that verifies drafts, after
-temperature and filters; at temperature 0 the distribution of temperature 1 without filters."""
+temperature and filters; at temperature 0, the distribution p of temperature 1 without filters."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ class StepLogProbs:
     """Log-probabilities of one step. Shapes: `R` rows, `W` positions, `k` alternatives."""
 
     chosen: Tensor
-    """[R, W] float64: of the proposed tokens."""
+    """[R, W] float64: log-probabilities of the proposed tokens."""
     best: Tensor
-    """[R, W, k] float64: of the likeliest tokens, descending."""
+    """[R, W, k] float64: log-probabilities of the likeliest tokens, descending."""
     best_tokens: Tensor
-    """[R, W, k] int64."""
+    """[R, W, k] int64: the likeliest tokens."""
     at_temperature: Tensor | None = None
     """[R, W] float64: `chosen` at the request's temperature, for rollouts."""
 
@@ -82,7 +83,7 @@ class StepLogProbs:
         return cls.combine(steps, lambda tensors: torch.stack(tensors)[index, rows.unsqueeze(1), columns])
 
     def fill(self, where: Tensor) -> StepLogProbs:
-        """Replace the values at `where` [R, W] bool by NaN, tokens by -1."""
+        """Where `where` [R, W] bool is True, replace log-probabilities by NaN and tokens by -1."""
         filled = replace(self)
         for name, tensor in vars(self).items():
             if tensor is not None:
@@ -91,8 +92,8 @@ class StepLogProbs:
         return filled
 
     def to_lists(self, index: Tensor, column: Tensor) -> list[list[Any]]:
-        """List trace entries at (index [N], column [N]): [log-probability, [[token, log-probability], ...]], None if
-        not finite. Waits for the device."""
+        """List an entry [log-probability, [[token, log-probability], ...]] for each (index [N], column [N]), as in a
+        trace: None replaces a log-probability that is not finite. Waits for the device."""
         log_p = (tensor.cpu()[index, column].numpy() for tensor in (self.chosen, self.best))
         chosen, best = (np.where(np.isfinite(values), values, np.array(None)).tolist() for values in log_p)
         tokens = self.best_tokens.cpu()[index, column].tolist()
@@ -103,7 +104,8 @@ class StepLogProbs:
 
 
 def _top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of [n, V], descending, and their columns. Searches large vocabularies by segments."""
+    """Find the `count` largest logits of [n, V], descending, and their columns. Searches large vocabularies by
+    segments."""
     size = logits.shape[-1]
     num_segments = size // SEGMENT
     if size <= 2**13 or count > num_segments // 4:
@@ -123,11 +125,12 @@ class LogProbs:
     `sequences`), `k` alternatives."""
 
     chosen: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L] float64: of the final token; NaN where no token was decided (prompts, padding)."""
+    """[B, L] float64: log-probability of the final token; NaN where no token was decided (prompts, padding)."""
     best: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L, k] float64: of the likeliest tokens in the step that wrote the final token, descending; else NaN."""
+    """[B, L, k] float64: log-probabilities of the likeliest tokens, descending, in the step that wrote the final token;
+    NaN as in `chosen`."""
     best_tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
-    """[B, L, k] int64: these tokens; -1 where no token was decided."""
+    """[B, L, k] int64: the tokens of `best`; -1 where no token was decided."""
     step: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: the row's step that wrote the token, from 0; -1 where no token was decided."""
 
@@ -145,14 +148,14 @@ class LogProbs:
         return self.best.shape[-1]
 
     def sums(self) -> Tensor:
-        """[B] float64: sum over each row's tokens."""
+        """[B] float64: sum of `chosen` over each row's tokens."""
         return self.chosen.nansum(1)
 
     def write(
         self, rows: np.ndarray, positions: Tensor, selected: Tensor, values: StepLogProbs, steps: np.ndarray | Tensor
     ) -> None:
-        """Write a step's values where `selected` [R, W], at `positions` [R, W], which are distinct within a row. steps:
-        [R] or [R, W]."""
+        """Write a step's values to `rows` [R] at `positions` [R, W], distinct within a row, where `selected` [R, W] is
+        True. steps: the rows' steps, [R] or [R, W]."""
         row_steps = torch.as_tensor(steps, device=self.step.device)
         row_steps = (row_steps.unsqueeze(1) if row_steps.ndim == 1 else row_steps).expand(positions.shape)
         for name in NAMES:
@@ -160,7 +163,7 @@ class LogProbs:
         write_columns(self.step, rows, positions, selected, row_steps.masked_fill(values.chosen.isnan(), -1))
 
     def map_columns(self, function: Callable[[Tensor, Any], Tensor]) -> LogProbs:
-        """Apply `function(tensor, fill)` to every tensor [B, L], and to each alternative."""
+        """Apply `function(tensor, fill)` to `chosen`, `step` and every alternative, each [B, L]."""
         chosen = function(self.chosen, torch.nan)
 
         def map_alternatives(tensor: Tensor, fill: Any) -> Tensor:
@@ -175,7 +178,8 @@ class LogProbs:
 
 
 def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
-    """Write values [R, W, ...] to `target` [B, L, ...] at rows [R] and positions [R, W], where selected [R, W]."""
+    """Write values [R, W, ...] to `target` [B, L, ...] at rows [R] and positions [R, W] where `selected` [R, W] is
+    True."""
     columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
     # positions past the end wrap around; only the first `columns` positions are written, so they stay distinct
     column, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]

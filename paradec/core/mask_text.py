@@ -12,7 +12,7 @@ HOLE_TEXT = "\ufdd0"
 
 
 MAX_MASKS = 1_000_000
-"""Limit for one placeholder where the model has no length limit."""
+"""Maximum number of masks for one placeholder, if the model has no length limit."""
 
 
 def check_placeholder(placeholder: Any) -> None:

@@ -19,10 +19,11 @@ from paradec.core.rows import RowLayout, resize_axis
 class MemorySpec:
     """Declaration of a tensor that a sampler keeps between steps.
 
-    dims: dimensions after the row: "position" (of the canvas), "window" (of the widest open block, from its start),
-        "vocab", "hidden" (of models with canvases), "slot" (of a window of drafts), "steps" (of a block), or an int.
+    dims: the dimensions after the rows, each an int or a name: "position" (positions of the canvas), "window"
+        (positions of the widest open block), "vocab", "hidden" (width of hidden states, for models with canvases),
+        "slot" (positions of a window of drafts), "steps" (steps of a block).
     dtype: None is the model's dtype, for distributions or soft embeddings. fill: initial value.
-    reset: "block" refills a row's part when the row opens a block; "sequence" never refills it within a request."""
+    reset: "block" refills a row's values when the row opens a block; "sequence" never refills them within a request."""
 
     dims: tuple[str | int, ...] = ()
     dtype: torch.dtype | None = torch.float32
@@ -59,7 +60,7 @@ class Memory:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Make the filled tensors of `specs` for `batch` rows; `sizes` are the sizes of named dimensions."""
+        """Make the tensors of `specs`, filled, for `batch` rows; `sizes` are the sizes of named dimensions."""
         memory = cls(dict(specs))
         for name, spec in specs.items():
             shape = [batch, *(sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims)]
@@ -127,7 +128,7 @@ class Memory:
                     self.tensors[name] = _shift_rows(self.tensors[name], axis, rows, offsets, spec.fill)
 
     def before_row_change(self, other: Memory | None) -> None:
-        """Add specs that only the other memory has, since some specs are declared during a step."""
+        """Add the specs that only `other` has, since some specs are declared during a step."""
         if other is not None:
             self.specs = other.specs | self.specs
 
@@ -149,7 +150,7 @@ def _shift_rows(tensor: Tensor, axis: int, rows: np.ndarray, offsets: np.ndarray
 
 
 def check_memory(nbytes: int, device: Any, max_memory: int | None, what: str) -> None:
-    """Raise ValueError if `nbytes` exceed `max_memory`, or by default the device's memory. what: for messages."""
+    """Raise ValueError if `nbytes` is more than `max_memory` (None: the device's memory). what: noun for messages."""
     if max_memory is not None:
         limit, source = max_memory, "max_memory"
     elif device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Orders: which cells of a raster are decided together, and in which order.
+"""Orders: the groups of cells of a raster that are decided together, and their sequence.
 
-An `Order` divides a raster of `height` x `width` cells into `Groups`, every cell in one group. Masked samplers, MAR,
-ZipAR and models that predict groups (LPD, NAR) use the same orders.
+An `Order` divides a raster of `height` x `width` cells into `Groups`; every cell belongs to one group. Masked samplers,
+MAR, ZipAR and models that predict groups (LPD, NAR) use the same orders.
 
 | name | groups |
 |---|---|
@@ -10,7 +10,7 @@ ZipAR and models that predict groups (LPD, NAR) use the same orders.
 | `cosine` | at random, with MAR's group sizes (arXiv 2406.11838) |
 | `halton` | along a low-discrepancy sequence (arXiv 2503.17076) |
 | `diagonal` | one anti-diagonal after the other (NAR, arXiv 2503.10696) |
-| `zipar` | parallel rows, each `window` cells behind the row above (arXiv 2412.04062) |
+| `zipar` | raster rows in parallel, each `window` cells behind the row above (arXiv 2412.04062) |
 | `lpd` | near decided cells, and far from other cells of the group (arXiv 2507.01957) |
 | `given` | as listed |
 """
@@ -35,16 +35,17 @@ from paradec.core.registry import Component, Registry
 
 @dataclass(frozen=True)
 class OrderDraws:
-    """Random choices for one row, by row key, group and cell (`paradec.core.rng`). key: two 32-bit integers."""
+    """Random choices for one row of a batch. They depend only on the row key, the group and the cell
+    (`paradec.core.rng`). key: two 32-bit integers."""
 
     key: tuple[int, int]
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
-        """`cells` [N] int64 in a random order, for the group `step`."""
+        """Put `cells` [N] int64 into a random order, for the group `step`."""
         return cells[self._numbers(step, cells)[:, 0].argsort(kind="stable")[::-1]]
 
     def choose(self, step: int, cells: np.ndarray) -> int:
-        """One of `cells` [N] int64, for the group `step`."""
+        """Choose one of `cells` [N] int64 at random, for the group `step`."""
         return int(cells[self._numbers(step, cells)[:, 1].argmax()])
 
     def _numbers(self, step: int, cells: np.ndarray) -> np.ndarray:
@@ -88,11 +89,11 @@ DEFAULT_GROUPS = {256: 20, 1024: 48}
 
 @lru_cache(maxsize=256)
 def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """Return the sizes of `groups` groups that divide `cells` cells: LPD's published list, or, if there is none for
-    these numbers, the published list with the nearest groups / sqrt(cells), scaled by `scale_sizes`.
+    """Return the sizes of `groups` groups that divide `cells` cells: LPD's published list for these two numbers. If
+    there is none, the published list with the nearest ratio groups / sqrt(cells) is scaled by `scale_sizes`.
 
     Args:
-        groups: 1 to `cells`; None is the published number for 256 cells (20) or 1024 cells (48), else 1.25 sqrt(cells).
+        groups: 1 to `cells`. None: 20 for 256 cells and 48 for 1024 cells, as published; else 1.25 sqrt(cells).
 
     Raises ValueError for a number out of its range.
     """
@@ -113,7 +114,8 @@ def group_sizes(cells: int, groups: int | None = None) -> tuple[int, ...]:
 
 
 def scale_sizes(sizes: Sequence[int], cells: int, groups: int | None = None) -> tuple[int, ...]:
-    """Scale a list of sizes to another number of cells; each stays at least 1. groups: default `len(sizes)`."""
+    """Scale a list of group sizes to another number of cells; every size is at least 1. groups: number of sizes to
+    return, by default `len(sizes)`; at most `cells`."""
     groups = min(len(sizes) if groups is None else groups, cells)
     shares = np.concatenate(([0], np.cumsum(sizes))) / sum(sizes)
     positions = np.linspace(0, len(sizes), groups + 1)
@@ -148,8 +150,8 @@ def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str 
 
 
 def remaining_counts(size: int, steps: int) -> np.ndarray:
-    """MAR's schedule: [steps + 1] int64, the undecided cells before each step, and a final 0. Step t leaves
-    floor(size cos(pi / 2 (t + 1) / steps)) cells, and decides at least one."""
+    """MAR's schedule: [steps + 1] int64, the number of undecided cells before each step, and a final 0. Step t leaves
+    floor(size cos(pi / 2 (t + 1) / steps)) cells undecided, but decides at least one."""
     counts = [size]
     for step in range(steps - 1):
         planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
@@ -157,16 +159,16 @@ def remaining_counts(size: int, steps: int) -> np.ndarray:
     return np.array([*counts, 0])
 
 
-# ---- cells one by one -----------------------------------------------------------------------------------------------
+# ---- sequences of cells ---------------------------------------------------------------------------------------------
 
 NUM_POINTS = 10_000
-"""Number of Halton points, as in the public code; cells without a point come last."""
+"""Number of Halton points, as in the public code. Cells without a point come last in the order."""
 
 
 @lru_cache(maxsize=64)
 def halton_order(height: int, width: int) -> np.ndarray:
-    """[height * width] int64: rank of each cell by the first point of the Halton sequence in it. Points count from
-    n = 1, with base 2 for the row and base 3 for the column."""
+    """Rank the cells by the index of the first point of the Halton sequence that falls into each: [height * width]
+    int64. Indices count from n = 1; base 2 gives the point's row, base 3 its column."""
     n = np.arange(1, NUM_POINTS + 1)
     cells = (_radical_inverse(n, 2) * height).astype(int) * width + (_radical_inverse(n, 3) * width).astype(int)
     hit, first = np.unique(cells, return_index=True)
@@ -178,7 +180,7 @@ def halton_order(height: int, width: int) -> np.ndarray:
 
 
 def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
-    """The digits of n in `base`, mirrored at the radix point: a coordinate in [0, 1)."""
+    """Mirror the digits of n in `base` at the radix point: coordinates in [0, 1)."""
     value, scale = np.zeros(len(n)), 1.0
     while n.any():
         scale /= base
@@ -187,7 +189,7 @@ def _radical_inverse(n: np.ndarray, base: int) -> np.ndarray:
 
 
 def lpd_repulsion(cells: int) -> float:
-    """The published repulsion: 2 for images of 256 x 256 pixels, 4 for 512 x 512."""
+    """Return the published repulsion: 2 for images of 256 x 256 pixels (256 cells), 4 for 512 x 512 (1024 cells)."""
     return 2.0 if cells < 1024 else 4.0
 
 
@@ -202,15 +204,14 @@ def lpd_order(
 ) -> np.ndarray:
     """LPD's order of one image (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957, public code).
 
-    The first cell is random. For each later group the undecided cells are shuffled and sorted by nearness: the sum of 1
-    / distance over the decided cells among their eight neighbours. Cells of nearness >= `proximity` are chosen in turn,
-    but not within the Chebyshev distance `repulsion` of another cell of the group. Farthest-point sampling completes
-    the group.
+    The first cell is random. For each later group, the undecided cells are shuffled and sorted by nearness, descending.
+    A cell's nearness is the sum of 1 / distance over the decided cells among its eight neighbours. Cells of nearness >=
+    `proximity` are chosen in turn, except within the Chebyshev distance `repulsion` of a chosen cell of the group. If
+    the group is still too small, farthest-point sampling completes it.
 
     Args:
-        sizes: cells of each group; their sum is the number of undecided cells.
-        decided: [H * W] bool: cells that are known from the start. Without any, farthest-point sampling completes a
-            first group of several cells.
+        sizes: number of cells of each group; their sum is the number of undecided cells.
+        decided: [H * W] bool: cells that are known from the start; None is no cell.
 
     Returns [sum(sizes)] int64: the cells in order.
     """
@@ -244,7 +245,7 @@ def lpd_order(
 
 
 def _nearness(is_decided: np.ndarray) -> np.ndarray:
-    """[H, W] float64: sum of 1 / distance over each cell's decided neighbours (is_decided: [H, W] bool)."""
+    """Sum 1 / distance over each cell's decided neighbours: from [H, W] bool to [H, W] float64."""
     padded = np.pad(is_decided, 1).astype(int)
     above, middle, below = padded[:-2], padded[1:-1], padded[2:]
     # add integer counts first, so that equal counts give equal floats
@@ -256,7 +257,8 @@ def _nearness(is_decided: np.ndarray) -> np.ndarray:
 def _sample_farthest(
     coordinates: np.ndarray, pool: np.ndarray, chosen_before: list[int], count: int, step: int, draws: OrderDraws
 ) -> list[int]:
-    """Choose `count` cells of a pool [N], each the farthest from all chosen so far; ties go to the first."""
+    """Choose `count` cells of a pool [N] one by one: each time the cell whose distance to the nearest chosen cell is
+    largest; the first of equals."""
     if len(pool) <= count:
         return pool.tolist()
     chosen: list[int] = []
@@ -277,27 +279,27 @@ def _sample_farthest(
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """All cells of a raster in groups that are decided together: `B` rows, `S` cells, `G` groups. Iterating gives the
-    positions [B, n] int64 of each group."""
+    """All cells of a raster in groups that are decided together: `B` rows of a batch, `S` cells, `G` groups. Iterating
+    gives the cells [B, n] int64 of each group of size n."""
 
     order: np.ndarray
-    """[B, S] int64, on the host: the cells in order."""
+    """[B, S] int64, on the host: the cells in the order of their groups."""
     sizes: tuple[int, ...]
-    """[G]: cells of each group, the same in all rows."""
+    """[G]: number of cells of each group, the same in all rows."""
 
     @property
     def ends(self) -> np.ndarray:
-        """[G] int64: decided cells after each group."""
+        """[G] int64: number of decided cells after each group."""
         return np.cumsum(self.sizes)
 
     @property
     def num_left(self) -> np.ndarray:
-        """[G + 1] int64: undecided cells before each group, and a final 0."""
+        """[G + 1] int64: number of undecided cells before each group, and a final 0."""
         return self.order.shape[1] - np.concatenate(([0], self.ends))
 
     @property
     def rank(self) -> np.ndarray:
-        """[B, S] int64: rank of each cell."""
+        """[B, S] int64: index of each cell in `order`."""
         return self.order.argsort(1)
 
     def __len__(self) -> int:
@@ -321,15 +323,16 @@ class Order(Component):
 
     kind: ClassVar[str] = "order"
     random: ClassVar[bool] = False
-    """Whether rows differ by their draws."""
+    """Whether the order depends on a row's draws."""
 
     def groups(self, height: int, width: int, draws: Sequence[OrderDraws] = SINGLE_ROW) -> Groups:
-        """Divide a raster into groups; cells are numbered row by row. draws: one per row (`draws_from_keys`); orders
-        with `random` False only count the rows. Raises ValueError for settings that do not fit the raster."""
+        """Divide a raster into groups; cells are numbered in raster order. draws: one per row of the batch, from
+        `draws_from_keys`; orders that are not `random` use only their number. Raises ValueError for settings that do
+        not fit the raster."""
         raise NotImplementedError
 
     def with_steps(self, steps: int | None) -> Order:
-        """The same order in `steps` groups. Raises ValueError for an order that fixes its number of groups."""
+        """Copy the order with `steps` groups. Raises ValueError for an order that fixes its number of groups."""
         if steps is None:
             return self
         name = "steps" if "steps" in self.settings() else "sizes"
@@ -347,8 +350,8 @@ class Order(Component):
 
 @dataclass(frozen=True)
 class Sized(Order):
-    """Base of orders that cut a sequence of cells into groups of any size. sizes: see `Sizes`; None is one cell at a
-    time."""
+    """Base of orders that cut a sequence of cells into groups of any size. sizes: see `Sizes`; None is groups of one
+    cell."""
 
     sizes: Sizes = None
 
@@ -434,13 +437,13 @@ class Diagonal(Order):
 
 @dataclass(frozen=True)
 class ZipAR(Order):
-    """Each group has the next cell of every open row. A row opens once `window` (at least 1) cells of the row above
-    are decided."""
+    """Each group has the next cell of every open raster row. A row opens once `window` (at least 1) cells of the row
+    above are decided."""
 
     window: int = 16
 
     name = "zipar"
-    summary = "rows in parallel, each `window` cells behind the row above"
+    summary = "raster rows in parallel, each `window` cells behind the row above"
 
     def __post_init__(self) -> None:
         check_int("window", self.window, low=1)
@@ -454,8 +457,8 @@ class ZipAR(Order):
 
 @dataclass(frozen=True)
 class Given(Order):
-    """A listed order, as in published order files. cells: [S] int in order, or one such list per row. sizes: see
-    `Sizes`; None is one cell at a time."""
+    """An order that the user lists. cells: all S cells in order, or one such list for each row of the batch. sizes: see
+    `Sizes`; None is groups of one cell."""
 
     cells: Sequence[int] | Sequence[Sequence[int]] = ()
     sizes: Sizes = None
@@ -539,8 +542,8 @@ def resolve_order(order: Any) -> Order:
 
 
 def check_request_order(name: str, value: Any) -> Any:
-    """Check a request's order: a name, an `Order`, or lists of positions, which become tuples. Raises ValueError or
-    TypeError for others. Whether lists are complete is checked later, with the prompts."""
+    """Check a request's order: a name, an `Order` or its data, or lists of positions, which become tuples. Raises
+    ValueError or TypeError for other values. Checks that lists are complete come later, with the prompts."""
     if isinstance(value, str):
         check_choice(name, value, ("random", "chain"))
     if isinstance(value, (str, Order)):

@@ -49,7 +49,8 @@ PIPELINE_METHODS = {
     "pyramidattentionbroadcast": "taylorseer(order=0)",
     "pab": "taylorseer(order=0)",
 }
-"""Methods for diffusers pipelines, by `plain_name`. The last five reuse features at some steps."""
+"""paradec's methods for diffusers pipelines, by the `plain_name` of other libraries' methods. The last five of those
+reuse features at some steps; paradec has only similar methods."""
 BLOCK_COUNTS = re.compile(r"(?:dbcache_?)?f(\d+)b(\d+)", re.IGNORECASE)
 """Cache-dit's notation for the numbers of first and last blocks that DBCache evaluates: "F8B0"."""
 PIPELINE_SETTINGS = {
@@ -63,7 +64,7 @@ PIPELINE_SETTINGS = {
     "threshold": ("base_threshold", "residual_diff_threshold"),
     "rel_l1_thresh": ("threshold",),
 }
-"""Names of these methods' settings in other libraries, with the possible names in paradec."""
+"""Settings of pipeline methods by their name in other libraries: the possible names in paradec."""
 METHOD_OF_SETTING = {
     "residual_diff_threshold": "'dbcache', residual_diff_threshold=...",
     "rel_l1_thresh": "'teacache', threshold=...",
@@ -72,11 +73,11 @@ METHOD_OF_SETTING = {
     "preset": "paradec.Request.load(FILE).sampler) for a saved request, or "
     "accelerate(pipe, paradec.samplers.create('taylorseer', preset='paper')",
 }
-"""What to give to `paradec.accelerate` for settings that the default method does not have."""
+"""Arguments of `paradec.accelerate` that set what the default method cannot set, by the setting's name."""
 FORECAST_SETTINGS = ("max_memory", "where", "how", "order")
-"""Settings of `Forecast` that its short forms leave out."""
+"""Settings of `paradec.Forecast` that a method given by name does not accept."""
 METHOD_OF_RULE = {"accumulated_change": "teacache (accumulated_change)", "verification": "speca (verification)"}
-"""Names of the methods for pipelines that users know, by `Rule.name`."""
+"""Methods for pipelines under the names that users know, by `Rule.name`."""
 SESSION_LOST = "detach that session first; if it is lost: {}._paradec_session.detach()"
 PACKAGE_NAMES = {
     "fbcache": "paradec.FirstBlock",
@@ -84,7 +85,7 @@ PACKAGE_NAMES = {
     "enablecache": "paradec.accelerate(pipe, ...)",
     "applycacheonpipe": "paradec.accelerate(pipe, ...)",
 }
-"""What to write for attributes of other packages, by `plain_name`."""
+"""What to write instead of attributes that other packages have, by `plain_name`."""
 REQUEST_FIELDS = {
     "max_new_tokens": ("gen_length", "max_length", "max_tokens"),
     "guidance_scale": ("cfg", "cfg_scale", "negative_prompt_ids"),
@@ -138,9 +139,9 @@ def describe_missing_attribute(name: str, names: Iterable[str]) -> str:
     """Advise what to write instead of a name that `paradec` does not have; "" if unknown. names: `paradec`'s names."""
     plain = plain_name(name)
     by_plain_name = PACKAGE_NAMES | {plain_name(known): f"paradec.{known}" for known in names}
-    here = by_plain_name.get(plain) or by_plain_name.get(plain.removesuffix("config").removesuffix("cache"))
-    here = here or by_plain_name.get(plain.removesuffix("config"))
-    return f"; write {here}" if here else ""
+    spellings = (plain, plain.removesuffix("config").removesuffix("cache"), plain.removesuffix("config"))
+    replacement = next((by_plain_name[spelling] for spelling in spellings if spelling in by_plain_name), None)
+    return f"; write {replacement}" if replacement else ""
 
 
 def check_setting_names(
@@ -155,10 +156,10 @@ def check_setting_names(
     for name in names:
         if name in allowed:
             continue
-        name_here = next((known for known in PIPELINE_SETTINGS.get(name, ()) if known in allowed), None)
+        paradec_name = next((known for known in PIPELINE_SETTINGS.get(name, ()) if known in allowed), None)
         counts = BLOCK_COUNTS.fullmatch(name) if "Fn_compute_blocks" in allowed else None
-        if name_here is not None:
-            hint = f"it is called {name_here!r} here"
+        if paradec_name is not None:
+            hint = f"it is called {paradec_name!r} here"
         elif counts is not None:
             hint = f"write Fn_compute_blocks={counts[1]}, Bn_compute_blocks={counts[2]}"
         elif name in FORECAST_SETTINGS:
@@ -182,8 +183,8 @@ def with_checked_names(make: Make) -> Make:
 
 
 def check_method(value: Any) -> None:
-    """Raise an error for a value that is almost a method for pipelines, with what to write instead: ValueError for
-    another library's name or config, or a file; TypeError for a class or function to call, a request or a mapping."""
+    """Raise an error, with what to write instead, for a value that looks like a method for pipelines. ValueError:
+    another library's name or config, or a file. TypeError: a class, a function, a request or a mapping."""
     if isinstance(value, type) or inspect.isfunction(value):
         raise TypeError(f"sampler={value.__name__} must be called: {value.__name__}(...)")
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".json")):

@@ -42,7 +42,7 @@ def to_tensor(name: str, value: Any) -> Tensor:
 
 
 def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Split a tensor into rows without padding. Also returns whether it has one row [length], not [batch, length].
+    """Split a tensor into rows without padding. Also returns whether its shape is [length] rather than [batch, length].
     Raises TypeError or ValueError for wrong dtypes or shapes, and for a mask with padding inside a row."""
     if not _is_integral(ids):
         raise TypeError(f"input ids have dtype {ids.dtype}; they must be integers")
@@ -63,7 +63,8 @@ def rows_from_tensor(ids: Tensor, attention_mask: Any) -> tuple[list[list[int]],
 
 
 def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[list[int]], bool]:
-    """Convert a list of ids, or of rows of ids, to rows. Also returns whether it is one row. Raises as `encode`."""
+    """Convert a list of ids, or of rows of ids, to rows. Also returns whether it is a list of ids. Raises TypeError for
+    other items, ValueError for an attention mask of unequal rows, and as `rows_from_tensor`."""
     if all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in prompt):
         return [[int(i) for i in prompt]], True
     if is_rows_of_ids(prompt):
@@ -77,11 +78,7 @@ def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[li
 
 
 TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-
-
 IGNORED_FIELDS = ("special_tokens_mask", "offset_mapping", "length")
-
-
 IMAGE_FIELDS = ("pixel_values", "image_position_ids")
 
 

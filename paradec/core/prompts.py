@@ -36,9 +36,9 @@ class Prompts:
     starts: list[int]
     """Start of each row's last turn, for infilling."""
     copy_indices: list[int] | None = None
-    """Number of equal rows before each row of the request, for a request that is split; else None."""
+    """For a part of a request's rows: number of equal rows before each row in the whole request; else None."""
     images: list[Tensor | None] | None = None
-    """[number of image tokens, hidden size]: the embeddings of each row's image tokens, if it has any."""
+    """For each row [number of image tokens, hidden size]: the embeddings of its image tokens; None without any."""
     joins_batch: bool = False
     """Whether the rows join a running batch."""
 
@@ -88,7 +88,7 @@ def encode(
             these, or the mapping with "input_ids" that a tokenizer or processor of transformers returns. Ids may
             include the mask id (-1 for models with canvases). `Prompts` are returned unchanged.
         attention_mask: [B, L] 0/1 for 2-D ids, padded on the left or on the right.
-        chat: whether a string becomes a user turn of the chat template; None: where the tokenizer has a template.
+        chat: whether a string becomes a user turn of the chat template; None: if the tokenizer has a template.
         placeholder: text that stands for a mask in texts and chats ("<mask>", "<mask:3>" for three). With it, strings
             become user turns only if `chat` is True, and an assistant's turn at the end of a chat stays open.
 

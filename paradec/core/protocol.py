@@ -7,7 +7,7 @@ while not state.done:
     commit = sampler.commit(state, proposal)    # write: the only place where tokens (or the latent) change
 ```
 
-`step` is `query`, the model call and `propose`. Invariants: `docs/fidelity.md`.
+`step` calls `query`, the model and `propose`. Invariants: `docs/fidelity.md`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class State:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[R] int64, on the host, ascending: running rows. A family assigns it if rows end at different steps."""
+        """[R] int64, on the host, ascending: running rows. Families whose rows end at different steps assign it."""
         return np.arange(self.batch)
 
     @property
@@ -147,7 +147,7 @@ class State:
                     store.release()
 
     def stores(self) -> tuple[Any, ...]:
-        """Key/value stores and other objects with rows outside the state's fields; entries may be None."""
+        """Objects with rows that are not in the state's fields, such as key/value stores; entries may be None."""
         return ()
 
     def cache_advice(self) -> str | None:
@@ -159,7 +159,7 @@ class State:
         return f"{type(self).__name__} cannot exchange rows"
 
     def before_row_change(self, other: Self | None) -> None:
-        """Called before rows are selected (`other` is None), or replaced by the rows of `other`."""
+        """Prepare for a selection of rows (`other` is None), or their replacement by the rows of `other`."""
         self._counts = self.counts  # count pending calls, whose indices are the old rows
         if other is not None:
             other._counts = other.counts
@@ -216,7 +216,7 @@ class Sampler(Component):
     uses_steps: ClassVar[bool] = False
     """Whether the sampler reads the request's `steps`."""
     draws: ClassVar[bool] = True
-    """Whether a seed matters even at temperature 0, because an order of positions, drafts or noise is drawn."""
+    """Whether a seed matters even at temperature 0, because the sampler draws positions, drafts or noise."""
     lock_step: ClassVar[bool] = False
     """Whether all rows run the same steps and end together, so that no row can be replaced."""
     models: ClassVar[tuple[str, ...]] = ()
@@ -248,7 +248,8 @@ class Sampler(Component):
         return {}
 
     def query(self, state: Any) -> list[Any]:
-        """Build the model calls of this step, one query per shape bucket; an empty list calls no model."""
+        """Build the model calls of this step, one query per group of rows of equal shape; an empty list calls no
+        model."""
         raise NotImplementedError
 
     def propose(self, state: Any, outputs: list[Any], queries: list[Any]) -> Proposal | LatentProposal:
@@ -327,8 +328,8 @@ def decode(
     state: State,
     callback: Callable[[State, Commit], bool | None] | None = None,
 ) -> State:
-    """Step until the state is done or `callback(state, commit)` is True. An interrupt leaves the state at its last
-    commit."""
+    """Run steps until the state is done or `callback(state, commit)` returns True. An interrupt leaves the state at its
+    last commit."""
     with torch.inference_mode():
         while not state.done:
             if state.trace is None:

@@ -24,15 +24,15 @@ class StoreCall(CopyWithFields):
 
     rows: Tensor
     slots: Tensor | None = None
-    """[R, Q] int64: store slot of each position's key and value, -1 where it is not stored; None stores nothing."""
+    """[R, Q] int64: store slot of each position's key and value, -1 for positions not to store; None stores nothing."""
     index: np.ndarray | None = None
-    """[R] int64: `rows` on the host, where known. Then neighbouring rows are read without a copy."""
+    """[R] int64: `rows` on the host, or None. With it, neighbouring rows are read without a copy."""
     visible_length: int | None = None
-    """Number of leading slots that rows may see; None: all."""
+    """Number of leading slots that a row may see; None: all."""
     begin: int = 0
     """Lowest position of the call, for models with canvases."""
     step: int = 0
-    """`State.commits`, for the store's records."""
+    """`State.commits` at the time of the call."""
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Query(CopyWithFields):
     valid: Tensor | None = None
     """[R, Q] bool: False at padding; None without padding."""
     visible: Tensor | None = None
-    """[R, Q, Q] bool: columns of the call that each column sees, besides stored slots; None: as the topology says."""
+    """[R, Q, Q] bool: columns of the call that each column sees, besides stored slots; None: by the topology."""
     store: StoreCall | None = None
     branches: int = 1
     forwarded: np.ndarray | None = None
     """[N] int64, on the host: evaluated positions of each row in one branch, over all drafts, without padding."""
     kind: str = "full"
-    """"full" (whole sequences), "rest" (whole rows without a reused prefix) or "window" (a part, over a store). For
-    models with canvases: "encode" (final tokens, for their keys and values) and "canvas" (open canvases)."""
+    """"full" (whole rows), "rest" (whole rows without a reused prefix) or "window" (part of each row, over a store).
+    Models with canvases: "encode" (keys and values of final tokens) or "canvas" (open canvases)."""
 
     # shortcuts for custom models
     store_rows = property(lambda self: None if self.store is None else self.store.rows)
@@ -67,17 +67,17 @@ class Query(CopyWithFields):
 
 @dataclass
 class WindowLogits(CopyWithFields):
-    """Positions of a call's logits in the windows of the running rows. Here W is the window's width and K the number of
-    columns in `Query.wanted`."""
+    """Where the logits of a call belong in the windows of the running rows. In this class, W is the window's width and
+    K is the number of columns in `Query.wanted`."""
 
     index: np.ndarray
-    """[N] int64, on the host: indices of the call's rows among the running rows."""
+    """[N] int64, on the host: index of each of the call's rows among the running rows."""
     available: Tensor | None = None
-    """[N, W] bool: False where a window position has no logits in this call; None: all have."""
+    """[N, W] bool: False where a window position has no logits in this call; None: all have logits."""
     columns: Tensor | None = None
-    """[N, K] int64, distinct within a row: window positions of the columns of `wanted`; None: all, in order."""
+    """[N, K] int64, distinct within a row: window column of each column of `wanted`; None: 0, 1, ..., W - 1."""
     num_drafts: np.ndarray | None = None
-    """[N] int64, on the host: drafts of each row in the call; None is one."""
+    """[N] int64, on the host: number of drafts of each row in the call; None is one."""
 
 
 @dataclass(kw_only=True)
@@ -88,14 +88,14 @@ class WindowQuery(Query):
     origin: Tensor | None = None
     """[R, 1] int64: end of each row's prompt, for models that count blocks from the prompt's end; else None."""
     decided_at: Tensor | None = None
-    """[R, Q] int64, for models with `reads_order`: the row's step that decided each position; -1 in the prompt and
-    where undecided."""
+    """[R, Q] int64, for models with `reads_order`: step of the row that decided each position; -1 at prompt and
+    undecided positions."""
     attention: Any = None
 
 
 @dataclass
 class Cost:
-    """Cost of one step. A call adds 1 to the `nfe` of each of its rows, whatever its number of branches and drafts."""
+    """Cost of one step. A call adds 1 to the `nfe` of each of its rows, for any number of branches and drafts."""
 
     queries: list[Any]
     batch: int
@@ -137,7 +137,8 @@ class CallCost(NamedTuple):
 
 
 def branch_rows(rows: np.ndarray, batch: int, size: int) -> np.ndarray:
-    """Indices of `rows` [N] in an axis of `size = branches * batch` rows, for every guidance branch: [branches * N]."""
+    """Compute the indices [branches * N] of all guidance branches of `rows` [N], in an axis of `size = branches *
+    batch` rows."""
     return np.concatenate([rows + branch * batch for branch in range(max(size // max(batch, 1), 1))])
 
 

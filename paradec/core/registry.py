@@ -111,9 +111,9 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class or a text "module:Class". A class replaces a registered class of the same module and qualified
-        name, as when a notebook's cell runs again. Raises ValueError for the name of another class or a text of another
-        form, TypeError as `check_class`."""
+        """Add a class or a text "module:Class". A class may replace a registered class of the same module and qualified
+        name, as when a notebook's cell runs again. Otherwise raises ValueError for a name that is taken; also
+        ValueError for a text of another form, TypeError as `check_class`."""
         if name in self.names() and not _is_redefined(self._targets[name], target):
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:
@@ -146,7 +146,7 @@ class Registry:
         }
 
     def attribute(self, name: str, package: str) -> Any:
-        """The registered class or submodule `name`, for the `__getattr__` of `package`."""
+        """Return the registered class or the submodule `name` of `package`, for its `__getattr__`."""
         if name in (classes := self.classes()):
             return self.get(classes[name])
         if not name.startswith("_"):
@@ -158,7 +158,7 @@ class Registry:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def check(self, name: str) -> None:
-        """Raise ValueError unless `create` accepts the name and the settings in it."""
+        """Raise ValueError unless `create` accepts the name and any settings in it."""
         if is_composed(name) and name not in self and ".py:" not in name:
             self.create(name)
         elif name not in self:

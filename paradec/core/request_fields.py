@@ -31,7 +31,7 @@ def _to_lists(value: Any) -> Any:
 
 
 def check_integers(name: str, value: Any, can_be_single: bool = False, **bounds: Any) -> Any:
-    """Check token ids, or one or several seeds; sequences become tuples."""
+    """Check a sequence of token ids, or (`can_be_single`) one or several seeds; sequences become tuples."""
     value = _to_lists(value)
     kinds = Sequence if can_be_single else (Sequence, Set)  # the order of seeds matters
     is_sequence = isinstance(value, kinds) and not isinstance(value, (str, bytes))
@@ -80,8 +80,8 @@ def check_words(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def field_data(name: str, value: Any, is_live: bool) -> Any:
-    """Convert a field to JSON data. is_live: whether it holds an object of this process. Raises ValueError for such
-    objects and data that JSON cannot hold."""
+    """Convert a field to JSON data. is_live: whether the field holds an object of this process. Raises ValueError for
+    such objects, and for values that JSON cannot hold."""
     if is_live:
         raise ValueError(f"{name}={short_repr(value)} is an object of this process and cannot be saved: leave it out")
     for model_field in ("drafter", "draft", "teacher") if name == "sampler" else ():
@@ -125,7 +125,7 @@ def argument_hint(name: str, allowed: Collection[str], sampler: Any = None, defa
     if isinstance(method, str) and method in registry and owners and method not in owners:
         settings = ", ".join(registry.get(method).settings()) or "none"
         return f"settings of sampler {method!r}: {settings}; {name!r} is a setting of {', '.join(owners)}"
-    for key in (method, default_sampler, name, *owners):  # without these samplers, one of this name first
+    for key in (method, default_sampler, name, *owners):  # a sampler called like the setting comes before other owners
         if key in owners:
             return f"it is a setting of a sampler: sampler=paradec.samplers.create({key!r}, {name}=...)"
     return None

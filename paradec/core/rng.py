@@ -22,11 +22,11 @@ KEYS = np.multiply.outer(np.arange(10), WEYL).astype(np.uint32)
 LOWER_HALF = int(sys.byteorder == "big")
 """Index of the lower half of a 64-bit number."""
 CALLS_IN_CACHE = 3 * 2**12
-"""Philox calls per piece on the CPU."""
+"""Number of philox calls that the CPU computes at a time, so that they fit into its cache."""
 
 TOKEN_STREAM = 0
 POSITION_STREAM = 1
-"""Stream of draws that choose positions, so that draws of tokens do not change them."""
+"""Stream of the draws that choose positions; they do not depend on the draws of tokens."""
 
 
 Integers = TypeVar("Integers", Tensor, np.ndarray)
@@ -34,7 +34,7 @@ Integers = TypeVar("Integers", Tensor, np.ndarray)
 
 
 def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, Integers, Integers, Integers]:
-    """Ten rounds of Philox4x32 on broadcastable tensors or arrays; entries of the counter may be ints."""
+    """Compute ten rounds of Philox4x32 on broadcastable tensors or arrays; entries of the counter may be ints."""
     if isinstance(key[0], np.ndarray):
         return _philox_of_pairs(counter, key)
     c0, c1, c2, c3 = counter
@@ -50,7 +50,7 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
 
 
 def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple[Any, Any, Any, Any]:
-    """`philox` on arrays. Counter entries 0 and 2 are stacked, and so are 1 and 3, which halves the numpy calls."""
+    """Compute `philox` on arrays. Counter entries 0 and 2 are stacked, as are 1 and 3, which halves the numpy calls."""
     shape, narrow = np.broadcast(*counter, *key).shape, np.broadcast(*key).shape
     even, odd, mixed = np.empty((2, *shape), np.uint64), *np.empty((2, 2, *shape), np.uint32)
     even[0], odd[0], even[1], odd[1] = counter
@@ -70,7 +70,7 @@ def _philox_of_pairs(counter: Sequence[Any], key: Sequence[np.ndarray]) -> tuple
 
 
 def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int | Tensor) -> Tensor:
-    """Uniform float64 draws in (0, 1) with 53 random bits: [R, W, size].
+    """Draw uniform float64 numbers in (0, 1) with 53 random bits: [R, W, size].
 
     keys: [R, 2] int64 row keys. position: [R, W] int64. step: [R] int64, or [R, W].
     size: draws per position (the vocabulary for Gumbel noise, 1 for a score).
@@ -79,30 +79,30 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
     count = (size + 1) // 2
     step = step if step.ndim == 2 else step.unsqueeze(1)
     if keys.is_cpu:
-        kind = stream.numpy() if isinstance(stream, Tensor) else stream
-        rows_of_host = (position.numpy(), step.numpy(), *keys.numpy().T[:, :, None], kind)
-        host = np.empty((5, rows, width), np.uint64)
-        for index, numbers in enumerate(rows_of_host):
-            host[index] = numbers
-        draws = torch.from_numpy(_uniform_on_cpu(host.reshape(5, -1, 1), count))
+        streams = stream.numpy() if isinstance(stream, Tensor) else stream
+        parts_of_address = (position.numpy(), step.numpy(), *keys.numpy().T[:, :, None], streams)
+        addresses = np.empty((5, rows, width), np.uint64)
+        for index, numbers in enumerate(parts_of_address):
+            addresses[index] = numbers
+        draws = torch.from_numpy(_uniform_on_cpu(addresses.reshape(5, -1, 1), count))
     else:
         parts = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
         columns: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in parts]
-        columns += [] if isinstance(stream, Tensor) else [stream]  # an int: a copy to the device would wait for it
+        columns += [] if isinstance(stream, Tensor) else [stream]  # stays an int: a copy would wait for the device
         bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), columns), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]
 
 
 def _two_draws(calls: Integers, address: Sequence[Any]) -> tuple[Integers, Integers]:
-    """Two draws of 53 bits per philox call. address: position, step, the two numbers of the row key, and stream."""
+    """Make two draws of 53 bits per philox call. address: position, step, the two numbers of the row key, stream."""
     position, step, key0, key1, stream = address
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
 def _uniform_on_cpu(addresses: np.ndarray, count: int) -> np.ndarray:
-    """Draws [N, count, 2] for addresses [5, N, 1] (`_two_draws`), in pieces that fit into the processor's cache."""
+    """Make draws [N, count, 2] for addresses [5, N, 1] (`_two_draws`), in pieces that fit into the CPU's cache."""
     draws = np.empty((addresses.shape[1], count, 2))
     width = min(max(count, 1), CALLS_IN_CACHE)
     height = CALLS_IN_CACHE // width
@@ -116,5 +116,5 @@ def _uniform_on_cpu(addresses: np.ndarray, count: int) -> np.ndarray:
 
 
 def gumbel(noise: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniform draws in (0, 1)."""
+    """Convert uniform draws in (0, 1) to standard Gumbel noise."""
     return noise.log().neg_().log_().neg_()

@@ -1,4 +1,4 @@
-"""Rollouts: all decisions of a request with steps and log-probabilities, for trainers (`generate(rollout=True)`)."""
+"""Rollouts: all decisions of a request, each with its step and log-probability, for trainers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SHARED = (*MODEL_SETTINGS, "temperature", "guidance_scale")
 
 @dataclass
 class Rollout:
-    """Every decision of a request: `B` rows, `C` positions of the widest canvas. Rows start at position 0; on
-    block-causal models they reach the end of the last block. Decisions after an answer's end are included.
-    `paradec.replay` recomputes `logp` with gradients."""
+    """Every decision of a request (`generate(rollout=True)`): `B` rows, `C` positions of the widest canvas. Rows start
+    at position 0; on block-causal models they reach the end of the last block. Decisions after an answer's end are
+    included. `paradec.replay` recomputes `logp` with gradients."""
 
     tokens: Tensor
     """[B, C] int64: prompts and decided tokens; elsewhere the mask id (causal models: any id)."""
@@ -70,7 +70,7 @@ class Rollout:
 
     @property
     def exact(self) -> bool:
-        """Whether `paradec.replay` gives `logp`."""
+        """Whether `paradec.replay` computes the same `logp`."""
         return self.approximation is None
 
     @property
@@ -116,11 +116,11 @@ class Rollout:
         return replace(first, **changes)
 
     def with_request(self, request: Any) -> Rollout:
-        """Copy with the settings of a row's `paradec.Request`."""
+        """Copy the rollout, with the settings of a `paradec.Request`."""
         return replace(self, settings=request_settings(request, self.settings))
 
     def to(self, device: Any) -> Rollout:
-        """Copy to another device."""
+        """Copy the rollout to another device."""
         changes: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if torch.is_tensor(value)
         }
@@ -169,7 +169,7 @@ class Rollout:
 
 
 def request_settings(request: Any, model_settings: dict[str, Any]) -> dict[str, Any]:
-    """Merge a request's non-default fields into the model's settings, as JSON data or else as text."""
+    """Add a request's non-default fields to `MODEL_SETTINGS`; a value that is not JSON data becomes its `repr`."""
     settings = {name: model_settings[name] for name in MODEL_SETTINGS}
     for name, value in request.changes().items():
         try:

@@ -5,8 +5,8 @@ axis of positions, or a fill other than 0. Its value is None, an array on the ho
 row, another such dataclass, or a dict or tuple of these. A tuple may hold one dataclass of each type. Under guidance an
 axis holds all rows of the first branch, then all rows of the second.
 
-Classes with derived values define two hooks. `before_row_change(other)` is called before rows are replaced by those of
-`other`, or selected or cleared (`other` is None). `after_row_change()` is called on the result.
+Classes with derived values may define two hooks. `before_row_change(other)` is called before rows are replaced by those
+of `other`, or before rows are selected or cleared (`other` is None). `after_row_change()` is called on the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Values = TypeVar("Values", np.ndarray, Tensor)
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Position of a field's rows."""
+    """Axes of a field's rows and columns, and its fill."""
 
     axis: int = 0
     columns: int | None = None
@@ -51,7 +51,7 @@ ROWS = row_layout()
 
 
 def has_rows(value: Any, batch: int | None = None) -> bool:
-    """Whether the rows of a value can be exchanged: it is an array of `batch` rows, or a dataclass with row fields."""
+    """Whether a value is an array of `batch` rows, or a dataclass with row fields."""
     if isinstance(value, (np.ndarray, Tensor)):
         return value.ndim > 0 and len(value) == batch
     return bool(_row_fields(value))
@@ -79,8 +79,8 @@ def resize_axis(values: Values, size: int, fill: Any, axis: int = 1) -> Values:
 
 
 def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
-    """Copy the `rows` [N] of a state, in this order; rows may repeat. The copy has `added_columns` more columns
-    (negative: fewer)."""
+    """Copy the `rows` [N] of a state, in this order; rows may repeat. The copy's axes of positions are longer by
+    `added_columns` (negative: shorter)."""
     _call_hook(owner, "before_row_change", None)
     other, count = object.__new__(type(owner)), count_rows(owner)
     vars(other).update(vars(owner))
@@ -114,8 +114,8 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
 
 
 def replace_rows(owner: T, slots: np.ndarray, other: T) -> None:
-    """Replace the rows `slots` [N] of a state by all rows of another one, in place. Smaller axes grow; missing values
-    are filled."""
+    """Replace the rows `slots` [N] of a state in place by all N rows of another state. Smaller axes grow; missing
+    values are filled."""
     _exchange(owner, slots, other, _count_columns(owner) - _count_columns(other))
 
 
@@ -166,7 +166,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
 
 
 def _exchange_values(values: Any, index: np.ndarray, new: Any, layout: RowLayout) -> Any:
-    """Replace entries `index` of the row axis by `new`, which may be smaller along other axes; by the fill if None."""
+    """Replace entries `index` of the row axis by `new`, which may be smaller along other axes. None is the fill."""
     region: list[Any] = [slice(None)] * values.ndim
     for axis in range(values.ndim) if new is not None else ():
         if axis != layout.axis:

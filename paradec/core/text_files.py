@@ -1,5 +1,5 @@
-"""Read and write files of text, lines and JSON, and build dataclasses from JSON. Only line feeds end lines:
-`str.splitlines` also splits at other characters that texts contain, such as U+2028."""
+"""Read and write files of text, lines and JSON, and build dataclasses from JSON. Only line feeds end a line, unlike in
+`str.splitlines`, which also splits at characters that texts contain, such as U+2028."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paradec.core.checks import short_repr
 
 T = TypeVar("T")
 MAX_DEPTH = 100
-"""Nesting limit of JSON: readers of the data are recursive."""
+"""Nesting limit of JSON, since readers of the data are recursive."""
 
 
 def decode_utf8(data: bytes, name: str) -> str:
@@ -35,12 +35,12 @@ def read_text(file: str | os.PathLike[str]) -> str:
 
 
 def number_lines(text: str) -> list[tuple[int, str]]:
-    """List the lines that are not blank with their numbers, from 1, without line ends (LF or CRLF)."""
+    """List (number, line) of the lines that are not blank. Numbers count from 1; line ends (LF, CRLF) are removed."""
     return [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def number_prompts(file: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """List the lines of a file of prompts as `number_lines`. Raises ValueError for a table, and as `read_text`."""
+    """List a prompt file's lines as `number_lines`. Raises ValueError for a table (.csv, .tsv), and as `read_text`."""
     if Path(file).suffix.lower() in (".csv", ".tsv"):
         way = 'df.rename(columns={"text": "prompt"})[["prompt"]].to_json("t.jsonl",orient="records",lines=True)'
         raise ValueError(
@@ -50,7 +50,7 @@ def number_prompts(file: str | os.PathLike[str]) -> list[tuple[int, str]]:
 
 
 def read_fasta(file: str | os.PathLike[str]) -> list[tuple[str, str]]:
-    """Read the names (lines with ">") and sequences of a FASTA file. Raises ValueError for a file of another form."""
+    """Read (line with ">", sequence) pairs from a FASTA file. Raises ValueError for a file of another form."""
     records: list[tuple[str, str]] = []
     for _, line in number_lines(read_text(file)):
         if line.startswith(">"):
@@ -63,7 +63,7 @@ def read_fasta(file: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def read_lines(file: str | os.PathLike[str], read: Callable[[str], T]) -> list[T]:
-    """Apply `read` to each line of a file of prompts; ValueErrors name the line."""
+    """Apply `read` to each line of a prompt file. The message of a ValueError names the line."""
     values = []
     for number, line in number_prompts(file):
         try:

@@ -19,7 +19,7 @@ MAX_LATENT_SIDE = 64
 MAX_STEP_SIDE = 128
 """Pixels along the longer side of an image's preview after a step."""
 MAX_ROWS = 8
-"""Rows previewed after each step."""
+"""Number of rows with a preview after each step."""
 MAX_STEPS = 200
 """Number of steps with a preview of the latent."""
 MAX_PNG_PIXELS = 2**16
@@ -79,8 +79,8 @@ def images_to_uris(images: Any) -> list[str] | None:
 
 
 def trace_from_steps(steps: Any, images: Any, sampler: Any) -> Trace:
-    """Make a trace from the step of each token, [B, h, w] int64 (from 0; -1 for none), and the final images. Its
-    `forwarded` counts the tokens that a step made final."""
+    """Make a trace from final images and `steps` [B, h, w] int64, the step that decided each token (from 0; -1: none).
+    In this trace, `forwarded` counts the tokens that a step decided."""
     rows, height, width = steps.shape
     flat = steps.reshape(rows, -1)
     trace = Trace([[None] * (height * width) for _ in range(rows)], sampler.to_dict(), family="masked")  # type: ignore[list-item]
@@ -94,13 +94,13 @@ def trace_from_steps(steps: Any, images: Any, sampler: Any) -> Trace:
 
 
 def preview_images(images: Tensor) -> list[str]:
-    """Encode the first rows of images [B, C, H, W] in [0, 1] after a step."""
+    """Encode the first `MAX_ROWS` images of [B, C, H, W] in [0, 1]."""
     return [to_uri(image, MAX_STEP_SIDE) for image in to_pil(images[:MAX_ROWS])]
 
 
 def preview_latent(latent: Tensor, step: int) -> list[str] | None:
-    """Encode the first rows of a latent [B, C, H, W] after a step, each scaled to its own range: three channels as
-    colours, else the first as grey. None for other shapes, after `MAX_STEPS`, and without pillow."""
+    """Encode the first `MAX_ROWS` rows of a latent [B, C, H, W], each scaled to its own range. The first three channels
+    become colours; of fewer, the first becomes grey. None for other shapes, after `MAX_STEPS`, and without pillow."""
     try:
         library = import_pillow()
     except ImportError:

@@ -39,35 +39,35 @@ Counts = Annotated[list[int], _check_counts]
 
 @dataclass
 class TraceStep:
-    """One step. Positions count from a row's first prompt token. Fields after `kind` are optional and not compared."""
+    """A step. Positions count from a row's first prompt token. Fields after `kind` are optional; `==` ignores them."""
 
     commits: list[tuple[int, int, Token, float]]
-    """(row, position, token, confidence) of every write, sorted. Where a token is masked again, the write's token is
-    the mask id."""
+    """(row, position, token, confidence) of every write, sorted. A write that masks a position again has the mask id
+    as its token."""
     forwarded: Counts
     """Number of evaluated positions of each row, over all branches and drafts, without padding. The sum over steps and
     rows is `Output.forwarded_tokens`."""
     kind: str
-    """ "full" (whole sequences), "window" (a part, over a store), "forecast" (nothing evaluated), ..."""
+    """ "full" (whole rows), "window" (part of each row, over a key/value store), "forecast" (no call), ..."""
     nfe: Counts | None = field(default=None, compare=False)
     """Number of forward calls of each row."""
     draft_nfe: Counts | None = field(default=None, compare=False)
-    """Number of a drafter's forward calls for each row, from the first step to this one."""
+    """Number of the drafter's forward calls for each row, from the first step to this one."""
     seconds: float | None = field(default=None, compare=False)
     evaluated: list[list[Span]] | None = field(default=None, compare=False)
     """Spans of the evaluated positions of each row."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
-    """Open block or draft window of each row; None if the row took no part."""
+    """Open block or draft window of each row; None for a row without an open block in this step."""
     starts: list[list[int] | None] | None = field(default=None, compare=False)
-    """With pipelined blocks: starts of each row's open blocks, ascending; `blocks` spans all of them. None if the row
-    took no part."""
+    """With pipelined blocks: starts of each row's open blocks, ascending; `blocks` spans all of them. None as in
+    `blocks`."""
     rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
     """(row, position, token) of evaluated drafts that did not become final."""
     rules: list[int] | None = field(default=None, compare=False)
     """For each entry of `commits`, the index in `Trace.rules` of the rule that wrote it."""
     logprobs: list[list[Any]] | None = field(default=None, compare=False)
-    """With `generate(logprobs=k)`, for each entry of `commits`: [log-probability, [[token, log-probability], ...]] with
-    the k likeliest tokens. A log-probability that is not finite is None."""
+    """With `generate(logprobs=k)`, for each entry of `commits`: [log-probability, [[token, log-probability], ...]]; the
+    inner list has the k likeliest tokens. A log-probability that is not finite is None."""
     pictures: list[str] | None = field(default=None, compare=False)
     """Preview of each row's latent after the step, as data URIs."""
 
@@ -83,7 +83,7 @@ class TraceStep:
 
 @dataclass
 class Notes:
-    """Facts of a step that are known before its commit, for its `TraceStep`."""
+    """Fields of a `TraceStep` that are known before the step's commit."""
 
     nfe: list[int]
     evaluated: list[list[Span]] | None = None
@@ -97,21 +97,21 @@ class Notes:
 
 
 DRAFTED_RULE, SAMPLED_RULE = "accepted draft", "own token"
-"""Names in `Trace.rules` of accepted drafts, and of tokens that the model chose."""
+"""Entries of `Trace.rules` for accepted drafts, and for tokens that the model chose."""
 
 
 @dataclass
 class Trace:
     """All steps of one request, with the canvas to replay them on. Fields after `steps` are for drawing.
 
-    Attributes (each is described below):
+    Attributes (a selection, for `help`):
         settings: the sampler's settings.
-        filled: spans to fill, by row; None where the mask ids in `canvas` show them.
+        filled: spans to fill, by row; None if the undecided positions of `canvas` are these spans.
         score: name of the commits' fourth number.
     """
 
     canvas: list[list[Token]]
-    """Ids before the first step, one list per row, without padding."""
+    """Tokens before the first step, one list per row, without padding."""
     settings: dict[str, Any] = field(default_factory=dict)
     steps: list[TraceStep] = field(default_factory=list)
     family: str = ""
@@ -124,17 +124,17 @@ class Trace:
     mask_id: int | None = None
     """Id of undecided positions, for masked samplers."""
     filled: list[list[Span]] | None = None
-    """Spans to fill, by row; None where the mask ids in `canvas` show them."""
+    """Spans to fill, by row; None if the undecided positions of `canvas` are these spans."""
     ends: list[int] | None = None
-    """End of each row; padding follows."""
+    """End (exclusive) of each row; padding follows."""
     rules: list[str] = field(default_factory=list)
-    """Names for `TraceStep.rules`."""
+    """Names of the rules that `TraceStep.rules` indexes."""
     texts: dict[int, str] = field(default_factory=dict)
     """Text of every token in the trace; empty without a tokenizer."""
     special: list[int] = field(default_factory=list)
     """Ids of special tokens."""
     joined: list[list[tuple[int, int, str]]] | None = None
-    """(start, end, text) of final tokens that form a character only together, by row."""
+    """(start, end, text) of neighbouring final tokens that form a character only together, by row."""
     cells: list[list[int]] | None = None
     """For images: positions of each row's image tokens, in reading order."""
     grid: tuple[int, int] | None = None
@@ -158,7 +158,7 @@ class Trace:
         return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
 
     def to_fill(self, row: int) -> list[Span]:
-        """Spans to fill in a row; in traces without `family`, the spans that the steps wrote."""
+        """Spans to fill in a row. Without `filled` and `family`, the spans that the steps wrote."""
         if self.filled is not None:
             return [(start, stop) for start, stop in self.filled[row]]
         if not self.canvas:
@@ -171,7 +171,7 @@ class Trace:
 
     @property
     def row_nfe(self) -> list[int]:
-        """Forward calls of each row. A step without `nfe` counts as one call where it evaluated positions."""
+        """Forward calls of each row. A step without `nfe` counts as one call for each row with evaluated positions."""
         counts = [0] * self.batch
         for step in self.steps:
             for row, forwarded in enumerate(step.forwarded):
@@ -250,7 +250,7 @@ class Trace:
                 raise ValueError(f"grid={self.grid} must have as many cells as each row of cells")
 
     def _sized_fields(self) -> Iterator[tuple[str, Sequence[Any] | None, int]]:
-        """Yield (field, list, number of entries that the list must have) for lists with an entry per row or commit."""
+        """Yield (field, list, required number of entries) for lists with an entry per row or commit."""
         yield from ((name, getattr(self, name), self.batch) for name in ("filled", "ends", "joined", "cells"))
         for index, step in enumerate(self.steps):
             counts = dict.fromkeys(("nfe", "draft_nfe", "evaluated", "blocks", "starts"), len(step.forwarded))
@@ -313,11 +313,11 @@ class Trace:
         beside: Trace | Sequence[Trace] = (),
         names: Sequence[str] = (),
     ) -> str:
-        """Build a self-contained HTML page to step through (`paradec.tools.traces.files.page`).
+        """Build a self-contained HTML page on which a reader steps through the trace.
 
         Args:
             path: file to which the page is also written.
-            beside: further runs to step through in parallel.
+            beside: one or several traces of other runs, shown next to this one.
             names: names of the runs; by default their samplers.
         """
         text: str = get_drawing("page")(self._with(beside), names)
@@ -333,13 +333,13 @@ class Trace:
         names: Sequence[str] = (),
         **how: Any,
     ) -> None:
-        """Write an animation. how: row, width, seconds, font, as in `paradec.tools.traces.gif.write`. Raises
-        ImportError without pillow; ValueError as `write`."""
+        """Write an animation. beside, names: as in `to_html`. how: arguments row, width, seconds and font of
+        `paradec.tools.traces.gif.write`. Raises ImportError without pillow, and the ValueErrors of `write`."""
         get_drawing("animation")(self._with(beside), path, names, **how)
 
     def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
-        """Plot with matplotlib when positions became final, and each step's cost. Raises ModuleNotFoundError without
-        matplotlib."""
+        """Plot the step at which each position became final, and each step's cost. beside, names: as in `to_html`.
+        Raises ModuleNotFoundError without matplotlib."""
         return get_drawing("plot")(self._with(beside), names)
 
     def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
@@ -381,7 +381,7 @@ METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def record_token_texts(trace: Trace, tokenizer: Any) -> None:
-    """Record the text of every token of a trace, and which final tokens form characters together."""
+    """Record `texts`, `special` and `joined` of a trace; nothing without a tokenizer."""
     if tokenizer is None or not trace.canvas:
         return
     ids = {token for row in trace.canvas for token in row}

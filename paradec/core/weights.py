@@ -15,11 +15,11 @@ ADAPTERS = ("disable_adapters", "active_adapters", "merged_adapters")
 
 
 class WeightsLock:
-    """Re-entrant lock of one module's weights, held by each running request."""
+    """Re-entrant lock of one module's weights. A request holds it while it runs, a batch only during a step."""
 
     def __init__(self) -> None:
         self.batches: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Batches (`paradec.batching`), which hold no lock between steps."""
+        """Batches (`paradec.batching`) that decode with the weights."""
         self.updates = 0
         self._lock = threading.Lock()
         self._queue = threading.Lock()  # held while waiting, so that a stream of requests cannot starve an update
@@ -57,7 +57,7 @@ class WeightsLock:
             self.updates += 1
 
     def version(self, module: nn.Module) -> int:
-        """Count the changes of the weights between calls of this method."""
+        """Return the version of the weights: a number that increases if they changed since the last call."""
         fingerprint = fingerprint_weights(module)
         self._version += self._fingerprint not in (None, fingerprint)
         self._fingerprint = fingerprint
@@ -72,13 +72,14 @@ def get_lock(module: nn.Module) -> WeightsLock:
 
 
 def weights_lock(model: Any) -> WeightsLock:
-    """The lock of a model's weights; a new lock for models without one."""
+    """Return the lock of a model's weights; a new lock for models without one."""
     return getattr(model, "weights_lock", None) or WeightsLock()
 
 
 def fingerprint_weights(module: nn.Module) -> int:
-    """Fingerprint that changes with an update, when a parameter is exchanged, moved or written in place (except through
-    its `data`), and when a peft adapter is added, removed, switched, merged or scaled."""
+    """Compute a fingerprint of the weights. It changes with every `WeightsLock.update`; when a parameter is exchanged,
+    moved or written in place (except through its `data`); and when a peft adapter is added, removed, switched, merged
+    or scaled."""
     states: list[Any] = [get_lock(module).updates]
     seen, parts = {module}, [module]
     for part in parts:  # `module.parameters()` is slower, since it builds every parameter's name
@@ -97,7 +98,7 @@ def fingerprint_weights(module: nn.Module) -> int:
 
 
 def _fingerprint_value(value: Any) -> Any:
-    """A hashable value that changes when a number changes, or when a tensor is moved or written."""
+    """Return a hashable value that changes when a number changes, or when a tensor is moved or written."""
     if not isinstance(value, Tensor):
         return value if isinstance(value, int | float | str) else id(value)
     write_count = 0 if value.is_inference() else value._version
