@@ -11,7 +11,7 @@ import numpy as np
 MAX_STATES, MAX_EDGES = 2**16, 2**20
 """Limits of an automaton over tokens; the largest has about 130 MB of tables."""
 MAX_TABLE_BYTES = 2**28
-"""Limit of a table with one entry per state and slot."""
+"""Limit of a table with one entry per state and position of an answer."""
 
 
 class ConstraintSizeError(ValueError):
@@ -19,7 +19,7 @@ class ConstraintSizeError(ValueError):
 
 
 STRETCH = 2048
-"""Ids per stretch: their logits fit a core's L1 cache."""
+"""Number of ids in a stretch. Their logits fit a core's L1 cache."""
 
 
 class KeyGroups:
@@ -35,9 +35,9 @@ class KeyGroups:
 class Runs:
     """Runs of tokens, for sums over classes and over stretches. A run is the tokens of one class in one stretch of ids.
 
-    `tokens` [A] int32 are the ids that occur in texts, sorted by run, then by id. Run p has the tokens from `begins[p]`
-    to `begins[p + 1]`, of class `classes[p]`. `stretches` holds the index of each stretch's first run, then P, the
-    number of runs. `by_class` groups the runs.
+    `tokens` [A] int32 are the ids that occur in texts, sorted by run, then by id. Run p is
+    `tokens[begins[p] : begins[p + 1]]`, of class `classes[p]`. `stretches` holds the index of each stretch's first run,
+    and last the number of runs P. `by_class` groups the runs by class.
     """
 
     def __init__(self, class_of: np.ndarray):
@@ -60,7 +60,7 @@ class TokenAutomaton:
         vocab_size: V.
         members: the ids of each class; an id is in at most one class.
         edges: [E, 3] int64: state, class, next state.
-        accept: [S] bool.
+        accept: [S] bool: accepting states.
         end: the state after an end token; -1 without end tokens.
         free: [S] bool: states in the free text or inside the marker (`Constraint.after`); None without a marker.
     """
@@ -98,11 +98,11 @@ class TokenAutomaton:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[C] int64: tokens in each class."""
+        """[C] int64: number of tokens in each class."""
         return np.array([len(ids) for ids in self.members], np.int64)
 
     def transitions(self, state: int) -> tuple[np.ndarray, np.ndarray]:
-        """Classes [k] of a state's edges, ascending, and the next states [k]."""
+        """Return the classes [k] of a state's edges, ascending, and the next states [k]."""
         _, classes, following = self.edges[self._begins[state] : self._begins[state + 1]].T
         return classes, following
 
@@ -146,17 +146,17 @@ class TokenAutomaton:
         return states
 
     def within_budget(self, budget: int) -> np.ndarray:
-        """[S] bool: states that keep a limit on free text. At most `budget` further tokens may precede the marker; -k
-        means that the marker's first k tokens must already be written."""
+        """[S] bool: states that obey a limit on free text. budget: number of tokens that may still precede the marker.
+        It is -k if the limit was reached k tokens ago: the state must then be at least k tokens into the marker."""
         return ~self.free | (self.distance <= self.distance[self.free].max(initial=0) + budget)
 
     def free_length(self, tokens: Sequence[int]) -> int:
-        """Number of `tokens` up to the end of the marker."""
+        """Count the `tokens` up to the end of the marker."""
         states = accumulate(tokens, self.step, initial=0)
         return min(len(tokens), sum(1 for _ in takewhile(lambda state: state >= 0 and self.free[state], states)))
 
     def step(self, state: int, token: int) -> int:
-        """The state after a token; -1 if the token cannot follow or the state is -1."""
+        """Return the state after a token; -1 if the token cannot follow or the state is -1."""
         index = self.class_of[token] if 0 <= token < self.vocab_size else -1
         if state < 0 or index < 0:
             return -1

@@ -21,8 +21,8 @@ MAX_CONSTRAINTS = 256
 class Compiler:
     """Compiler of constraints to automata over the tokens of one tokenizer.
 
-    Each compilation may take `seconds` and `max_bytes` of memory. It runs in one of at most `processes` subprocesses,
-    which are started when needed.
+    Each compilation may take at most `seconds` and `max_bytes` of memory. It runs in one of at most `processes`
+    subprocesses, which are started when needed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Compiler:
         """Build the constraint `make(*arguments)`, and cache its automaton for `token_automaton`. Thread-safe.
 
         Raises:
-            ConstraintSizeError: compilation takes too long, or too much memory. Errors of `make` are unchanged.
+            ConstraintSizeError: compilation takes too long, or too much memory. Errors of `make` are raised unchanged.
         """
         request = pickle.dumps((make, arguments))
         with self._lock:
@@ -123,7 +123,7 @@ def _serve() -> None:
     pickle.dump(None, output)
     output.flush()
 
-    def ask(texts: list[str]) -> Any:
+    def spell_in_parent(texts: list[str]) -> Any:
         pickle.dump(texts, output)
         output.flush()
         return pickle.load(sys.stdin.buffer)
@@ -136,7 +136,7 @@ def _serve() -> None:
         reply: Any
         try:
             value = make(*arguments)
-            reply = value, value.build_token_automaton(spelling, vocab_size, ask)
+            reply = value, value.build_token_automaton(spelling, vocab_size, spell_in_parent)
         except MemoryError:
             reply = ConstraintSizeError(f"compiling the constraint takes more than {max_bytes >> 20} MiB")
         except Exception as error:

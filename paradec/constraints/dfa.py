@@ -29,7 +29,7 @@ from paradec.constraints.expressions import (
 )
 
 MAX_WORK = 2**19
-"""Maximum of letters, positions and entries of position sets in total; bounds the time."""
+"""Maximum number of letters, positions and entries of position sets together; it bounds the time."""
 END = 0
 """The position after an expression."""
 State = TypeVar("State", bound=Hashable)
@@ -101,7 +101,7 @@ def join_ranges(moves: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, A
 def to_dfa(node: Node, over_bytes: bool = False) -> Dfa:
     """Build the minimal automaton of an expression. Raises ValueError for more than `MAX_DFA_STATES` states."""
     graph, collects = _Positions(), gc.isenabled()
-    gc.disable()  # many small tuples without cycles
+    gc.disable()  # it would scan many small tuples, none of them in a cycle
     try:
         start = graph.reach((graph.add(sequence((node,)), 0, END),))
         language = minimize(*explore(start, graph.moves, lambda positions: END in positions))
@@ -112,7 +112,7 @@ def to_dfa(node: Node, over_bytes: bool = False) -> Dfa:
 
 
 class _Positions:
-    """Positions in an expression: each is a state of a `Machine` and the position that follows this machine."""
+    """Positions in an expression. Each is a triple: a `Machine`, its state, and the position after the machine."""
 
     def __init__(self) -> None:
         self.work = 0
@@ -139,7 +139,7 @@ class _Positions:
         return self._ids[position]
 
     def reach(self, positions: Positions) -> Positions:
-        """The positions reached without reading a letter, as far as they have letters or are `END`."""
+        """Find the positions that can be reached without reading a letter; only `END` and those with letters."""
         if positions not in self._reached:
             stack, reached = [*positions], {*positions}
             while stack:
@@ -210,7 +210,7 @@ def _by_first(paths: Iterable[tuple[Any, Any]]) -> tuple[tuple[int, int, Any], .
 
 @lru_cache(maxsize=2**14)
 def _utf8(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Split the characters from `first` to `last` into sequences of byte ranges."""
+    """Encode the characters from `first` to `last` as sequences of byte ranges."""
     for bound in (0x7F, 0x7FF, 0xFFFF):
         if first <= bound < last:
             return _utf8(first, bound) + _utf8(bound + 1, last)
@@ -292,9 +292,9 @@ def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
 def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
     """Remove states that lead to no accepting one, and merge states that accept the same texts.
 
-    Partition refinement (Hopcroft 1971): when a next class of its members has changed, a class is split by the members'
-    next classes; the largest part keeps the class's number. The first classes group states by the length of their
-    shortest text, by acceptance, and by their lowest and highest letter.
+    Partition refinement (Hopcroft 1971). The first classes group states by the length of their shortest text, by
+    acceptance, and by their lowest and highest letter. Then each class is split by its members' next classes, again
+    whenever one of these was split. The largest part keeps the number of the class.
     """
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):

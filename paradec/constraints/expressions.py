@@ -89,7 +89,7 @@ def text(value: str) -> Node:
 
 
 def sequence(parts: Iterable[Node]) -> Node:
-    """Parts one after the other; without parts, the empty text."""
+    """Join parts one after the other; without parts, the empty text."""
     nonempty = [part for part in parts if part is not EMPTY]
     if NEVER in nonempty:
         return NEVER
@@ -105,7 +105,7 @@ def either(parts: Iterable[Node]) -> Node:
 
 
 def repeat(part: Node, min_count: int = 0, max_count: int | None = None) -> Node:
-    """A part `min_count` to `max_count` times (None: any number). Raises ValueError above `MAX_DFA_STATES` times."""
+    """Repeat a part `min_count` to `max_count` times (None: any number). Raises ValueError above `MAX_DFA_STATES`."""
     if max_count == 0 or part is EMPTY:
         return EMPTY
     if part is NEVER:
@@ -119,7 +119,7 @@ def repeat(part: Node, min_count: int = 0, max_count: int | None = None) -> Node
 
 
 def chain(parts: list[Node], min_count: int) -> Node:
-    """The first `n` parts in order, for any `n` of at least `min_count`."""
+    """Join the first `n` parts in order, where `n` may be any number from `min_count` to all."""
     if not parts:
         return EMPTY
     edges = (*(((part, index + 1),) for index, part in enumerate(parts)), ())

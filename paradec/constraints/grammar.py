@@ -1,7 +1,7 @@
 """Grammars for causal models, by llguidance (the extra `grammar`).
 
 A token is allowed if some text of the grammar continues with it. A grammar has no finite list of states, so lengths and
-sums over texts are unknown. If only one text can follow, llguidance allows only the tokenizer's own split of it.
+sums over texts are unknown. If only one text can follow, llguidance allows only the tokenizer's own tokens for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paradec.constraints.spelling import Spelling, spelling_of
 from paradec.core.checks import short_repr
 
 MAX_MATCHERS = 256
-"""Maximum number of cached prefixes."""
+"""Maximum number of token prefixes whose matcher is cached."""
 Tokens = tuple[int, ...]
 
 _TOKENIZERS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -89,7 +89,7 @@ def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
 
 class GrammarTexts:
     """Texts of a grammar in a model's tokens, with the methods of `paradec.samplers.features.constraints.SpanTexts`. A
-    state is the tokens so far.
+    state is the tuple of the tokens so far.
 
     Raises:
         ValueError: the tokenizer does not fit, there is no end token, or llguidance refuses the grammar.
@@ -118,7 +118,7 @@ class GrammarTexts:
         return matcher(_make_tokenizer(self.tokenizer, self.size, self.ends), source, log_level=0)
 
     def _matcher(self, tokens: Tokens) -> Any:
-        """Matcher after these tokens; in an error state if no text begins with them."""
+        """Return the matcher after these tokens; it is in an error state if no text begins with them."""
         prefix_length = next((end for end in range(len(tokens), 0, -1) if tokens[:end] in self._matchers), 0)
         if prefix_length == len(tokens) and prefix_length:
             self._matchers.move_to_end(tokens)
@@ -132,12 +132,12 @@ class GrammarTexts:
         return matcher
 
     def after(self, state: Tokens, token: int) -> Tokens | None:
-        """State after a token; None if no text continues with it."""
+        """Return the state after a token; None if no text continues with the token."""
         tokens = (*state, token)
         return None if token < 0 or not self.fits(state)[token] or self._matcher(tokens).is_error() else tokens
 
     def fits(self, state: Tokens) -> np.ndarray:
-        """[V] bool: tokens that may follow; after an end token only end tokens."""
+        """[V] bool: tokens that may follow. After an end token, only end tokens may."""
         allowed = np.zeros(self.size, bool)
         if state and state[-1] in self.ends:
             allowed[[*self.ends]] = True
@@ -154,6 +154,6 @@ class GrammarTexts:
         return bool(self._matcher((*tokens,)).is_accepting())
 
     def certain(self, state: Tokens, num_read: int) -> int | None:
-        """The only token that may follow; None if several may."""
+        """Return the only token that may follow; None if several may."""
         tokens = np.flatnonzero(self.fits(state))
         return int(tokens[0]) if len(tokens) == 1 else None

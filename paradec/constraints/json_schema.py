@@ -21,8 +21,8 @@ from paradec.core.checks import short_repr
 
 State = TypeVar("State")
 MAX_LENGTHS = 1024, 512, 256, 128, 64
-"""Limits of string lengths, tried in turn until the automaton is small enough; a larger `maxLength` is read as the
-limit. It also bounds the copies of an array's items, in characters."""
+"""Limits of string lengths, tried in turn until the automaton is small enough. A larger `maxLength` is read as the
+limit. `STATES_PER_CHARACTER` times the limit also bounds the size of an array's items together."""
 MAX_MOVES = 2**18
 MAX_SIZE = 8000
 STATES_PER_CHARACTER = 10
@@ -55,7 +55,7 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
         for length in MAX_LENGTHS[MAX_LENGTHS.index(max_length) :]:
             goals = Goals(document, length)
             shorter = _Writer(goals, depth, length).write(document.root)
-            if shorter.size > 0.9 * size:  # the length of strings is not the reason
+            if shorter.size > 0.9 * size:  # shorter strings hardly help
                 break
             node, size = shorter, shorter.size
             if size < MAX_SIZE:
@@ -69,9 +69,9 @@ def read_schema(schema: str, depth: int, max_length: int = MAX_LENGTHS[0]) -> tu
 
 
 class _Writer:
-    """Builds expressions of the texts of goals: sets of subschemas that a value must, or must not, match.
+    """Builder of the expression of a goal's texts. A goal is a set of subschemas that a value must, or must not, match.
 
-    A recursive goal is expanded to `depth` levels, with one node per goal and number of levels left.
+    A recursive goal is expanded to `depth` levels; there is one node for each goal and number of remaining levels.
     """
 
     def __init__(self, goals: Goals, depth: int, max_length: int):
@@ -111,7 +111,7 @@ class _Writer:
         return self.value(child, levels) if levels > 0 else NEVER
 
     def value(self, goal: Goal, levels: int) -> Node:
-        """Texts of a goal's values, with `levels` levels of recursion left."""
+        """Texts of a goal's values, with `levels` remaining levels of recursion."""
         if goal == OPEN:
             return self.anything(self.depth)
         key = (goal, levels)
@@ -139,9 +139,9 @@ class _Writer:
         return PLAIN_NODES[shape.kind] if shape.language is None else to_node(shape.language)
 
     def other_keys(self, shape: Shape) -> list[tuple[Dfa, Goal]]:
-        """Languages of keys that are not listed, with the goals of their values.
+        """List the languages of the keys that the schema does not list, each with the goal of their values.
 
-        Texts contain such keys if the schema has a keyword for them, or lists no keys.
+        The list is empty unless the schema has a keyword for such keys, or lists no keys at all.
         """
         if shape in self._others:
             return self._others[shape]
@@ -242,7 +242,7 @@ def _any_number(letter: Node) -> Node:
 def _comma_list(
     start: State, moves: Callable[[State], Iterable[tuple[Node, State]]], is_end: Callable[[State], bool]
 ) -> Node:
-    """Build a list separated by commas: one part for each move of an automaton from its start to an end."""
+    """Build a list separated by commas, with one part for each move of an automaton on a path from start to end."""
 
     def parts(state: tuple[State, bool | None]) -> list[tuple[Node, None, tuple[State, bool | None]]]:
         if state[1] is False:
@@ -266,7 +266,7 @@ def _content(language: Dfa) -> Node:
 
 @lru_cache(maxsize=1024)
 def _escape_set(ranges: Ranges, omits_codes: bool) -> Node:
-    """One character of a set in JSON: unescaped if JSON allows it, or as an escape. omits_codes: no \\u escapes."""
+    """One character of a set in JSON: unescaped where JSON allows it, or escaped. omits_codes: no \\u escapes."""
     if ranges == expressions.ANY and not omits_codes:
         return CHARACTER
     escaped = expressions.subtract_ranges(expressions.ANY, UNESCAPED)
@@ -293,7 +293,7 @@ def _codes(ranges: Ranges) -> Node:
 
 
 def _members(entries: list[tuple[Node, bool]], rest: Node, needs_one: bool) -> Node:
-    """Members of an object in order: all required entries (True), any optional entries, any number of `rest`."""
+    """Members of an object in order: `entries` (node, is_required), then any number of `rest`. needs_one: not empty."""
     size = len(entries)
 
     def moves(state: tuple[int, bool]) -> Iterable[tuple[Node, tuple[int, bool]]]:

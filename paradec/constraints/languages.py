@@ -17,14 +17,14 @@ INTEGER_NODE = parse("-?(?:0|[1-9][0-9]*)")
 NUMBER = sequence((INTEGER_NODE, parse(r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?")))
 INTEGER = to_dfa(INTEGER_NODE)
 PLAIN = to_dfa(parse(r"(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|-(?:(?:0\.[0-9]*[1-9]|[1-9][0-9]*(?:\.[0-9]+)?)[0-9]*)"))
-"""Numbers without exponents and without negative zeros. Numbers with bounds or divisors, and numbers that remain after
-exclusions, are written in this form."""
+"""Numbers without exponents and without negative zeros. Answers have this form for numbers with bounds or divisors, and
+for numbers that remain after exclusions."""
 INTEGRAL = to_dfa(parse(r"-?(?:0|[1-9][0-9]*)(?:\.0+)?"))
 BOOLEANS = to_dfa(parse("true|false"))
 SHORT_DIGITS = to_dfa(parse(r"-?(?:[0-9]\.?){1,15}"))
 """Numbers of at most 15 digits: two different numbers of this form are different doubles, too."""
 EXACT = intersect(PLAIN, to_dfa(either((INTEGER_NODE, to_node(SHORT_DIGITS)))))
-"""Integers, and numbers of at most 15 digits: validators that read doubles agree on these."""
+"""Integers, and numbers of at most 15 digits. Validators that read numbers as doubles agree on these."""
 
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 DATE = (
@@ -87,7 +87,7 @@ def format_language(name: str) -> Dfa | None:
         if name == "date":
             return date
         return to_dfa(sequence((to_node(date), parse("T" + TIME))))
-    if name == "hostname":  # within 253 characters
+    if name == "hostname":  # at most 253 characters
         return intersect(to_dfa(parse(r"(?:[^.]{1,30}\.){0,7}[^.]{1,30}")), to_dfa(parse(FORMATS[name])))
     return to_dfa(parse(FORMATS[name])) if name in FORMATS else None
 
@@ -143,13 +143,13 @@ def _below(value: float | int, or_equal: bool) -> Dfa:
 
 
 def at_most(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` with numbers up to `value`, or if `is_strict` below it."""
+    """Texts of `PLAIN` for numbers <= `value`; < `value` with `is_strict`."""
     language = _below(value, not is_strict)
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 def at_least(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` with numbers from `value` on, or if `is_strict` above it."""
+    """Texts of `PLAIN` for numbers >= `value`; > `value` with `is_strict`."""
     language = difference(PLAIN, _below(value, is_strict))
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
@@ -161,7 +161,7 @@ def equal_to(value: float | int) -> Dfa:
 
 
 def number_texts(value: float | int) -> list[str]:
-    """The JSON texts of a number in a schema."""
+    """Write a number of a schema as JSON; a float with an integer value also as an integer."""
     integers = [str(int(value))] if isinstance(value, float) and value == int(value) and abs(value) < 1e15 else []
     return [json.dumps(value), *integers]
 

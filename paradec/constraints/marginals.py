@@ -12,7 +12,7 @@ from paradec.constraints import passes
 from paradec.constraints.automaton import Runs, TokenAutomaton
 
 MAX_SPREAD = 60.0
-"""Maximum difference of logits whose exponentials float32 can sum with one common shift."""
+"""Maximum difference between logits for which float32 can sum the exponentials with one common shift."""
 
 
 class Marginals:
@@ -33,15 +33,15 @@ class Marginals:
         self._open = [slot for slot, token in enumerate(tokens) if token is None]
         self._runs = _run_sums(automaton.runs, self.logits)
         self.has_invalid_logits = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
-        """Whether logits are NaN or +inf; if so, no method may be called."""
+        """Whether a logit is NaN or +inf; if so, no method may be called."""
         if not self.has_invalid_logits:
             self.sums = self._class_values(self._runs[1], passes.logsumexp)
-            """[n, C] float64: log-probability of each class in each slot, up to the constant `norms`."""
+            """[n, C] float64: log-probability of each class in each slot, plus the slot's constant (`norms`)."""
             self.total, self._log_g, self._backward = passes.condition(automaton, self.sums, first, last)
-            """ln Z, up to the constants of the slots."""
+            """`total`: ln Z plus the sum of the slots' constants."""
 
     def _class_values(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
-        """[n, C] float64 from values [m, P] of the `P` runs; a decided slot has all mass on its token's class."""
+        """Reduce values [m, P] of the `P` runs to [n, C] float64; a decided slot has all mass on its token's class."""
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
             rows = iter(reduce(runs[:, by_class.order], by_class, self.automaton.classes))
@@ -101,7 +101,7 @@ class Marginals:
         return logits
 
     def _likeliest_token(self, slot: int, index: int) -> int:
-        """Likeliest token of the class `index` in a slot; of equal ones, the lowest id."""
+        """Find the likeliest token of the class `index` in a slot; of equal ones, the lowest id."""
         if (token := self.tokens[slot]) is not None:
             return token
         row, runs = self._open.index(slot), self.automaton.runs
@@ -112,7 +112,7 @@ class Marginals:
 
 
 def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:
-    """Maximum and log-sum-exp of logits [m, V] over each run: [2, m, P] float64 on the host."""
+    """Compute maximum and log-sum-exp of logits [m, V] over each run: [2, m, P] float64 on the host."""
     tokens = torch.as_tensor(runs.tokens, device=logits.device)
     if not logits.is_cpu:
         return _scattered_sums(runs, logits.index_select(-1, tokens))

@@ -1,12 +1,12 @@
 """Sums and maxima over all texts of an automaton, in time proportional to its edges.
 
-A step's distribution is a product of one distribution p_i for each of n slots, conditioned on the language. With the
-forward sums a_i(q) over paths from `first` to a state q and the backward sums b_i(q) over paths from q to acceptance,
+A step's distribution is a product of one distribution p_i for each of n slots, conditioned on the language. Let a_i(q)
+be the forward sum over paths from `first` to a state q, and b_i(q) the backward sum over paths from q to acceptance.
+The probability of token v in slot i is then
 
     r_i(v) = p_i(v) g_i(v) / Z,    g_i(v) = sum over q of a_i(q) b_{i+1}(next state of q after v),    Z = b_0(first).
 
 g depends only on the class of a token. All sums are computed with logarithms, in float64.
-
 Shapes: `n` slots, `C` classes, `S` states. `first` is the state before the first slot. `last` has the allowed states:
 [S] bool after the last slot, or [n + 1, S] bool before each slot and after the last one. The distribution of a decided
 slot is `certain`.
@@ -25,7 +25,7 @@ LOWEST = np.finfo(np.float64).min
 
 
 def certain(automaton: TokenAutomaton, token: int) -> np.ndarray:
-    """[C] float64: log-masses of the classes in a slot that is decided as `token`."""
+    """[C] float64: log-masses of the classes in a slot whose decided token is `token`."""
     masses = np.full(automaton.classes, LOG_ZERO)
     if (index := automaton.class_of[token]) >= 0:
         masses[index] = 0
@@ -60,7 +60,7 @@ Sums = Callable[[np.ndarray, KeyGroups, int], np.ndarray]
 def backward_sums(
     automaton: TokenAutomaton, masses: np.ndarray, last: np.ndarray, reduce: Sums = logsumexp
 ) -> np.ndarray:
-    """Compute b [n + 1, S] float64. reduce: `logsumexp`, or `maximum` for the likeliest text."""
+    """Compute ln b [n + 1, S] float64. reduce: `logsumexp`, or `maximum` for the likeliest text."""
     _, index, target = np.ascontiguousarray(automaton.edges.T)  # in the order of `by_state`
     backward = np.full((len(masses) + 1, automaton.states), LOG_ZERO)
     backward[-1, np.atleast_2d(last)[-1]] = 0
@@ -77,7 +77,7 @@ def backward_sums(
 def condition(
     automaton: TokenAutomaton, masses: np.ndarray, first: int, last: np.ndarray
 ) -> tuple[float, np.ndarray, np.ndarray]:
-    """Compute ln Z, ln(g / Z) [n, C] and b [n + 1, S] from the classes' log-probabilities, masses [n, C] float64."""
+    """Compute ln Z, ln(g / Z) [n, C] and ln b [n + 1, S]. masses: [n, C] float64, the classes' log-probabilities."""
     backward = backward_sums(automaton, masses, last)
     total = float(backward[0, first])
     if total == LOG_ZERO:
@@ -137,7 +137,7 @@ def sample(
     Args:
         sums: called with a slot; returns the log-probabilities of the runs [P] (`Runs`), up to a constant of the slot.
         logs: called with a slot and ids [k]; returns the log-probabilities of these tokens, up to the same constant.
-        backward: [n + 1, S]: the b of `condition`.
+        backward: [n + 1, S]: ln b, from `condition`.
         fixed: the tokens of decided slots, None for undecided ones.
     """
     state, tokens, runs = first, [], automaton.runs
@@ -160,7 +160,7 @@ def sample(
 
 
 def _first_above(running: np.ndarray, goal: float) -> int:
-    """Index of the first running sum [k] above `goal`; of the first largest sum if rounding leaves none above."""
+    """Find the index of the first running sum [k] above `goal`; if rounding leaves none, of the first largest sum."""
     return min(int(np.searchsorted(running, goal, side="right")), int(np.searchsorted(running, running[-1])))
 
 
@@ -200,7 +200,7 @@ def possible_classes(automaton: TokenAutomaton, tokens: list[int | None], first:
 
 
 def lengths(automaton: TokenAutomaton, max_length: int) -> np.ndarray:
-    """[max_length + 1] bool: which numbers of tokens the language's texts have."""
+    """[max_length + 1] bool: whether the language has a text of 0, 1, ... tokens."""
     reachable = np.zeros(max_length + 1, bool)
     if not automaton.states:
         return reachable

@@ -1,4 +1,4 @@
-"""Parser of regular expressions: Python's `re`, and ECMA 262 for JSON schemas. Non-regular features are refused."""
+"""Parser of regular expressions: Python's `re`, and ECMA 262 for JSON schemas. It rejects non-regular features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPACES_BEYOND_ASCII = (
     *((0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F)),
     *((0x3000, 0x3000), (0xFEFF, 0xFEFF)),
 )
-"""Further white space of ECMA 262. Its digits and word characters are ASCII, as with `re.ASCII`."""
+"""Further white space of ECMA 262, whose digits and word characters are ASCII, as with `re.ASCII`."""
 LINE_ENDS = {False: ((10, 10),), True: ((10, 10), (13, 13), (0x2028, 0x2029))}
 CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11}
 COUNT = re.compile(r"\{(?:(\d+)|(\d*),(\d*))\}")
@@ -35,7 +35,7 @@ REFUSED_GROUPS = {
     "#": "a comment",
 }
 BEGIN, END = expressions.LAST_CHARACTER + 1, expressions.LAST_CHARACTER + 2
-"""Artificial characters at the two ends of a text; anchors inside a pattern match them."""
+"""Artificial characters at the two ends of a text, which the anchors of ECMA patterns match."""
 
 
 def parse(pattern: str) -> Node:
@@ -108,7 +108,7 @@ class _Reader:
         return True
 
     def take_char(self) -> str:
-        """The next character. Raises ValueError at the end."""
+        """Read the next character. Raises ValueError at the end."""
         if self.position >= len(self.pattern_text):
             raise self.unsupported("an incomplete group, set or escape", self.position)
         self.position += 1
@@ -228,7 +228,7 @@ class _Reader:
                     if last[0][0] < member[0][0]:
                         raise self.unsupported("a range out of order", start)
                     member = ((member[0][0], last[0][0]),)
-                else:  # a set on one side: the hyphen is a character
+                else:  # next to an escape such as \d, the hyphen is a character
                     ranges += [*last, (45, 45)]
             ranges += member
         return expressions.subtract_ranges(ANY, merge_ranges(ranges)) if negated else merge_ranges(ranges)

@@ -1,4 +1,4 @@
-"""A JSON schema as a document: allowed values of its keywords, paths, identifiers and references."""
+"""JSON schemas as documents: allowed values of keywords, and the paths, identifiers and references of subschemas."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class SchemaDocument:
                 self.unknown[key] = None
 
     def resolve(self, schema: Mapping[str, Any]) -> Schema:
-        """The schema that `$ref` names. Raises ValueError if it is not in the document."""
+        """Return the schema that `$ref` names. Raises ValueError if it is not in the document."""
         reference = schema["$ref"]
         if "$id" in schema and schema is not self.root:  # up to draft 7 `$ref` disables `$id`
             raise self.error(schema, "$ref", "next to $id has different meanings in the drafts: give one of them")
@@ -165,7 +165,7 @@ class SchemaDocument:
         return target
 
     def _find(self, base: str, reference: str) -> Any:
-        """The part of the document that a reference names; None if there is none."""
+        """Return the part of the document that a reference names; None if there is none."""
         uri, fragment = urldefrag(urljoin(base, reference))
         target = self._by_uri.get(uri)
         if fragment and not fragment.startswith("/"):

@@ -1,9 +1,9 @@
 """The values that a JSON schema allows, as alternatives (`Shape`) of one type each.
 
-A goal is a set of subschemas, each with a sign: its values are valid by the positive ones and invalid by the negative
-ones. The alternatives of a goal are those of its subschemas, merged pair by pair. So `allOf`, neighbouring keywords and
-`$ref` are unions of goals, and `not`, `oneOf` and `if` need no other mechanism. A rule may leave out valid values
-(docs/structured.md lists them) but never allows a value that the schema excludes.
+A goal is a set of subschemas, each with a sign. A value meets the goal if all positive subschemas allow it and all
+negative ones exclude it. The alternatives of a goal are those of its subschemas, merged pair by pair. So `allOf`,
+neighbouring keywords and `$ref` are unions of goals, and `not`, `oneOf` and `if` only need signs. A keyword's rule may
+leave out valid values (docs/structured.md lists them), but never allows a value that the schema excludes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Shape:
     implied: frozenset[str] = frozenset()
     """Required names that only a negative subschema requires."""
     demands: tuple[Members, ...] = ()
-    """Each entry demands that at least one key has a value of that entry's goal."""
+    """For each entry, at least one key must have a value that meets the entry's goal for this key."""
 
     def listed_names(self) -> dict[str, None]:
         """Names of the listed and required keys, in order."""
@@ -117,11 +117,11 @@ SCALARS = {
     "boolean": languages.BOOLEANS,
     "null": languages.texts_language(["null"]),
 }
-"""All texts of each scalar type; `not` and `enum` exclude some. At most 15 digits, so numbers differ as doubles."""
+"""All texts of each scalar type. Numbers have at most 15 digits, so that different numbers are different doubles."""
 
 
 def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:
-    """Shapes of all values, where those of type `kind` have the given `Shape` fields. Other types are unrestricted."""
+    """Make the shapes of all values; the type `kind` has the given `Shape` fields, other types are unrestricted."""
     return (*(shape for shape in ANYTHING if shape.kind != kind), *make_shapes(kind, **facts))
 
 
@@ -135,8 +135,8 @@ class Goals:
 
     Args:
         max_length: the largest string length that is counted; a larger `maxLength` is read as this one.
-        exact: the exact goals, to build their loose version; None to build exact goals. Loose goals allow too many
-            values and leave none out; they tell which branches of `oneOf` exclude each other.
+        exact: None builds exact goals; exact goals build their loose version. Loose goals allow too many values and
+            leave none out, so they show which branches of `oneOf` exclude each other.
     """
 
     def __init__(self, document: SchemaDocument, max_length: int, exact: Goals | None = None):
@@ -175,7 +175,7 @@ class Goals:
             for sign, index in sorted(goal, key=lambda literal: not literal[0]):
                 shapes = self.merge_pairs(shapes, self.literal(sign, self._schemas[index]))
             candidates = self.make_explicit(choice for shape in shapes for choice in self._choose_keys(shape))
-            # leave out each type that is neither named by a keyword nor the subject of one
+            # leave out types that no keyword names or restricts
             candidates = [shape for shape in candidates if shape.is_explicit or self.is_loose]
             listed = [shape for shape in candidates if self.is_loose or not shape.implied - {*self._names(shape)}]
             self._shapes[goal] = tuple(dict.fromkeys(listed or candidates))
@@ -193,7 +193,7 @@ class Goals:
         return {name: None for part in shape.members if not part.is_negative for name in part.listed}
 
     def is_possible(self, goal: Goal) -> bool:
-        """Whether a goal may have values; False is certain, True is not."""
+        """Whether a goal may have values. If False it has none; if True it may still have none."""
         if goal not in self._possible:
             self._possible[goal] = True  # for recursive goals
             self._possible[goal] = any(map(self.is_possible_shape, self.shapes(goal)))
@@ -312,14 +312,14 @@ class Goals:
         return structure
 
     def every(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
-        """Values that are valid by all of the subschemas (sign True), or by none of them (False)."""
+        """Shapes of the values that all subschemas allow (sign True), or that all exclude (False)."""
         shapes: list[Shape] = [*ANYTHING]
         for part in parts:
             shapes = self.merge_pairs(shapes, self.literal(sign, part))
         return shapes
 
     def some(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
-        """Values that are valid by at least one of the subschemas (sign True), or not by all of them (False)."""
+        """Shapes of the values that at least one subschema allows (sign True), or at least one excludes (False)."""
         branches = [self.literal(sign, part) for part in parts]
         return [shape for branch in branches for shape in (self.make_explicit(branch) if sign else branch)]
 
@@ -349,7 +349,7 @@ class Goals:
         return [*met, *unmet]
 
     def scalar(self, schema: Any, sign: bool, kind: str, read: Callable[[Goals, Any], Dfa]) -> Iterable[Shape]:
-        """Values of a scalar type with the texts that a keyword allows (sign True), or with other texts (False)."""
+        """Shapes of a scalar type with the texts that a keyword allows (sign True), or with other texts (False)."""
         language = read(self, schema)
         if sign:
             return restrict(kind, language=language)
@@ -432,7 +432,7 @@ class Goals:
         return shapes
 
     def present(self, name: str, goal: Goal = OPEN) -> tuple[Shape, ...]:
-        """Objects with the key `name`, whose value has the goal."""
+        """Shapes of objects with the key `name`, whose value meets `goal`."""
         if goal == NO_VALUE:
             return ()
         members = (Members({name: goal}, is_negative=True),)

@@ -1,7 +1,7 @@
 """The bytes of each token of a model, by the context before it.
 
-SentencePiece drops a text's first space, other tokenizers put spaces between tokens. Several ways of joining tokens are
-tried; the first that agrees with `decode` on random sequences is used.
+SentencePiece drops a text's first space; other tokenizers put spaces between tokens. `spelling_of` tries several ways
+of joining tokens, and returns the first that agrees with `decode` on random sequences.
 
 `build_token_automaton` converts an automaton over bytes to one over tokens. It walks all tokens byte by byte from all
 states at once; tokens with equal maps between states form one class.
@@ -34,12 +34,12 @@ class Spelling:
     texts: tuple[dict[int, bytes], ...]
     """For each context, bytes by id, without special ids and ids without bytes. A single context applies everywhere."""
     after: dict[int, int]
-    """By id: the context after a token."""
+    """Context after each token, by id."""
     special: dict[int, bytes] = field(default_factory=dict)
-    """Names of special ids, which only free text before a marker may contain; they do not change the context."""
+    """Names of special ids. Only free text before a marker may contain them; they do not change the context."""
 
     def read(self, ids: Iterable[int], context: int = 0) -> bytes | None:
-        """Bytes of a sequence of tokens that begins in a context; None if a token has no bytes."""
+        """Concatenate the bytes of tokens, of which the first is in `context`; None if a token has no bytes."""
         text = b""
         for token in ids:
             if token not in self.texts[context]:
@@ -166,7 +166,7 @@ def build_token_automaton(
 
     Args:
         encode: tokenises texts (`spell_texts`). Literals (`find_literals`) then have the tokenizer's spelling, and no
-            token joins a literal with other text. Without `encode`, or if it cannot spell one, any spelling is allowed.
+            token joins a literal with other text. If it is None or cannot spell a literal, any spelling is allowed.
 
     Raises:
         ValueError: more than `MAX_STATES` or `MAX_EDGES`.
@@ -245,7 +245,7 @@ def spell_texts(tokenizer: Any, texts: list[str]) -> list[list[list[int]]]:
 def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
     """Split an automaton into literals and the rest.
 
-    A literal is a text through states with few next bytes, such as a key, punctuation or a value of an enumeration.
+    A literal is a text on a path of states with few next bytes, such as a key, punctuation or an enumeration's value.
     Returns the automaton without the literals' moves, and the literals.
     """
     bytes_of = [np.flatnonzero(source.letter_of == letter) for letter in range(source.step.shape[1])]
@@ -281,8 +281,8 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
 def _spell_literals(
     literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int, begin: int
 ) -> tuple[list[tuple[int, int, int]], int] | None:
-    """Edges (state, token, next state) of literals in the tokenizer's spelling, and the number of states including new
-    ones. None if the tokenizer cannot spell a literal, or if some printable ASCII byte has no token of its own."""
+    """Build the edges (state, token, next state) of literals in the tokenizer's spelling. Returns them and the new
+    number of states; None if the tokenizer cannot spell a literal, or a printable ASCII byte is not a token."""
     single_bytes = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
     try:
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
@@ -332,8 +332,8 @@ Map = tuple[np.ndarray, np.ndarray]
 
 
 def _walk_texts(source: ByteAutomaton, start_states: np.ndarray, texts: Texts) -> tuple[np.ndarray, list[Map]]:
-    """Walk N texts from `start_states` [s]. Returns the map of each text as its index [N] (-1: empty map), and the
-    maps, whose sources index `start_states`."""
+    """Walk N texts from all `start_states` [s]. Returns the index [N] of each text's map (-1: empty map), and the maps,
+    whose sources are indices into `start_states`."""
     ids, length, joined, starts = texts
     letters, count, map_by_bytes = source.letter_of[joined], source.step.shape[1], dict[bytes, int]()
     maps, map_ids = [(np.arange(len(start_states), dtype=np.int32), start_states)], np.zeros(len(ids), np.int64)

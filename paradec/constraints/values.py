@@ -35,8 +35,8 @@ class Constraint:
 
     Args:
         after: a marker, e.g. "</think>": answers are free text, the first marker, then a text of the constraint.
-        thinking_budget: maximum number of tokens of free text; the marker then follows in the fewest tokens. None: free
-            text ends when only the shortest text still fits.
+        thinking_budget: maximum number of tokens of free text, after which the marker follows in the fewest tokens.
+            None: free text ends when only the marker and the shortest text still fit.
 
     Raises:
         ValueError: a marker that is empty or longer than 256 characters, or a budget without a marker.
@@ -45,7 +45,7 @@ class Constraint:
     after: str | None = field(default=None, kw_only=True, repr=False)
     thinking_budget: int | None = field(default=None, kw_only=True, repr=False)
     spells_literals: ClassVar[bool] = False
-    """Whether literals are in the tokenizer's spelling."""
+    """Whether literals (`find_literals`) have the tokenizer's spelling."""
 
     def __post_init__(self) -> None:
         if self.after is not None:
@@ -131,7 +131,7 @@ class Regex(Constraint):
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of several texts, in the tokenizer's own tokens; with `after`, parts of a text are tokenised one by one.
+    """One of several texts, as the tokenizer splits it into tokens; with `after`, as it splits the text's literals.
 
     Raises:
         ValueError: no text, an empty text, or a duplicate.
@@ -164,7 +164,7 @@ class Choice(Constraint):
         return either(text_node(choice) for choice in self.choices)
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
-        """Build the automaton of the tokenizer's tokens of each text.
+        """Build the automaton of the token sequences into which the tokenizer splits the texts.
 
         Raises ValueError for a text that the tokenizer cannot write, or for too many tokens.
         """
@@ -209,8 +209,8 @@ class JsonSchema(Constraint):
         schema: a mapping, its JSON text, or a pydantic class; docs/structured.md lists the supported keywords. Unknown
             keywords are ignored with a warning.
         depth: number of levels of arrays and objects where the schema does not fix them, or refers to itself.
-        spelling: "tokenizer": keys, punctuation and enumerations are in the tokenizer's own tokens, so models that
-            decode in any order write a key at once; "any": in any tokens that spell them. Other text is in any tokens.
+        spelling: "tokenizer": keys, punctuation and enumerations have the tokens that the tokenizer gives them, so that
+            models that decode in any order write a key at once. "any": they may have any tokens, as other text does.
         after, thinking_budget: as for every `Constraint`.
 
     Raises:
@@ -252,7 +252,7 @@ class JsonSchema(Constraint):
         return {"json_schema": json.loads(self.schema), "depth": self.depth} | spelling | self.marker_dict()
 
     def build_token_automaton(self, spelling: Spelling, vocab_size: int, encode: Encode) -> TokenAutomaton:
-        """Build the automaton over tokens; if it is too large, with shorter strings."""
+        """Build the automaton over tokens. If it is too large, strings are limited to shorter lengths."""
         encode_literals = encode if self.spelling == "tokenizer" else None
         for max_length in MAX_LENGTHS[::2]:
             try:
@@ -314,7 +314,7 @@ def constraint_of(name: str, value: Any) -> Any:
 
 
 def one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | None:
-    """Read one constraint, or None. Raises ValueError or TypeError for anything else. holes: the list with `value`."""
+    """Read one constraint, or None. Raises ValueError or TypeError for anything else. holes: for messages."""
     if value is None or isinstance(value, Constraint):
         return value
     if hasattr(value, "model_json_schema") or isinstance(value, Mapping) and "type" in value:
