@@ -45,7 +45,7 @@ class GroupedOptions(TyperCommand):
     """A command whose help lists its options in the sections of `options.SECTIONS`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        # a prompt without quotes is accepted as several words, only to report the missing quotes
+        # a prompt may be several words only so that missing quotes can be reported: the usage shows one word
         return [
             piece.removesuffix("...") if piece.startswith("[") else piece for piece in super().collect_usage_pieces(ctx)
         ]
@@ -122,7 +122,7 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
     name, hint = error.option_name.lstrip("-").replace("-", "_"), None
     sampler = term = (re.findall(r"--sampler[= ]([^\s(]+)", " ".join(words)) or [""])[0]
     if known.keys() & {"sampler", "samplers"}:
-        with suppress(ValueError, TypeError):  # the file's error comes after that of the option
+        with suppress(ValueError, TypeError):  # an error in the class's file is reported once the option is right
             sampler = options.import_classes("--sampler", term, "sampler")
         hint = argument_hint(name, known, sampler, "jacobi" if "structures" in known else None)
     if (hint := hint or (LOAD_ARGUMENTS.get(name) if "model" in known else None)) is None:
@@ -137,7 +137,7 @@ def _option_hint(error: Any, words: Sequence[str]) -> str | None:
 
 
 def _line_of_custom_class(error: Exception) -> str | None:
-    """The innermost "FILE.py:LINE" of an error that is in a class of the user's file; None without one."""
+    """Find the innermost "FILE.py:LINE" of an error in a class of the user's file; None for other errors."""
     result = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).startswith(options.FILE_MODULE):

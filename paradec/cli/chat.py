@@ -1,4 +1,4 @@
-"""`paradec chat`: a conversation with a model. Turns reuse keys and values of earlier turns (`keep_prefix`)."""
+"""`paradec chat`: a conversation with a model. A turn reuses keys and values of earlier turns (`keep_prefix`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
     "/quit": "end the chat, like Ctrl-D; Ctrl-C stops an answer",
 }
 FAILED = 1
-"""Exit code when turns of standard input failed; on a terminal, errors do not change it."""
+"""Exit code if a turn from standard input failed; on a terminal, a failed turn does not change the exit code."""
 
 
 @options.include(
@@ -37,7 +37,7 @@ def chat(
     context: typer.Context,
     checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: str | None = typer.Option(None, help="System prompt: text before the first turn."),
-    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual, which reuse turns."),
+    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual; both reuse turns."),
     history: Annotated[bool | None, HISTORY] = None,
     **shared: Any,
 ) -> None:
@@ -54,20 +54,20 @@ def chat(
     shared |= {"cache": cache or "none"}
     # the packaged model answers single lines without a cache
     work = prepare("generate", None, given_options, use_defaults=is_model_given or history, **shared)
-    raise typer.Exit(Talk(work, system, history).run(sys.stdin.isatty()))
+    raise typer.Exit(Conversation(work, system, history).run(sys.stdin.isatty()))
 
 
 @dataclass
-class Talk:
+class Conversation:
     """A conversation. history: whether the model sees earlier turns."""
 
     work: Work
     system: str | None
     history: bool
     turns: list[dict[str, str]] = field(init=False, default_factory=list)
-    kept: Any = None
+    prefix: Any = None
     """Keys and values of the turns so far, or None."""
-    last: Any = None
+    last_output: Any = None
     """The latest output."""
 
     def __post_init__(self) -> None:
@@ -80,27 +80,27 @@ class Talk:
     def reset(self) -> None:
         """Forget the turns."""
         self.turns = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.kept = None
+        self.prefix = None
 
     @property
-    def keeps_turns(self) -> bool:
+    def can_reuse_turns(self) -> bool:
         """Whether the next turn can reuse keys and values."""
         cache, family = self.work.request["cache"], self.work.method.family
         if self.work.model.facts.prompt_aligned:  # every turn changes the prompt, which is one block
             return False
         return family == "renoising" if cache is None else cache.facts.uses_store
 
-    def run(self, terminal: bool) -> int:
-        """Read and answer turns until the input ends. Returns the exit code. terminal: whether a person types them."""
-        failed = False
-        if terminal:
+    def run(self, is_terminal: bool) -> int:
+        """Answer turns until the input ends. Returns the exit code. is_terminal: whether a person types the turns."""
+        has_failed = False
+        if is_terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401 - gives input() line editing and a history
             name, cache = self.work.model.facts.name, self.work.cache_name
             typer.echo(f"{name}, {self._sampler_text()}. /help lists commands.")
             if not self.history:
                 typer.echo("Each line is answered alone (--history shows the model the earlier turns).")
-            elif self.keeps_turns and cache not in ("block", "canvas"):  # these are exact
+            elif self.can_reuse_turns and cache not in ("block", "canvas"):  # these are exact
                 typer.echo("Earlier turns are not evaluated again, which is approximate; --cache none is exact.")
             if name == "tiny-llada":
                 typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")
@@ -109,13 +109,13 @@ class Talk:
         restore_interrupt()
         while True:
             try:
-                line = input("> ") if terminal else sys.stdin.readline()
-                if not line and not terminal:
+                line = input("> ") if is_terminal else sys.stdin.readline()
+                if not line and not is_terminal:
                     raise EOFError
             except EOFError:
                 line = "/quit"
             except KeyboardInterrupt:
-                if not terminal:
+                if not is_terminal:
                     return EXIT_CODE
                 typer.echo("\n(/quit or Ctrl-D ends the chat)")
                 continue
@@ -123,7 +123,7 @@ class Talk:
                 raise ValueError(f"standard input is not UTF-8 text: {error.reason}") from None
             text = line.removesuffix("\n").removesuffix("\r")
             if text.strip() == "/quit":
-                return FAILED if failed and not terminal else 0
+                return FAILED if has_failed and not is_terminal else 0
             try:
                 if text.lstrip().startswith("/"):
                     self._command(text.strip())
@@ -132,23 +132,23 @@ class Talk:
             except KeyboardInterrupt:
                 typer.echo("(stopped; this turn is forgotten)")
             except (ValueError, TypeError, OSError, FloatingPointError) as error:
-                failed = True
+                has_failed = True
                 sys.stdout.flush()
                 print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
 
     def answer(self, text: str) -> None:
         """Answer a turn and print the answer. A turn joins the conversation once it is answered."""
         turns = [*self.turns, {"role": "user", "content": text}]
-        prefix_arguments = {"prefix": self.kept, "keep_prefix": True} if self.history and self.keeps_turns else {}
+        prefix_arguments = {"prefix": self.prefix, "keep_prefix": True} if self.history and self.can_reuse_turns else {}
         prefix_arguments["trace"] = True
         if show.on_terminal(sys.stdout):
             from paradec.cli.watch import LiveView
 
             with LiveView(self.work.model.tokenizer) as view:
-                self.last = self.work.run(turns, view.update, **prefix_arguments)
+                self.last_output = self.work.run(turns, view.update, **prefix_arguments)
         else:
-            self.last = self.work.run(turns, lambda state, commit: None, **prefix_arguments)
-        out = self.last
+            self.last_output = self.work.run(turns, lambda state, commit: None, **prefix_arguments)
+        out = self.last_output
         typer.echo(out.text)
         if sys.stdout.isatty():
             reused = out.cost.reused_tokens[0] if out.cost is not None else 0
@@ -158,7 +158,7 @@ class Talk:
             typer.secho(f"{cost}, {reused} tokens of earlier turns reused" if reused else cost, dim=True)
         if self.history:
             self.turns = [*turns, {"role": "assistant", "content": out.text}]
-            self.kept = out.prefix
+            self.prefix = out.prefix
 
     def _sampler_text(self) -> str:
         settings = [f"{key}={value!r}" for key, value in self.work.method.to_dict().items() if key != "sampler"]
@@ -194,16 +194,16 @@ class Talk:
         self.work.choose_cache()
 
     def _trace(self, file: str) -> None:
-        if self.last is None:
+        if self.last_output is None:
             raise ValueError("there is no answer yet, and so no steps to show")
         if file:
             path = Path(file)
             options.check_writable("/trace", path)
-            self.last.trace.save(path)
-            typer.echo(f"{show.format_count(len(self.last.trace.steps), 'step')} in {path}")
+            self.last_output.trace.save(path)
+            typer.echo(f"{show.format_count(len(self.last_output.trace.steps), 'step')} in {path}")
             return
         tokenizer, facts = self.work.model.tokenizer, self.work.model.facts
-        for step_index, step in enumerate(self.last.trace.steps, 1):
+        for step_index, step in enumerate(self.last_output.trace.steps, 1):
             tokens = [token for _, _, token, _ in step.commits]
             texts = [tokenizer.decode([token]) for token in tokens if token not in facts.eos_token_ids]
             ends = len(tokens) - len(texts)

@@ -19,7 +19,7 @@ from paradec.core.checks import check_choice, check_int
 PROMPTS = options.existing_file(
     'Your prompts, a line {"prompt": ..., "answer" or "regex": ...} or {"input_ids": ..., "answer_ids": ...}.'
 )
-SWEPT = typer.Option(help="Samplers, separated by commas; by default six rules for confidence and their baselines.")
+SWEPT_SAMPLERS = typer.Option(help="Samplers, separated by commas; by default six confidence rules and baselines.")
 Output = tuple[Path | None, Path | None, bool, str | None, bool]
 """Values of --out, --plot, --resume, --format and --json."""
 
@@ -32,7 +32,7 @@ def compare(
     prompts: Annotated[Path | None, PROMPTS] = None,
     samplers: options.Samplers = None,
     cache: str = typer.Option("none", help="A name that `paradec caches` lists (with settings), or FILE.py:CLASS."),
-    defaults: bool = typer.Option(False, "--defaults", help="One row a sampler: its defaults."),
+    defaults: bool = typer.Option(False, "--defaults", help="One row per sampler, with its default settings."),
     seed: options.Seed = 0,
     **shared: Any,
 ) -> None:
@@ -67,7 +67,7 @@ bench = typer.Typer(help="Measure samplers.", callback=lambda: None, rich_markup
     "resume format_ as_json"
 )
 def parallel(
-    samplers: Annotated[list[str] | None, SWEPT] = None,
+    samplers: Annotated[list[str] | None, SWEPT_SAMPLERS] = None,
     settings: int = typer.Option(5, help="Settings of each sampler, 2 to 5."),
     seed: options.Seed = 0,
     **shared: Any,

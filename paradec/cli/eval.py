@@ -1,4 +1,4 @@
-"""`paradec eval`: run lm-evaluation-harness on a model, by a recipe or by options (`paradec.tools.evaluation`)."""
+"""`paradec eval`: run lm-evaluation-harness on a model, as a recipe or options say (`paradec.tools.evaluation`)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def evaluate(
     request: Annotated[list[str] | None, REQUEST] = None,
     shots: int | None = typer.Option(None, help="Examples before each prompt; by default the task's."),
     chat: bool | None = typer.Option(None, help="Apply the chat template; by default if there is one."),
-    multiturn: bool = typer.Option(True, "--multiturn/--one-turn", help="Examples as turns of the chat, or in one."),
+    multiturn: bool = typer.Option(True, "--multiturn/--one-turn", help="Examples in a turn each, or all in one."),
     until: bool = typer.Option(True, help="Whether the tasks' stop strings end answers."),
     likelihood: str | None = typer.Option(None, help="How masked models score continuations: monte_carlo or chain."),
-    mc_num: int = typer.Option(128, "--mc-num", help="Maskings of monte_carlo."),
+    mc_num: int = typer.Option(128, "--mc-num", help="Number of random maskings for monte_carlo."),
     check_greedy: bool = typer.Option(True, help="Also report whether greedy decoding gives the continuation."),
     choices: str = typer.Option("score", help="How choices are answered: score each one, or decode one of them."),
     batch: int = typer.Option(1, help="Prompts decoded together."),

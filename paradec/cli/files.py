@@ -1,4 +1,4 @@
-"""`paradec generate` and `decide --in FILE --out answers.jsonl`: an answer or error per prompt; runs can resume.
+"""`--in FILE --out answers.jsonl` of `paradec generate` and `decide`: an answer or error per prompt; runs can resume.
 
 A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
 "settings"}, or {"line", "id", "prompt", "error", "settings"}; --logprobs adds "logprobs". With several answers per
@@ -118,7 +118,7 @@ class FileJob:
             request = Request(sampler=work.method, **work.request)  # incompatible arguments raise now
             with work.method.start(work.model, shortest, request).release_stores_on_exit():
                 pass
-        self.run(partial(DecodeRun, work, rows, size), max(1, size // work.answers), as_json)
+        self.run(partial(DecodeRun, work, rows, size), max(1, size // work.num_answers), as_json)
 
     def run(self, make_run: Callable[..., Run], num_lines: int, as_json: bool) -> NoReturn:
         """Answer the remaining prompts, `num_lines` together, print a summary and exit."""
@@ -154,8 +154,8 @@ class FileJob:
                     valid.append(line)
                 except PER_PROMPT as error:
                     line.error = _one_line(error)
-        prompts = Prompts(rows, False, [0] * len(rows)).repeat(work.answers).number_duplicates()
-        copies = work.answers
+        prompts = Prompts(rows, False, [0] * len(rows)).repeat(work.num_answers).number_duplicates()
+        copies = work.num_answers
         return {line.number: prompts.slice_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
 
     def _print_summary(self, run: Run, num_before: int, interrupted: bool, as_json: bool) -> int:
@@ -186,7 +186,7 @@ class FileJob:
 
 @dataclass(kw_only=True)
 class Run:
-    """Answers lines, and writes the answers to `file`. total: number of lines to answer."""
+    """Base of runs that answer lines and write the answers to `file`. total: number of lines to answer."""
 
     file: BinaryIO
     settings: dict[str, Any]
@@ -224,7 +224,7 @@ class Run:
 
 @dataclass
 class DecodeRun(Run):
-    """Decodes lines, `size` rows together. rows: the prompts of each line, by line number."""
+    """Run that decodes lines, `size` rows together. rows: the encoded rows of each line, by line number."""
 
     work: Work
     rows: dict[int, Prompts]
@@ -237,12 +237,12 @@ class DecodeRun(Run):
         if not lines:
             return
         assert self.answers is not None
-        copies = self.work.answers
+        copies = self.work.num_answers
         prompts = _concatenate([self.rows[line.number] for line in lines])
         self.bar.set_range(len(self.entries), len(lines), self.total)
         constraint = {} if lines[0].constraint is None else {"constraint": lines[0].constraint}
         answers: dict[int, dict[str, Any]] = {}
-        first, interrupted = 0, False  # first row of the batch
+        first, interrupted = 0, False  # `first`: index of the batch's first row
         for batch, output, interrupted in decode_in_batches(
             lambda batch: self.work.run(batch, self.bar.update, **constraint), prompts, self.size
         ):

@@ -106,7 +106,7 @@ def decode(
 
         check_suffix(trace, "--trace")
     work = prepare(function, prompt, **common)
-    if work.answers > 1 and not seed_matters(work.method, work.request["temperature"], work.request["suffix"]):
+    if work.num_answers > 1 and not seed_matters(work.method, work.request["temperature"], work.request["suffix"]):
         warnings.warn(EQUAL, stacklevel=1)
         warnings.filterwarnings("ignore", "temperature=0 gave")  # the library's version of this warning
     prompts = work.encode(prompt)

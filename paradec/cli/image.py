@@ -67,7 +67,7 @@ def image(
     columns: int | None = typer.Option(None, min=1, help="Pictures in a row of the sheet."),
     enlarge: int | None = typer.Option(None, min=1, max=64, help="Factor of each side; by default for small pictures."),
     drafter: Annotated[str | None, DRAFTER] = None,
-    vq: str | None = typer.Option(None, help="The VQ decoder's file, where the checkpoint has none."),
+    vq: str | None = typer.Option(None, help="The VQ decoder's file, if the checkpoint has none."),
     vae: str | None = typer.Option(None, help="The file of MAR's VAE, kl16.ckpt."),
     trace: Annotated[Path | None, TRACE] = None,
     **shared: Any,
@@ -158,14 +158,12 @@ def make_pictures(job: ImageJob, model: Any, sampler: Any, request: dict[str, An
 
 def summary(out: Path, output: ImageOutput) -> str:
     """Describe the cost of the pictures in one line."""
-    picture_count = (
-        f"{format_count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
-    )
+    pictures = f"{format_count(len(output.row_nfe), 'picture')} of {output.grid.height} x {output.grid.width} tokens"
     end = f" in {out}" if output.images is not None else ", interrupted"
-    drafted, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
-    drafts = f", {show.forwards(drafted, output.draft_nfe)} of the drafter" if drafted else ""
+    draft_nfe, rate = max(output.draft_nfe, default=0), f"{output.tokens_per_forward:.2f}"
+    drafts = f", {show.forwards(draft_nfe, output.draft_nfe)} of the drafter" if draft_nfe else ""
     cost = f"{show.forwards(output.nfe, output.row_nfe)}{drafts}, {rate} {throughput_unit(len(output.row_nfe))}"
-    return f"{picture_count}{end}: {cost}, {output.seconds:.2f} s"
+    return f"{pictures}{end}: {cost}, {output.seconds:.2f} s"
 
 
 def pipeline_index(source: str) -> dict[str, Any] | None:
@@ -193,7 +191,8 @@ def image_type(source: str) -> Any:
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
-    """Load a model of the base's kind, a student's teacher, or an EAGLE or DFlash drafter. Raises ValueError."""
+    """Load a drafter for the model `base`: a model of its kind, its teacher if it is a student, or an EAGLE or DFlash
+    drafter. Raises ValueError for a model of another kind."""
     from paradec.models.images.loading import FAMILIES, image_adapter
     from paradec.models.load_drafter import load_drafter
     from paradec.models.loading import load

@@ -19,7 +19,7 @@ SMALL_SIDE, VISIBLE_SIDE = 128, 256  # longer sides below `SMALL_SIDE` pixels ar
 
 @dataclass
 class ImageJob:
-    """Files and conditions of one command, which the constructor checks before a model is loaded."""
+    """Files and conditions of one `paradec image`, which the constructor checks before a model is loaded."""
 
     out: Path
     trace: Path | None
@@ -50,7 +50,8 @@ class ImageJob:
         return self.trace is not None and self.trace.suffix.lower() in SHEETS
 
     def write(self, images: Sequence[Any] | None, steps: Any = None, record: Any = None) -> None:
-        """Write images (None after an interrupt) and `--trace`: a record, or steps that made tokens final [B, h, w]."""
+        """Write the sheet of images (None after an interrupt), and the file of `--trace`: `record`, or the sheet of
+        `steps` [B, h, w], the step that made each token final."""
         from paradec.api.images import contact_sheet, step_pictures
 
         if images is not None:
@@ -78,6 +79,6 @@ def read_classes(text: str) -> list[int]:
 
 
 def enlargement(size: tuple[int, int]) -> int:
-    """Factor by which a small picture of `size` pixels is enlarged: 9 for 28 x 28."""
+    """Compute the factor by which a small picture of `size` pixels is enlarged: 9 for 28 x 28."""
     longest = max(size)
     return max(1, VISIBLE_SIDE // longest) if longest < SMALL_SIDE else 1

@@ -1,4 +1,4 @@
-"""`paradec samplers`, `caches` and `tasks`: lists of these, and of the caches that work with a sampler or model."""
+"""`paradec samplers`, `caches` and `tasks`: list samplers, caches (also by sampler or model), and packaged tasks."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def include(names: str, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def load(shared: dict[str, Any]) -> Any:
-    """Load the model of `--model`, `--tokenizer`, `--dtype`, `--quantization` and `--device`; removes them from
-    `shared`."""
+    """Load the model that --model, --tokenizer, --dtype, --quantization and --device describe. Removes these options
+    from `shared`."""
     show.quiet_loading()
     settings = {name: shared.pop(name, None) for name in ("tokenizer", "dtype", "quantization", "device")}
     return paradec.load(shared.pop("model"), **settings)
@@ -279,14 +279,14 @@ def make_attention(name: str | None, pairs: list[str] | None) -> Any:
 
 
 def explicit_options(context: typer.Context) -> set[str]:
-    """Names of the parameters that are on the command line."""
+    """Return the names of the parameters that are on the command line."""
     # compare names, since typer's class is either click's or its own copy
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def make_constraint(shared: dict[str, Any]) -> dict[str, Any]:
-    """Make the argument `constraint` from --choice, --regex or --json-schema, if given; removes them from `shared`."""
+    """Make the argument `constraint` from --choice, --regex or --json-schema, if given. Removes these from `shared`."""
     choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
     marker = {name: shared.pop(name) for name in ("after", "thinking_budget")}
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}

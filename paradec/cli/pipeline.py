@@ -57,8 +57,8 @@ def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, 
 
 @dataclass
 class PipelineJob:
-    """One run of the command. The constructor checks it before weights are read. index: from `pipeline_index`. compare:
-    also run without the sampler. request: further options."""
+    """`paradec image` with one pipeline. The constructor checks everything before weights are read. index: from
+    `pipeline_index`. compare: also run without the sampler. request: further options."""
 
     job: ImageJob
     index: dict[str, Any]
@@ -78,14 +78,14 @@ class PipelineJob:
         has_network = bool({"transformer", "unet"} & set(self.index))
         if "num_frames" in parameters or not has_network or "output_type" not in parameters:
             raise ValueError(f"{name} makes no pictures; give it to paradec.accelerate in Python")
-        self.codes = str(name).startswith("Amused")
-        allowed = AMUSED if self.codes else tuple(method for method in METHODS if method != "recap")
+        self.makes_codes = str(name).startswith("Amused")
+        allowed = AMUSED if self.makes_codes else tuple(method for method in METHODS if method != "recap")
         self.method = sampler = allowed[0] if sampler is None else sampler
         sampler_name = getattr(sampler, "name", sampler)
         if sampler_name in samplers.registry and sampler_name.lower() not in allowed:
             raise ValueError(f"--sampler {sampler_name} does not work in {name}; it takes {', '.join(allowed)}")
         if isinstance(sampler, str):
-            self.method = samplers.create(sampler, **settings) if self.codes else sampler_from(sampler, settings)
+            self.method = samplers.create(sampler, **settings) if self.makes_codes else sampler_from(sampler, settings)
         (condition,) = self.job.conditions
         if {"prompts": "prompt"}.get(condition, condition) not in parameters:
             needed = "--class" if condition == "prompts" else "--prompt"
@@ -93,11 +93,11 @@ class PipelineJob:
         for option in ("height", "width", "negative_prompt", "guidance_scale"):
             if self.request[option] is not None and option not in parameters:
                 raise ValueError(f"--{option.replace('_', '-')} is not an argument of {name}")
-        if self.codes and self.compare:
+        if self.makes_codes and self.compare:
             raise ValueError(f"--compare is for diffusion pipelines; {name} draws other codes with each sampler")
-        if not self.codes and self.request["temperature"] is not None:
+        if not self.makes_codes and self.request["temperature"] is not None:
             raise ValueError("--temperature is for models of tokens; leave it out")
-        if not self.codes and self.job.has_step_sheet:
+        if not self.makes_codes and self.job.has_step_sheet:
             raise ValueError(
                 "--trace FILE.png draws the step of each token; a diffusion model makes all pixels at every step "
                 "(--json lists its calls, and --trace FILE.html draws them)"
@@ -112,7 +112,7 @@ class PipelineJob:
     def run(self, bars: bool = False, as_json: bool = False) -> None:
         """Make the pictures, write the sheets and print the cost. bars: whether progress is shown."""
         pipe = load_pipeline(self.cls, self.index["folder"], self.dtype, self.device, bars)
-        call = self._call(pipe)
+        call = self._build_call(pipe)
         base = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
         rows = len(next(iter(call.values())))
 
@@ -123,33 +123,33 @@ class PipelineJob:
             images = pipe(**call, generator=draw).images
             return images, time.perf_counter() - start
 
-        plain, plain_seconds = make_pictures() if self.compare else ([], 0.0)
+        plain_images, plain_seconds = make_pictures() if self.compare else ([], 0.0)
         steps, latents = None, list[torch.Tensor]()
-        if self.codes:
+        if self.makes_codes:
             session = self._set_scheduler(pipe)
             call["callback"] = lambda step, timestep, codes: latents.append(codes.cpu())
         else:
             session = paradec.accelerate(pipe, self.method)
-        with nullcontext() if session is None or self.codes else session:
+        with nullcontext() if session is None or self.makes_codes else session:
             images, seconds = make_pictures()
             report: Any = None if session is None else session.report()
-        if self.codes:  # [B, h, w]: the step that made each code final
+        if self.makes_codes:  # [B, h, w]: the step that made each code final
             mask = pipe.scheduler.config.mask_token_id
             steps = torch.stack([codes == mask for codes in latents]).sum(0).numpy()
-        self.job.columns = rows if plain and self.job.columns is None else self.job.columns
+        self.job.columns = rows if plain_images and self.job.columns is None else self.job.columns
         record = None
         if self.job.trace is not None and not self.job.has_step_sheet:
-            record = trace_from_steps(steps, images, self.method) if self.codes else report.trace(images)
-        self.job.write(plain + images, steps, record)
-        pairs = zip(images, plain, strict=False)
+            record = trace_from_steps(steps, images, self.method) if self.makes_codes else report.trace(images)
+        self.job.write(plain_images + images, steps, record)
+        pairs = zip(images, plain_images, strict=False)
         distances = [np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in pairs]
-        difference = float(np.mean(distances) / 255) if plain else 0.0
-        compared = {"plain_seconds": plain_seconds, "pixel_difference": difference} if plain else {}
+        difference = float(np.mean(distances) / 255) if plain_images else 0.0
+        compared = {"plain_seconds": plain_seconds, "pixel_difference": difference} if plain_images else {}
         if not as_json:
             width, height = images[0].size
             pictures = format_count(len(images), "picture")
             text = f"{pictures} of {height} x {width} pixels in {self.job.out}, {seconds:.2f} s"
-            if plain:
+            if plain_images:
                 text += f" (plain, above: {plain_seconds:.2f} s; pixels {compared['pixel_difference']:.4f} apart)"
             typer.echo(text if report is None else f"{text}\n{getattr(report, 'summary', str(report))}")
             return
@@ -162,7 +162,7 @@ class PipelineJob:
             data |= {"cells": report.cells, "bytes": report.bytes}
         typer.echo(json.dumps(data))
 
-    def _call(self, pipe: Any) -> dict[str, Any]:
+    def _build_call(self, pipe: Any) -> dict[str, Any]:
         """Build the pipeline's arguments: the condition first, one row per picture."""
         (values,) = self.job.conditions.values()
         rows = [entry for entry in values for _ in range(self.request["num_images"])]
@@ -178,7 +178,7 @@ class PipelineJob:
         return call | {name: value for name, value in options.items() if value is not None}
 
     def _set_scheduler(self, pipe: Any) -> Any:
-        """Make the sampler the scheduler of a pipeline of codes. Returns the session of ReCAP's hooks, else None."""
+        """Make the sampler the scheduler of a pipeline of codes. Returns the session of hooks for ReCAP, else None."""
         temperature = self.request["temperature"]
         temperature_setting: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
         if self.method.name == "recap":

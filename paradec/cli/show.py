@@ -71,10 +71,10 @@ TOTALS = ("nfe", "row_forwards", "forwarded_tokens", "seconds")
 class Answers:
     """Answers of one command so far (`rows`: a list per field), and their cost (`totals`: sums over batches).
 
-    is_single: whether one answer was requested; then the report has no lists. tokenizer: for `logprobs`."""
+    is_single: whether only one answer is requested, so that the report has no lists. tokenizer: for `logprobs`."""
 
     def __init__(self, is_single: bool, tokenizer: Any = None):
-        self.single, self.tokenizer = is_single, tokenizer
+        self.is_single, self.tokenizer = is_single, tokenizer
         texts = ("text", "fills", "reasoning", "new_tokens", "logprobs")
         self.rows: dict[str, list[Any]] = {name: [] for name in (*texts, *PER_ROW)}
         self.totals: dict[str, Any] = dict.fromkeys(TOTALS, 0)
@@ -87,12 +87,12 @@ class Answers:
     def add(self, output: Output, rows: Sequence[int]) -> None:
         """Add the answers in `rows` of a batch, and the cost of the whole batch."""
         new = output.new_tokens.tolist()
-        # without padding after the end token
+        # remove the padding after the end token
         new_tokens = [new[row][: output.tokens[row]] if output.finished[row] else new[row] for row in range(len(new))]
         fields: dict[str, Any] = {name: getattr(output, name) for name in PER_ROW} | {"new_tokens": new_tokens}
         for name in ("text", "fills", "reasoning"):
             value: Any = getattr(output, name)
-            fields[name] = [value] if self.single and value is not None else value
+            fields[name] = [value] if self.is_single and value is not None else value
         fields["logprobs"] = (
             None if output.logprobs is None else [self._logprobs(output, row) for row in range(len(new))]
         )
@@ -139,7 +139,7 @@ class Answers:
 
     def report(self, sampler: Any, cache: str, interrupted: bool) -> dict[str, Any]:
         """Convert answers and cost to JSON data."""
-        data = {name: values[0] if self.single else values for name, values in self.rows.items() if values}
+        data = {name: values[0] if self.is_single else values for name, values in self.rows.items() if values}
         data.pop("new_tokens" if "fills" in data else "fills", None)
         data |= self.totals | {"tokens_per_forward": self.tokens_per_forward, "sampler": sampler.to_dict()}
         data |= {"cache": cache, "interrupted": interrupted}
@@ -171,7 +171,7 @@ class Bar:
     """A progress bar on standard error, if that is a terminal. It appears after one second."""
 
     delay = 1.0
-    interval = 0.1  # the progress of a state may have to come from a GPU
+    interval = 0.1  # not less, since reading a state's progress may wait for a GPU
     line_interval = 30.0  # seconds between the lines of `show_share` without a terminal
 
     def __init__(self) -> None:
@@ -205,8 +205,8 @@ class Bar:
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
 
     def show_share(self, label: str, share: float, num_answered: int = 0, num_total: int = 0) -> None:
-        """Show the share of the work that is done. Called by `paradec compare` and `tune` after every batch. num_*:
-        numbers of prompts. Without a terminal, print a line every `line_interval` seconds."""
+        """Show the share of the work that is done, and numbers of prompts. Called by `paradec compare` and `tune` after
+        every batch. Without a terminal, print a line every `line_interval` seconds."""
         text = f"{label}: {num_answered} of {num_total} prompts" if num_total else label
         if self._is_due():
             self._show(text, share)
@@ -226,7 +226,7 @@ class Bar:
             from rich.console import Console
             from rich.progress import Progress
 
-            # some configurations take ten times as long as others: estimate the remaining time over 5 minutes
+            # some configurations take ten times as long as others: the speed is a mean over 5 minutes
             console = Console(stderr=True)
             self.progress = Progress(console=console, transient=True, speed_estimate_period=300, redirect_stdout=False)
             self.task = self.progress.add_task(label, total=1.0)

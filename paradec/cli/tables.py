@@ -15,12 +15,12 @@ import typer
 
 FIRST_LINE = re.compile(r"(\w+(?:, \w+)*): (.*)")
 """First line of an entry in a docstring's `Args:`: one or several names, and their description."""
-MAX_NAME_WIDTH = 24  # minimum width of a table's first column, if it has names of this length
+MAX_NAME_WIDTH = 24  # names of up to this length are not broken over lines
 MAX_WIDTH = 10_000  # assumed width of the terminal when a table's minimum width is measured
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = True) -> None:
-    """Print a table. On a terminal too narrow for its words, print one cell per line. heads: print column names."""
+    """Print a table. On a terminal too narrow for it, print one cell per line. heads: whether to print column names."""
     if not sys.stdout.isatty():
         for row in (columns, *rows) if heads else rows:
             typer.echo("\t".join(row))
@@ -33,9 +33,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], heads: bool = T
 
     console, rows = Console(), list(rows)
     grid = Table(box=box.SIMPLE_HEAD if heads else None, show_header=heads, padding=(0, 1), pad_edge=False)
-    names = min(MAX_NAME_WIDTH, max((len(row[0]) for row in rows), default=0))
+    name_width = min(MAX_NAME_WIDTH, max((len(row[0]) for row in rows), default=0))
     for index, column in enumerate(columns):
-        grid.add_column(column, overflow="fold", min_width=None if index else names)
+        grid.add_column(column, overflow="fold", min_width=None if index else name_width)
     for row in rows:
         grid.add_row(*map(Text, row))
     if Measurement.get(console, console.options.update(max_width=MAX_WIDTH), grid).minimum <= console.width:
@@ -171,8 +171,8 @@ def latex(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str]) -> str:
         return " & ".join(cell.translate(LATEX) for cell in cells) + r" \\"
 
-    kinds = "".join("l" if index < 2 else "r" for index in range(len(columns)))
-    head, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
+    alignment = "".join("l" if index < 2 else "r" for index in range(len(columns)))
+    head, end = rf"\begin{{tabular}}{{{alignment}}}", r"\end{tabular}"
     return "\n".join([head, r"\toprule", line(columns), r"\midrule", *map(line, rows), r"\bottomrule", end])
 
 

@@ -10,7 +10,7 @@ import typer
 
 from paradec.cli import options
 
-FILES = typer.Argument(metavar="FILE.json...", exists=True, dir_okay=False, help="Up to 4 that `--trace` wrote.")
+FILES = typer.Argument(metavar="FILE.json...", exists=True, dir_okay=False, help="Up to 4 files that `--trace` wrote.")
 
 
 def trace(

@@ -31,7 +31,7 @@ def tune(
     prompts: Annotated[Path | None, PROMPTS] = None,
     limit: int | None = typer.Option(None, help="Number of prompts: the first ones, or of each packaged task."),
     score: Annotated[str | None, SCORE] = None,
-    checker: str | None = typer.Option(None, metavar="FILE.py:NAME", help="Scores an answer to a prompt, from 0 to 1."),
+    checker: str | None = typer.Option(None, metavar="FILE.py:NAME", help="Function that scores an answer, 0 to 1."),
     mask: str | None = typer.Option(None, help="Text that represents a token to fill, as in `paradec infill`."),
     samplers: options.Samplers = None,
     caches: list[str] | None = typer.Option(None, help="Caches; by default none for forwards, all for seconds."),
@@ -43,16 +43,16 @@ def tune(
     out: Path | None = typer.Option(None, metavar="FILE.json", help="Write the preset, for --preset elsewhere."),
     report: Path | None = typer.Option(None, metavar="FILE.json", help="Write all measurements."),
     point: int | None = typer.Option(None, min=1, help="The point of the front for --out; by default the chosen one."),
-    tolerance: float = typer.Option(1.0, help="Points of score that the preset may be below the best hand-set one."),
-    seed: int = typer.Option(0, help="Seed of the halves, the proposals and the draws."),
+    tolerance: float = typer.Option(1.0, help="Points (of 100) that the preset may lose to the best hand-made one."),
+    seed: int = typer.Option(0, help="Seed of the split into halves, the proposals and the draws."),
     pipeline: Annotated[str | None, PIPELINE] = None,
     budget: int = typer.Option(7, min=1, help="With --pipeline: solver steps to evaluate."),
     steps: int | None = typer.Option(None, min=1, help="With --pipeline: solver steps of a run; by default its own."),
     where: str = typer.Option("output", help="With --pipeline: output, stack, block or module."),
     **shared: Any,
 ) -> None:
-    """Find the sampler, settings, cache and blocks that suit a model and its prompts. One half of the prompts chooses
-    them; the other half is decoded for the report."""
+    """Find the sampler, settings, cache and blocks that suit a model and its prompts. They are chosen on one half of
+    the prompts; the other half is decoded for the report."""
     files: dict[str, Any] = {"study": study, "out": out, "report": report}
     as_json = shared.pop("as_json")
     if excluded := options.explicit_options(context) & (FOR_STEPS if pipeline is None else FOR_TEXT):

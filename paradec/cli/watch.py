@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paradec.core.protocol import TextState
 
 UNDECIDED = "\N{LIGHT SHADE}"
-"""Sign for a token that is not final yet."""
+"""Sign for an undecided token."""
 END = "\N{BLACK SQUARE}"
 """Sign for an end token, or the padding after one."""
 STYLES = {
@@ -37,7 +37,7 @@ MAX_PACED = 6.0  # maximum seconds by which `PACE` delays a request
 
 
 class LiveView:
-    """Draws every row of a request after its commits, and clears the drawing at the end.
+    """View that draws every row of a request after each commit, and clears the drawing at the end.
 
     tokenizer: None shows ids. console: by default standard output. interval: minimum seconds between drawings.
     pace: seconds that each step stays on the screen; `slept` is the delay of a request so far, in seconds."""

@@ -53,16 +53,16 @@ class Work:
     request: dict[str, Any]
     """Further arguments of the function, such as the seed."""
     chat: bool | None
-    answers: int
+    num_answers: int
     """Number of answers per prompt."""
-    is_cache_open: bool = False
-    """Whether `choose_cache` decides on the cache, by model and sampler."""
+    uses_default_cache: bool = False
+    """Whether the cache is the default for model and sampler (`choose_cache`)."""
 
     def choose_cache(self) -> None:
-        """Set the default cache for model and sampler, unless the user chose one."""
+        """Set the default cache for model and sampler, or none for a sampler of a family that takes no cache."""
         from paradec.api.defaults import choose_cache
 
-        if self.is_cache_open:
+        if self.uses_default_cache:
             self.request["cache"] = choose_cache(self.model, self.method)
         elif self.method.family != "masked":
             self.request["cache"] = None  # other families have their own store
@@ -79,7 +79,7 @@ class Work:
         from paradec.core.prompts import encode
 
         prompts = encode(self.model, prompt, chat=self.chat, placeholder=self.request.get("mask"))
-        return prompts.repeat(self.answers).number_duplicates()
+        return prompts.repeat(self.num_answers).number_duplicates()
 
     def rows_that_fit(self, prompts: Prompts) -> int:
         """Estimate how many of these rows can be decoded together."""
@@ -96,7 +96,7 @@ class Work:
 
 ARGUMENTS = {"stop": "stop_strings", "raw": "chat", "attention_set": "attention"}
 ARGUMENTS |= dict.fromkeys(("choice", "regex", "json_schema", "after", "thinking_budget"), "constraint")
-"""Arguments whose options have another name, by option."""
+"""Names of arguments by the name of their option, where the two differ."""
 
 
 def prepare(
@@ -121,9 +121,9 @@ def prepare(
 ) -> Work:
     """Make all checks that need no model, then load the model, which may take minutes.
 
-    prompt: None if it is not known yet. given: options on the command line. use_defaults: without an explicit cache or
-    block length, use those of `paradec.api.defaults`. on_settings: called before the model is loaded, with a mapping of
-    "model", "dtype", "quantization", "tokenizer", "drafter" and "request" as data; returns the seed.
+    prompt: None if it is not known yet. given: names of the options on the command line. use_defaults: whether a cache
+    or block length that is not given comes from `paradec.api.defaults`. on_settings: called before the model is loaded
+    with "model", "dtype", "quantization", "tokenizer", "drafter" and "request" as JSON data; returns the seed.
     """
     # shown before the imports, which take seconds
     with show.waiting(f"loading {'the packaged model' if model is None else model}"):
@@ -160,7 +160,7 @@ def prepare(
         num_answers = request.pop("num_return_sequences")
         # without an explicit sampler, the model's default sampler is used
         uses_default_sampler = "sampler" not in given and sampler_value == DEFAULTS["sampler"] and not settings
-        is_cache_open = use_defaults and request["cache"] is None and "cache" not in given
+        uses_default_cache = use_defaults and request["cache"] is None and "cache" not in given
         if on_settings is not None:
             sampler_data = {} if uses_default_sampler else {"sampler": method.to_dict() | draft_settings}
             changes = fields.to_dict() | sampler_data
@@ -195,8 +195,8 @@ def prepare(
         while True:  # decode the first process's requests until `release_ranks` ends this process
             with suppress(ValueError, TypeError, FloatingPointError):  # the first process reports them and may continue
                 paradec.generate(loaded, [0], sampler=method)
-    work = Work(function, loaded, method, request, request.pop("chat", None), num_answers, is_cache_open)
-    if is_cache_open:
+    work = Work(function, loaded, method, request, request.pop("chat", None), num_answers, uses_default_cache)
+    if uses_default_cache:
         work.choose_cache()
     return work
 
@@ -216,11 +216,11 @@ DRAFTERS = {
     "cspd": "a smaller MAR with the same VAE",
     "code": "a larger VAR with the same VQ, which makes the first scales",
 }
-"""Drafters that picture samplers need, in words."""
+"""Description of the drafter that a sampler of pictures needs, by sampler."""
 
 
 def drafter_setting(sampler: Any) -> str | None:
-    """Name of the sampler's setting that is another model; None without one."""
+    """Return the name of the sampler's setting that is another model; None if it has no such setting."""
     return next((name for name in ("drafter", "draft", "teacher") if name in sampler.settings()), None)
 
 
@@ -236,7 +236,7 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
 
 
 DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}
-"""Every checkpoint of a drafter that reads hidden states has one of these weights."""
+"""Names of weights, one of which is in every checkpoint of a drafter that reads hidden states."""
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
@@ -280,11 +280,11 @@ def rows_that_fit(model: Any, positions: int, branches: int) -> int:
     facts = model.facts
     num_logits = facts.block_length if facts.topology == "canvas" else positions  # only the open canvas has logits
     row_bytes = branches * (num_logits * LOGIT_BYTES * facts.vocab_size + positions * 4 * numbers_per_position)
-    return max(1, min(MAX_ROWS, _free_bytes(model.device) // row_bytes))
+    return max(1, min(MAX_ROWS, _available_bytes(model.device) // row_bytes))
 
 
-def _free_bytes(device: Any) -> int:
-    """Half of the device's free memory."""
+def _available_bytes(device: Any) -> int:
+    """Return the bytes for a batch: half of the device's free memory, on a CPU at most `CPU_BYTES`."""
     import torch
 
     if device.type == "cuda":
@@ -319,7 +319,7 @@ def decode_in_batches(
 
 
 def complete_row_indices(output: Output) -> list[int]:
-    """Indices of the complete rows of an interrupted batch."""
+    """List the indices of the complete rows of an interrupted batch."""
     holes = output.filled.sum(1).tolist()
     rows = zip(output.finished, output.tokens, holes, strict=True)
     return [row for row, (finished, tokens, filled) in enumerate(rows) if finished or tokens == filled]

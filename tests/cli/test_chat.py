@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import paradec
-from paradec.cli.chat import COMMANDS, Talk
+from paradec.cli.chat import COMMANDS, Conversation
 from paradec.cli.watch import LiveView
 from paradec.cli.work import Work
 
@@ -93,20 +93,20 @@ def words() -> PreTrainedTokenizerFast:
 def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny(2, topology)
     model.tokenizer = words()
-    talk, turns = Talk(create_work(model), None, history=True), []
-    assert talk.work.request["cache"].name == ("dual" if topology == "bidirectional" else "block")
+    conversation, turns = Conversation(create_work(model), None, history=True), []
+    assert conversation.work.request["cache"].name == ("dual" if topology == "bidirectional" else "block")
     for turn in ("w3 w4 w5 w6 w7 w8", "w9 w10 w11", "w12"):
-        talk.answer(turn)
+        conversation.answer(turn)
         turns.append({"role": "user", "content": turn})
-        assert (talk.last.cost.reused_tokens[0] > 0) == (len(turns) > 1)
+        assert (conversation.last_output.cost.reused_tokens[0] > 0) == (len(turns) > 1)
         if topology == "block_causal":
             full = paradec.generate(model, turns, sampler="low_confidence", max_new_tokens=8, cache="block", seed=0)
-            assert torch.equal(full.new_tokens, talk.last.new_tokens) and full.cost.reused_tokens[0] == 0
-        turns.append({"role": "assistant", "content": talk.last.text})
-    assert talk.turns == turns
+            assert torch.equal(full.new_tokens, conversation.last_output.new_tokens) and full.cost.reused_tokens[0] == 0
+        turns.append({"role": "assistant", "content": conversation.last_output.text})
+    assert conversation.turns == turns
     assert capsys.readouterr().out.splitlines() == [turn["content"] for turn in turns[1::2]]
-    talk.reset()
-    assert talk.turns == [] and talk.kept is None
+    conversation.reset()
+    assert conversation.turns == [] and conversation.prefix is None
 
 
 def test_a_terminal_shows_tokens_and_their_rate(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_terminal_shows_tokens_and_their_rate(capsys: Any, monkeypatch: pytest
     shown: list[int] = []
     model = tiny(1)
     model.tokenizer = words()
-    Talk(create_work(model), None, history=True).answer("w3 w4")
+    Conversation(create_work(model), None, history=True).answer("w3 w4")
     assert len(shown) > 1 and shown == sorted(shown, reverse=True) and shown[-1] == 0
     assert re.search(r"\d tokens?, \d+ forwards?, [\d.]+ s, [\d.]+ tokens/s", capsys.readouterr().out)
 
