@@ -131,19 +131,19 @@ class Request:
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
             positions in any order accept words of one token only.
-        min_new_tokens, ignore_eos: propose no end token in the first `min_new_tokens` positions of an answer, or ever.
+        min_new_tokens, ignore_eos: propose no end token in an answer's first `min_new_tokens` positions, or in any.
         repetition_penalty, presence_penalty, frequency_penalty: for tokens that are final when a step begins, in prompt
             and answer (repetition) or in the answer only (formulas: `paradec.samplers.features.token_controls`).
-        stop_strings: one or several texts that end a row once an answer contains one and everything before is decided.
-            Needs a tokenizer.
+        stop_strings: one or several texts. A row ends once its answer contains one of them, and everything up to this
+            text is decided. Needs a tokenizer.
         stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
         constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For a prompt with masks, a list
             with one entry per hole, None where anything is allowed (docs/structured.md).
-        order: for any-order models and samplers without a drafter: "random" (from the row's key; the default), "chain"
-            (left to right), a list of all positions or of all undecided ones (from 0), one such list per row, or an
-            order of `paradec.core.orders`.
+        order: order of positions, for any-order models and samplers without a drafter: "random" (the default; from the
+            row's key), "chain" (left to right), a list of all positions or of all undecided ones (from 0), a list with
+            one such list for each row, or an order of `paradec.core.orders`.
         num_return_sequences: answers per prompt, in neighbouring rows, each with its own draws.
-        chat: whether text becomes a user turn of the chat template; None: where the tokenizer has a template.
+        chat: whether text becomes a user turn of the chat template; None: if the tokenizer has a template.
         streamer: as in transformers: `put`, `end` and optionally `put_draft`; see `paradec.api.streaming`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
@@ -162,7 +162,7 @@ class Request:
         _check_component,
         str,
         "A name that `paradec samplers` lists, with settings in parentheses, or a combination: 'credit+localleap' "
-        "commits what either would.",
+        "commits all tokens that one of the two would commit.",
         show_default="the model's, or threshold",
     )
     cache: str | Cache | None = argument(
@@ -198,7 +198,7 @@ class Request:
         None,
         partial(read_number, low=0, high=1, open_low=True),
         float | None,
-        "Draw from tokens at least this share as likely as the best.",
+        "Draw from tokens with at least this share of the best token's probability.",
     )
     guidance_scale: float = argument(1.0, _scale, float, "Classifier-free guidance; 1 is off.")
     seed: int | Sequence[int] | None = argument(None, _seeds, int | None, "Seed of the random draws.")
@@ -362,8 +362,8 @@ if not TYPE_CHECKING:
 
 
 def request_for(sampler: Sampler, request: Request | None, arguments: Mapping[str, Any]) -> Request:
-    """Return `request`, or a request of `arguments` over the family's defaults, for a sampler's `start`. Raises
-    TypeError for both or an unknown name, ValueError for an argument out of its range or in `Sampler.unsupported`."""
+    """Return `request`, or build a request of `arguments` over the sampler's `request_defaults`. Raises TypeError if
+    both are given or a name is unknown, ValueError for an argument out of its range or in `Sampler.unsupported`."""
     if request is None:
         request = Request.from_arguments(arguments, **sampler.request_defaults)
     elif not isinstance(request, Request):
@@ -413,8 +413,8 @@ def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -
 def check_names(
     names: Collection[str], allowed: Collection[str] = FIELDS, sampler: Any = None, default_sampler: Any = None
 ) -> None:
-    """Raise TypeError for an unknown argument, with the closest name. sampler: the request's, for its settings;
-    default_sampler: the model's."""
+    """Raise TypeError for an unknown argument, with the closest name. sampler, default_sampler: the samplers of the
+    request and of the model, whose settings the message may name."""
     for name in names:
         if name not in allowed:
             raise unknown_argument_error(name, allowed, sampler, default_sampler)

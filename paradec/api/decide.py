@@ -43,8 +43,8 @@ class Question:
 
     type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options contain the question.
     labels: the answers that the model may generate, one for each option.
-    descriptions: meanings of the options; None: only the option's name is listed.
-    values: options as in `Decision.value`."""
+    descriptions: meanings of the options; the prompt lists an option with None by its name only.
+    values: the options, as they appear in `Decision.value`."""
 
     type: str
     instructions: Any
@@ -160,7 +160,7 @@ class Decision:
     mass: float
     """Probability of all labels together. If it is low, the model did not understand the question."""
     log_scores: tuple[float, ...]
-    """Log-probabilities of the labels, minus the prior's, before the temperature."""
+    """Log-probabilities of the labels, before the temperature. With `prior`, minus those for an empty state."""
 
 
 class Decisions(dict[str, Decision]):
@@ -310,13 +310,13 @@ def _check(model: Any, state: Any, questions: Any, rotate: bool, template: Any) 
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Probabilities [m] proportional to exp(scores [m]), of which at least one is finite."""
+    """Compute probabilities [m] proportional to exp(scores [m]); at least one score must be finite."""
     weights: np.ndarray = np.exp(scores - scores.max())
     return weights / weights.sum()
 
 
 def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Fit a temperature from 0.001 to 1000 for each type of question, with maximum likelihood of the right answers.
+    """Fit a temperature from 0.001 to 1000 for each type of question: it maximizes the right answers' likelihood.
 
     decided: results of `decide` with any temperature. right: for each result, the right answers by name (True or False,
     an option, a level 0, 1, ... or a text). Raises ValueError without right answers, or if one is not an option.
@@ -365,7 +365,7 @@ class Place(NamedTuple):
 
 
 Step = tuple[Place, Ids]
-"""One factor of a label's probability: the token at a place is one of these ids."""
+"""One factor of a label's probability: the probability that the token at a place is one of some ids."""
 
 
 def build_steps(model: Any, state: Any, question: Question, template: Any) -> list[list[Step]]:
@@ -465,8 +465,8 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
 
 
 def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
-    """Tokenize a chat; special tokens in its contents are tokenized as plain text. Returns its ids and, for tokenizers
-    without a chat template, the special tokens that follow the text."""
+    """Tokenize a chat; special tokens in its contents are tokenized as plain text. Returns its ids, and the special
+    tokens that a tokenizer without a chat template puts after a text."""
     tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
     controls = [token for token in tokenizer.added_tokens_encoder if token.strip() and token in contents]
     if getattr(tokenizer, "chat_template", None):
@@ -502,7 +502,7 @@ def read_log_probs(
     num_tokens = sum(len(place.row) for place in ids_at) * (seeds if is_canvas else 1)
     with torch.inference_mode():
         before_call(num_tokens)
-        store, shared = _shared_prefix(model, [*ids_at])
+        store, prefix_length = _shared_prefix(model, [*ids_at])
         forwards = 0 if store is None else 1
         for batch in (group[i : i + size] for group in by_length.values() for i in range(0, len(group), size)):
             before_call(num_tokens)
@@ -510,7 +510,7 @@ def read_log_probs(
                 logits = _first_step(model, batch, seeds)
             else:
                 rows, prompts, positions = zip(*batch, strict=True)
-                query = build_rows_query(model, rows, [[position] for position in positions], prompts, shared)
+                query = build_rows_query(model, rows, [[position] for position in positions], prompts, prefix_length)
                 logits = (model(query) if store is None else model(query, store)).transpose(0, 1)
             forwards += 2 if is_canvas else 1  # one for prompts, one for canvases
             scores = logits.to(torch.promote_types(logits.dtype, torch.float32))  # [S, R, V]
@@ -525,8 +525,8 @@ def read_log_probs(
 
 
 def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
-    """Evaluate the rows' common prefix before the first position to read. Returns its store and its length; None and 0
-    where the prefix is too short for a separate call, or its keys depend on later tokens."""
+    """Evaluate the rows' common prefix before the first position to read. Returns a store with it, and its length; None
+    and 0 if the prefix is too short for a separate call, or its keys depend on later tokens."""
     facts = model.facts
     rows, first = [place.row for place in places], min(place.position for place in places)
     length = min(len(os.path.commonprefix(rows)), first - 1)  # shifted models predict a token one position earlier
@@ -540,8 +540,8 @@ def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
 
 
 def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
-    """Logits [seeds, R, V] at places in canvases after the prompts. Positions with `HOLE` and after a row's end hold
-    the noise of seeds 0, 1, ..., which depends only on the prompt."""
+    """Compute logits [seeds, R, V] at places in canvases after the prompts. Positions with `HOLE` and after a row's end
+    hold noise, which depends only on the seed (0, 1, ...) and the prompt."""
     width, device, count = model.facts.block_length, model.device, seeds * len(places)
     starts = [place.prompt_length for place in places]
     prompts = [place.row[: place.prompt_length] for place in places] * seeds

@@ -37,7 +37,7 @@ def find_defaults(model: Any) -> Defaults:
 
 
 def model_defaults(model: Any) -> dict[str, Any]:
-    """Default fields of a request for this model that differ from `paradec.Request`."""
+    """Return the model's defaults for fields of a request, where they differ from those of `paradec.Request`."""
     sampler = getattr(model, "default_sampler", None) or find_defaults(model).sampler
     return {} if sampler is None else {"sampler": sampler}
 
@@ -52,16 +52,16 @@ def choose_cache(model: Any, sampler: Any) -> Any:
 
 
 def choose_packaged_suffix(model: Any, sampler: Any, cache: Any) -> Suffix | None:
-    """Make the default suffix of `serve` for the packaged model, which was trained on at most 72 new tokens and cannot
-    see more masks; None where the sampler or the cache does not support it."""
+    """Make the default suffix of `serve` for the packaged model, which was trained on at most 72 new tokens and must
+    not see more masks; None where the sampler or the cache does not support it."""
     suffix = Suffix(32)
     return None if suffix.why_unsupported(sampler, model, cache or caches.create("none"), has_holes=False) else suffix
 
 
 def describe_settings(batch: Any, max_answer: int) -> dict[str, Any]:
-    """Settings of a `Batch` for prompts that set none, as data: sampler, cache and whether it is approximate, block
-    length (None: the whole answer), suffix, dtype, default and maximum answer length, the model's maximum of prompt and
-    answer together (None: any)."""
+    """Convert the default settings of a `Batch` to JSON data. block_length: None is the whole answer. max_new_tokens,
+    max_answer: default and maximum answer length. max_length: the model's maximum length of prompt and answer together;
+    None is no limit."""
     model, request, sampler = batch.model, batch.request, batch.sampler
     is_masked = sampler.family == "masked"
     cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache

@@ -31,7 +31,7 @@ KINDS = ("text", "canvas", "codes", "masked image")
 """Kinds of model (`paradec.core.checks.MODELS`) that `generate` accepts."""
 FAMILIES = ("masked", "draft_verify", "renoising")
 """Families of samplers that `generate` accepts."""
-EXTRA_COUNTS = ("encoder_calls", "denoising_calls", "log_weight")
+EXTRA_FIELDS = ("encoder_calls", "denoising_calls", "log_weight")
 """Fields of `Output` that are attributes of some states."""
 
 
@@ -213,7 +213,7 @@ def build_output(model: Any, state: Any, prompts: Prompts, seconds: float) -> Ou
         recorded_trace=state.trace,
         cost=CacheCost.from_state(state, counts),
         attention=None if state.attention_state is None else state.attention_state.report(),
-        **{name: getattr(state, name).tolist() for name in EXTRA_COUNTS if getattr(state, name, None) is not None},
+        **{name: getattr(state, name).tolist() for name in EXTRA_FIELDS if getattr(state, name, None) is not None},
         logprobs=None if state.logprobs is None else align_logprobs(state.logprobs, state.requested_end, is_answer),
         rollout=None if rollout is None else rollout.read(model, state),
         draft_nfe=None if drafting is None else drafting.nfe.tolist(),

@@ -67,8 +67,8 @@ class ImageOutput:
     forwarded_tokens: int
     """Positions evaluated, summed over all rows, without padding."""
     accepted: np.ndarray
-    """[steps, B] int64: tokens that became final at each step of each row; 0 after the row's end. From `generate_many`,
-    minus tokens that were masked again."""
+    """[steps, B] int64: number of tokens that became final at each step of each row; 0 after the row's end. From
+    `generate_many`, minus the number of tokens that were masked again."""
     seconds: float
     """Wall time of the decoding loop, without the VQ decoder."""
     prompt_lengths: list[int]
@@ -123,8 +123,8 @@ class ImageOutput:
     def steps(self) -> np.ndarray:
         """[B, h, w] int64: the step, from 0, at which each image token became final; -1 for undecided tokens.
 
-        Read from the trace, or without a trace from `accepted`; this assumes that each row was decoded in order, as by
-        all autoregressive samplers except `zipar`. Raises ValueError without a trace for tokens in another order."""
+        Read from the trace. Without a trace, computed from `accepted`, if each row was decoded in order of positions
+        (all autoregressive samplers except `zipar`); else raises ValueError."""
         if self.recorded_trace is None and self.tokens.ndim == 3:
             raise ValueError("continuous tokens are not written in order: make the pictures with trace=True")
         if self.recorded_trace is None and not self.in_order:
@@ -325,7 +325,7 @@ def choose_conditions(model: PictureModel, conditions: Mapping[str, Any]) -> Any
 
 
 def build_output(model: PictureModel, state: State, grid: Grid, seconds: float) -> tuple[ImageOutput, Tensor | None]:
-    """Read the output of a state, without pictures, and the latent of the pictures (None if one is incomplete)."""
+    """Read the output of a state, without pictures. Also returns the pictures' latent, None if one is incomplete."""
     answers = model.read(state, grid)
     latent = model.latent(answers.tokens, grid) if answers.is_complete else None
     nfe, row_forwards, forwarded, _ = state.counts

@@ -26,16 +26,16 @@ MAX_SHOWN = 100
 class Output:
     """Result of `generate` and `infill`. `B` rows, prompts of up to `P` tokens, `N` new tokens (appended masks).
 
-    Attributes (each is described below):
+    Attributes (a selection, for `help`):
         filled: [B, P + N] bool, positions of `sequences` that were masks.
         row_nfe: forward calls that evaluated each row.
         row_forwards: rows evaluated, summed over all calls (a guidance pair counts 2).
     """
 
     text: str | list[str] | None
-    """The answer, up to its end token or including its stop string. For a prompt with masks, the completed text (of a
-    chat, the last turn). With `after` in the constraint, the text after the marker. A string for one prompt, a list for
-    several rows, None without a tokenizer."""
+    """The answer, without its end token but with its stop string. For a prompt with masks: the completed text, or a
+    chat's completed last turn. With `after` in the constraint: the text after the marker. A string for one prompt, a
+    list for several rows, None without a tokenizer."""
     sequences: Tensor
     """[B, P + N] int64: prompts (padded on the left to P) and answers; `sequences[:, P:]` is `new_tokens`."""
     new_tokens: Tensor
@@ -54,8 +54,8 @@ class Output:
     tokens: list[int]
     """Number of tokens filled in each row, including its end token and without the padding after it."""
     finished: list[bool]
-    """Whether each row ended with an end token or a stop string. False for a text that fills `max_new_tokens` exactly,
-    although the text of a `constraint` is complete there."""
+    """Whether each row ended with an end token or a stop string. False for an answer that fills `max_new_tokens`
+    without an end token, even if it is a complete text of a `constraint`."""
     seconds: float
     """Wall time of the decoding loop."""
     fills: list[str] | list[list[str]] | None = None
@@ -75,8 +75,8 @@ class Output:
     encoder_calls: list[int] | None = None
     """On models with canvases: number of each row's forward calls that encoded final tokens."""
     denoising_calls: list[int] | None = None
-    """On models with canvases: number of each row's forward calls that its open canvas needed. (In lock step, with
-    `rng="reference"`, calls may include rows that do not need them.)"""
+    """On models with canvases: number of each row's forward calls that its open canvas needed. (With
+    `rng="reference"`, all rows run in lock step, and a call may include rows that do not need it.)"""
     draft_nfe: list[int] | None = None
     """Forward calls of the drafter for each row; None without a drafter."""
     log_weight: list[float] | None = None
@@ -178,7 +178,7 @@ def _to_json(value: Any) -> Any:
 
 
 def align_logprobs(logprobs: LogProbs, length: np.ndarray, keep: Tensor) -> LogProbs:
-    """Move log-probabilities to the columns of `Output.sequences`; clear them where `keep` [B, L] bool is False."""
+    """Move log-probabilities to the columns of `Output.sequences`; remove them where `keep` [B, L] bool is False."""
 
     def align(tensor: Tensor, fill: Any) -> Tensor:
         return align_right(tensor.cpu()[:, : keep.shape[1]].masked_fill(~keep, fill), length, fill)
