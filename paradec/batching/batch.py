@@ -1,8 +1,8 @@
 """A batch that stays full: when a row ends, its slot goes to the next waiting prompt.
 
-Iteration-level scheduling (Yu et al., "Orca", OSDI 2022). Each prompt's tokens are those of `paradec.generate` on the
-list of all prompts in order of arrival: `Sampler.start` makes a row, which is copied into a slot of the state
-(`paradec.core.rows`), and no row depends on its neighbours.
+Iteration-level scheduling (Yu et al., "Orca", OSDI 2022). Each prompt gets the tokens that one call of
+`paradec.generate` with all prompts, in order of arrival, would give it, since no row depends on its neighbours.
+`Sampler.start` makes new rows, which are copied into free slots of a running state (`paradec.core.rows`).
 """
 
 from __future__ import annotations
@@ -60,35 +60,35 @@ class Batch:
     >>> ticket = batch.add("Sort: pear fig apple", max_new_tokens=16)                 # doctest: +SKIP
     >>> while not ticket.done: batch.step()                                           # doctest: +SKIP
 
-    Prompts that differ only in `ROW_FIELDS` (masked samplers: also `suppress_tokens`) form a group that shares model
-    calls; `step` runs one step of each group. A free slot goes to the oldest prompt.
+    Prompts whose requests differ only in `slots.ROW_FIELDS` (with masked samplers also in `suppress_tokens`) form a
+    group that shares model calls. `step` runs one step of each group. A free slot goes to the oldest waiting prompt.
 
-    `step` runs in one thread at a time; any thread may call other methods. Ctrl-C leaves the batch at its last commit.
+    Any thread may call any method, but only one `step` runs at a time. Ctrl-C leaves the batch at its last commit.
 
     A prompt that raises before its first step fails alone: its output has the error. When a step of several rows
     raises, each row starts again alone, with the same result; a row whose steps raise again fails.
 
-    Out of memory: the younger half of the group's rows starts again once there is room, with the same result. From then
-    on, fewer positions are evaluated together. A row that does not fit alone fails.
+    When a group runs out of memory, its younger half starts again once there is room, with the same result. From then
+    on, fewer positions are evaluated together. A row that runs out of memory alone fails.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`; of the kinds `KINDS`.
+        model: from `paradec.load` or `paradec.wrap`; its kind must be in `slots.KINDS`.
         batch_size: maximum number of rows.
-        max_memory: limit in bytes, or a text like "2GB", for keys, values and the samplers' memory together; None: only
-            `batch_size` is a limit.
-        calls_per_step: maximum number of calls, 1 to 3, of a step of masked rows of unequal lengths. 3 pads little; 1
-            pads all rows to the longest, for devices on which a further call costs more than padding.
-        prefix_memory: limit in bytes for keys and values of ended rows that prompts with the same beginning reuse, on
-            causal models and, with an exact cache, on block-causal ones; None: a quarter of the rows' bytes. Answers
-            are the same (in narrow types up to near-ties). `Output.reused` counts the positions.
-        preset, arguments: fields of `paradec.Request` for all prompts, except those of `REFUSED`. Without a `seed`, one
-            seed is drawn for all.
+        max_memory: limit in bytes, or a text like "2GB", for keys, values and the samplers' memory together; None sets
+            no limit.
+        calls_per_step: maximum number of model calls, 1 to 3, in a step of masked rows with unequal lengths. 3 pads
+            little; 1 pads all rows to the longest, for devices on which a further call costs more than padding.
+        prefix_memory: limit in bytes for keys and values of ended rows, which prompts with the same beginning reuse;
+            None is a quarter of the rows' bytes. Only for causal models and, with an exact cache, block-causal models.
+            Answers are the same, up to near-ties in narrow types. `Output.reused` counts the reused positions.
+        preset, arguments: fields of `paradec.Request` for all prompts, except those in `slots.REFUSED`. Without a
+            `seed`, one seed is drawn for all.
 
     Raises:
-        TypeError: a model of another kind. ValueError: an argument out of its range, or not supported in batches.
+        TypeError: the model's kind is not supported. ValueError: an argument out of its range, or not for batches.
     """
 
-    capture: ClassVar[bool] = True  # False runs the steps of `compile=True` without CUDA graphs, on any device
+    capture: ClassVar[bool] = True  # whether compile=True captures CUDA graphs; False runs the same steps on any device
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Batch:
         self._pending = Queue()
         self._groups, self._ended = list[Group](), list[Ticket]()
         self._max_positions: int | None = None  # limit of rows times columns, set when memory runs out
-        self._uncapturable = ""  # why no graph could be captured
+        self._uncapturable = ""  # reason of the last failed graph capture
         self._callbacks: deque[Any] = deque()  # ended tickets whose on_done was not called yet
         self._step_thread: int | None = None  # the thread that runs a step
         self._step_lock = threading.Lock()
@@ -150,14 +150,14 @@ class Batch:
 
         Args:
             prompt: one prompt as in `generate`: text, a chat, ids, or the output of a tokenizer.
-            streamer: an object with transformers' `put(ids)` and `end()`, and maybe `put_draft` (`api.streaming`).
+            streamer: an object with transformers' `put(ids)` and `end()`, and optionally `put_draft` (`api.streaming`).
                 `put` gets the prompt, then ids [1, n] once they and all ids before them are final. `step` calls the
                 streamer; an exception of the streamer ends only this prompt.
-            on_done: called with the ended ticket after the step, by the thread that runs it. It may call methods of the
-                batch, `step` and `close` too. `step` raises its exceptions, after calling the other tickets' `on_done`.
+            on_done: called with the ended ticket, after the step and in its thread. It may call all methods of the
+                batch, including `step` and `close`. `step` raises its exceptions once every `on_done` was called.
             id: the caller's name of the prompt, for `Ticket.id` and `Output.id`.
             cache_salt: a text; only prompts with the same salt share keys and values.
-            alone: draw as `generate` does for this prompt alone, whatever equal prompts came before.
+            alone: True draws the same numbers as `generate` with only this prompt, even if equal prompts came before.
             preset, changes: fields of `paradec.Request` for this prompt; they override those of the batch.
 
         Raises:
@@ -199,7 +199,7 @@ class Batch:
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until `step` has work, at most `timeout` seconds. Returns whether it has."""
+        """Wait until `step` has work, at most `timeout` seconds. Returns whether there is work."""
         with self._pending.changed:
             self._pending.changed.wait_for(lambda: self._pending.closed or self._has_work(), timeout)
             return self._has_work()
@@ -266,7 +266,7 @@ class Batch:
         return self.ended()
 
     def ended(self) -> list[Ticket]:
-        """Return tickets that ended in a `step` that was interrupted before it could return them."""
+        """Return the ended tickets that an interrupted `step` did not return."""
         tickets, self._ended = self._ended, []
         return tickets
 
@@ -297,7 +297,7 @@ class Batch:
     _check_model = staticmethod(partial(check_model, "Batch", allowed=KINDS))
 
     def _check(self, request: Request, sampler: Any) -> None:
-        """Raise ValueError if the batch cannot be refilled with this request."""
+        """Raise ValueError if rows of this request cannot be put into a running batch."""
         why, device = why_unsupported(self.model, request, sampler), self.model.device
         if why is None and request.compile and self.capture and device.type != "cuda":
             why = "compile=True in a batch that is refilled captures CUDA graphs, "
@@ -312,9 +312,9 @@ class Batch:
         return request, self.sampler if is_same else make_sampler(self.model, request.sampler)
 
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
-        """Whether two prompts may start as rows of one request, since they differ only in ids and seeds.
+        """Whether two prompts may start as rows of one request: they must differ only in ids and seeds.
 
-        Prompts with holes or images, isolated prompts and prompts with `compile` start alone.
+        Prompts with holes (`facts.hole_id`) or images, isolated prompts and prompts with `compile` start alone.
         """
         for ticket in (first, second):
             if ticket.isolated or ticket.request.compile or ticket.prompts.images is not None:
@@ -338,14 +338,14 @@ class Batch:
         return sampler.start(self.model, prompts, request)
 
     def _ticket_model(self, ticket: Any) -> Any:
-        """The model that decodes a prompt: the shared one, or a copy that stores the prompt (`paradec.core.rows`)."""
+        """Return the model that decodes a prompt: the batch's, or a copy that stores the prompt."""
         return self.model
 
     def _build_outputs(self, state: RowState, slots: Sequence[int], tickets: Sequence[Any], error: Any) -> list[Any]:
         return build_outputs(self.model, state, slots, tickets, error)
 
     def failed_output(self, error: Exception, ids: Sequence[int] = ()) -> Any:
-        """Build the output of a prompt that failed before decoding. ids: the prompt's ids."""
+        """Build an output with an error and without decoded tokens. ids: the prompt's ids."""
         return failed_output(self.model, ids, error)
 
     def finish(self, output: Any) -> None:
@@ -364,7 +364,7 @@ class Batch:
                     return  # a later step has room, once other rows have ended
             except Exception as error:
                 if len(tickets) > 1:
-                    max_tickets = 1  # perhaps only one of them fails, or memory suffices for fewer rows
+                    max_tickets = 1  # perhaps only one ticket fails, or memory suffices for fewer rows
                     continue
                 if is_out_of_memory(error) and self.occupied:
                     return
@@ -380,13 +380,13 @@ class Batch:
         if why := state.why_rows_fixed():
             raise ValueError(f"sampler {sampler.name!r} with this request cannot be refilled: {why}")
         if self.prefixes is not None:
-            rows = estimate_row_bytes(self.model, state, state.num_columns(np.arange(len(tickets)))) * self.batch_size
-            self.prefixes.raise_budget(rows if self.max_memory is None else self.max_memory)
+            row_bytes = estimate_row_bytes(self.model, state, state.num_columns(np.arange(len(tickets))))
+            self.prefixes.raise_budget(row_bytes * self.batch_size if self.max_memory is None else self.max_memory)
             self.prefixes.begin(state, tickets, self._pending.peek(self.batch_size, lambda *_: True), self._groups)
         return state
 
     def _insert(self, tickets: Sequence[Ticket], state: RowState) -> bool:
-        """Put the rows of a new state into slots of their group. Returns False if there is no room for all now."""
+        """Put the rows of a new state into slots of their group. Returns False if not all rows have room now."""
         first, count = tickets[0], len(tickets)
         on_device = can_run_on_device(first.sampler, self.model, first.request, state, self._uncapturable)
         key = group_key(first, state, on_device)
@@ -492,7 +492,8 @@ class Batch:
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Requeue the rows of a group whose step raised, to decode each alone. Returns tickets already isolated."""
+        """Requeue the rows of a group whose step raised, to decode each row alone. Returns the tickets to fail, which
+        were alone already."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
@@ -503,9 +504,7 @@ class Batch:
 
     def _shrink(self, group: Group, keep_older: bool) -> list[Ticket]:
         """Requeue the younger half of a group that ran out of memory, and limit the positions evaluated together.
-
-        keep_older: False requeues all rows, as in the middle of a commit. Returns the ticket of a row that was alone.
-        """
+        keep_older: False requeues all rows. Returns the tickets to fail: a row that was alone in the batch."""
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._max_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
         if len(tickets) == 1 and self.occupied == 1:
@@ -582,7 +581,7 @@ class Batch:
             return [self._read_outputs(state, [slot], [ticket], error)[0] for slot, ticket in pairs]
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        """End a prompt that failed before decoding."""
+        """End a prompt with an error and without decoded tokens."""
         self._end(ticket, self.failed_output(error, ticket.prompts.rows[0]))
 
     def _end(self, ticket: Ticket, output: Output) -> None:

@@ -39,7 +39,7 @@ class ImageTicket(Ticket):
     image_request: Any = None
     grid: Any = None
     accepted: list[int] = field(default_factory=list, repr=False)
-    """Number of tokens that became final at each step, minus tokens that were masked again."""
+    """Per step, the number of tokens that became final, minus the number of tokens that were masked again."""
 
 
 class ImageBatch(Batch):
@@ -101,7 +101,7 @@ class ImageBatch(Batch):
         return self._enqueue(ticket, alone)
 
     def _build_image_request(self, model: PictureModel, prompt: Any, negative_prompt: Any, grid: Grid) -> ImageRequest:
-        """Build the request of one prompt. Raises ValueError if the model cannot replace single rows' prompts."""
+        """Build the request of one prompt. Raises ValueError if the model cannot take a new prompt in a single row."""
         image_request = model.request(prompt, grid, 1, negative_prompt)
         if image_request.model is not model and not (model is self.model and has_rows(image_request.model)):
             reason = "needs all prompts of a batch at its start; use paradec.generate_images"
@@ -125,7 +125,7 @@ class ImageBatch(Batch):
         return ticket.image_request.model
 
     def _can_start_together(self, first: Ticket, second: Ticket) -> bool:
-        return False  # each prompt may have its own model
+        return False  # a prompt may have its own copy of the model
 
     def _make_state(self, tickets: Sequence[Any]) -> Any:
         (ticket,) = tickets

@@ -49,8 +49,8 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
     >>> for out in paradec.generate_many(model, prompts, batch_size=16, seed=0):     # doctest: +SKIP
     ...     print(out.index, out.error or out.text)
 
-    Each prompt's tokens are those of `generate` or, for image models, `generate_images` on the whole list with the same
-    arguments: exactly in float64, up to near-ties in narrower types.
+    Each prompt gets the tokens that one call of `generate` (image models: `generate_images`) with the whole list and
+    the same arguments would give it: exactly in float64, up to near-ties in narrower types.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`. Image models must be autoregressive or masked.
@@ -59,8 +59,8 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
             a pair (prompt, Request), whose non-default fields apply. Entries that differ only in seed, max_new_tokens,
             stop_strings and, with masked samplers, suppress_tokens share their model calls.
         batch_size: maximum number of rows decoded at once.
-        order: "input" returns answers in the order of the prompts, "completed" in the order in which they end. (The
-            request's field `order` is set by an entry or the preset.)
+        order: "input" returns answers in the order of the prompts, "completed" in the order in which they end. (To set
+            the field `order` of `paradec.Request`, use an entry or the preset.)
         errors: "output" returns an `Output` with `error` for a prompt that fails. "raise" raises the error instead;
             the iteration can be continued. Other prompts are not affected.
         look_ahead: maximum number of answers that wait for an earlier one; by default 8 times the batch size. A larger
@@ -72,13 +72,13 @@ def generate_many(  # type: ignore[misc]  # `order` is not the request's field
             `paradec.batching.REFUSED`.
 
     Returns:
-        An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture; `index` is the
-        number of the prompt. Its `cancel` cancels one prompt, its `close` all.
+        An iterator of one-row `Output`s, whose `text` is a string, or of `ImageOutput`s of one picture. Their `index`
+        is the number of the prompt. The iterator's `cancel` cancels one prompt; its `close` cancels all.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any prompt is read.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` lists the complete answers that were not returned yet
-            (pictures as codes: `images` is None). Further iteration returns them.
+        Interrupted (a KeyboardInterrupt): Ctrl-C. The error's `output` lists the complete answers that were not
+            returned yet (pictures as codes: `images` is None). Further iteration returns these answers.
     """
     batch_arguments: dict[str, Any] = {"batch_size": batch_size, "max_memory": max_memory, "preset": preset}
     batch_arguments |= {"calls_per_step": calls_per_step, **arguments}
@@ -108,7 +108,7 @@ class Many(Iterator[Any]):
     ):
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(
-                f"prompts={short_repr(prompts)} must be an iterable of prompts; one alone goes to paradec.generate"
+                f"prompts={short_repr(prompts)} must be an iterable of prompts; for one prompt, use paradec.generate"
             )
         check_choice("order", order, ORDERS)
         check_choice("errors", errors, ERRORS)
@@ -148,8 +148,7 @@ class Many(Iterator[Any]):
     def cancel(self, index: int) -> bool:
         """Cancel the prompt with this number, from any thread. Returns False if it has ended.
 
-        Its output has the error `Cancelled` and the tokens decoded so far. A prompt that was not read yet is not
-        decoded.
+        The prompt's output has the error `Cancelled` and the tokens decoded so far. An unread prompt is not decoded.
         """
         check_int("index", index, low=0)
         with self._index_lock:
@@ -173,7 +172,7 @@ class Many(Iterator[Any]):
         self.close()
 
     def _next_index(self) -> int | None:
-        """Index of the next output to return; None if it has not ended yet."""
+        """Return the index of the next output to return; None if that row has not ended yet."""
         if self._in_order:
             return self._num_returned if self._num_returned in self._outputs else None
         return next(iter(self._outputs), None)

@@ -27,7 +27,7 @@ LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)
 
 
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
-    """Copy rows of a state to build outputs. Memory and the draft store are left out; the store is not copied."""
+    """Copy rows of a state to build outputs. The copy shares the key/value store, and lacks memory and draft store."""
     reduced: Any = copy.copy(state)
     reduced.store, reduced.memory = None, Memory()
     if drafting := getattr(state, "drafting", None):
@@ -44,7 +44,8 @@ def build_outputs(
 ) -> list[Output]:
     """Build the output of each of these rows of a state, as if it had been decoded alone."""
     hole_id = model.facts.hole_id
-    if len(slots) > 1 and any(hole_id in ticket.prompts.rows[0] for ticket in tickets):  # texts include the prompts
+    if len(slots) > 1 and any(hole_id in ticket.prompts.rows[0] for ticket in tickets):
+        # one prompt with holes would make the texts of all rows include their prompts
         return [build_outputs(model, state, [slot], [ticket], error)[0] for slot, ticket in zip(slots, tickets)]
     rows, prompts = copy_rows(state, slots), [ticket.prompts for ticket in tickets]
     all_prompts = Prompts([prompt.rows[0] for prompt in prompts], False, [prompt.starts[0] for prompt in prompts])
@@ -95,7 +96,7 @@ def failed_output(model: Any, ids: Sequence[int], error: Exception) -> Output:
 
 
 def detach_error(error: Exception) -> Exception:
-    """Remove an error's traceback, which keeps tensors alive. Unexpected errors get its text as a note."""
+    """Remove an error's traceback, which keeps tensors alive. Unexpected errors get the traceback's text as a note."""
     if not isinstance(error, (ValueError, TypeError, FloatingPointError)) and not is_out_of_memory(error):
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     return error.with_traceback(None)
@@ -111,7 +112,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
     """Pass newly final tokens to a ticket's streamer. Raises the streamer's exceptions.
 
-    row: [L] int64, on the host: the canvas of the slot. final: end of its final prefix (`State.final_ends`)."""
+    row: [L] int64, on the host: the canvas of the slot. final: number of its leading final tokens."""
     streamer = ticket.streamer
     if ticket.sent is None:
         ticket.sent = int(state.prompt_length[slot])

@@ -22,7 +22,8 @@ CAUSAL_BLOCK = 16  # tokens per block of the tree, for causal models
 
 
 class Prefixes:
-    """Prefixes that rows of a batch share; answers are unchanged. budget: bytes; None: a quarter of the rows' bytes."""
+    """Prefixes that rows of a batch share; answers are unchanged. budget: limit in bytes; None is set by
+    `raise_budget`."""
 
     def __init__(self, model: Any, budget: int | None):
         facts = model.facts
@@ -46,10 +47,8 @@ class Prefixes:
     # ---- new rows -------------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket], groups: Sequence[Group]) -> None:
-        """Fill new rows with prefixes from the tree or from running rows.
-
-        A missing prefix that several new or waiting prompts share is evaluated once first.
-        """
+        """Fill new rows with prefixes from the tree or from running rows. A prefix that several new or waiting prompts
+        share, but nothing stores yet, is first evaluated once."""
         if why_unshared(self.model, state) is not None:
             return
         if (weights := fingerprint_weights(self.model.module)) != self._weights:
@@ -71,7 +70,7 @@ class Prefixes:
         )
         counts, layers_of_row = np.zeros(state.batch, np.int64), list[Layers]()
         for row, ticket in enumerate(tickets):
-            # tokens before the position that predicts the first undecided one
+            # number of tokens before the position that predicts the first undecided token
             size = 0 if ticket.prompts.images is not None else int(state.prompt_length[row]) - state.facts.shift
             tokens, scope = ticket.prompts.rows[0][: max(size, 0)], sharing_key(state, ticket)
             others = [candidate for candidate in candidates if candidate is not ticket]
@@ -88,7 +87,7 @@ class Prefixes:
             self._load_layers(state, [ticket.prompts.rows[0] for ticket in tickets], counts, layers_of_row)
 
     def _prefix_key(self, ticket: Ticket) -> Hashable:
-        """Key of a prompt: equal for prompts with the same first block and `cache_salt`."""
+        """Return a key that is equal for prompts with the same first block and `cache_salt`."""
         key = self._prefix_keys.get(ticket.number)
         if key is None:
             key = ticket.cache_salt, tuple(ticket.prompts.rows[0][: self.tree.block])
@@ -113,7 +112,7 @@ class Prefixes:
         return shared
 
     def _load_layers(self, state: Any, rows: list[list[int]], counts: np.ndarray, layers_of_row: list[Layers]) -> None:
-        """Load each row's cached layers into the state's store. counts: [B] int64, cached tokens of each row."""
+        """Load each row's cached layers into the state's store. rows: prompts. counts: [B] int64, cached tokens."""
         longest, layers = int(counts.max()), {}
         for layer, pair in next(row_layers for row_layers in layers_of_row if row_layers).items():
             keys, values = (part.new_zeros((len(rows), longest, *part.shape[1:])) for part in pair)
@@ -145,7 +144,7 @@ class Prefixes:
         state = group.state
         if not slots or why_unshared(self.model, state) is not None:
             return
-        # keys that depend on a mask or a rejected draft follow a slot whose stored token differs from the canvas
+        # keys after the first slot whose stored token differs from the canvas may depend on a mask or a rejected draft
         intact = np.minimum(state.store.count_intact(state.canvas), state.end)
         for slot in slots:
             ticket = group.tickets[slot]
@@ -162,7 +161,7 @@ class Prefixes:
 
 
 def why_unshared(model: Any, state: Any) -> str | None:
-    """Reason why rows of this state cannot share prefixes; None if they can."""
+    """Return why rows of this state cannot share prefixes; None if they can."""
     facts = model.facts
     if facts.prompt_aligned:
         return f"the prompt of {facts.name} is one block, in which every key depends on all of it"
@@ -184,12 +183,12 @@ def why_unshared(model: Any, state: Any) -> str | None:
 
 
 def sharing_key(state: Any, ticket: Ticket) -> Hashable:
-    """Key that is equal for rows that may share prefixes."""
+    """Return a key that is equal for rows that may share prefixes."""
     return ticket.cache_salt, str(state.store.dtype), state.causal_keys
 
 
 def _row_of(store: Any, row: int, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """Keys and values [stop - start, kv_heads, head_dim] of one row of a store, per layer."""
+    """Read keys and values [stop - start, kv_heads, head_dim] of one row of a store, per layer."""
     return {
         layer: (keys[row, start:stop], store.layer_values[layer][row, start:stop])
         for layer, keys in store.layer_keys.items()

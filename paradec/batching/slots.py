@@ -34,11 +34,11 @@ KINDS = ("text", "codes", "masked image")
 ROW_FIELDS = ("max_new_tokens", "seed", "stop_strings", "chat")
 """Request fields that may differ between rows of one group."""
 MASKED_ROW_FIELDS = (*ROW_FIELDS, "suppress_tokens")
-_PREFIX = "a prefix needs rows that begin together; use paradec.generate"
+_WHY_NO_PREFIX = "a prefix needs rows that begin together; use paradec.generate"
 REFUSED = {
-    "prefix": _PREFIX,
+    "prefix": _WHY_NO_PREFIX,
     "keep_prefix": "keys and values of ended rows are not kept; use paradec.generate",
-    "share_prefix": _PREFIX,
+    "share_prefix": _WHY_NO_PREFIX,
     "attention": "sparse attention keeps one pattern for all rows; use paradec.generate",
     "generator": "give a seed: a row's draws do not depend on when it begins",
     "num_return_sequences": "give the prompt once for each answer",
@@ -77,7 +77,7 @@ class Ticket:
     isolated: bool = False  # decoded alone, because a step of its group raised
     new_tokens: int = field(default=0, repr=False)
     add_time: float = field(default_factory=time.perf_counter, repr=False)
-    """Time of `add`. All times, also those of the row's start and first commit, are seconds of `time.perf_counter`."""
+    """`time.perf_counter`, in seconds, when the ticket was added; the other times use the same clock."""
     start_time: float = field(default=0.0, repr=False)
     first_commit_time: float = field(default=0.0, repr=False)
     sent: int | None = field(default=None, repr=False)
@@ -97,7 +97,7 @@ class Queue:
         self.changed = threading.Condition()
         self.closed = False
         self.cause: Exception | None = None  # why it was closed
-        self.copies: Counter[bytes] = Counter()
+        self.copies: Counter[bytes] = Counter()  # number of earlier prompts with equal seed and ids, by their hash
         self._number = 0
 
     def add(self, ticket: Ticket, alone: bool) -> None:
@@ -123,7 +123,7 @@ class Queue:
             raise BatchClosed(str(self.cause or "decoding has stopped: the batch was closed"))
 
     def peek(self, max_tickets: int, can_join: Callable[[Ticket, Ticket], bool]) -> list[Ticket]:
-        """List the first ticket and the tickets directly after it that can join it, `max_tickets` at most."""
+        """List the first ticket and those directly after it that can join it, without removing them."""
         tickets: list[Ticket] = []
         with self.changed:
             for ticket in self.waiting:
@@ -142,14 +142,14 @@ class Queue:
             self.waiting = deque(sorted((*tickets, *self.waiting), key=lambda ticket: ticket.number))
 
     def close(self, error: Exception | None) -> None:
-        """Accept no more tickets. error: why."""
+        """Accept no more tickets. error: the reason, or None."""
         with self.changed:
             self.closed, self.cause = True, self.cause or error
             self.changed.notify_all()
 
 
 class Group(Generic[S]):
-    """Rows that share model calls. They are the slots of one state."""
+    """Rows that share model calls, as slots of one state. shared: the batch's model, which `model` may be a copy of."""
 
     def __init__(self, key: Any, sampler: Any, state: S, row_bytes: int, model: Any, shared: Any):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
@@ -169,7 +169,7 @@ class Group(Generic[S]):
         return int(self.state.canvas.shape[1])
 
     def columns_for(self, width: int) -> int:
-        """Number of columns of the canvas after a row of `width` columns enters."""
+        """Return the number of canvas columns after a row of `width` columns enters."""
         return self.width if width <= self.width else -(-width // WIDTH_UNIT) * WIDTH_UNIT
 
     def propose(self) -> Any:
@@ -183,14 +183,14 @@ class Group(Generic[S]):
         """Update the host state of slots [N] before it is read."""
 
     def stop_rows(self, slots: np.ndarray, wipe: bool = False) -> None:
-        """Stop decoding slots [N]. wipe: overwrite their cache entries."""
+        """Stop decoding slots [N]. wipe: also overwrite their keys and values."""
         self.state.stop_rows(slots, wipe)
 
     def close(self) -> None:
         """Release resources after the last row."""
 
     def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
-        """Make `num_free` free slots of `width` columns, and more for `waiting` tickets; at most `max_slots` in all."""
+        """Make `num_free` free slots of `width` columns, and more for `waiting` tickets; `max_slots` limits all."""
         slots, columns = len(self.tickets), self.columns_for(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         num_slots = slots
@@ -226,7 +226,7 @@ class Group(Generic[S]):
         return slots
 
     def _resize(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        """Resize to `slots` slots: first the `occupied` ones, then free ones, which hold stopped copies of a row."""
+        """Resize to `slots` slots: first the `occupied` slots, then free slots, which hold stopped copies of a row."""
         first: int = occupied[0] if occupied else 0
         rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
         state = select_rows(self.state, rows, columns - self.width)
@@ -239,7 +239,7 @@ class Group(Generic[S]):
 
 
 class DeviceGroup(Group["MaskedState"]):
-    """A group whose steps run on the device (`compile=True`); the host state is updated when it is read.
+    """A group whose steps run on the device (`compile=True`). `sync` updates the host state before it is read.
 
     All slots are made at once, since a graph is captured for a fixed number of slots.
     """
@@ -252,7 +252,7 @@ class DeviceGroup(Group["MaskedState"]):
 
     def propose(self) -> Any:
         assert self.rows is not None
-        with hold_interrupt():  # an interrupt between two writes would leave the state between two commits
+        with hold_interrupt():  # an interrupt in the middle would leave some of the step's writes undone
             return self.rows.step()
 
     def commit(self, proposal: Any) -> None:
@@ -299,7 +299,7 @@ class DeviceGroup(Group["MaskedState"]):
 
 
 def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, uncapturable: str) -> bool:
-    """Whether a row's steps run on the device. uncapturable: why an earlier capture failed, else empty."""
+    """Whether a row's steps run on the device. uncapturable: why an earlier graph capture failed, or ""."""
     if not request.compile:
         return False
     if why := uncapturable or device_step.why_unsupported(sampler, model, state):
@@ -308,7 +308,8 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
 
 
 def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | None:
-    """Reason why a batch cannot be refilled with a request; None if it can. sampler: made from the request, or None."""
+    """Return why a request's rows cannot be put into a running batch; None if they can. sampler: the request's, adapted
+    to the model; None makes it."""
     for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):
@@ -323,16 +324,16 @@ def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | 
 
 
 def group_key(ticket: Ticket, state: RowState, on_device: bool) -> tuple[Any, ...]:
-    """Key of a ticket's group: rows with equal keys share model calls."""
+    """Return the key of a ticket's group: rows with equal keys share model calls."""
     request, sampler = ticket.request, ticket.sampler
     row_fields = MASKED_ROW_FIELDS if sampler.family == "masked" and not on_device else ROW_FIELDS
     fields = {name: value for name, value in request.changes().items() if name not in (*row_fields, "sampler")}
-    size = getattr(ticket, "grid", None)  # of image tickets
-    return sampler, fields, size, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
+    grid = getattr(ticket, "grid", None)  # only image tickets have a grid
+    return sampler, fields, grid, getattr(state, "blocks", None), ticket.number if ticket.isolated else None, on_device
 
 
 def estimate_row_bytes(model: Any, state: RowState, width: int) -> int:
-    """Estimate the bytes of one row of `width` columns in canvas, memory and stores."""
+    """Estimate the bytes of one row: `width` columns in the canvas, the sampler's memory and key/value stores."""
     nbytes = state.memory.nbytes // state.batch + 32 * width
     branches = state.branches
     if state.store is not None:
@@ -344,7 +345,7 @@ def estimate_row_bytes(model: Any, state: RowState, width: int) -> int:
 
 
 def call_on_done(tickets: deque[Any]) -> None:
-    """Call `on_done` of ended tickets and remove them. Exceptions of the callbacks are raised after all calls."""
+    """Call `on_done` of ended tickets and remove them. Raises the callbacks' exceptions after all calls."""
     errors = []
     while tickets:
         with hold_interrupt():

@@ -21,7 +21,8 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None without padding."""
     kind: str
-    """ "full" (whole rows), "rest" (all but reused prefixes and masks outside a suffix window) or "window" (a part)."""
+    """Positions of each row: "full" is all; "rest" is all except reused prefixes and masks outside a suffix window;
+    "window" is some."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -32,7 +33,7 @@ class Part:
 
     @classmethod
     def span(cls, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, width: int) -> Part:
-        """Make the part of positions [start, stop) of each row; all arrays [N] int64."""
+        """Make the part of positions [start, stop) of each row; all arrays [N] int64. width: Q."""
         size = stop - start
         positions = start[:, None] + np.arange(width)
         if size.min() == width:
@@ -41,7 +42,7 @@ class Part:
 
     @classmethod
     def subset(cls, index: np.ndarray, chosen: np.ndarray, width: int) -> Part:
-        """Make the part of the positions where `chosen` [N, L] bool is True, at least one per row."""
+        """Make the part of the positions where `chosen` [N, L] bool is True, at least one per row. width: Q."""
         size = chosen.sum(1)
         if len(index) == 1 and size[0] == width:
             return cls(index, np.flatnonzero(chosen[0])[None], None, "window")
@@ -63,7 +64,7 @@ class CacheFacts:
     predictions: tuple[str, ...] = ("same", "shifted")
     """Supported models (`paradec.core.facts`)."""
     exact_on: tuple[str, ...] = ()
-    """Topologies on which, with all settings, every step's logits are the same as without a cache."""
+    """Topologies for which every step's logits equal those without a cache, whatever the settings."""
     evaluates: str = "block"
     """Positions of the open block that every step evaluates: all ("block"), all undecided ("undecided"), some undecided
     ("some"), the sampler's preview ("picks"), or a set chosen earlier ("targets"). A step may evaluate more."""
@@ -112,7 +113,8 @@ class Cache(Component):
         return topology in self.facts.exact_on
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        """Plan the parts to evaluate; every running row is in one part. picks: [R, K] int64, the sampler's preview."""
+        """Plan the parts to evaluate; every running row is in one part. picks: [R, K] int64 positions, padded with -1,
+        from the sampler's `positions_for_cache` if `facts.evaluates` is "picks" or "targets", else None."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define plan")
 
     def begin(self, state: Any) -> Any:
@@ -128,7 +130,7 @@ class Cache(Component):
         """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
 
 
-def level_parts(state: Any, index: np.ndarray) -> list[Part] | None:
+def make_single_part(state: Any, index: np.ndarray) -> list[Part] | None:
     """Put the running rows `index` into one "full" part; None if lengths differ or positions are left out."""
     if not state.has_equal_lengths or state.reuses or state.present is not None:
         return None

@@ -16,9 +16,9 @@ from paradec.caches.stored import RangeCache
 @dataclass(frozen=True)
 class BlockCache(RangeCache):
     """Evaluate the prompt and the open block in a row's first step, and only the block in later steps. Exact, since no
-    block sees a later one. A full block is evaluated once more with its final tokens, in the next block's first step;
-    the public codes use a separate forward. Blocks are the model's; the request's may be smaller. On "causal_context"
-    models a separate call stores a full block, since that call also predicts the next block's first token."""
+    block sees a later block. The next block's first step evaluates a full block once more, with its final tokens; the
+    public codes use a separate forward. These are the model's blocks; the request's blocks may be smaller. On
+    "causal_context" models a separate call stores a full block and also predicts the next block's first token."""
 
     name = "block"
     paper = "BD3-LM"
@@ -31,7 +31,7 @@ class BlockCache(RangeCache):
     )
 
     def begin(self, state: Any) -> np.ndarray:
-        """[B] int64: start of the last evaluated model block; everything left of it is final."""
+        """[B] int64: start of the last evaluated model block. All tokens before this position are final."""
         return np.zeros(state.batch, np.int64)
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:

@@ -27,7 +27,7 @@ class CanvasStore(KeyValueStore):
         self.layers = [_Layer(self, index) for index in range(len(windows))]
 
     def first_visible(self, window: int | None) -> int:
-        """First position that the bound query reads in layers with this window."""
+        """Return the first position that the bound query reads in layers with this window."""
         return 0 if window is None else max(0, self._bound_call().begin - (window - 1))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,8 @@ class CanvasStore(KeyValueStore):
         return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
 
     def read(self, layer: int, layers: dict[int, Tensor]) -> Tensor:
-        """[R, kv_heads, K, head_dim]: the bound rows' keys or values at the `K` positions of the layer's window."""
+        """Read the bound rows' keys or values at the `K` positions of a layer's window: [R, kv_heads, K, head_dim].
+        layers: `layer_keys` or `layer_values`."""
         call, store = self._bound_call(), layers[layer]
         part = slice(self.first_visible(self.windows[layer]), call.visible_length)
         if call.selection is not None:
@@ -68,6 +69,6 @@ class _Layer:
 
 
 def canvas_store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of a `CanvasStore` for a text configuration of DiffusionGemma."""
+    """Compute the bytes of a `CanvasStore` for a text configuration of DiffusionGemma."""
     widths = (layer.num_key_value_heads * layer.head_dim for layer in config.per_layer_config)
     return 2 * rows * (length + 1) * sum(widths) * dtype.itemsize

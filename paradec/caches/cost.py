@@ -10,11 +10,12 @@ import numpy as np
 from paradec.caches.base import Cache
 
 MAX_SHARE = 0.9
-"""Share of evaluated positions from which on a cache is not worthwhile."""
+"""`advice` warns if a cache evaluates at least this share of the positions."""
 MIN_CALLS = 4
 """With fewer forwards per row, `advice` returns None."""
 MIN_POSITIONS = 64
-"""With fewer positions, gathering some is not faster than the whole row for one row on a CPU (benchmarks/caches.py)."""
+"""On a CPU, gathering single positions of one row is faster than the whole row from this length on
+(benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class CacheCost:
         )
 
     def advice(self) -> str | None:
-        """Why the cache was not worthwhile and what to use instead, or None."""
+        """Return why the cache was not worthwhile and what to use instead, or None."""
         if self.cache == "causal":  # users cannot choose another store for drafts
             return None
         calls = max(map(sum, zip(self.full_forwards, self.partial_forwards)), default=0)
@@ -64,8 +65,8 @@ class CacheCost:
 
 
 def why_not_worthwhile(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
-    """Why a cache is not worthwhile for rows of at most `positions`, and what to use instead, or None. On a GPU, kernel
-    launches and weight reads limit calls for one row, whatever its length."""
+    """Return why a cache is not worthwhile for `rows` rows of at most `positions` positions and what to use instead, or
+    None. On a GPU, kernel launches and weight reads limit calls for one row, whatever its length."""
     if not cache.gathers_positions or rows > 1 or (device != "cuda" and positions >= MIN_POSITIONS):
         return None
     return (

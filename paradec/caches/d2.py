@@ -24,13 +24,13 @@ class D2Cache(SubsetCache):
     first step evaluates the whole row.
 
     Masks are ranked by confidence times certainty density, the decided share of nearby positions under a Gaussian
-    kernel. Positions before a row count as decided; positions after it like the row's last. Candidates are the masks
-    from the open block to the end of the block with the `current_k`-th mask; masks of the open block rank first. Only
-    evaluated masks can be decided. On shifted models the position left of each mask is evaluated instead.
+    kernel. Positions before a row count as decided; positions after the row count like its last position. Candidates
+    are the masks from the open block to the end of the block with the `current_k`-th mask; masks of the open block rank
+    first. Only evaluated masks can be decided. On shifted models the position left of each mask is evaluated instead.
 
-    Differences from the public code: a mask's confidence is that of the last step that evaluated it; the code keeps the
-    first. Blocks here have a fixed length; the code cuts them to undecided positions and misses masks at their end. The
-    positions that the code selects by attention rollout are left out; two small models did not need them.
+    Differences from the public code: a mask has the confidence of the last step that evaluated it; in the code, of the
+    first such step. Blocks here have a fixed length; the code cuts them to undecided positions and misses masks at
+    their end. The code also evaluates positions chosen by attention rollout, which two small models did not need.
 
     Args:
         current_k: masks per step, at least 1.
@@ -86,7 +86,7 @@ class D2Cache(SubsetCache):
         return fill_gaps(needed, self.inflate_w)
 
     def choose_masks(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: the masks that this step evaluates and may decide."""
+        """Choose the masks that this step evaluates and may decide: [N, L] bool."""
         log, column = state.cache_state, np.arange(state.canvas.shape[1])
         start, end = state.block_start[rows, None], state.block_end[rows, None]
         is_inside = column < state.length[rows, None]
@@ -108,7 +108,7 @@ class D2Cache(SubsetCache):
         return is_best & is_candidate
 
     def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """[N, 1] int64: end of the block with position `last` [N, 1]; all blocks count as long as the open one."""
+        """Find the end of the block with position `last` [N, 1], for blocks as long as the open block: [N, 1] int64."""
         start, end = state.block_start[rows, None], state.block_end[rows, None]
         return start + ((last - start) // (end - start) + 1) * (end - start)
 
@@ -118,7 +118,7 @@ class D2Cache(SubsetCache):
 
 
 def decided_density(decided: np.ndarray, sigma: float) -> np.ndarray:
-    """[N, L] float64 in [0, 1]: weighted share of decided positions near each position. decided: [N, L] bool."""
+    """Compute the weighted share of `decided` [N, L] bool positions near each position: [N, L] float64 in [0, 1]."""
     radius = math.ceil(6 * sigma)
     kernel = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
     left, right = np.ones((len(decided), radius)), np.repeat(decided[:, -1:], radius, 1)

@@ -28,8 +28,8 @@ class DelayedCache(RangeCache):
 
     Args:
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts use 1 and 2.
-        refresh_interval: evaluate whole rows every this many steps of a row, except when a block becomes cached; the
-            code's 10000 in effect means never.
+        refresh_interval: period, in steps of a row, of whole-row steps. Skipped in a step in which a block becomes
+            cached. The code's 10000 in effect means never.
         waiting: "all": each block waits from the step that fills it (the code for Dream). "first": only the first block
             that is not cached waits; the next one from the step that caches it (the code for LLaDA). None: "first" for
             models that predict in place, "all" for shifted models.
@@ -54,7 +54,8 @@ class DelayedCache(RangeCache):
             check_choice("waiting", self.waiting, ("first", "all"))
 
     def begin(self, state: Any) -> np.ndarray:
-        """[B, 1 + delay] int64: end of the cached blocks; then ends of the waiting blocks, latest step first."""
+        """[B, 1 + cache_delay_iter] int64: end of the cached blocks; then the ends of the waiting blocks at the last
+        `cache_delay_iter` steps, the latest first."""
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
@@ -66,7 +67,7 @@ class DelayedCache(RangeCache):
         kept_ends[rows, 1] = waiting_ends
 
     def _waiting_ends(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: end of the waiting blocks; the end of the cached blocks if none waits."""
+        """Find the end of the waiting blocks, or of the cached blocks if none waits: [R] int64."""
         full_end = state.block_start[rows]
         if (self.waiting or ("all" if state.facts.shift else "first")) == "all":
             return full_end

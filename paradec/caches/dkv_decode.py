@@ -66,7 +66,7 @@ class DkvDecode(SubsetCache):
         return ~self.cached_positions(state, rows)
 
     def cached_positions(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: positions whose stored keys and values are used."""
+        """Find the positions whose stored keys and values are used: [N, L] bool."""
         is_stable = self.is_stable(state, rows)
         if not state.facts.shift:
             return is_stable
@@ -83,11 +83,11 @@ class DkvDecode(SubsetCache):
         return np.where(state.row_step[rows, None] <= 1, both, right if self.shift_type == "un" else is_stable)
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[N, L] bool: positions evaluated since they were decided."""
+        """Find the positions that were evaluated after they were decided: [N, L] bool."""
         return state.cache_state.is_stable(state, rows, delay=1)
 
     def _any_logits(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] bool: whether any undecided token of the open block would get logits, from the position on its left."""
+        """Whether any undecided token of the open block would get logits, from the position on its left: [R] bool."""
         column = np.arange(state.canvas.shape[1])
         block = (column >= state.block_start[rows, None]) & (column < state.block_end[rows, None])
         undecided = block & state.cache_state.undecided(rows)

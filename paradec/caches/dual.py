@@ -15,7 +15,7 @@ from paradec.caches.prefix import PrefixCache
 @dataclass(frozen=True)
 class DualCache(PrefixCache):
     """As `prefix`, but later steps of a block evaluate only the block, over cached keys and values of both sides.
-    Approximate for bidirectional models. Of the caches that refresh by block, its steps are the cheapest."""
+    Approximate for bidirectional models. These steps are the cheapest of all caches that refresh once per block."""
 
     name = "dual"
     summary = "caches both sides of the open block; evaluates only the block"

@@ -15,9 +15,9 @@ from paradec.caches.block import BlockCache
 @dataclass(frozen=True)
 class HierarchicalCache(BlockCache):
     """As `block`, for requests with smaller blocks than the model's (`block_length=8` instead of 32). Only the step
-    that opens a small block evaluates the model's block; later steps evaluate the small block. Exact across the model's
-    blocks, approximate inside. Shifted models also evaluate the position left of the small block; the public code
-    instead repeats the model's block until the small block's first token is decided."""
+    that opens a small block evaluates the model's block; later steps evaluate the small block. Exact between the
+    model's blocks, approximate inside them. Shifted models also evaluate the position left of the small block; the
+    public code instead repeats the model's block until the small block's first token is decided."""
 
     name = "hierarchical"
     paper = "Fast-dLLM v2"

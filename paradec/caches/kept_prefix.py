@@ -24,9 +24,9 @@ from paradec.core.weights import fingerprint_weights
 class KeptPrefix:
     """Leading tokens of each row with their keys and values, for later requests.
 
-    Made by `generate(..., keep_prefix=True).prefix`, and passed as `prefix`: each new row reuses the longest prefix
-    that it shares with a stored row. Valid only for the same module object with
-    unchanged weights. A deep copy of the prefix stays valid; an unpickled one is not.
+    Returned as `generate(..., keep_prefix=True).prefix`, and passed to a later request as `prefix`. Each new row reuses
+    the longest prefix that it shares with a stored row. A `KeptPrefix` and its deep copies are valid only for the same
+    module object with unchanged weights; an unpickled one is never valid.
 
     Attributes:
         tokens: one list of ids per row.
@@ -73,7 +73,7 @@ class KeptPrefix:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """dtype of keys and values; None without any."""
+        """dtype of keys and values; None if no layer is stored."""
         return next((keys.dtype for keys, _ in self.layers.values()), None)
 
     def row(self, index: int) -> KeptPrefix:
@@ -91,8 +91,7 @@ class KeptPrefix:
         self.layers, self._released = {}, True
 
     def check(self, model: Any, cache: StoredCache, causal_keys: bool = False) -> None:
-        """Raise ValueError unless this model, cache and `causal_keys` would compute and store the same keys and
-        values."""
+        """Raise ValueError if this model, cache and `causal_keys` would compute or store other keys and values."""
         if self._released:
             raise ValueError("prefix was released; keep a new one with keep_prefix=True")
         module = None if self._module is None else self._module()
@@ -240,9 +239,9 @@ def plan_reuse(
 
 
 def keep_prefix(state: Any, model: Any, previous: KeptPrefix | None) -> KeptPrefix:
-    """Copy the keys and values that the next request can reuse. On block-causal models they cover the blocks evaluated
-    after they were full; on others, the leading positions evaluated with their final tokens. state: of a masked
-    sampler, after the last commit. previous: the prefix that this request reused."""
+    """Copy the keys and values that the next request can reuse: those of all leading positions evaluated with their
+    final tokens; on block-causal models, only of whole blocks that were evaluated when they were full. state: of a
+    masked sampler, after the last commit. previous: the prefix that this request reused."""
     facts, store = state.facts, state.store
     counts = np.minimum(store.count_intact(state.canvas), state.end)
     if facts.topology == "block_causal":
@@ -257,15 +256,15 @@ def keep_prefix(state: Any, model: Any, previous: KeptPrefix | None) -> KeptPref
 
 
 def prefill(model: Any, tokens: list[int], cache: StoredCache, causal_keys: bool = False) -> KeptPrefix:
-    """Evaluate `tokens` in a separate forward, and return the keys and values of all of them."""
+    """Evaluate `tokens` in a separate forward, and return their keys and values."""
     store = model.make_store(1, len(tokens), cache.store_dtype, cache.max_memory)
     evaluate(model, store, tokens, 0, causal_keys)
     return KeptPrefix(model.module, [tokens], store.read_prefix(len(tokens), copy=False), False, causal_keys)
 
 
 def evaluate(model: Any, store: Any, tokens: list[int], start: int, causal_keys: bool) -> None:
-    """Evaluate the `tokens` from `start` on. store: one row, with the earlier tokens. causal_keys: whether attention is
-    causal, whatever the topology."""
+    """Evaluate the `tokens` from `start` on. store: one row, which holds the tokens before `start`. causal_keys: True
+    makes attention causal on models of any topology."""
     count, is_causal = len(tokens) - start, causal_keys and model.facts.topology != "causal"
     positions = torch.arange(start, len(tokens), device=model.device).unsqueeze(0)
     row = np.zeros(1, np.int64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Cache, CacheFacts, Part, level_parts
+from paradec.caches.base import Cache, CacheFacts, Part, make_single_part
 from paradec.caches.parts import full_parts
 
 ANY = ("bidirectional", "block_causal", "causal", "causal_context")
@@ -24,4 +24,4 @@ class NoCache(Cache):
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         rows = np.arange(len(state.rows))
-        return level_parts(state, rows) or full_parts(state, rows)
+        return make_single_part(state, rows) or full_parts(state, rows)

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from paradec.caches.base import Part, level_parts
+from paradec.caches.base import Part, make_single_part
 
 
 def full_parts(state: Any, index: np.ndarray, limit: int = 3, multiple: int = 1) -> list[Part]:
-    """Make parts that evaluate all positions of the running rows `index` [N], except those reused from a prefix."""
-    if multiple == 1 and (level := level_parts(state, index)) is not None:
-        return level
+    """Make parts for all positions of the running rows `index` [N] that are not reused from a prefix."""
+    if multiple == 1 and (parts := make_single_part(state, index)) is not None:
+        return parts
     length = state.length[state.window.rows[index]]
     kind = "rest" if state.reuses else "full"
     return range_parts(state, index, np.zeros_like(length), length, kind, limit, multiple)
@@ -22,7 +22,8 @@ def range_parts(
     state: Any, index: np.ndarray, start: np.ndarray, stop: np.ndarray, kind: str, limit: int = 3, multiple: int = 1
 ) -> list[Part]:
     """Make parts for the ranges [start, stop) of running rows `index` [N], in at most `limit` groups, without positions
-    of reused prefixes or outside suffix windows. multiple: round widths up to multiples of it, within the canvas."""
+    of reused prefixes or outside suffix windows. kind: as `Part.kind`. multiple: widths are rounded up to multiples of
+    this, at most to the canvas width."""
     if state.reuses:
         start = np.maximum(start, state.reused[state.window.rows[index]])
     if state.present is not None:
@@ -67,7 +68,8 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
     sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
-    limit: otherwise at most this many groups. waste: add groups while padding multiplies the positions by more."""
+    limit: maximum number of groups otherwise. waste: groups are added while padding multiplies the number of positions
+        by more than this."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()

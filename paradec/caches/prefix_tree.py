@@ -103,7 +103,7 @@ class PrefixTree:
         self._roots, self._leaves, self._empty, self.nbytes = {}, {}, {}, 0
 
     def _path(self, tokens: Sequence[int], scope: Hashable) -> list[_Node]:
-        """Nodes of the leading blocks of `tokens`."""
+        """Find the nodes of the leading blocks of `tokens`."""
         node, path = self._roots.get(scope), []
         for start in range(0, len(tokens) - self.block + 1, self.block):
             node = None if node is None else node.children.get(tuple(tokens[start : start + self.block]))
@@ -136,7 +136,7 @@ class PrefixTree:
                 blocks = torch.cat([part[part_rows] for part in parts], 1).unflatten(0, (-1, self.block))
                 sums.append(blocks.flatten(1).sum(1, dtype=sum_dtype))
                 copies += [memory.pop().copy_(rows) if memory else rows.clone() for rows in blocks]
-            # a block's sum is finite if all its numbers are; one read of the device checks all blocks
+            # a block with NaN or infinite values has no finite sum; one read of the device checks all blocks
             return copies[: int(torch.cat(sums).isfinite().cumprod(0).sum())] if sums else []
 
     def _make_room(self, nbytes: int) -> list[Tensor]:

@@ -25,12 +25,12 @@ class KeyValueStore(Cache):
     A call reads the slots below its `visible_length`, including those that it writes:
 
     - with `slots` and without `visible`: the call writes its slots, then sees all filled slots;
-    - without `slots`: the call writes nothing. Its keys and values follow those of the store; stored ones at the same
+    - without `slots`: the call writes nothing. Its keys and values follow those of the store; stored keys at the same
     positions are hidden, since a draft replaces them. Several rows of the call may read one row of the store;
     - with `visible` [R, Q, Q]: as without `slots`, but columns see each other as in `visible` (trees, shadow blocks).
     Columns whose slot is at least 0 are written.
 
-    rows, length: rows (of all guidance branches) and positions per row. device: of the masks.
+    rows, length: rows (of all guidance branches) and positions per row. device: of `token_at_write`, `step_at_write`.
     dtype: of keys and values; None is the layer's own.
     start: length of the shared prefix (`shared`), whose positions have no slots."""
 
@@ -93,8 +93,9 @@ class KeyValueStore(Cache):
         return self
 
     def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
-        """Return the mask of the bound query before the topology's, [R, 1, Q or 1, K] bool (None if all `K` keys are
-        seen), and the keys' positions [R or 1, K] int64: the visible slots, then the call's columns if they follow."""
+        """Return the bound query's attention mask, without the topology's, and the positions of its `K` keys. The mask
+        is [R, 1, Q or 1, K] bool, or None if all keys are seen. The positions are [R or 1, K] int64: the visible slots,
+        then the call's columns if `side_by_side`."""
         call = self._bound_call()
         visible = call.visible_length
         keys = torch.arange(self.start, self.start + visible, device=query.positions.device).unsqueeze(0)
@@ -106,7 +107,7 @@ class KeyValueStore(Cache):
         return self.valid[:, :visible].index_select(0, call.rows)[:, None, None], keys
 
     def _as_slice(self, index: np.ndarray | None) -> slice | None:
-        """Rows as a slice, for reads without a copy; None unless the host knows that they are neighbours."""
+        """Convert rows to a slice, for reads without a copy; None unless the host knows that they are neighbours."""
         if index is None or len(index) > 1 and (index[1:] - index[:-1] != 1).any():
             return None
         return slice(int(index[0]), int(index[-1]) + 1)
@@ -134,7 +135,7 @@ class KeyValueStore(Cache):
             self._filled_to[call.index] = self._loaded[call.index] + filled
 
     def _side_by_side_mask(self, query: Query, call: _Call) -> Tensor:
-        """[R, 1, Q, visible length + Q] bool: the store's slots, then the call's columns."""
+        """Make the mask over the store's slots, then the call's columns: [R, 1, Q, visible length + Q] bool."""
         (count, width), visible = query.tokens.shape, call.visible_length
         is_real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         stored = self.valid[:, :visible].index_select(0, call.rows)
@@ -164,7 +165,7 @@ class KeyValueStore(Cache):
         return tuple(outputs)
 
     def _read(self, store: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
-        """[R, K, kv_heads, head_dim]: the visible slots, then the call's columns if they follow."""
+        """Read the visible slots, then the call's columns if `call.side_by_side`: [R, K, kv_heads, head_dim]."""
         if call.selection is not None:
             stored = store[call.selection, : call.visible_length]
         else:
@@ -204,8 +205,8 @@ class KeyValueStore(Cache):
         return self.start + is_equal.int().cumprod(1).sum(1).cpu().numpy()
 
     def read_prefix(self, count: int, copy: bool = True) -> dict[int, tuple[Tensor, Tensor]]:
-        """Keys and values of the first `count` positions, per layer [rows, count, kv_heads, head_dim]. Without `copy`
-        they are views, except after a shared prefix."""
+        """Read keys and values of the first `count` positions, per layer [rows, count, kv_heads, head_dim]. Without
+        `copy` they are views, unless the store has a shared prefix."""
         layers = {}
         with torch.inference_mode(False):
             for layer, keys in self.layer_keys.items():
@@ -220,7 +221,7 @@ class KeyValueStore(Cache):
         return layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots per row. Has no effect in transformers, since calls pass positions."""
+        """Return the positions per row. Has no effect in transformers, since calls pass positions."""
         return self.length
 
     # ---- rows -----------------------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ class KeyValueStore(Cache):
         self._filled_to[rows] = np.minimum(self._filled_to[rows], slots)
 
     def clear_absent(self, rows: np.ndarray, absent: np.ndarray) -> None:
-        """Empty the slots of `rows` [N] where `absent` [N, length] bool."""
+        """Empty the slots of `rows` [N] where `absent` [N, length] bool is True."""
         is_absent, device = absent[:, self.start :], self.token_at_write.device
         index = torch.as_tensor(rows, device=device)
         tokens = self.token_at_write[index]
@@ -277,8 +278,8 @@ class _Call:
 
 
 def store_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of a `KeyValueStore` for a transformers configuration with num_hidden_layers, num_attention_heads,
-    hidden_size and, if they differ, num_key_value_heads and head_dim."""
+    """Compute the bytes of a `KeyValueStore` for a transformers configuration. It has num_hidden_layers,
+    num_attention_heads and hidden_size, and may have num_key_value_heads and head_dim."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * rows * heads * (length + 1) * width * dtype.itemsize

@@ -53,7 +53,7 @@ class StoredCache(Cache):
         return min(plans, key=lambda parts: sum(part.positions.size for part in parts))
 
     def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        """[R] bool: which of the state's `rows` [R] this step evaluates whole."""
+        """Choose the rows among the state's `rows` [R] that this step evaluates whole: [R] bool."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define needs_refresh")
 
     def partial(self, state: Any, index: np.ndarray, picks: np.ndarray | None, limit: int) -> list[Part]:
@@ -74,7 +74,7 @@ class RangeCache(StoredCache):
         )
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Start and stop [N] int64 of the range to evaluate, which may reach beyond the row."""
+        """Return start and stop, both [N] int64, of the range to evaluate, which may reach beyond the row."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define range")
 
 
@@ -96,7 +96,8 @@ class SubsetCache(StoredCache):
         return subset_parts(state, index, needed, limit, self.shape_multiple)
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        """[N, L] bool: positions of the state's `rows` [N] to evaluate; True after a row's end has no effect."""
+        """Choose the positions of the state's `rows` [N] to evaluate: [N, L] bool. True after a row's end has no
+        effect."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define positions_to_evaluate")
 
 
@@ -125,5 +126,5 @@ class ChangeLog:
         return self.canvas[rows] == self.mask_id
 
     def is_stable(self, state: Any, rows: np.ndarray, delay: int = 1) -> np.ndarray:
-        """[N, L] bool: decided, and unchanged for more than `delay` steps."""
+        """Find positions that are decided and have not changed for more than `delay` steps: [N, L] bool."""
         return ~self.undecided(rows) & (self.changed_at[rows] < state.row_step[rows, None] - delay)

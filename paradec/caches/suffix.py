@@ -1,6 +1,6 @@
-"""Suffix windows: only some masks after the open block are evaluated; the others are absent. This saves the evaluation
-of masks whose tokens are decided much later. DPad (Chen et al., "Diffusion Language Models with Suffix Dropout", arXiv
-2508.14148) keeps a few random masks per block, fewer at larger distance; the plain cut keeps the nearest."""
+"""Suffix windows: only some masks after the open block are evaluated; no position attends to the other masks. This
+saves work on masks whose tokens are decided much later. DPad (Chen et al., "Diffusion Language Models with Suffix
+Dropout", arXiv 2508.14148) keeps random masks, fewer at larger distance; density "cut" keeps the nearest masks."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ class Suffix:
     # ---- compatibility --------------------------------------------------------------------------------------------
 
     def why_unsupported(self, sampler: Any, model: Any, cache: Any, has_holes: bool) -> str | None:
-        """Why this sampler, model and cache cannot use a suffix window, as a clause; None if they can.
+        """Return why this sampler, model and cache cannot use a suffix window, as a clause; None if they can.
 
         has_holes: whether the prompt has masks before some of its tokens (infilling). These tokens are always
-        evaluated, so even "cut" leaves gaps.
+        evaluated, so that even density "cut" leaves gaps.
         """
         facts = model.facts
         if facts.topology != "bidirectional":
@@ -130,7 +130,7 @@ class Suffix:
     # ---- choice of masks ------------------------------------------------------------------------------------------
 
     def probabilities(self, prediction: str, size: int) -> np.ndarray:
-        """[size] float64: probability that "gaussian" keeps the mask at each distance."""
+        """Compute the probability that density "gaussian" keeps the mask at each distance: [size] float64."""
         scale = SCALES[prediction] if self.scale is None else self.scale
         z = np.arange(size) * (self.k_sigma / max(self.window - 1, 1))
         return scale * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
@@ -172,7 +172,8 @@ class Suffix:
         return is_near & is_lowest
 
     def _draw_as_published(self, num_later: int, size: int, generator: torch.Generator) -> np.ndarray:
-        """[1, size] float64 from DPad's draws: one per position after the block, or a permutation of the window."""
+        """Draw the numbers [1, size] float64 as DPad does: one per position after the block for "gaussian", else ranks
+        from a permutation of the window."""
         numbers = np.ones((1, size))
         if self.density == "gaussian":
             draws = torch.rand(num_later, generator=generator, device=generator.device).cpu().numpy()

@@ -25,7 +25,7 @@ class VicinityCache(RangeCache):
     Args:
         prefix_look, after_look: positions left and right of the block, at least 0.
         warmup_steps: a row's first `warmup_steps + 1` steps evaluate the whole row; at least 0.
-        cache_update_freq: evaluate whole rows every this many steps of a block, too; None never does.
+        cache_update_freq: period, in steps of a block, of further whole-row steps; None has none.
     """
 
     prefix_look: int = 16

@@ -224,7 +224,7 @@ def test_prompts_read_before_an_error_of_their_iterator_are_answered(model: Mode
         ({"batch_size": 0}, "batch_size=0"),
         ({"seed": [1, 2]}, "give each prompt its own seed"),
         ({"gen_length": 3}, "max_new_tokens"),
-        ({"prompts": "one text"}, "one alone goes to paradec.generate"),
+        ({"prompts": "one text"}, "for one prompt, use paradec.generate"),
         ({"prompts": 3}, "must be an iterable"),
     ],
 )
